@@ -1,0 +1,61 @@
+"""Attention over the paged KV cache.
+
+A backend owns the layout of the cache: it makes a layer's cache, writes the K and V of a step into it,
+and lets the step's queries attend. What a step consists of comes as `StepInputs`; which model asks is
+not known here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoengine.kernels import paged_attention
+
+NO_WINDOW = np.iinfo(np.int32).max
+
+
+@dataclass
+class StepInputs:
+    """What the device needs for one step: T tokens of S sequences. All tensors are int32."""
+
+    token_ids: Tensor  # (T,)
+    positions: Tensor  # (T,)
+    slots: Tensor  # (T,) where K and V go: block * block_size + offset
+    owners: Tensor  # (T,) which sequence a token belongs to: a row of block_tables
+    block_tables: Tensor  # (S, width), padded with 0
+    sampled_rows: Tensor  # which of the T rows are to be sampled
+
+
+class CPUAttention:
+    """Every token of a step, be it of a prompt or the newest, goes through one paged kernel."""
+
+    name = "cpu"
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.kernel = paged_attention(head_dim, num_heads // num_kv_heads, block_size)
+
+    def make_cache(self, num_blocks: int, dtype: torch.dtype) -> Tensor:
+        """One layer's K and V: (2, num_blocks, kv_heads, block_size, head_dim), zeros."""
+        shape = 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim
+        return torch.zeros(shape, dtype=dtype)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None,
+                 cache: Tensor, step: StepInputs) -> Tensor:
+        """Writes the K and V of the whole step, then attends with its queries.
+
+        query: (T, heads, head_dim); key, value: (T, kv_heads, head_dim); window: a query sees
+        its last `window` keys, None for all. Returns (T, heads, head_dim).
+        """
+        blocks, offsets = step.slots // self.block_size, step.slots % self.block_size
+        cache[0, blocks, :, offsets] = key
+        cache[1, blocks, :, offsets] = value
+        query, out = query.float(), torch.empty(query.shape)
+        bits = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache  # for NumPy
+        self.kernel(query.numpy(), *bits.numpy(), step.block_tables.numpy(), step.owners.numpy(),
+                    step.positions.numpy(), window or NO_WINDOW, out.numpy())
+        return out.to(key.dtype)

@@ -1,0 +1,176 @@
+"""`BlockManager`: who holds which block of the KV cache, and what can be found there again.
+
+Plain Python over block numbers; the memory itself belongs to `model_runner.py`. Paging is from
+PagedAttention (Kwon et al., 2023, arXiv:2309.06180), the prefix cache by chained hashes from vLLM.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+import xxhash
+
+from nanoengine.sequence import Sequence
+
+NULL_BLOCK = 0  # never handed out
+
+
+class BlockManager:
+    """Hands out blocks 1 to `num_blocks` of `block_size` tokens each.
+
+    A block is used (referenced by a table) or free. A free block without a hash is blank; one with a
+    hash is cached: it waits in least-recently-used order, is revived by a hit, and is taken for
+    something else only when there are no blank ones. Every operation is O(1) per block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free and blank."""
+        self.ref_counts = [0] * (self.num_blocks + 1)  # in how many tables a block stands
+        self.blank = list(range(self.num_blocks, NULL_BLOCK, -1))  # a stack: block 1 goes first
+        self.cached: dict[int, None] = {}  # an ordered set, oldest first
+        self.contents: dict[int, tuple[int, list[int]]] = {}  # of each findable block: hash, tokens
+        self.blocks_by_hash: dict[int, dict[int, None]] = {}  # twins with the same tokens side by side
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.blank) + len(self.cached)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # ------------------------------------------------------------------ taking and giving back
+
+    def allocate(self, seq: Sequence) -> bool:
+        """Gives a sequence blocks for all its known tokens, the longest cached prefix first.
+
+        All or nothing: False, and nothing has changed, where there are too few blocks. Otherwise
+        `seq.num_computed_tokens` is what the prefix cache had.
+        """
+        prefix = self.find_prefix(seq)
+        num_fresh = self.num_blocks_for(seq.num_tokens) - len(prefix)
+        num_revived = sum(self.ref_counts[block_id] == 0 for block_id in prefix)
+        if num_fresh + num_revived > self.num_free_blocks:
+            return False
+        for block_id in prefix:  # before any fresh one is taken: that could evict a block found here
+            self.cached.pop(block_id, None)
+            self.ref_counts[block_id] += 1
+        seq.block_table = array("i", prefix + [self._take_fresh() for _ in range(num_fresh)])
+        seq.num_computed_tokens = len(prefix) * self.block_size
+        return True
+
+    def num_blocks_to_append(self, seq: Sequence) -> int:
+        """How many blocks a running sequence lacks to compute its known tokens: 0 or 1."""
+        return self.num_blocks_for(seq.num_tokens) - len(seq.block_table)
+
+    def may_append(self, seq: Sequence) -> None:
+        """Gives a running sequence the block that its newest token needs, if it needs one."""
+        for _ in range(self.num_blocks_to_append(seq)):
+            seq.block_table.append(self._take_fresh())
+
+    def deallocate(self, seq: Sequence) -> None:
+        """Takes all blocks of a sequence back, tail first, so that prefixes stay cached longest."""
+        for block_id in reversed(seq.block_table):
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] == 0 and block_id in self.contents:
+                self.cached[block_id] = None
+            elif self.ref_counts[block_id] == 0:
+                self.blank.append(block_id)
+        seq.block_table = array("i")
+        seq.num_computed_tokens = 0
+
+    def _take_fresh(self) -> int:
+        if self.blank:
+            block_id = self.blank.pop()
+        else:
+            block_id = next(iter(self.cached))
+            del self.cached[block_id]
+            self._forget(block_id)
+        self.ref_counts[block_id] = 1
+        return block_id
+
+    # -------------------------------------------------------------------------- prefix cache
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        """The cached blocks that hold the beginning of a sequence, as many as there are in a row.
+
+        Never all of its tokens: the last is always computed, for its logits.
+        """
+        prefix: list[int] = []
+        if not self.enable_prefix_caching:
+            return prefix
+        for index in range((seq.num_tokens - 1) // self.block_size):
+            twins = self.blocks_by_hash.get(self._hash(seq, index), ())
+            tokens = self._tokens(seq, index)  # compared too: hashes may collide
+            block_id = next((twin for twin in twins if self.contents[twin][1] == tokens), None)
+            if block_id is None:
+                break
+            prefix.append(block_id)
+        return prefix
+
+    def register(self, seq: Sequence, num_tokens: int) -> None:
+        """Makes the blocks findable that the next `num_tokens` tokens of a sequence fill.
+
+        To be called when their K and V are in the cache, or will be before anyone can read them who
+        is admitted later: the scheduler does so for the tokens of the step it is building, since
+        each layer writes the K and V of the whole batch before it reads any.
+        """
+        first, stop = (position // self.block_size
+                       for position in (seq.num_computed_tokens, seq.num_computed_tokens + num_tokens))
+        for index in range(first, stop if self.enable_prefix_caching else first):
+            block_id, hash_value = seq.block_table[index], self._hash(seq, index)
+            self.contents[block_id] = hash_value, self._tokens(seq, index)
+            self.blocks_by_hash.setdefault(hash_value, {})[block_id] = None
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every hash. Blocks in use stay in use."""
+        self.blank.extend(self.cached)
+        self.cached.clear()
+        self.contents.clear()
+        self.blocks_by_hash.clear()
+
+    def _forget(self, block_id: int) -> None:
+        hash_value, _ = self.contents.pop(block_id)
+        twins = self.blocks_by_hash[hash_value]
+        del twins[block_id]
+        if not twins:
+            del self.blocks_by_hash[hash_value]
+
+    def _tokens(self, seq: Sequence, index: int) -> list[int]:
+        return seq.token_ids[index * self.block_size:(index + 1) * self.block_size]
+
+    def _hash(self, seq: Sequence, index: int) -> int:
+        """xxh64 over the hash of the block before and the block's own tokens; kept in the sequence."""
+        for missing in range(len(seq.block_hashes), index + 1):
+            before = seq.block_hashes[-1] if missing else 0
+            data = before.to_bytes(8, "little") + array("i", self._tokens(seq, missing)).tobytes()
+            seq.block_hashes.append(xxhash.xxh64_intdigest(data))
+        return seq.block_hashes[index]
+
+    # ---------------------------------------------------------------------------- invariants
+
+    def check(self, running: Iterable[Sequence]) -> None:
+        """Asserts what must hold between two steps. For tests; O(blocks)."""
+        tables = [(seq, index, block_id) for seq in running
+                  for index, block_id in enumerate(seq.block_table)]
+        references = Counter(block_id for _, _, block_id in tables)
+        free = Counter(self.blank) + Counter(self.cached)
+        hashed = Counter(block_id for twins in self.blocks_by_hash.values() for block_id in twins)
+        assert references[NULL_BLOCK] == free[NULL_BLOCK] == 0
+        for block_id in range(1, self.num_blocks + 1):
+            assert self.ref_counts[block_id] == references[block_id], "as many as there are tables"
+            assert free[block_id] == (references[block_id] == 0), "free or referenced, never both"
+            assert hashed[block_id] == (block_id in self.contents), "each is registered once"
+            assert (block_id in self.cached) == (block_id in self.contents and free[block_id])
+        for block_id, (hash_value, tokens) in self.contents.items():
+            assert block_id in self.blocks_by_hash[hash_value] and len(tokens) == self.block_size
+        for seq, index, block_id in tables:
+            if block_id in self.contents:  # a hash stands for the tokens that are there
+                assert self.contents[block_id] == (self._hash(seq, index), self._tokens(seq, index))
+            elif (index + 1) * self.block_size > seq.num_computed_tokens:
+                assert self.ref_counts[block_id] == 1, "no two sequences may write to one block"

@@ -1,0 +1,65 @@
+"""`EngineConfig`: every option of the engine, its default and its check.
+
+It knows what the options mean but nothing of a model: what depends on one (how many blocks fit, how
+long a sequence can be) is decided in `model_runner.py`.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from nanoengine.sampling_params import STRICT, Float, Int, rejected
+
+Count = Annotated[Int, Field(ge=1)]
+
+
+def dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EngineConfig:
+    """The keywords of `LLM`. Raises ValueError with the option, its value and what is accepted.
+
+    model: a folder with config.json and safetensors, or a Hugging Face id.
+    tokenizer: where the tokenizer is, if not with the model.
+    dtype: of weights and KV cache; "auto" on a CPU: bfloat16 where it has such instructions.
+    seed: what the seeds of requests without one are derived from.
+    load_format: "dummy" makes random weights and needs only a config.json.
+    max_model_len: tokens of prompt and output together; by default what model and cache allow.
+    max_num_seqs: how many sequences are running at most; by default 256, or fewer where the
+        token budget is smaller.
+    max_num_batched_tokens: how many tokens a step computes at most; at least max_num_seqs.
+    block_size: tokens of a block of the KV cache.
+    num_kv_blocks: blocks to hand out; by default as many as max_num_seqs sequences of
+        max_model_len can fill, within a quarter of the free memory.
+    gpu_memory_utilization, enforce_eager: of a GPU; a CPU has no graphs and no memory of its own.
+    enable_prefix_caching: whether blocks are found again by the hash of their tokens.
+    scheduling: "prefill-first" (a step is all prefill or all decode) or "mixed".
+    """
+
+    model: str | Path
+    tokenizer: str | Path | None = None
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], BeforeValidator(dtype_name)] = "auto"
+    device: Literal["auto", "cpu"] = "auto"
+    seed: Int = 0
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    max_model_len: Annotated[Int, Field(ge=2)] | None = None
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    block_size: Count = 16
+    num_kv_blocks: Count | None = None
+    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    scheduling: Literal["prefill-first", "mixed"] = "prefill-first"
+
+    def limits(self) -> tuple[int, int]:
+        """(max_num_seqs, max_num_batched_tokens), where one that is not given follows the other."""
+        num_tokens = self.max_num_batched_tokens or max(4096, self.max_num_seqs or 0)
+        num_seqs = self.max_num_seqs or min(256, num_tokens)
+        if num_tokens < num_seqs:
+            raise rejected("max_num_batched_tokens", num_tokens, f"at least max_num_seqs={num_seqs}")
+        return num_seqs, num_tokens

@@ -1,0 +1,128 @@
+"""From a folder or a Hugging Face id to a model: its config, its tokenizer, its weights.
+
+Every parameter of the model is filled exactly once, projections that `model.py` fuses going straight
+to their rows; nothing is missing and nothing is left over.
+"""
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
+
+from nanoengine.model import Decoder, FusedLinear, check_supported
+from nanoengine.sampling_params import rejected
+
+DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def find_model(model: str | PathLike) -> Path:
+    """The folder of a model: itself, or the download of a Hugging Face id."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=DOWNLOADED))
+    except Exception as error:  # no valid id, an unknown one, no network, no space, …
+        accepted = f"a folder, or a Hugging Face id that can be downloaded ({error})"
+        raise rejected("model", str(model), accepted) from error
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """The model's config.json, checked, with the head_dim that may be left implicit there."""
+    if not (folder / "config.json").is_file():
+        raise rejected("model", str(folder), "a folder with a config.json")
+    config = AutoConfig.from_pretrained(folder)
+    check_supported(config)
+    config.head_dim = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
+    return config
+
+
+def load_generation_config(folder: Path, config: PretrainedConfig) -> GenerationConfig:
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(config)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder, or None where there is none: then prompts are token ids."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.is_fast:
+        raise rejected("tokenizer", str(folder), "a folder with a fast tokenizer")
+    return tokenizer
+
+
+def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, dummy: bool) -> Decoder:
+    """The model with its weights in `dtype`; random ones, always the same, for a dummy."""
+    with torch.device("meta"):
+        model = Decoder(config).to(dtype)
+    model.to_empty(device="cpu").requires_grad_(False)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
+    targets = checkpoint_tensors(model)
+    if dummy:
+        generator = torch.Generator().manual_seed(0)
+        for target in targets.values():  # about the spread of trained weights; norms and biases 1
+            target.uniform_(-0.03, 0.03, generator=generator) if target.ndim > 1 else target.fill_(1)
+    else:
+        load_weights(folder, targets)
+    return model
+
+
+def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Where each tensor of a checkpoint goes: its name, and a view of (a part of) a parameter."""
+    targets = {}
+    for name, parameter in model.named_parameters():  # a tied one once, under its first name
+        path, kind = name.rsplit(".", 1)
+        module = model.get_submodule(path)
+        if isinstance(module, FusedLinear):
+            parent = path.rsplit(".", 1)[0]
+            for part, rows in zip(module.parts, parameter.split(list(module.parts.values()))):
+                targets[f"{parent}.{part}.{kind}"] = rows
+        else:
+            targets[name] = parameter
+    return targets
+
+
+def load_weights(folder: Path, targets: dict[str, Tensor]) -> None:
+    """Copies the tensors of a checkpoint, sharded or not, to their targets.
+
+    Raises ValueError for a file that is absent or truncated, and for a tensor that is missing,
+    left over, given twice or of another shape.
+    """
+    missing = dict(targets)
+    is_tied = "lm_head.weight" not in targets
+    for file in checkpoint_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for full_name in tensors.keys():
+                    name = full_name.removeprefix("model.")
+                    if name.endswith("rotary_emb.inv_freq") or is_tied and name == "lm_head.weight":
+                        continue  # computed here; the same as the embedding
+                    tensor = tensors.get_tensor(full_name)
+                    target = missing.pop(name, None)
+                    if target is None or target.shape != tensor.shape:
+                        place = tuple(targets[name].shape) if name in targets else "no such tensor"
+                        raise ValueError(f"{file}: {full_name} of shape {tuple(tensor.shape)} does "
+                                         f"not fit, or comes twice: the model has {place}")
+                    target.copy_(tensor)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is absent, truncated or no safetensors: {error}") from error
+    if missing:
+        raise ValueError(f"the checkpoint in {folder} lacks {len(missing)} of {len(targets)} tensors: "
+                         f"{', '.join(list(missing)[:5])} …")
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files that the index of a folder names, else the single one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [folder / "model.safetensors"]
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]

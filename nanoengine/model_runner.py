@@ -1,0 +1,99 @@
+"""`ModelRunner`: from a `Batch` to sampled tokens.
+
+It owns the model, the memory of the KV cache, and the arrays that a step's inputs are written into.
+Who runs, and why, is not its business.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from llvmlite.binding import get_host_cpu_features
+from transformers import PretrainedConfig
+
+from nanoengine.attention import CPUAttention, StepInputs
+from nanoengine.config import EngineConfig
+from nanoengine.loader import load_model
+from nanoengine.model import rotary_table
+from nanoengine.sampler import Logprobs, sample
+from nanoengine.sampling_params import rejected
+from nanoengine.scheduler import Batch
+
+
+class ModelRunner:
+    """Runs batches on one device.
+
+    num_kv_blocks: blocks that can be handed out; block 0, which cannot, comes on top.
+    max_model_len: tokens that a sequence can have, as the model, the cache and the user allow.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
+        self.block_size = config.block_size
+        self.dtype = choose_dtype(config.dtype)
+        self.model = load_model(folder, model_config, self.dtype, config.load_format == "dummy")
+        kv_heads, head_dim = model_config.num_key_value_heads, model_config.head_dim
+        self.attention = CPUAttention(
+            model_config.num_attention_heads, kv_heads, head_dim, config.block_size)
+        row_bytes = kv_heads * head_dim * self.dtype.itemsize
+        self.block_bytes = 2 * model_config.num_hidden_layers * config.block_size * row_bytes
+        self.num_kv_blocks, self.max_model_len = size_cache(
+            config, model_config.max_position_embeddings, self.block_bytes)
+        self.caches = [self.attention.make_cache(self.num_kv_blocks + 1, self.dtype)
+                       for _ in self.model.layers]
+        self.rotary = rotary_table(model_config, self.max_model_len)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, step: StepInputs) -> tuple[list[int], list[Logprobs | None]]:
+        """Computes a batch's tokens and samples one for each of `batch.sampled`."""
+        logits = self.model(step, self.rotary, self.attention, self.caches)
+        return sample(logits, [batch.sequences[index] for index in batch.sampled])
+
+    def prepare(self, batch: Batch) -> StepInputs:
+        """The arrays of a step. One loop over sequences, none over tokens or blocks."""
+        width = max(len(seq.block_table) for seq in batch.sequences)
+        block_tables = np.zeros((len(batch), width), np.int32)
+        token_ids: list[int] = []
+        for table, seq, count in zip(block_tables, batch.sequences, batch.num_tokens):
+            table[:len(seq.block_table)] = seq.block_table
+            start = seq.num_computed_tokens
+            token_ids += seq.token_ids[start:start + count]
+        num_tokens = np.array(batch.num_tokens)
+        computed = np.array([seq.num_computed_tokens for seq in batch.sequences])
+        stops = num_tokens.cumsum()  # the row behind each sequence's last
+        owners = np.repeat(np.arange(len(batch)), num_tokens)
+        positions = np.arange(len(token_ids)) + (computed + num_tokens - stops)[owners]
+        blocks = block_tables[owners, positions // self.block_size]
+        slots = blocks * self.block_size + positions % self.block_size
+        sampled_rows = stops[batch.sampled] - 1
+        return StepInputs(*(torch.from_numpy(np.asarray(array, np.int32)) for array in (
+            token_ids, positions, slots, owners, block_tables, sampled_rows)))
+
+
+def choose_dtype(dtype: str) -> torch.dtype:
+    """What was asked for; "auto" is bfloat16 where the CPU computes in it, else float32."""
+    if dtype == "auto":
+        features = get_host_cpu_features()
+        has_bfloat16 = any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16"))
+        dtype = "bfloat16" if has_bfloat16 else "float32"
+    return getattr(torch, dtype)
+
+
+def size_cache(config: EngineConfig, model_limit: int, block_bytes: int) -> tuple[int, int]:
+    """How many blocks the KV cache has, and how many tokens a sequence can have.
+
+    model_limit: max_position_embeddings; block_bytes: K and V of a block in all layers.
+    Raises ValueError where an explicit max_model_len is more than the model or the cache allows.
+    """
+    max_model_len = config.max_model_len or model_limit
+    if max_model_len > model_limit:
+        raise rejected("max_model_len", max_model_len, f"at most {model_limit}, as the model allows")
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        wanted = config.limits()[0] * -(-max_model_len // config.block_size)
+        num_blocks = min(wanted, psutil.virtual_memory().available // 4 // block_bytes)
+    capacity = num_blocks * config.block_size
+    if (config.max_model_len or 2) > capacity:
+        raise rejected("max_model_len", max_model_len, f"at most {capacity}, for which the KV cache "
+                       f"has room ({num_blocks} blocks of {config.block_size} tokens)")
+    return num_blocks, min(max_model_len, capacity)

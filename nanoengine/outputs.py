@@ -1,0 +1,115 @@
+"""What a user gets back: `RequestOutput`, `CompletionOutput`, and the text in them.
+
+Text is made token by token with the tokenizers library's `DecodeStream`, which holds bytes back until
+they are a whole character.
+"""
+
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from nanoengine.sampler import Logprobs
+from nanoengine.sequence import RequestMetrics, Sequence
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt.
+
+    finish_reason: "stop" (EOS, a stop token or string), "length", or None while it goes on.
+    stop_reason: the stop string or token id that ended it; None for EOS.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[Logprobs] | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its completions. `num_cached_tokens` of the prompt came from the prefix cache."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    metrics: RequestMetrics
+
+
+class Request:
+    """What was asked for, its sequence in the engine, and the text of it."""
+
+    def __init__(self, prompt: str | None, seq: Sequence, tokenizer: Any) -> None:
+        self.prompt = prompt
+        self.prompt_token_ids = seq.token_ids[:]
+        self.seq = seq
+        self.text = StringIO()  # appending to it is O(1)
+        self.longest_stop = max(map(len, seq.params.stop), default=1)
+        self.tokenizer = tokenizer.backend_tokenizer if tokenizer and seq.params.detokenize else None
+        if self.tokenizer:  # begin in the prompt, so that the first token is decoded in its context
+            suffixes = (self.prompt_token_ids[-length:] for length in range(4, 24))
+            whole = (ids for ids in suffixes if "\ufffd" not in self.tokenizer.decode(ids))
+            self.stream = DecodeStream(next(whole, []), seq.params.skip_special_tokens)
+
+    def update(self, logprobs: Logprobs | None) -> str | None:
+        """Takes in the newest token; returns the stop string that its text completes, if any."""
+        seq, params = self.seq, self.seq.params
+        if logprobs is not None:
+            for token_id, found in logprobs.items():
+                found.decoded_token = self.tokenizer and self.tokenizer.decode([token_id], False)
+            seq.logprobs.append(logprobs)
+        is_text = seq.finish_reason != "stop" or params.include_stop_str_in_output
+        length = self.text.tell()
+        if self.tokenizer and is_text:  # the token that ends a sequence is none
+            self.text.write(self._decode(seq.token_ids[-1]))
+        if seq.num_tokens - seq.num_prompt_tokens <= params.min_tokens:
+            return None
+        return self._find_stop(length)
+
+    def _decode(self, token_id: int) -> str:
+        """The text that a token completes: none in the middle of a character."""
+        try:
+            return self.stream.step(self.tokenizer, token_id) or ""
+        except Exception as error:
+            # The decoder would take back text that it has given out. That cannot be undone: the
+            # text goes on with this token, as in vLLM.
+            if "Invalid prefix" not in str(error):
+                raise
+            self.stream = DecodeStream([], self.seq.params.skip_special_tokens)
+            return self.stream.step(self.tokenizer, token_id) or ""
+
+    def _find_stop(self, length: int) -> str | None:
+        """Of the stop strings that end behind `length`, the one that begins first; cuts there."""
+        params = self.seq.params
+        start = self.text.seek(max(0, length - self.longest_stop + 1))
+        tail = self.text.read()
+        found = ((tail.find(stop, max(0, length - start - len(stop) + 1)), stop) for stop in params.stop)
+        index, stop = min((match for match in found if match[0] >= 0), default=(0, None))
+        if stop is not None:
+            cut = start + index + (len(stop) if params.include_stop_str_in_output else 0)
+            self.text.truncate(self.text.seek(cut))
+        return stop
+
+    def output(self) -> RequestOutput:
+        """The request as it stands now; what may yet become a stop string is held back."""
+        seq = self.seq
+        text = self.text.getvalue()
+        if not (seq.is_finished or seq.params.include_stop_str_in_output):
+            text = text[:len(text) - self.longest_stop + 1]
+        token_ids = seq.token_ids[seq.num_prompt_tokens:]
+        logprobs, cumulative = None, None
+        if seq.params.logprobs is not None:
+            logprobs = seq.logprobs[:]
+            cumulative = sum(at[token_id].logprob for at, token_id in zip(logprobs, token_ids))
+        completion = CompletionOutput(
+            0, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
+        return RequestOutput(seq.request_id, self.prompt, self.prompt_token_ids, [completion],
+                             seq.is_finished, seq.num_cached_tokens, seq.metrics)

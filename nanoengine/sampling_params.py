@@ -1,0 +1,101 @@
+"""What a user asks for: `SamplingParams`, checked when it is made.
+
+Each field carries its default and its rule in one line; pydantic turns a broken rule into a
+`ValueError` that names the field, the value and what is accepted. Nothing here knows a model: checks
+that need a vocabulary or a tokenizer happen when a request is made (`llm.py`).
+"""
+
+from collections.abc import Callable
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(strict=True, extra="forbid", validate_assignment=True)
+
+
+def rejected(name: str, value: Any, accepted: str) -> ValueError:
+    """The error for bad input elsewhere: the argument, its value and what would be accepted."""
+    return ValueError(f"{name}={value!r} is not accepted: it must be {accepted}")
+
+
+def as_list(value: Any) -> Any:
+    """vLLM's shorthands: one text stands for a list of it, None for an empty one."""
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+def unwrap(value: Any) -> Any:
+    """NumPy's numbers are as good as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+Int = Annotated[int, BeforeValidator(unwrap)]
+Float = Annotated[float, BeforeValidator(unwrap), Field(allow_inf_nan=False)]
+Penalty = Annotated[Float, Field(ge=-2, le=2)]
+TokenId = Annotated[Int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], BeforeValidator(as_list)]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(as_list)]
+Callables = Annotated[list[Callable], BeforeValidator(as_list)]
+
+
+@dataclass(config=STRICT)
+class SamplingParams:
+    """How one request is sampled and when it ends; names and defaults are vLLM's.
+
+    n: completions per prompt.
+    temperature: divides the logits; 0 is greedy.
+    top_k: sample among the k likeliest tokens; 0 or -1 for all.
+    top_p: sample among the fewest likeliest tokens whose probabilities reach p together.
+    min_p: drop tokens less likely than min_p times the likeliest.
+    seed: what the draws depend on, besides the position; None: one derived from the engine's seed.
+    max_tokens: generate at most so many; None: up to the engine's `max_model_len`.
+    min_tokens: EOS and stop tokens are masked, and stop strings overlooked, for so many tokens.
+    stop: strings that end the generation, cut from the text unless `include_stop_str_in_output`.
+    stop_token_ids: tokens that end it, besides EOS.
+    ignore_eos: generate on after EOS.
+    logprobs: return the log-probabilities of so many likeliest tokens at each position, and that of
+        the sampled one: log-softmax of the raw logits. 0: only the sampled one; -1: all.
+    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once or
+        once for each occurrence. repetition_penalty: divides positive and multiplies negative
+        logits of tokens in prompt or output (Keskar et al., 2019, arXiv:1909.05858).
+    bad_words, allowed_token_ids, logit_bias: texts that must not, ids that alone may, be generated;
+        numbers added to logits by id.
+    logits_processors: callables `(input_ids, scores) -> scores` on tensors of shape (1, tokens so
+        far) and (1, vocabulary), as in transformers, after all of the above.
+    skip_special_tokens, detokenize: whether special tokens show in the text; whether there is one.
+
+    Raises ValueError for a value out of range, with its name and what is accepted.
+    """
+
+    n: Literal[1] = 1
+    temperature: Annotated[Float, Field(ge=0)] = 1.0
+    top_k: Annotated[Int, Field(ge=-1)] = 0
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    seed: Int | None = None
+    max_tokens: Annotated[Int, Field(ge=1)] | None = 16
+    min_tokens: Annotated[Int, Field(ge=0)] = 0
+    stop: Texts = field(default_factory=list)
+    stop_token_ids: TokenIds = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: Annotated[Int, Field(ge=-1)] | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[Float, Field(gt=0)] = 1.0
+    bad_words: Texts = field(default_factory=list)
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    logit_bias: dict[TokenId, Float] | None = None
+    logits_processors: Callables = field(default_factory=list)
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    @model_validator(mode="after")
+    def check_together(self) -> "SamplingParams":
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise rejected("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        if self.stop and not self.detokenize:
+            raise rejected("detokenize", False, f"True where there is a text to stop at: {self.stop}")
+        return self
