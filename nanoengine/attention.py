@@ -40,9 +40,12 @@ class CPUAttention:
         self.kernel = paged_attention(head_dim, num_heads // num_kv_heads, block_size)
 
     def make_cache(self, num_blocks: int, dtype: torch.dtype) -> Tensor:
-        """One layer's K and V: (2, num_blocks, kv_heads, block_size, head_dim), zeros."""
-        shape = 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim
-        return torch.zeros(shape, dtype=dtype)
+        """One layer's K and V: (2, num_blocks, kv_heads, block_size, head_dim), zeros.
+
+        NumPy's zeros are memory only once they are written to; torch's are at once.
+        """
+        shape = 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim * dtype.itemsize
+        return torch.from_numpy(np.zeros(shape, np.uint8)).view(dtype)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None,
                  cache: Tensor, step: StepInputs) -> Tensor:

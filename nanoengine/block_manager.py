@@ -159,7 +159,7 @@ class BlockManager:
         tables = [(seq, index, block_id) for seq in running
                   for index, block_id in enumerate(seq.block_table)]
         references = Counter(block_id for _, _, block_id in tables)
-        free = Counter(self.blank) + Counter(self.cached)
+        free = Counter([*self.blank, *self.cached])
         hashed = Counter(block_id for twins in self.blocks_by_hash.values() for block_id in twins)
         assert references[NULL_BLOCK] == free[NULL_BLOCK] == 0
         for block_id in range(1, self.num_blocks + 1):

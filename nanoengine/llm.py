@@ -227,8 +227,8 @@ class LLM(AbstractContextManager):
     def metrics(self) -> dict[str, Any]:
         """Gauges of now and counters since the start, flat.
 
-        A step with a prompt token in it counts as prefill, with all its tokens; every other one as
-        decode. Times are in seconds; `host_seconds` is scheduling, input preparation and
+        A step that computes several tokens of a sequence counts as prefill, with all its tokens;
+        every other one as decode. Times are in seconds; `host_seconds` is scheduling, input preparation and
         postprocessing. `prefix_cache_*` are tokens.
         """
         return {**self.scheduler.counters, **self.scheduler.gauges()}

@@ -1,0 +1,105 @@
+"""Checkpoints: sharded, fused and tied ones load; anything missing, left over or broken is an error."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_prompts
+from safetensors.torch import load_file, save_file
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.loader import checkpoint_tensors, find_model, load_config, load_model
+
+PROMPTS = random_prompts([5, 30])
+
+
+def tokens(folder) -> list[list[int]]:
+    with LLM(str(folder), dtype="float32", num_kv_blocks=8) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture
+def copy(tiny, tmp_path) -> Path:
+    """A copy of the tiny model, to be damaged."""
+    return Path(shutil.copytree(tiny, tmp_path / "copy"))
+
+
+def rewrite(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_sharded_checkpoints_give_the_same_model(make_model, tiny, tmp_path):
+    _, model = make_model()
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert tokens(tmp_path) == tokens(tiny)
+
+
+def test_every_parameter_is_loaded_exactly_once(make_model):
+    folder, reference = make_model("Qwen2", head_dim=None)
+    model = load_model(Path(folder), load_config(Path(folder)), torch.float32, False)
+    targets = checkpoint_tensors(model)
+    expected = {name.removeprefix("model."): p for name, p in reference.state_dict().items()}
+    assert targets.keys() == expected.keys()
+    assert all(torch.equal(targets[name], expected[name]) for name in targets)
+    assert sum(t.numel() for t in targets.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_dummy_weights_need_only_a_config_and_are_always_the_same(copy, tmp_path):
+    (copy / "model.safetensors").unlink()
+    outputs = []
+    for _ in range(2):
+        with LLM(str(copy), load_format="dummy", num_kv_blocks=8) as llm:
+            outputs.append(llm.generate(PROMPTS, use_tqdm=False)[0].outputs[0].token_ids)
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 16
+
+
+def test_tied_embeddings_may_or_may_not_be_in_the_file(make_model, tmp_path):
+    folder, _ = make_model(tie_word_embeddings=True)
+    expected = tokens(folder)
+    rewrite(Path(folder), lambda t: t.update(
+        {"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert tokens(folder) == expected
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lacks 1 .*layers.1.self_attn.k_proj"),
+    (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)}), "layers.9.* no such"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"norm.weight of shape \(63,\)"),
+    (lambda t: t.update({"norm.weight": torch.ones(64)}), "norm.weight .*comes twice"),
+])
+def test_tensors_missing_left_over_twice_or_misshapen(copy, change, message):
+    rewrite(copy, change)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(copy))
+
+
+def test_files_absent_or_truncated(copy):
+    file = copy / "model.safetensors"
+    content = file.read_bytes()
+    for broken in (content[:-100], content[:50], b"no safetensors at all", None):
+        file.unlink(missing_ok=True)
+        if broken is not None:
+            file.write_bytes(broken)
+        with pytest.raises(ValueError, match="model.safetensors is absent, truncated or"):
+            LLM(str(copy))
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors is absent"):
+        LLM(str(copy))
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "not a model!", "./missing/../folder"])
+def test_a_path_that_is_no_model(model):
+    with pytest.raises(ValueError, match="model=.* must be a folder, or a Hugging Face id"):
+        find_model(model)
+
+
+def test_a_folder_without_a_config(tmp_path):
+    with pytest.raises(ValueError, match="model=.* must be a folder with a config.json"):
+        LLM(str(tmp_path))

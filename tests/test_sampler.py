@@ -1,0 +1,195 @@
+"""Frequencies, supports, penalties and logprobs of the sampler, on logits made by hand."""
+
+import math
+
+import pytest
+import torch
+
+from nanoengine.sampler import build_processors, draw, mix, sample, scale_and_truncate
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import Sequence
+
+
+def make(prompt=(1, 2, 3), output=(), seed=0, end_tokens=(), **params) -> Sequence:
+    sampling = SamplingParams(**params)
+    processors = build_processors(sampling, len(prompt), list(end_tokens), None)
+    return Sequence("7", [*prompt, *output], len(prompt), 100, sampling, seed, {}, processors)
+
+
+def draws(logits: torch.Tensor, count: int, **params) -> torch.Tensor:
+    """How often each token comes in so many seeded draws."""
+    rows = [make(seed=mix(0, number), **params) for number in range(count)]
+    tokens, _ = sample(logits.expand(count, -1), rows)
+    return torch.bincount(torch.tensor(tokens), minlength=len(logits))
+
+
+@pytest.mark.parametrize("vocab_size", [11, 64, 200])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_are_those_of_the_softmax(vocab_size, temperature):
+    torch.manual_seed(0)
+    logits = torch.randn(vocab_size) * 2
+    counts = draws(logits, 20_000, temperature=temperature)
+    expected = (logits.double() / temperature).softmax(-1) * 20_000
+    spread = (expected * (1 - expected / 20_000)).sqrt()
+    assert ((counts - expected).abs() < 5 * spread + 1).all()
+
+
+def test_supports_of_the_truncations():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    supports = {
+        (0, 1.0, 0.0): [0, 1, 2, 3],
+        (2, 1.0, 0.0): [0, 1],
+        (-1, 0.65, 0.0): [0, 1],  # 0.3 crosses 0.65 and stays
+        (0, 0.75, 0.0): [0, 1, 2],
+        (0, 0.01, 0.0): [0],
+        (0, 1.0, 0.6): [0, 1],
+        (0, 1.0, 1.0): [0],
+        (3, 0.7, 0.0): [0, 1],  # of the three left 0.44 + 0.33 reach 0.7
+        (0, 0.7, 0.3): [0, 1],
+        (9, 1.0, 0.0): [0, 1, 2, 3],
+    }
+    for (top_k, top_p, min_p), support in supports.items():
+        counts = draws(logits, 2000, top_k=top_k, top_p=top_p, min_p=min_p)
+        assert counts.nonzero().flatten().tolist() == support
+
+
+def test_truncated_frequencies_are_renormalised():
+    counts = draws(torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), 20_000, top_k=2)
+    assert abs(counts[0] / 20_000 - 4 / 7) < 0.02
+
+
+def test_a_vocabulary_of_152k_loses_no_mass():
+    vocab_size = 151_936
+    logits = torch.zeros(vocab_size)
+    tokens = draw(logits.expand(2000, -1).clone(), torch.arange(2000, dtype=torch.float64) / 2000)
+    expected = torch.arange(2000) * vocab_size // 2000
+    assert (tokens - expected).abs().max() <= 1
+    tail = torch.full((vocab_size,), -12.0)  # half the mass in one token, the rest spread thin
+    tail[100_000] = math.log((vocab_size - 1) * math.exp(-12))
+    tail -= tail.max()
+    numbers = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
+    tokens = draw(tail.expand(1000, -1).clone(), numbers)
+    assert abs((tokens == 100_000).sum() - 500) <= 1
+
+
+@pytest.mark.parametrize("number", [0.0, 0.3, 1 - 2.0**-53])
+@pytest.mark.parametrize("token", [0, 63, 64, 150])
+def test_all_mass_on_one_token(number, token):
+    logits = torch.full((1, 151), -math.inf)
+    logits[0, token] = 0
+    assert draw(logits, torch.tensor([number], dtype=torch.float64)).tolist() == [token]
+
+
+def test_the_end_of_the_interval_is_the_last_token_with_mass():
+    logits = torch.full((1, 200), -math.inf)
+    logits[0, :70] = torch.rand(70).log()
+    logits -= logits.max()
+    assert draw(logits, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).tolist() == [69]
+
+
+def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform():
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    assert draws(logits, 100, temperature=1e-40).tolist() == [0, 100, 0]
+    assert draws(logits, 3000, temperature=1e30).min() > 850
+
+
+def test_rows_do_not_depend_on_each_other():
+    torch.manual_seed(0)
+    logits = torch.randn(40, 1000) * 3
+    kinds = [dict(temperature=0), dict(), dict(top_p=0.9), dict(top_k=5, min_p=0.1),
+             dict(logit_bias={3: 5.0}), dict(repetition_penalty=1.5, temperature=0)]
+    rows = [make(seed=row, logprobs=2, **kinds[row % len(kinds)]) for row in range(40)]
+    together = sample(logits, rows)
+    for row in range(40):
+        alone = sample(logits[row:row + 1], rows[row:row + 1])
+        assert alone == ([together[0][row]], [together[1][row]])
+
+
+def test_draws_depend_on_seed_and_position():
+    logits = torch.zeros(500)
+    same = [sample(logits[None], [make(seed=5, output=[9] * 4)])[0] for _ in range(2)]
+    assert same[0] == same[1]
+    assert len({sample(logits[None], [make(seed=s)])[0][0] for s in range(50)}) > 40
+    assert len({sample(logits[None], [make(output=[9] * n)])[0][0] for n in range(50)}) > 40
+
+
+def test_rows_that_need_nothing_pay_nothing(monkeypatch):
+    logits = torch.randn(4, 100)
+    refuse = pytest.fail
+    monkeypatch.setattr(torch.Tensor, "sort", lambda *_, **__: refuse("sorted without top-p"))
+    sample(logits, [make(), make(top_k=3), make(min_p=0.1), make(temperature=0)])
+    for name in ("exp_", "softmax", "log_softmax", "float"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: refuse("computed for greedy rows"))
+    assert sample(logits, [make(temperature=0)] * 4)[0] == logits.argmax(-1).tolist()
+
+
+# -------------------------------------------------------------------------------- processors
+
+
+def edit(logits: list[float], **options) -> list[float]:
+    seq = make(**options)
+    scores = torch.tensor([logits])
+    for processor in seq.processors:
+        scores = processor(torch.tensor([seq.token_ids]), scores)
+    return scores[0].tolist()
+
+
+def test_penalties():
+    logits = [2.0, 2.0, -2.0, 2.0, 2.0]
+    output = dict(prompt=[1, 2], output=[3, 3, 2])
+    assert edit(logits, **output, repetition_penalty=2.0) == [2.0, 1.0, -4.0, 1.0, 2.0]
+    assert edit(logits, **output, presence_penalty=0.5) == [2.0, 2.0, -2.5, 1.5, 2.0]
+    assert edit(logits, **output, frequency_penalty=0.5) == [2.0, 2.0, -2.5, 1.0, 2.0]
+
+
+def test_bias_allowed_tokens_and_min_tokens():
+    inf = math.inf
+    assert edit([0.0, 1.0, 2.0], logit_bias={1: 4.5, 2: -1.0}) == [0.0, 5.5, 1.0]
+    assert edit([0.0, 1.0, 2.0], allowed_token_ids=[0, 2]) == [0.0, -inf, 2.0]
+    masked = dict(min_tokens=2, end_tokens=[2])
+    assert edit([0.0, 1.0, 2.0], output=[1], **masked) == [0.0, 1.0, -inf]
+    assert edit([0.0, 1.0, 2.0], output=[1, 1], **masked) == [0.0, 1.0, 2.0]
+
+
+def test_own_processors_come_last_and_see_all_tokens():
+    seen = []
+
+    def own(input_ids, scores):
+        seen.append((input_ids.tolist(), scores.tolist()))
+        return scores.roll(1, dims=1)
+
+    seq = make(output=[4], logit_bias={0: 9.0}, logits_processors=[own], temperature=0)
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    assert sample(logits, [seq])[0] == [1]
+    assert seen == [([[1, 2, 3, 4]], [[9.0, 1.0, 2.0]])]
+    assert logits.tolist() == [[0.0, 1.0, 2.0]], "the raw logits are left alone"
+
+
+def test_processors_that_leave_nothing_are_an_error():
+    seq = make(allowed_token_ids=[2], min_tokens=1, end_tokens=[2])
+    with pytest.raises(ValueError, match="request 7: .* leave no token"):
+        sample(torch.zeros(1, 5), [seq])
+
+
+# ----------------------------------------------------------------------------------- logprobs
+
+
+def test_logprobs_are_those_of_the_raw_logits():
+    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
+    expected = logits[0].log_softmax(-1)
+    seq = make(temperature=0, logprobs=2, logit_bias={0: 50.0})
+    tokens, (found,) = sample(logits, [seq])
+    assert tokens == [0] and list(found) == [0, 1, 3]
+    assert [found[i].rank for i in (0, 1, 3)] == [4, 1, 2]
+    for token_id, entry in found.items():
+        assert entry.logprob == pytest.approx(expected[token_id].item(), abs=1e-6)
+    assert list(sample(logits, [make(temperature=0, logprobs=0)])[1][0]) == [1]
+    assert sorted(sample(logits, [make(temperature=0, logprobs=-1)])[1][0]) == [0, 1, 2, 3]
+    assert sample(logits, [make(temperature=0)])[1] == [None]
+
+
+def test_scaling_leaves_the_largest_at_zero():
+    logits = torch.randn(3, 50) * 30
+    order = logits.argsort(-1)
+    scale_and_truncate(logits, [SamplingParams(temperature=t) for t in (0.1, 1.0, 7.0)])
+    assert logits.amax(-1).tolist() == [0, 0, 0] and torch.equal(logits.argsort(-1), order)
