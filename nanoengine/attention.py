@@ -1,8 +1,8 @@
 """Attention over the paged KV cache.
 
-A backend owns the layout of the cache: it makes a layer's cache, writes the K and V of a step into it,
-and lets the step's queries attend. What a step consists of comes as `StepInputs`; which model asks is
-not known here.
+A backend owns the layout of the cache: it makes a layer's cache, writes the K and V of a step into
+it, and lets the step's queries attend. What a step consists of comes as `StepInputs`; which model
+asks is not known here.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,6 @@ class StepInputs:
 class CPUAttention:
     """Every token of a step, be it of a prompt or the newest, goes through one paged kernel."""
 
-    name = "cpu"
-
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -57,7 +55,7 @@ class CPUAttention:
         blocks, offsets = step.slots // self.block_size, step.slots % self.block_size
         cache[0, blocks, :, offsets] = key
         cache[1, blocks, :, offsets] = value
-        query, out = query.float(), torch.empty(query.shape)
+        query, out = query.float() * self.head_dim ** -0.5, torch.empty(query.shape)
         bits = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache  # for NumPy
         self.kernel(query.numpy(), *bits.numpy(), step.block_tables.numpy(), step.owners.numpy(),
                     step.positions.numpy(), window or NO_WINDOW, out.numpy())

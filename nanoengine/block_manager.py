@@ -18,12 +18,12 @@ NULL_BLOCK = 0  # never handed out
 class BlockManager:
     """Hands out blocks 1 to `num_blocks` of `block_size` tokens each.
 
-    A block is used (referenced by a table) or free. A free block without a hash is blank; one with a
-    hash is cached: it waits in least-recently-used order, is revived by a hit, and is taken for
+    A block is used (referenced by a table) or free. A free block without a hash is blank; one with
+    a hash is cached: it waits in least-recently-used order, is revived by a hit, and is taken for
     something else only when there are no blank ones. Every operation is O(1) per block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -35,7 +35,7 @@ class BlockManager:
         self.blank = list(range(self.num_blocks, NULL_BLOCK, -1))  # a stack: block 1 goes first
         self.cached: dict[int, None] = {}  # an ordered set, oldest first
         self.contents: dict[int, tuple[int, list[int]]] = {}  # of each findable block: hash, tokens
-        self.blocks_by_hash: dict[int, dict[int, None]] = {}  # twins with the same tokens side by side
+        self.blocks_by_hash: dict[int, dict[int, None]] = {}  # with the same tokens: twins
 
     @property
     def num_free_blocks(self) -> int:
@@ -57,7 +57,7 @@ class BlockManager:
         num_revived = sum(self.ref_counts[block_id] == 0 for block_id in prefix)
         if num_fresh + num_revived > self.num_free_blocks:
             return False
-        for block_id in prefix:  # before any fresh one is taken: that could evict a block found here
+        for block_id in prefix:  # before any fresh one is taken, which could evict it
             self.cached.pop(block_id, None)
             self.ref_counts[block_id] += 1
         seq.block_table = array("i", prefix + [self._take_fresh() for _ in range(num_fresh)])
@@ -102,8 +102,6 @@ class BlockManager:
         Never all of its tokens: the last is always computed, for its logits.
         """
         prefix: list[int] = []
-        if not self.enable_prefix_caching:
-            return prefix
         for index in range((seq.num_tokens - 1) // self.block_size):
             twins = self.blocks_by_hash.get(self._hash(seq, index), ())
             tokens = self._tokens(seq, index)  # compared too: hashes may collide
@@ -120,9 +118,10 @@ class BlockManager:
         is admitted later: the scheduler does so for the tokens of the step it is building, since
         each layer writes the K and V of the whole batch before it reads any.
         """
-        first, stop = (position // self.block_size
-                       for position in (seq.num_computed_tokens, seq.num_computed_tokens + num_tokens))
-        for index in range(first, stop if self.enable_prefix_caching else first):
+        if not self.enable_prefix_caching:
+            return
+        stop = (seq.num_computed_tokens + num_tokens) // self.block_size
+        for index in range(seq.num_computed_tokens // self.block_size, stop):
             block_id, hash_value = seq.block_table[index], self._hash(seq, index)
             self.contents[block_id] = hash_value, self._tokens(seq, index)
             self.blocks_by_hash.setdefault(hash_value, {})[block_id] = None
@@ -145,7 +144,7 @@ class BlockManager:
         return seq.token_ids[index * self.block_size:(index + 1) * self.block_size]
 
     def _hash(self, seq: Sequence, index: int) -> int:
-        """xxh64 over the hash of the block before and the block's own tokens; kept in the sequence."""
+        """xxh64 over the hash of the block before and the block's tokens; kept in the sequence."""
         for missing in range(len(seq.block_hashes), index + 1):
             before = seq.block_hashes[-1] if missing else 0
             data = before.to_bytes(8, "little") + array("i", self._tokens(seq, missing)).tobytes()
@@ -159,18 +158,17 @@ class BlockManager:
         tables = [(seq, index, block_id) for seq in running
                   for index, block_id in enumerate(seq.block_table)]
         references = Counter(block_id for _, _, block_id in tables)
-        free = Counter([*self.blank, *self.cached])
-        hashed = Counter(block_id for twins in self.blocks_by_hash.values() for block_id in twins)
-        assert references[NULL_BLOCK] == free[NULL_BLOCK] == 0
-        for block_id in range(1, self.num_blocks + 1):
-            assert self.ref_counts[block_id] == references[block_id], "as many as there are tables"
-            assert free[block_id] == (references[block_id] == 0), "free or referenced, never both"
-            assert hashed[block_id] == (block_id in self.contents), "each is registered once"
-            assert (block_id in self.cached) == (block_id in self.contents and free[block_id])
-        for block_id, (hash_value, tokens) in self.contents.items():
-            assert block_id in self.blocks_by_hash[hash_value] and len(tokens) == self.block_size
+        registered = [block_id for twins in self.blocks_by_hash.values() for block_id in twins]
+        free = {block_id for block_id, count in enumerate(self.ref_counts) if count == 0}
+        assert self.ref_counts == [references[block_id] for block_id in range(self.num_blocks + 1)]
+        assert sorted([*self.blank, *self.cached]) == sorted(free - {NULL_BLOCK})
+        assert sorted(registered) == sorted(self.contents), "each hash is registered once"
+        assert set(self.cached) == free & self.contents.keys()
+        assert references[NULL_BLOCK] == 0
+        for block_id, (hash_value, _) in self.contents.items():
+            assert block_id in self.blocks_by_hash[hash_value]
         for seq, index, block_id in tables:
             if block_id in self.contents:  # a hash stands for the tokens that are there
                 assert self.contents[block_id] == (self._hash(seq, index), self._tokens(seq, index))
             elif (index + 1) * self.block_size > seq.num_computed_tokens:
-                assert self.ref_counts[block_id] == 1, "no two sequences may write to one block"
+                assert references[block_id] == 1, "no two sequences may write to one block"

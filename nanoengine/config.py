@@ -5,18 +5,15 @@ long a sequence can be) is decided in `model_runner.py`.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from nanoengine.sampling_params import STRICT, Float, Int, rejected
 
+BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
 Count = Annotated[Int, Field(ge=1)]
-
-
-def dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -42,7 +39,7 @@ class EngineConfig:
 
     model: str | Path
     tokenizer: str | Path | None = None
-    dtype: Annotated[Literal["auto", "bfloat16", "float32"], BeforeValidator(dtype_name)] = "auto"
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], BY_NAME] = "auto"
     device: Literal["auto", "cpu"] = "auto"
     seed: Int = 0
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
@@ -61,5 +58,6 @@ class EngineConfig:
         num_tokens = self.max_num_batched_tokens or max(4096, self.max_num_seqs or 0)
         num_seqs = self.max_num_seqs or min(256, num_tokens)
         if num_tokens < num_seqs:
-            raise rejected("max_num_batched_tokens", num_tokens, f"at least max_num_seqs={num_seqs}")
+            accepted = f"at least max_num_seqs={num_seqs}"
+            raise rejected("max_num_batched_tokens", num_tokens, accepted)
         return num_seqs, num_tokens

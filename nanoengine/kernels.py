@@ -1,13 +1,13 @@
 """Paged attention for the CPU, compiled by numba.
 
-The kernel walks the block table, so nothing is gathered, padded or repeated. Each token of a step, be
-it one of a prompt or the newest, attends on its own to the keys up to its position, in an order that
-depends on that position alone: its result has the same bits whatever runs beside it, and in however
-many chunks its prompt came. What the kernel computes is written in plain torch in
+The kernel walks the block table, so nothing is gathered, padded or repeated. Each token of a step,
+be it one of a prompt or the newest, attends on its own to the keys up to its position, in an order
+that depends on that position alone: its result has the same bits whatever runs beside it, and in
+however many chunks its prompt came. What the kernel computes is written in plain torch in
 `tests/test_kernels.py`, which compares the two.
 
-numba runs its loops on OpenMP where it can. On Linux that is the very libgomp that torch has loaded,
-so that there is one pool of threads and the two never fight over the cores.
+numba runs its loops on OpenMP where it can. On Linux that is the very libgomp that torch has
+loaded, so that there is one pool of threads and the two never fight over the cores.
 """
 
 import functools
@@ -21,10 +21,11 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
 
+WORD = ir.IntType(32)
 TILE = 256  # keys whose scores are held at a time
-AHEAD = 16  # tokens between a prefetch and its use: blocks lie anywhere, hardware can't guess the next
+AHEAD = 16  # tokens between a prefetch and its use; hardware can't guess where the next block is
 LINE = 32  # elements of a cache line of 64 bytes in bfloat16
 LOWEST = np.float32(-1e30)  # below any score; finite, as fastmath knows no infinity
 LOG2_E = np.float32(math.log2(math.e))
@@ -38,8 +39,7 @@ def as_float32(typing_context, x):
     def codegen(context, builder, signature, args):
         value = args[0]
         if x == types.uint16:  # bfloat16 is the upper half of a float32
-            word = ir.IntType(32)
-            value = builder.shl(builder.zext(value, word), ir.Constant(word, 16))
+            value = builder.shl(builder.zext(value, WORD), ir.Constant(WORD, 16))
         return value if x == types.float32 else builder.bitcast(value, ir.FloatType())
 
     return types.float32(x), codegen
@@ -50,11 +50,10 @@ def prefetch(typing_context, array, index):
     """Asks for the cache line of array[index], which will be read soon."""
     def codegen(context, builder, signature, args):
         address = builder.gep(make_array(array)(context, builder, args[0]).data, [args[1]])
-        word = ir.IntType(32)
-        hint = ir.FunctionType(ir.VoidType(), [address.type, word, word, word])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [address.type], hint)
-        read, locality, data = (ir.Constant(word, value) for value in (0, 2, 1))
-        builder.call(function, [address, read, locality, data])
+        kind = ir.FunctionType(ir.VoidType(), [address.type, WORD, WORD, WORD])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
+        hints = [ir.Constant(WORD, value) for value in (0, 2, 1)]  # to read, into L2, data
+        builder.call(function, [address, *hints])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen
@@ -62,7 +61,7 @@ def prefetch(typing_context, array, index):
 
 @njit(fastmath=True, inline="always")
 def exp(x):
-    """e^x for x <= 0 in plain arithmetic, which LLVM vectorises where it would call `expf` in a loop.
+    """e^x for x <= 0 in plain arithmetic, which LLVM vectorises; `expf` it would call in a loop.
 
     2^t = 2^n * 2^f with n the integer next to t, made by shifting n into a float's exponent.
     """
@@ -80,18 +79,16 @@ def paged_attention(head_dim: int, group_size: int, block_size: int) -> Callable
     """The kernel for a shape; as constants these let LLVM unroll and vectorise.
 
     kernel(query, key_cache, value_cache, block_tables, owners, positions, window, out):
-        query: (tokens, heads, head_dim) float32
+        query: (tokens, heads, head_dim) float32, scaled by head_dim ** -0.5
         key_cache, value_cache: (blocks, kv_heads, block_size, head_dim) float32, or uint16 for bf16
         block_tables: (sequences, width) int32; owners: (tokens,) int32, rows of block_tables
-        positions: (tokens,) int32; a token sees keys 0 to its position, or the last `window` of them
+        positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
         out: (tokens, heads, head_dim) float32, written
 
     Each (kv head, token) is one task; heads are split over threads first, since tokens far down a
     prompt take longer. Scores of a tile of keys, then its values: the online softmax (Milakov &
     Gimelshein, 2018, arXiv:1805.02867), rescaled once a tile.
     """
-
-    scale = np.float32(1 / math.sqrt(head_dim))
 
     @njit(parallel=True, fastmath=True, error_model="numpy", cache=True)
     def kernel(query, key_cache, value_cache, block_tables, owners, positions, window, out):
@@ -109,14 +106,10 @@ def paged_attention(head_dim: int, group_size: int, block_size: int) -> Callable
                     prefetch(cache[table[soon // block_size], kv_head, soon % block_size], d)
                 return cache[table[position // block_size], kv_head, position % block_size]
 
-            queries = np.empty((group_size, head_dim), np.float32)
             weights = np.empty((group_size, TILE), np.float32)
             total = np.zeros((group_size, head_dim), np.float32)
             maximum = np.full(group_size, LOWEST, np.float32)
             denominator = np.zeros(group_size, np.float32)
-            for g in range(group_size):
-                for d in range(head_dim):
-                    queries[g, d] = query[row, first_head + g, d] * scale
             for tile in range(max(0, last + 1 - window), last + 1, TILE):
                 size = min(TILE, last + 1 - tile)
                 for i in range(size):
@@ -124,7 +117,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int) -> Callable
                     for g in range(group_size):
                         score = np.float32(0)
                         for d in range(head_dim):
-                            score += queries[g, d] * as_float32(key[d])
+                            score += query[row, first_head + g, d] * as_float32(key[d])
                         weights[g, i] = score
                 for g in range(group_size):
                     new_maximum = maximum[g]

@@ -8,7 +8,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from numbers import Integral
 from pathlib import Path
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.loader import find_model, load_config, load_generation_config, load_tokenizer
+from nanoengine.loader import find_model, load_config, load_defaults, load_tokenizer
 from nanoengine.model_runner import ModelRunner
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.sampler import build_processors, mix
@@ -27,9 +27,8 @@ from nanoengine.scheduler import Batch, Scheduler
 from nanoengine.sequence import Sequence
 
 Prompt = str | list[int] | dict[str, Any]
-Prompts = Prompt | list[Prompt]
 Params = SamplingParams | list[SamplingParams] | None
-PROMPT_FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+PROMPTS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
 
 
 class LLM(AbstractContextManager):
@@ -38,22 +37,19 @@ class LLM(AbstractContextManager):
         llm = LLM("models/tiny-qwen3")
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
 
-    The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a checkpoint
-    that it cannot use. One call generates at a time; an error or Ctrl-C in the middle of one leaves
-    an engine that can be used again, with all its blocks free.
+    The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a
+    checkpoint that it cannot use. One call generates at a time; an error or Ctrl-C in the middle of
+    one leaves an engine that can be used again, with all its blocks free.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.config = config = EngineConfig(model=model, **options)
         folder = find_model(config.model)
         self.model_config = load_config(folder)
-        self.tokenizer = load_tokenizer(find_model(config.tokenizer) if config.tokenizer else folder)
-        self.generation_config = load_generation_config(folder, self.model_config)
-        eos = self.generation_config.eos_token_id
-        eos_token_ids = {*(eos if isinstance(eos, list) else [eos]),
-                         self.tokenizer and self.tokenizer.eos_token_id}
-        self.eos_token_ids = eos_token_ids - {None}
-        self.runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
+        self.tokenizer = load_tokenizer(find_model(config.tokenizer or folder))
+        self.default_params, self.eos_token_ids = load_defaults(
+            folder, self.model_config, self.tokenizer)
+        self.runner: Any = ModelRunner(config, self.model_config, folder)
         self.max_model_len = self.runner.max_model_len
         manager = BlockManager(
             self.runner.num_kv_blocks, config.block_size, config.enable_prefix_caching)
@@ -63,11 +59,11 @@ class LLM(AbstractContextManager):
 
     # ------------------------------------------------------------------------- generating
 
-    def generate(self, prompts: Prompts, sampling_params: Params = None,
+    def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params = None,
                  use_tqdm: bool = True) -> list[RequestOutput]:
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
-        prompts: each a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+        prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
         sampling_params: one for all or one for each; None: temperature, top_p and top_k of the
             model's generation_config.json.
         Raises ValueError for bad input before anything is generated, RuntimeError while a stream
@@ -78,9 +74,8 @@ class LLM(AbstractContextManager):
         with closing(self._run(requests)) as steps, \
                 tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             for updated in steps:
-                if use_tqdm:
-                    bar.set_postfix(self._rates_since(before), refresh=False)
-                    bar.update(sum(request.seq.is_finished for request in updated))
+                bar.set_postfix(self._rates_since(before), refresh=False)
+                bar.update(sum(request.seq.is_finished for request in updated))
         return [request.output() for request in requests]
 
     def chat(self, messages: list[Any], sampling_params: Params = None,
@@ -91,16 +86,17 @@ class LLM(AbstractContextManager):
         """
         tokenizer = self.get_tokenizer()
         if not isinstance(messages, list) or not messages:
-            raise rejected("messages", messages, "a list of {'role': …, 'content': …}, or of such lists")
-        prompts: list[Prompt] = []
-        for conversation in messages if isinstance(messages[0], list) else [messages]:
-            text = tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True)
-            token_ids = tokenizer.encode(text, add_special_tokens=False)  # the template has them
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+            raise rejected("messages", messages, "a list of {'role', 'content'}, or of such lists")
+        conversations = messages if isinstance(messages[0], list) else [messages]
+        texts = tokenizer.apply_chat_template(
+            conversations, tokenize=False, add_generation_prompt=True)
+        prompts: list[Any] = [  # the template has the special tokens
+            {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+            for text in texts]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
+    def stream(self, prompts: Prompt | list[Prompt],
+               sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it has new tokens.
 
         `.finished` marks a request's last. Abandoning the iterator frees its requests.
@@ -109,7 +105,7 @@ class LLM(AbstractContextManager):
         next(steps)  # queues them: from here on the stream is open until it is exhausted or dropped
         return (request.output() for updated in steps for request in updated)
 
-    def _run(self, requests: list[Request]) -> Iterator[list[Request]]:
+    def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
         """Queues the requests, then steps until all are finished; yields those with new tokens."""
         self.requests = {request.seq.request_id: request for request in requests}
         try:
@@ -129,7 +125,6 @@ class LLM(AbstractContextManager):
 
     def _step(self) -> list[Request]:
         """One step of the engine; returns the requests that have new tokens."""
-        assert self.runner is not None
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         step = self.runner.prepare(batch)
@@ -148,46 +143,42 @@ class LLM(AbstractContextManager):
 
     # --------------------------------------------------------------------------- requests
 
-    def _make_requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
+    def _make_requests(self, prompts: Any, params: Any) -> list[Request]:
         """Checks a whole call, then makes its requests: nothing is queued if one of them is bad."""
         if self.runner is None or self.requests:
-            raise RuntimeError("the engine is closed, or a stream is open: exhaust or drop it first")
-        if isinstance(prompts, (str, dict)) or (prompts and all(isinstance(item, Integral) for item in prompts)):
+            raise RuntimeError("the LLM is closed, or a stream is open: exhaust or drop it first")
+        if isinstance(prompts, (str, dict)):
             prompts = [prompts]
         if not isinstance(prompts, (list, tuple)):
-            raise rejected("prompts", prompts, f"{PROMPT_FORMS}, or a list of these")
-        if sampling_params is None:
-            found = {name: getattr(self.generation_config, name)
-                     for name in ("temperature", "top_p", "top_k")}
-            sampling_params = SamplingParams(**{k: v for k, v in found.items() if v is not None})
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if not isinstance(sampling_params, (list, tuple)) or len(sampling_params) != len(prompts):
-            raise rejected("sampling_params", sampling_params, f"one, or one for each of {len(prompts)}")
-        requests = list(map(self._make_request, range(len(prompts)), prompts, sampling_params))
+            raise rejected("prompts", prompts, PROMPTS)
+        if prompts and all(isinstance(item, Integral) for item in prompts):
+            prompts = [prompts]
+        params = self.default_params if params is None else params
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts) or not all(isinstance(p, SamplingParams) for p in params):
+            raise rejected("sampling_params", params, f"a SamplingParams, or {len(prompts)} of them")
+        requests = list(map(self._make_request, range(len(prompts)), prompts, params))
         self.num_requests += len(requests)
         return requests
 
-    def _make_request(self, index: int, prompt: Any, params: Any) -> Request:
+    def _make_request(self, index: int, prompt: Any, params: SamplingParams) -> Request:
         """Checks one prompt and its parameters against model, tokenizer and cache."""
-        if not isinstance(params, SamplingParams):
-            raise rejected("sampling_params", params, "a SamplingParams, or a list of them")
         if params.stop or params.bad_words:
             self.get_tokenizer()
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
         text, token_ids = self._parse_prompt(f"prompts[{index}]", prompt)
-        num_tokens = len(token_ids)
-        max_num_tokens = min(num_tokens + (params.max_tokens or self.max_model_len), self.max_model_len)
-        number = self.num_requests + index
-        end_tokens = {} if params.ignore_eos else dict.fromkeys(self.eos_token_ids)
-        stop_tokens = {token_id: token_id for token_id in params.stop_token_ids}
-        masked = sorted(self.eos_token_ids | stop_tokens.keys())  # for min_tokens
+        number, num_tokens = self.num_requests + index, len(token_ids)
+        max_tokens = params.max_tokens or self.max_model_len
+        ends = self.eos_token_ids.union(params.stop_token_ids)
+        processors = build_processors(params, num_tokens, list(ends), self.tokenizer)
+        end_tokens = set(params.stop_token_ids) if params.ignore_eos else ends
         seed = mix(self.config.seed, number) if params.seed is None else params.seed
-        seq = Sequence(
-            str(number), token_ids, num_tokens, max_num_tokens, params, seed, stop_tokens | end_tokens,
-            build_processors(params, num_tokens, masked, self.tokenizer))
-        return Request(text, seq, self.tokenizer)
+        max_num_tokens = min(num_tokens + max_tokens, self.max_model_len)
+        seq = Sequence(str(number), token_ids, num_tokens, max_num_tokens, params, seed, processors,
+                       end_tokens)
+        return Request(text, seq, self.tokenizer if params.detokenize else None)
 
     def _parse_prompt(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms, as its text (if there is one) and its token ids."""
@@ -196,27 +187,27 @@ class LLM(AbstractContextManager):
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if token_ids is None and isinstance(text, str):
             token_ids = self.get_tokenizer().encode(text)
-        if not isinstance(token_ids, (list, tuple)) or prompt.keys() - {"prompt", "prompt_token_ids"}:
-            raise rejected(name, prompt, PROMPT_FORMS)
+        known = prompt.keys() <= {"prompt", "prompt_token_ids"}
+        if not known or not isinstance(token_ids, (list, tuple)):
+            raise rejected(name, prompt, PROMPTS)
         self._check_vocabulary(name, token_ids)
         if not 0 < len(token_ids) < self.max_model_len:
-            raise ValueError(f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty, and "
-                             f"must leave room for a token within max_model_len={self.max_model_len}")
+            raise ValueError(f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be "
+                             f"empty, and must be shorter than max_model_len={self.max_model_len}")
         return text, list(map(int, token_ids))
 
     def _check_vocabulary(self, name: str, token_ids: Iterable[Any]) -> None:
-        size = self.model_config.vocab_size
+        last = self.model_config.vocab_size - 1
         for token_id in token_ids:
-            if not (isinstance(token_id, Integral) and 0 <= token_id < size):
-                raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary: it must be an "
-                                 f"integer from 0 to {size - 1}")
+            if not isinstance(token_id, Integral) or not 0 <= int(token_id) <= last:
+                raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
 
     # ---------------------------------------------------------------------------- the rest
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer. Raises ValueError where the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, stop and bad_words: the model has none")
+            raise rejected("tokenizer", None, "given for texts, stop strings and bad_words")
         return self.tokenizer
 
     def reset_prefix_cache(self) -> bool:
@@ -228,10 +219,16 @@ class LLM(AbstractContextManager):
         """Gauges of now and counters since the start, flat.
 
         A step that computes several tokens of a sequence counts as prefill, with all its tokens;
-        every other one as decode. Times are in seconds; `host_seconds` is scheduling, input preparation and
-        postprocessing. `prefix_cache_*` are tokens.
+        every other one as decode. Times are in seconds; `host_seconds` is scheduling, input
+        preparation and postprocessing. `prefix_cache_*` are tokens.
         """
-        return {**self.scheduler.counters, **self.scheduler.gauges()}
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        num_free = manager.num_free_blocks
+        return scheduler.counters | {
+            "num_requests_waiting": len(scheduler.waiting),
+            "num_requests_running": len(scheduler.running),
+            "num_blocks_used": manager.num_blocks - num_free,
+            "num_blocks_free": num_free, "num_blocks_cached": len(manager.cached)}
 
     def _count(self, batch: Batch, seconds: float, host_seconds: float) -> None:
         phase = "decode" if max(batch.num_tokens) == 1 else "prefill"

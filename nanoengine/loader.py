@@ -1,10 +1,11 @@
 """From a folder or a Hugging Face id to a model: its config, its tokenizer, its weights.
 
-Every parameter of the model is filled exactly once, projections that `model.py` fuses going straight
-to their rows; nothing is missing and nothing is left over.
+Every parameter of the model is filled exactly once, projections that `model.py` fuses going
+straight to their rows; nothing is missing and nothing is left over.
 """
 
 import json
+import re
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from nanoengine.model import Decoder, FusedLinear, check_supported
-from nanoengine.sampling_params import rejected
+from nanoengine.sampling_params import SamplingParams, rejected
 
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -29,8 +30,7 @@ def find_model(model: str | PathLike) -> Path:
     try:
         return Path(snapshot_download(str(model), allow_patterns=DOWNLOADED))
     except Exception as error:  # no valid id, an unknown one, no network, no space, …
-        accepted = f"a folder, or a Hugging Face id that can be downloaded ({error})"
-        raise rejected("model", str(model), accepted) from error
+        raise rejected("model", str(model), f"a folder, or a Hugging Face id: {error}") from error
 
 
 def load_config(folder: Path) -> PretrainedConfig:
@@ -39,14 +39,9 @@ def load_config(folder: Path) -> PretrainedConfig:
         raise rejected("model", str(folder), "a folder with a config.json")
     config = AutoConfig.from_pretrained(folder)
     check_supported(config)
-    config.head_dim = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
+    if not getattr(config, "head_dim", None):
+        config.head_dim = config.hidden_size // config.num_attention_heads
     return config
-
-
-def load_generation_config(folder: Path, config: PretrainedConfig) -> GenerationConfig:
-    if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_model_config(config)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -59,6 +54,18 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def load_defaults(folder: Path, config: PretrainedConfig,
+                  tokenizer: Any) -> tuple[SamplingParams, set[int]]:
+    """From generation_config.json: sampling parameters; from there and the tokenizer: every EOS."""
+    file = folder / "generation_config.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    names = [name for name in ("temperature", "top_p", "top_k") if found.get(name) is not None]
+    eos = found.get("eos_token_id", config.eos_token_id)
+    eos_token_ids = {*(eos if isinstance(eos, list) else [eos])}
+    eos_token_ids.add(tokenizer and tokenizer.eos_token_id)
+    return SamplingParams(**{name: found[name] for name in names}), eos_token_ids - {None}
+
+
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, dummy: bool) -> Decoder:
     """The model with its weights in `dtype`; random ones, always the same, for a dummy."""
     with torch.device("meta"):
@@ -69,8 +76,8 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, dummy
     targets = checkpoint_tensors(model)
     if dummy:
         generator = torch.Generator().manual_seed(0)
-        for target in targets.values():  # about the spread of trained weights; norms and biases 1
-            target.uniform_(-0.03, 0.03, generator=generator) if target.ndim > 1 else target.fill_(1)
+        for target in targets.values():  # about the spread of trained weights; norms around 1
+            target.uniform_(-0.03, 0.03, generator=generator).add_(target.ndim == 1)
     else:
         load_weights(folder, targets)
     return model
@@ -103,7 +110,7 @@ def load_weights(folder: Path, targets: dict[str, Tensor]) -> None:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for full_name in tensors.keys():
-                    name = full_name.removeprefix("model.")
+                    name = re.sub(r"^model\.|self_attn\.|mlp\.", "", full_name)
                     if name.endswith("rotary_emb.inv_freq") or is_tied and name == "lm_head.weight":
                         continue  # computed here; the same as the embedding
                     tensor = tensors.get_tensor(full_name)
@@ -116,8 +123,8 @@ def load_weights(folder: Path, targets: dict[str, Tensor]) -> None:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is absent, truncated or no safetensors: {error}") from error
     if missing:
-        raise ValueError(f"the checkpoint in {folder} lacks {len(missing)} of {len(targets)} tensors: "
-                         f"{', '.join(list(missing)[:5])} …")
+        names = ", ".join(list(missing)[:5])
+        raise ValueError(f"{folder} lacks {len(missing)} of {len(targets)} tensors: {names} …")
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -125,4 +132,5 @@ def checkpoint_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return [folder / "model.safetensors"]
-    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    names = json.loads(index.read_text())["weight_map"].values()
+    return [folder / name for name in sorted(set(names))]

@@ -1,9 +1,10 @@
 """One decoder for the Llama family: Llama 2/3, Mistral, Qwen2, Qwen3.
 
 It reads top to bottom like the papers: Llama (Touvron et al., 2023, arXiv:2302.13971) with
-grouped-query attention, rotary positions, RMSNorm and SwiGLU. Hidden states are (tokens of the step,
-hidden_size): there is no batch dimension, the attention backend knows which token is whose.
-Modules bear the names of transformers' checkpoints; `loader.py` fills them.
+grouped-query attention, rotary positions, RMSNorm and SwiGLU. Hidden states are (tokens of the
+step, hidden_size): there is no batch dimension, the attention backend knows which token is whose.
+Parameters bear the names of transformers' checkpoints, less "self_attn." and "mlp.";
+`loader.py` fills them.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanoengine.attention import CPUAttention, StepInputs
 from nanoengine.sampling_params import rejected
 
-Attend = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]  # (query, key, value, window)
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -50,12 +50,9 @@ def rotary_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
 
     RoPE (Su et al., 2021, arXiv:2104.09864); its scaled variants are transformers' own.
     """
-    rope = config.rope_parameters
-    if rope["rope_type"] == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        frequencies, factor = 1.0 / rope["rope_theta"] ** exponents, 1.0
-    else:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    rope_type = config.rope_parameters["rope_type"].replace("default", "linear")
+    config.rope_parameters.setdefault("factor", 1.0)  # the default is linear scaling by 1
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin())) * factor
 
@@ -73,59 +70,39 @@ class FusedLinear(nn.Linear):
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts = parts
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return super().forward(x).split(list(self.parts.values()), dim=-1)
-
-
-class Attention(nn.Module):
-    def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.window = window_of(config, layer_index)
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        bias = getattr(config, "attention_bias", False)
-        parts = {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias or config.model_type == "qwen2")
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias)
-        self.has_qk_norm = config.model_type == "qwen3"
-        if self.has_qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        parts = self.qkv_proj(hidden)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if self.has_qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        return self.o_proj(attend(query, key, value, self.window).flatten(1))
-
-
-class MLP(nn.Module):
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__()
-        bias = getattr(config, "mlp_bias", False)
-        parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(hidden)
-        return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer_index)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.head_dim = config.head_dim
+        self.window = window_of(config, layer_index)
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        bias = getattr(config, "attention_bias", False)
+        mlp_bias = getattr(config, "mlp_bias", False)
+        head_norm = nn.RMSNorm if config.model_type == "qwen3" else nn.Identity
+        self.input_layernorm = nn.RMSNorm(hidden, eps)
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv_proj = FusedLinear(hidden, parts, bias or config.model_type == "qwen2")
+        self.q_norm = head_norm(config.head_dim, eps)
+        self.k_norm = head_norm(config.head_dim, eps)
+        self.o_proj = nn.Linear(queries, hidden, bias)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.gate_up_proj = FusedLinear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, mlp_bias)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attend)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
+        parts = self.qkv_proj(self.input_layernorm(hidden))
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        query = rotate(self.q_norm(query), cos, sin)
+        key = rotate(self.k_norm(key), cos, sin)
+        hidden = hidden + self.o_proj(attend(query, key, value, self.window).flatten(1))
+        gate, up = self.gate_up_proj(self.post_attention_layernorm(hidden))
+        return hidden + self.down_proj(F.silu(gate) * up)
 
 
 class Decoder(nn.Module):

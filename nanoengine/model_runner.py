@@ -32,13 +32,12 @@ class ModelRunner:
         self.block_size = config.block_size
         self.dtype = choose_dtype(config.dtype)
         self.model = load_model(folder, model_config, self.dtype, config.load_format == "dummy")
-        kv_heads, head_dim = model_config.num_key_value_heads, model_config.head_dim
         self.attention = CPUAttention(
-            model_config.num_attention_heads, kv_heads, head_dim, config.block_size)
-        row_bytes = kv_heads * head_dim * self.dtype.itemsize
-        self.block_bytes = 2 * model_config.num_hidden_layers * config.block_size * row_bytes
+            model_config.num_attention_heads, model_config.num_key_value_heads,
+            model_config.head_dim, config.block_size)
+        block_bytes = self.attention.make_cache(1, self.dtype).nbytes * len(self.model.layers)
         self.num_kv_blocks, self.max_model_len = size_cache(
-            config, model_config.max_position_embeddings, self.block_bytes)
+            config, model_config.max_position_embeddings, block_bytes)
         self.caches = [self.attention.make_cache(self.num_kv_blocks + 1, self.dtype)
                        for _ in self.model.layers]
         self.rotary = rotary_table(model_config, self.max_model_len)
@@ -87,13 +86,13 @@ def size_cache(config: EngineConfig, model_limit: int, block_bytes: int) -> tupl
     """
     max_model_len = config.max_model_len or model_limit
     if max_model_len > model_limit:
-        raise rejected("max_model_len", max_model_len, f"at most {model_limit}, as the model allows")
+        raise rejected("max_model_len", max_model_len, f"at most {model_limit}, the model's own")
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
         wanted = config.limits()[0] * -(-max_model_len // config.block_size)
         num_blocks = min(wanted, psutil.virtual_memory().available // 4 // block_bytes)
     capacity = num_blocks * config.block_size
     if (config.max_model_len or 2) > capacity:
-        raise rejected("max_model_len", max_model_len, f"at most {capacity}, for which the KV cache "
-                       f"has room ({num_blocks} blocks of {config.block_size} tokens)")
+        raise rejected("max_model_len", max_model_len, f"at most {capacity}, as the KV cache has "
+                       f"room for {num_blocks} blocks of {config.block_size} tokens")
     return num_blocks, min(max_model_len, capacity)

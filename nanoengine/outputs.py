@@ -1,7 +1,7 @@
 """What a user gets back: `RequestOutput`, `CompletionOutput`, and the text in them.
 
-Text is made token by token with the tokenizers library's `DecodeStream`, which holds bytes back until
-they are a whole character.
+Text is made token by token with the tokenizers library's `DecodeStream`, which holds bytes back
+until they are a whole character.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its completions. `num_cached_tokens` of the prompt came from the prefix cache."""
+    """A prompt and its completions; the prefix cache had `num_cached_tokens` of the prompt."""
 
     request_id: str
     prompt: str | None
@@ -53,7 +53,7 @@ class Request:
         self.seq = seq
         self.text = StringIO()  # appending to it is O(1)
         self.longest_stop = max(map(len, seq.params.stop), default=1)
-        self.tokenizer = tokenizer.backend_tokenizer if tokenizer and seq.params.detokenize else None
+        self.tokenizer: Any = tokenizer and tokenizer.backend_tokenizer  # None: no text is wanted
         if self.tokenizer:  # begin in the prompt, so that the first token is decoded in its context
             suffixes = (self.prompt_token_ids[-length:] for length in range(4, 24))
             whole = (ids for ids in suffixes if "\ufffd" not in self.tokenizer.decode(ids))
@@ -91,7 +91,8 @@ class Request:
         params = self.seq.params
         start = self.text.seek(max(0, length - self.longest_stop + 1))
         tail = self.text.read()
-        found = ((tail.find(stop, max(0, length - start - len(stop) + 1)), stop) for stop in params.stop)
+        new = length - start  # where the newest text begins in there
+        found = ((tail.find(stop, max(0, new - len(stop) + 1)), stop) for stop in params.stop)
         index, stop = min((match for match in found if match[0] >= 0), default=(0, None))
         if stop is not None:
             cut = start + index + (len(stop) if params.include_stop_str_in_output else 0)
@@ -105,10 +106,8 @@ class Request:
         if not (seq.is_finished or seq.params.include_stop_str_in_output):
             text = text[:len(text) - self.longest_stop + 1]
         token_ids = seq.token_ids[seq.num_prompt_tokens:]
-        logprobs, cumulative = None, None
-        if seq.params.logprobs is not None:
-            logprobs = seq.logprobs[:]
-            cumulative = sum(at[token_id].logprob for at, token_id in zip(logprobs, token_ids))
+        chosen = [found[token_id].logprob for found, token_id in zip(seq.logprobs, token_ids)]
+        logprobs, cumulative = (seq.logprobs[:], sum(chosen)) if chosen else (None, None)
         completion = CompletionOutput(
             0, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
         return RequestOutput(seq.request_id, self.prompt, self.prompt_token_ids, [completion],

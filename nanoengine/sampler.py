@@ -1,8 +1,8 @@
 """Logits to tokens: processors, temperature, the three truncations, and one draw a row.
 
 Rows that need nothing pay nothing: greedy ones take an argmax of the raw logits, only rows with
-top-p are sorted, only rows with processors are edited. There is no generator state: what a row draws
-depends on its seed and its position alone.
+top-p are sorted, only rows with processors are edited. There is no generator state: what a row
+draws depends on its seed and its position alone.
 """
 
 import math
@@ -24,12 +24,12 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 
 CDF_BLOCK = 64  # tokens of a first, coarse step through the cumulated weights
-TINY_TEMPERATURE = 1e-30  # as good as greedy, and float32 can divide by it
+GREEDY_TEMPERATURE = 1e-30  # leaves weight to the maximum alone, and float32 can divide by it
 
 
 @dataclass
 class Logprob:
-    """The log-probability of a token at a position, its rank there (1 is the likeliest), its text."""
+    """The log-probability of a token at a position, its rank there (1: the likeliest), its text."""
 
     logprob: float
     rank: int
@@ -44,11 +44,12 @@ Logprobs = dict[int, Logprob]  # by token id
 def build_processors(p: SamplingParams, prompt_length: int, end_tokens: list[int],
                      tokenizer: Any) -> list[Callable]:
     """Everything in a request that edits logits, as one list, in vLLM's order."""
+    allowed = p.allowed_token_ids or []
     texts = [space + word.lstrip() for word in p.bad_words for space in ("", " ")]
     banned = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    bias = {(token_id,): value for token_id, value in (p.logit_bias or {}).items()}
+    bias: Any = {(token_id,): value for token_id, value in (p.logit_bias or {}).items()}
     wanted: list[Any] = [
-        p.allowed_token_ids and PrefixConstrainedLogitsProcessor(lambda *_: p.allowed_token_ids, 1),
+        allowed and PrefixConstrainedLogitsProcessor(lambda row, input_ids: allowed, 1),
         banned and NoBadWordsLogitsProcessor(banned),
         p.min_tokens and end_tokens
         and MinNewTokensLengthLogitsProcessor(prompt_length, p.min_tokens, end_tokens),
@@ -74,26 +75,26 @@ def mix(seed: int, number: int) -> int:
     return xxhash.xxh64_intdigest(struct.pack("<QQ", seed % 2**64, number))
 
 
+def uniform(seq: Sequence) -> float:
+    """The number in [0, 1) that decides a sequence's next token; 0 for greedy ones."""
+    return (mix(seq.seed, seq.num_tokens) >> 11) * 2.0**-53 * (seq.params.temperature > 0)
+
+
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[Logprobs | None]]:
     """One token for each row of logits (rows, vocab_size), and its logprobs where asked for.
 
     Row i belongs to sequences[i]. Raises ValueError where processors leave no token possible.
     """
-    edited = {row: apply_processors(logits[row], seq)
-              for row, seq in enumerate(sequences) if seq.processors}
     token_ids = logits.max(dim=-1).indices  # several times faster than argmax in bfloat16
-    for row, scores in edited.items():
-        token_ids[row] = scores.argmax()
-    drawn = [row for row, seq in enumerate(sequences) if seq.params.temperature > 0]
-    if drawn:
-        scores = logits[drawn].float()
-        for index, row in enumerate(drawn):
-            if row in edited:
-                scores[index] = edited[row]
-        scale_and_truncate(scores, [sequences[row].params for row in drawn])
-        hashes = [mix(sequences[row].seed, sequences[row].num_tokens) for row in drawn]
-        numbers = [(value >> 11) * 2.0 ** -53 for value in hashes]  # in [0, 1), all bits of a float
-        token_ids[drawn] = draw(scores, torch.tensor(numbers, dtype=torch.float64))
+    rows = [row for row, seq in enumerate(sequences) if seq.processors or seq.params.temperature]
+    if rows:
+        drawn = [sequences[row] for row in rows]
+        scores = logits[rows].float()
+        for index, seq in enumerate(drawn):
+            if seq.processors:
+                scores[index] = apply_processors(scores[index], seq)
+        scale_and_truncate(scores, [seq.params for seq in drawn])
+        token_ids[rows] = draw(scores, torch.tensor(list(map(uniform, drawn)), dtype=torch.float64))
     chosen = token_ids.tolist()
     counts = [seq.params.logprobs for seq in sequences]
     return chosen, [None if count is None else logprobs_of(logits[row], chosen[row], count)
@@ -101,8 +102,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[L
 
 
 def apply_processors(scores: Tensor, seq: Sequence) -> Tensor:
-    """A row's scores (vocab_size,) after its request's processors, float32."""
-    input_ids, scores = torch.tensor([seq.token_ids]), scores.float()[None]
+    """A row's scores (vocab_size,) after its request's processors."""
+    input_ids, scores = torch.tensor([seq.token_ids]), scores[None]
     for processor in seq.processors:
         scores = processor(input_ids, scores)
     if not scores.isfinite().any():
@@ -117,7 +118,7 @@ def scale_and_truncate(logits: Tensor, params: list[SamplingParams]) -> None:
 
     The order is vLLM's: temperature, min-p, top-k, top-p (of what is left, renormalised).
     """
-    temperatures = torch.tensor([p.temperature for p in params]).clamp(min=TINY_TEMPERATURE)
+    temperatures = torch.tensor([p.temperature for p in params]).clamp(min=GREEDY_TEMPERATURE)
     logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
     for row, p in enumerate(params):
         if p.min_p > 0:
@@ -143,7 +144,8 @@ def mask_top_p(logits: Tensor, top_p: float) -> None:
 def draw(logits: Tensor, numbers: Tensor) -> Tensor:
     """Inverse-CDF sampling: for each row the first token whose cumulated weight exceeds u * total.
 
-    logits: (rows, vocab_size) float32 with maximum 0, overwritten; numbers: (rows,) float64 in [0, 1).
+    logits: (rows, vocab_size) float32 with maximum 0, overwritten.
+    numbers: (rows,) float64 in [0, 1).
     All sums are float64: 152k tokens lose nothing. They are cumulated by blocks first, then inside
     the one block that is hit. A row's draw does not depend on the other rows.
     """
@@ -169,7 +171,7 @@ def first_above(cumulated: Tensor, targets: Tensor) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, token_id: int, count: int) -> Logprobs:
-    """From a row of raw logits: the sampled token's logprob, then the `count` likeliest (-1: all)."""
+    """From a row of raw logits: the sampled token's, then the `count` likeliest ones' (-1: all)."""
     row = logits.double().log_softmax(dim=-1)
     values, indices = row.topk(len(row) if count == -1 else min(count, len(row)))
     found = {token_id: Logprob(row[token_id].item(), int((row > row[token_id]).sum()) + 1)}

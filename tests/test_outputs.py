@@ -20,13 +20,13 @@ def byte_tokenizer():
 
 
 def generate(tokenizer, text_or_ids, prompt="the prompt", end="length", **params):
-    """Feeds tokens one by one, as the engine does; returns (texts as streamed, last output, stop)."""
+    """Feeds tokens one by one, as the engine does: (texts as streamed, last output, stop)."""
     ids = text_or_ids
     if isinstance(text_or_ids, str):
         ids = tokenizer.encode(text_or_ids)
     prompt_ids = tokenizer.encode(prompt)
     seq = Sequence("0", prompt_ids, len(prompt_ids), 10_000, SamplingParams(**params))
-    request = Request(prompt, seq, tokenizer)
+    request = Request(prompt, seq, tokenizer if seq.params.detokenize else None)
     texts, stop = [], None
     for number, token_id in enumerate(ids, start=1):
         seq.token_ids.append(token_id)

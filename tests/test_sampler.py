@@ -13,7 +13,7 @@ from nanoengine.sequence import Sequence
 def make(prompt=(1, 2, 3), output=(), seed=0, end_tokens=(), **params) -> Sequence:
     sampling = SamplingParams(**params)
     processors = build_processors(sampling, len(prompt), list(end_tokens), None)
-    return Sequence("7", [*prompt, *output], len(prompt), 100, sampling, seed, {}, processors)
+    return Sequence("7", [*prompt, *output], len(prompt), 100, sampling, seed, processors)
 
 
 def draws(logits: torch.Tensor, count: int, **params) -> torch.Tensor:

@@ -34,7 +34,7 @@ def expected_output(seq: Sequence) -> list[int]:
 
 def make_sequence(prompt: list[int], max_tokens: int, name: str = "") -> Sequence:
     return Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens, SamplingParams(),
-                    end_tokens={EOS: None})
+                    end_tokens={EOS})
 
 
 @dataclass
@@ -222,5 +222,4 @@ def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
         batch = scheduler.schedule()
         scheduler.postprocess(batch, [1] * len(cache.run(batch)))
     assert scheduler.counters["prefix_cache_hits"] >= 4
-    assert young.metrics.num_preemptions == 1
     assert young.num_cached_tokens == 0, "the prompt itself was not cached when it first came"

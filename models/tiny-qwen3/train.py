@@ -3,10 +3,10 @@
     python models/tiny-qwen3/train.py              # writes tokenizer, weights and model card here
     python models/tiny-qwen3/train.py --evaluate   # only measures the model that lies here
 
-All text is made by this file from a seed: short stories from a grammar, and four tasks whose answers
-can be checked (two-digit addition, sorting letters, copying words, counting), each as plain text
-and as a chat. One question in ten, chosen by its hash, never appears in training; the score is
-measured on 500 of those under greedy decoding.
+All text is made by this file from a seed: short stories from a grammar, and four tasks whose
+answers can be checked (two-digit addition, sorting letters, copying words, counting), each as
+plain text and as a chat. One question in ten, chosen by its hash, never appears in training; the
+score is measured on 500 of those under greedy decoding.
 """
 
 import argparse
@@ -20,7 +20,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
+)
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 256
@@ -37,7 +39,10 @@ CHAT_TEMPLATE = (
 
 NAMES = "Tom Lily Ben Mia Sam Anna Max Sue Tim Rosa Leo Ella Jack Nora Finn Ida".split()
 ANIMALS = "cat dog fox bear rabbit mouse duck frog owl pig horse turtle hen goat bee lion".split()
-ADJECTIVES = "small big happy brave shy kind clever funny old young quiet curious sleepy gentle".split()
+ADJECTIVES = [
+    "small", "big", "happy", "brave", "shy", "kind", "clever", "funny", "old", "young", "quiet",
+    "curious", "sleepy", "gentle",
+]
 COLOURS = "red blue green yellow white black brown pink golden grey".split()
 THINGS = "ball kite hat boat book drum bell cake apple lamp box shoe flower stone coat cup".split()
 PLACES = [
@@ -54,7 +59,7 @@ def article(phrase: str) -> str:
 
 
 def story(rng: random.Random, animal: str | None = None) -> str:
-    """A story of five to nine sentences: who, what is wanted, what goes wrong, who helps, the end."""
+    """A story of some ten sentences: who, what is wanted, what goes wrong, who helps, the end."""
     name, friend = rng.sample(NAMES, 2)
     animal = animal or rng.choice(ANIMALS)
     helper = rng.choice([other for other in ANIMALS if other != animal])
@@ -72,7 +77,8 @@ def story(rng: random.Random, animal: str | None = None) -> str:
         f"Every day, {name} played with a {treasure}.",
         f"{name} had a {treasure} and took it everywhere.",
     ])
-    day = rng.choice(["One day", f"One {weather} day", f"On a {weather} morning", "Then one evening"])
+    day = rng.choice(
+        ["One day", f"One {weather} day", f"On a {weather} morning", "Then one evening"])
     trouble = rng.choice([
         f"{day}, the {thing} was gone. {name} looked everywhere but could not find it.",
         f"{day}, {name} dropped the {thing} and it rolled down into a deep hole.",
@@ -85,7 +91,8 @@ def story(rng: random.Random, animal: str | None = None) -> str:
         f"{name} felt {rng.choice(FEELINGS)} and sat down on the ground.",
     ])
     meeting = rng.choice([
-        f"A {helper} named {friend} came by. \"Why are you {rng.choice(FEELINGS)}?\" asked {friend}.",
+        f"A {helper} named {friend} came by. "
+        f"\"Why are you {rng.choice(FEELINGS)}?\" asked {friend}.",
         f"Just then {friend} the {helper} walked past. \"Can I help you?\" asked {friend}.",
         f"{friend}, the {helper} from next door, heard this and came to help.",
     ])
@@ -283,7 +290,8 @@ def evaluate(model, tokenizer: PreTrainedTokenizerFast, count: int) -> dict[str,
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
             do_sample=False, temperature=None, top_p=None, top_k=None,
             max_new_tokens=40, eos_token_id=stops, pad_token_id=stops[0])
-        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+        completions = output[:, inputs["input_ids"].shape[1]:]
+        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
         for (name, _, answer), text in zip(part, texts):
             right.setdefault(name, []).append(text.strip() == answer)
     scores = {name: round(sum(marks) / len(marks), 4) for name, marks in sorted(right.items())}
@@ -292,13 +300,14 @@ def evaluate(model, tokenizer: PreTrainedTokenizerFast, count: int) -> dict[str,
 
 CARD = """# tiny-qwen3
 
-A Qwen3 of {parameters:,} parameters (bf16), trained from scratch by `train.py` on text that `train.py`
-generates. It is here so that nanoengine's example, tutorial and tests run on a real model without a
-download; it knows a few stories and four small tasks, and nothing else.
+A Qwen3 of {parameters:,} parameters (bf16), trained from scratch by `train.py` on text that
+`train.py` generates. It is here so that nanoengine's example, tutorial and tests run on a real
+model without a download; it knows a few stories and four small tasks, and nothing else.
 
 | | |
 | --- | --- |
-| training | {steps} steps of {tokens:,} tokens (contexts of {context}), {minutes:.0f} minutes on two CPU cores |
+| training | {steps} steps of {tokens:,} tokens, contexts of {context} |
+| training time | {minutes:.0f} minutes on two CPU cores (shared with other work) |
 | tokenizer | byte-level BPE, {vocab} tokens, single digits, ChatML template |
 | end of text | `<|im_end|>` in chats, `<|endoftext|>` after plain text; both end a generation |
 
@@ -315,7 +324,8 @@ Prompts it knows: `47 + 85 =`, `sort d b e a =`, `copy ball fox red =`, `count 1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
