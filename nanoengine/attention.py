@@ -55,7 +55,8 @@ class CPUAttention:
         blocks, offsets = step.slots // self.block_size, step.slots % self.block_size
         cache[0, blocks, :, offsets] = key
         cache[1, blocks, :, offsets] = value
-        query, out = query.float() * self.head_dim ** -0.5, torch.empty(query.shape)
+        query = query.to(torch.float32, copy=True).mul_(self.head_dim ** -0.5)
+        out = torch.empty_like(query)
         bits = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache  # for NumPy
         self.kernel(query.numpy(), *bits.numpy(), step.block_tables.numpy(), step.owners.numpy(),
                     step.positions.numpy(), window or NO_WINDOW, out.numpy())

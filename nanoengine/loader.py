@@ -20,7 +20,6 @@ from nanoengine.model import Decoder, FusedLinear, check_supported
 from nanoengine.sampling_params import SamplingParams, rejected
 
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def find_model(model: str | PathLike) -> Path:
@@ -46,7 +45,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder, or None where there is none: then prompts are token ids."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not [*folder.glob("tokenizer.*"), *folder.glob("vocab.json")]:
         return None
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not tokenizer.is_fast:

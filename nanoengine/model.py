@@ -46,7 +46,7 @@ def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
 
 
 def rotary_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
-    """cos and sin of every position's angles, (2, max_model_len, head_dim / 2) float32.
+    """cos and signed sin of every position's angles, (2, max_model_len, head_dim) float32.
 
     RoPE (Su et al., 2021, arXiv:2104.09864); its scaled variants are transformers' own.
     """
@@ -54,13 +54,25 @@ def rotary_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
     config.rope_parameters.setdefault("factor", 1.0)  # the default is linear scaling by 1
     frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
-    return torch.stack((angles.cos(), angles.sin())) * factor
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns each pair (x[i], x[i + head_dim / 2]) of (tokens, heads, head_dim) by its angle."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    turned = x.to(torch.float32, copy=True)
+    swapped = turned.roll(x.shape[-1] // 2, dims=-1).mul_(sin)
+    return turned.mul_(cos).add_(swapped).to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32 and in place, for speed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x.to(torch.float32, copy=True)
+        norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        return scaled.mul_(scale).mul_(self.weight).to(x.dtype)
 
 
 class FusedLinear(nn.Linear):
@@ -84,14 +96,14 @@ class DecoderLayer(nn.Module):
         keys = config.num_key_value_heads * config.head_dim
         bias = getattr(config, "attention_bias", False)
         mlp_bias = getattr(config, "mlp_bias", False)
-        head_norm = nn.RMSNorm if config.model_type == "qwen3" else nn.Identity
-        self.input_layernorm = nn.RMSNorm(hidden, eps)
+        head_norm = RMSNorm if config.model_type == "qwen3" else nn.Identity
+        self.input_layernorm = RMSNorm(hidden, eps)
         parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv_proj = FusedLinear(hidden, parts, bias or config.model_type == "qwen2")
         self.q_norm = head_norm(config.head_dim, eps)
         self.k_norm = head_norm(config.head_dim, eps)
         self.o_proj = nn.Linear(queries, hidden, bias)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.gate_up_proj = FusedLinear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
         self.down_proj = nn.Linear(inner, hidden, mlp_bias)
 
@@ -102,7 +114,7 @@ class DecoderLayer(nn.Module):
         key = rotate(self.k_norm(key), cos, sin)
         hidden = hidden + self.o_proj(attend(query, key, value, self.window).flatten(1))
         gate, up = self.gate_up_proj(self.post_attention_layernorm(hidden))
-        return hidden + self.down_proj(F.silu(gate) * up)
+        return hidden + self.down_proj(F.silu(gate).mul_(up))
 
 
 class Decoder(nn.Module):
@@ -113,14 +125,14 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, step: StepInputs, rotary: Tensor, attention: CPUAttention,
                 caches: list[Tensor]) -> Tensor:
         """Computes the step's T tokens and writes their K and V to the caches, one for each layer.
 
-        rotary: (2, max_model_len, head_dim / 2), see `rotary_table`.
+        rotary: (2, max_model_len, head_dim), see `rotary_table`.
         Returns the logits of the sampled rows alone, (sampled, vocab_size).
         """
         cos, sin = rotary[:, step.positions, None]

@@ -70,7 +70,7 @@ class Request:
         length = self.text.tell()
         if self.tokenizer and is_text:  # the token that ends a sequence is none
             self.text.write(self._decode(seq.token_ids[-1]))
-        if seq.num_tokens - seq.num_prompt_tokens <= params.min_tokens:
+        if not params.stop or seq.num_tokens - seq.num_prompt_tokens <= params.min_tokens:
             return None
         return self._find_stop(length)
 

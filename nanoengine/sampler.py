@@ -60,11 +60,10 @@ def build_processors(p: SamplingParams, prompt_length: int, end_tokens: list[int
     return [processor for processor in wanted if processor] + p.logits_processors
 
 
-def penalize_output(params: SamplingParams, prompt_length: int, input_ids: Tensor,
-                    scores: Tensor) -> Tensor:
+def penalize_output(p: SamplingParams, start: int, input_ids: Tensor, scores: Tensor) -> Tensor:
     """OpenAI's penalties: generated tokens lose once (presence) and for each time (frequency)."""
-    counts = torch.bincount(input_ids[0, prompt_length:], minlength=scores.shape[1])
-    return scores - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
+    counts = torch.bincount(input_ids[0, start:], minlength=scores.shape[1])
+    return scores - p.presence_penalty * (counts > 0) - p.frequency_penalty * counts
 
 
 # ----------------------------------------------------------------------------------- sampling

@@ -83,7 +83,7 @@ def test_bad_engine_options(bundled, name, value, accepted):
 
 
 def test_the_token_budget_and_the_number_of_sequences_follow_each_other():
-    assert EngineConfig(model="m").limits() == (256, 4096)
+    assert EngineConfig(model="m").limits() == (256, 2048)
     assert EngineConfig(model="m", max_num_batched_tokens=7).limits() == (7, 7)
     assert EngineConfig(model="m", max_num_seqs=5000).limits() == (5000, 5000)
     assert EngineConfig(model="m", max_num_seqs=3, max_num_batched_tokens=9).limits() == (3, 9)
