@@ -52,8 +52,8 @@ def prefetch(typing_context, array, index):
         address = builder.gep(make_array(array)(context, builder, args[0]).data, [args[1]])
         kind = ir.FunctionType(ir.VoidType(), [address.type, WORD, WORD, WORD])
         function = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
-        hints = [ir.Constant(WORD, value) for value in (0, 2, 1)]  # to read, into L2, data
-        builder.call(function, [address, *hints])
+        # hints: to be read, keep it in L2, data
+        builder.call(function, [address, *(ir.Constant(WORD, hint) for hint in (0, 2, 1))])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen

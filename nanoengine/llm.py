@@ -157,7 +157,7 @@ class LLM(AbstractContextManager):
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts) or not all(isinstance(p, SamplingParams) for p in params):
-            raise rejected("sampling_params", params, f"a SamplingParams, or {len(prompts)} of them")
+            raise rejected("sampling_params", params, f"a SamplingParams or {len(prompts)} of them")
         requests = list(map(self._make_request, range(len(prompts)), prompts, params))
         self.num_requests += len(requests)
         return requests
@@ -223,12 +223,11 @@ class LLM(AbstractContextManager):
         preparation and postprocessing. `prefix_cache_*` are tokens.
         """
         scheduler, manager = self.scheduler, self.scheduler.block_manager
-        num_free = manager.num_free_blocks
-        return scheduler.counters | {
+        return dict(scheduler.counters) | {
             "num_requests_waiting": len(scheduler.waiting),
             "num_requests_running": len(scheduler.running),
-            "num_blocks_used": manager.num_blocks - num_free,
-            "num_blocks_free": num_free, "num_blocks_cached": len(manager.cached)}
+            "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
+            "num_blocks_free": manager.num_free_blocks, "num_blocks_cached": len(manager.cached)}
 
     def _count(self, batch: Batch, seconds: float, host_seconds: float) -> None:
         phase = "decode" if max(batch.num_tokens) == 1 else "prefill"

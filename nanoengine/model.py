@@ -39,10 +39,9 @@ def check_supported(config: PretrainedConfig) -> None:
 
 def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
     """How many keys back a layer's queries see: `sliding_window` where that layer has one."""
-    if config.model_type == "mistral":
-        return config.sliding_window
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * (layer_index + 1)
-    return config.sliding_window if layer_types[layer_index] == "sliding_attention" else None
+    of_layer = dict(enumerate(getattr(config, "layer_types", None) or [])).get(layer_index)
+    has_window = config.model_type == "mistral" or of_layer == "sliding_attention"
+    return config.sliding_window if has_window else None
 
 
 def rotary_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
@@ -50,8 +49,9 @@ def rotary_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
 
     RoPE (Su et al., 2021, arXiv:2104.09864); its scaled variants are transformers' own.
     """
-    rope_type = config.rope_parameters["rope_type"].replace("default", "linear")
-    config.rope_parameters.setdefault("factor", 1.0)  # the default is linear scaling by 1
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type == "default":  # which is linear scaling by 1
+        rope_type, config.rope_parameters["factor"] = "linear", 1.0
     frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
     cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -70,9 +70,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         scaled = x.to(torch.float32, copy=True)
-        norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
-        return scaled.mul_(scale).mul_(self.weight).to(x.dtype)
+        mean = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        return scaled.mul_(mean.add_(self.eps).rsqrt_()).mul_(self.weight).to(x.dtype)
 
 
 class FusedLinear(nn.Linear):

@@ -26,11 +26,8 @@ AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, st
 NUMPY = BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)  # as good as ours
 Int = Annotated[int, NUMPY]
 Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
-Penalty = Annotated[Float, Field(ge=-2, le=2)]
 TokenId = Annotated[Int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], AS_LIST]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
-Callables = Annotated[list[Callable], AS_LIST]
 
 
 @dataclass(config=STRICT)
@@ -71,17 +68,17 @@ class SamplingParams:
     max_tokens: Annotated[Int, Field(ge=1)] | None = 16
     min_tokens: Annotated[Int, Field(ge=0)] = 0
     stop: Texts = field(default_factory=list)
-    stop_token_ids: TokenIds = field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], AS_LIST] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: Annotated[Int, Field(ge=-1)] | None = None
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
+    presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[Float, Field(gt=0)] = 1.0
     bad_words: Texts = field(default_factory=list)
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     logit_bias: dict[TokenId, Float] | None = None
-    logits_processors: Callables = field(default_factory=list)
+    logits_processors: Annotated[list[Callable], AS_LIST] = field(default_factory=list)
     skip_special_tokens: bool = True
     detokenize: bool = True
 

@@ -8,7 +8,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from nanoengine.block_manager import BlockManager
 from nanoengine.sequence import Sequence
@@ -55,7 +54,7 @@ class Scheduler:
         self.batching = BATCHING[scheduling]
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
-        self.counters: Any = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence. Raises ValueError for one that would not fit even alone."""

@@ -284,7 +284,7 @@ def test_metrics_and_close(bundled):
     (None, GREEDY, "prompts=None.*must be a text"),
     ({"text": "a"}, GREEDY, r"prompts\[0\]=.*must be a text"),
     ({"prompt": "a", "extra": 1}, GREEDY, r"prompts\[0\]=.*must be a text"),
-    (["a", "b"], [GREEDY], "sampling_params=.*must be a SamplingParams, or 2 of them"),
+    (["a", "b"], [GREEDY], "sampling_params=.*must be a SamplingParams or 2 of them"),
     ("a", {"temperature": 0}, "sampling_params=.*must be"),
     (["a"], ["greedy"], "sampling_params=.'greedy'.*must be"),
     ("a", SamplingParams(stop_token_ids=[867]), "stop_token_ids: token id 867 is out of"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import greedy_reference, random_prompts
+from transformers import AutoModelForCausalLM
 
 from nanoengine import LLM, SamplingParams
 
@@ -100,3 +101,18 @@ def change_config(source: str, target: Path, **changes) -> str:
 def test_what_cannot_be_run_faithfully_is_refused(tiny, tmp_path, changes, name):
     with pytest.raises(ValueError, match=f"{name}.* must be "):
         LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
+
+
+@pytest.mark.parametrize("changes", [
+    dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, factor=8.0)),
+    dict(rope_parameters=None, rope_theta=5e4, rope_scaling=None),
+    dict(rope_parameters=None, rope_theta=1e4, rope_scaling=dict(type="linear", factor=2.0)),
+])
+def test_older_and_odder_ways_to_write_rope(make_model, tiny, tmp_path, changes):
+    """What transformers makes of a config is what we make of it."""
+    folder = change_config(tiny, tmp_path, **changes)
+    (tmp_path / "model.safetensors").write_bytes((Path(tiny) / "model.safetensors").read_bytes())
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with LLM(folder, dtype="float32", max_model_len=256) as llm:
+        outputs = llm.generate(PROMPTS[-1], GREEDY, use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == greedy_reference(reference, PROMPTS[-1], 24)
