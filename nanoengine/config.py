@@ -56,8 +56,7 @@ class EngineConfig:
     def limits(self) -> tuple[int, int]:
         """(max_num_seqs, max_num_batched_tokens), where one that is not given follows the other."""
         num_tokens = self.max_num_batched_tokens or max(2048, self.max_num_seqs or 0)
-        num_seqs = self.max_num_seqs or min(256, num_tokens)
-        if num_tokens < num_seqs:
-            accepted = f"at least max_num_seqs={num_seqs}"
-            raise rejected("max_num_batched_tokens", num_tokens, accepted)
-        return num_seqs, num_tokens
+        max_num_seqs = self.max_num_seqs or min(256, num_tokens)
+        if num_tokens < max_num_seqs:
+            raise rejected("max_num_batched_tokens", num_tokens, f"at least {max_num_seqs=}")
+        return max_num_seqs, num_tokens

@@ -107,8 +107,8 @@ class LLM(AbstractContextManager):
 
     def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
         """Queues the requests, then steps until all are finished; yields those with new tokens."""
-        self.requests = {request.seq.request_id: request for request in requests}
         try:
+            self.requests = {request.seq.request_id: request for request in requests}
             for request in requests:
                 self.scheduler.add(request.seq)
             yield []
@@ -153,9 +153,8 @@ class LLM(AbstractContextManager):
             raise rejected("prompts", prompts, PROMPTS)
         if prompts and all(isinstance(item, Integral) for item in prompts):
             prompts = [prompts]
-        params = self.default_params if params is None else params
-        if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
+        if not isinstance(params, (list, tuple)):
+            params = [self.default_params if params is None else params] * len(prompts)
         if len(params) != len(prompts) or not all(isinstance(p, SamplingParams) for p in params):
             raise rejected("sampling_params", params, f"a SamplingParams or {len(prompts)} of them")
         requests = list(map(self._make_request, range(len(prompts)), prompts, params))
@@ -169,15 +168,14 @@ class LLM(AbstractContextManager):
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
         text, token_ids = self._parse_prompt(f"prompts[{index}]", prompt)
-        number, num_tokens = self.num_requests + index, len(token_ids)
-        max_tokens = params.max_tokens or self.max_model_len
-        ends = self.eos_token_ids.union(params.stop_token_ids)
-        processors = build_processors(params, num_tokens, list(ends), self.tokenizer)
-        end_tokens = set(params.stop_token_ids) if params.ignore_eos else ends
+        number, length = self.num_requests + index, len(token_ids)
+        longest = min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
+        stops: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
+        ends = stops | dict.fromkeys(self.eos_token_ids)
+        processors = build_processors(params, length, list(ends), self.tokenizer)
         seed = mix(self.config.seed, number) if params.seed is None else params.seed
-        max_num_tokens = min(num_tokens + max_tokens, self.max_model_len)
-        seq = Sequence(str(number), token_ids, num_tokens, max_num_tokens, params, seed, processors,
-                       end_tokens)
+        seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
+                       stops if params.ignore_eos else ends)
         return Request(text, seq, self.tokenizer if params.detokenize else None)
 
     def _parse_prompt(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:

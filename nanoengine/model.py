@@ -32,6 +32,8 @@ def check_supported(config: PretrainedConfig) -> None:
         ("rope_type", rope.get("rope_type"), ROPE_TYPES),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
         ("quantization_config", getattr(config, "quantization_config", None), [None]),
+        ("layer_types", bool(getattr(config, "layer_types", None)) and config.model_type,
+         [False, "qwen2", "qwen3"]),
     ):
         if value not in supported:
             raise rejected(f"the model's {name}", value, " or ".join(map(str, supported)))
@@ -39,9 +41,9 @@ def check_supported(config: PretrainedConfig) -> None:
 
 def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
     """How many keys back a layer's queries see: `sliding_window` where that layer has one."""
-    of_layer = dict(enumerate(getattr(config, "layer_types", None) or [])).get(layer_index)
-    has_window = config.model_type == "mistral" or of_layer == "sliding_attention"
-    return config.sliding_window if has_window else None
+    if config.model_type.startswith("qwen"):
+        return config.sliding_window if "sliding" in config.layer_types[layer_index] else None
+    return config.sliding_window if config.model_type == "mistral" else None
 
 
 def rotary_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
@@ -93,8 +95,8 @@ class DecoderLayer(nn.Module):
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        bias = getattr(config, "attention_bias", False)
-        mlp_bias = getattr(config, "mlp_bias", False)
+        bias = config.model_type in ("llama", "qwen3") and config.attention_bias
+        mlp_bias = config.model_type == "llama" and config.mlp_bias
         head_norm = RMSNorm if config.model_type == "qwen3" else nn.Identity
         self.input_layernorm = RMSNorm(hidden, eps)
         parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}

@@ -104,7 +104,7 @@ class Request:
         seq = self.seq
         text = self.text.getvalue()
         if not (seq.is_finished or seq.params.include_stop_str_in_output):
-            text = text[:len(text) - self.longest_stop + 1]
+            text = text[:max(0, len(text) - self.longest_stop + 1)]
         token_ids = seq.token_ids[seq.num_prompt_tokens:]
         chosen = [found[token_id].logprob for found, token_id in zip(seq.logprobs, token_ids)]
         logprobs, cumulative = (seq.logprobs[:], sum(chosen)) if chosen else (None, None)

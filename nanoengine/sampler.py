@@ -45,7 +45,7 @@ def build_processors(p: SamplingParams, prompt_length: int, end_tokens: list[int
                      tokenizer: Any) -> list[Callable]:
     """Everything in a request that edits logits, as one list, in vLLM's order."""
     allowed = p.allowed_token_ids or []
-    texts = [space + word.lstrip() for word in p.bad_words for space in ("", " ")]
+    texts = [space + (word.lstrip() or word) for word in p.bad_words for space in ("", " ")]
     banned = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     bias: Any = {(token_id,): value for token_id, value in (p.logit_bias or {}).items()}
     wanted: list[Any] = [
@@ -95,9 +95,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[L
         scale_and_truncate(scores, [seq.params for seq in drawn])
         token_ids[rows] = draw(scores, torch.tensor(list(map(uniform, drawn)), dtype=torch.float64))
     chosen = token_ids.tolist()
-    counts = [seq.params.logprobs for seq in sequences]
+    asked = [seq.params.logprobs for seq in sequences]
     return chosen, [None if count is None else logprobs_of(logits[row], chosen[row], count)
-                    for row, count in enumerate(counts)]
+                    for row, count in enumerate(asked)]
 
 
 def apply_processors(scores: Tensor, seq: Sequence) -> Tensor:
@@ -105,6 +105,7 @@ def apply_processors(scores: Tensor, seq: Sequence) -> Tensor:
     input_ids, scores = torch.tensor([seq.token_ids]), scores[None]
     for processor in seq.processors:
         scores = processor(input_ids, scores)
+    scores = scores.clamp(max=torch.finfo(scores.dtype).max)  # +inf is how some force a token
     if not scores.isfinite().any():
         raise ValueError(f"request {seq.request_id}: its processors (allowed_token_ids, bad_words, "
                          f"min_tokens, …) leave no token possible")
@@ -134,10 +135,11 @@ def mask_top_p(logits: Tensor, top_p: float) -> None:
 
     Keeps the fewest likeliest tokens that reach top_p together, the one that crosses it included.
     """
-    ordered, order = logits.sort(descending=True, stable=True)
-    probabilities = ordered.double().softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    logits[order[before >= top_p]] = -math.inf
+    probabilities = logits.double().softmax(dim=-1)
+    likely = (probabilities > (1 - top_p) / len(logits)).nonzero()[:, 0]  # the rest can't reach it
+    ordered, order = probabilities[likely].sort(descending=True, stable=True)
+    kept = likely[order[ordered.cumsum(dim=-1) - ordered < top_p]]
+    logits.copy_(torch.full_like(logits, -math.inf).index_copy_(0, kept, logits[kept]))
 
 
 def draw(logits: Tensor, numbers: Tensor) -> Tensor:

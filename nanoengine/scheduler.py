@@ -111,8 +111,7 @@ class Scheduler:
             seq.token_ids.append(token_id)
             seq.metrics.first_token_time = seq.metrics.first_token_time or now
             if token_id in seq.end_tokens:
-                is_eos = token_id not in seq.params.stop_token_ids
-                self.finish(seq, "stop", None if is_eos else token_id)
+                self.finish(seq, "stop", seq.end_tokens[token_id])
             elif seq.num_tokens == seq.max_num_tokens:
                 self.finish(seq, "length")
         self.counters["generation_tokens"] += len(token_ids)

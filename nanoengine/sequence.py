@@ -38,7 +38,7 @@ class Sequence:
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     processors: list[Callable] = field(default_factory=list)  # edit its logits (sampler.py)
-    end_tokens: set[int] = field(default_factory=set)  # EOS, unless ignored, and stop tokens
+    end_tokens: dict[int, int | None] = field(default_factory=dict)  # that end it: stop_reason
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     block_table: array = field(default_factory=lambda: array("i"))

@@ -214,6 +214,8 @@ def test_bad_words(llm):
 
     words = " ".join(run().text.split()[2:4])
     banned = llm.get_tokenizer().encode(" " + words)
+    newline = llm.get_tokenizer().encode("\n")
+    assert run(allowed_token_ids=[*newline, 5], bad_words=["\n"]).token_ids == [5] * 12
     for bad_words, is_there in ([], True), ([words], False), (["x y z"], True):
         ids = run(bad_words=bad_words).token_ids
         assert is_there == any(ids[i:i + len(banned)] == banned for i in range(len(ids)))
@@ -286,6 +288,7 @@ def test_metrics_and_close(bundled):
     ({"prompt": "a", "extra": 1}, GREEDY, r"prompts\[0\]=.*must be a text"),
     (["a", "b"], [GREEDY], "sampling_params=.*must be a SamplingParams or 2 of them"),
     ("a", {"temperature": 0}, "sampling_params=.*must be"),
+    ("a", 3, "sampling_params=.*must be"),
     (["a"], ["greedy"], "sampling_params=.'greedy'.*must be"),
     ("a", SamplingParams(stop_token_ids=[867]), "stop_token_ids: token id 867 is out of"),
     ("a", SamplingParams(allowed_token_ids=[9999]), "allowed_token_ids: token id 9999"),

@@ -22,6 +22,7 @@ MODELS = {
     "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=LINEAR)),
     "mistral-window": ("Mistral", dict(sliding_window=12, num_key_value_heads=1, head_dim=16)),
     "mistral-full": ("Mistral", dict(sliding_window=None, tie_word_embeddings=True)),
+    "qwen2-odd-config": ("Qwen2", dict(attention_bias=True, mlp_bias=True, head_dim=None)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True, hidden_size=48, num_attention_heads=6,
                             num_key_value_heads=3, head_dim=None)),
     "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=9, max_window_layers=1,
@@ -96,6 +97,8 @@ def change_config(source: str, target: Path, **changes) -> str:
     (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "rope_type"),
     (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
      "partial_rotary_factor"),
+    (dict(layer_types=["full_attention"] * 3, architectures=["LlamaForCausalLM"],
+          model_type="llama"), "layer_types"),
     (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
 ])
 def test_what_cannot_be_run_faithfully_is_refused(tiny, tmp_path, changes, name):

@@ -116,3 +116,12 @@ def test_special_tokens_and_the_token_that_ended_it(byte_tokenizer):
     kept = generate(byte_tokenizer, ids, end="stop", include_stop_str_in_output=True)[1]
     assert kept.outputs[0].text == "abc"
     assert generate(byte_tokenizer, ids, detokenize=False)[1].outputs[0].text == ""
+
+
+def test_what_may_become_a_long_stop_string_is_held_back_from_the_start(byte_tokenizer):
+    texts, output, _ = generate(byte_tokenizer, "hello world", stop="lo world, and more")
+    assert output.outputs[0].text == "hello world"
+    assert texts[:-1] == [""] * 10 and texts[-1] == "hello world"
+    texts, output, _ = generate(byte_tokenizer, "hello world", stop="lo world")
+    assert output.outputs[0].text == "hel"
+    assert all("hel".startswith(text) for text in texts)

@@ -193,3 +193,24 @@ def test_scaling_leaves_the_largest_at_zero():
     order = logits.argsort(-1)
     scale_and_truncate(logits, [SamplingParams(temperature=t) for t in (0.1, 1.0, 7.0)])
     assert logits.amax(-1).tolist() == [0, 0, 0] and torch.equal(logits.argsort(-1), order)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5, 3.0])
+def test_an_infinite_score_forces_a_token(temperature):
+    def force(input_ids, scores):
+        scores[0, 7] = math.inf
+        return scores
+
+    for options in (dict(logits_processors=[force]), dict(logit_bias={7: 1e39})):
+        seq = make(temperature=temperature, **options)
+        assert sample(torch.randn(1, 20), [seq])[0] == [7]
+
+
+def test_top_p_keeps_the_nucleus_of_a_large_vocabulary():
+    torch.manual_seed(0)
+    for spread, top_p in [(1.0, 0.5), (3.0, 0.95), (8.0, 0.999)]:
+        logits = torch.randn(1, 5000) * spread
+        expected, order = logits[0].double().softmax(-1).sort(descending=True)
+        kept = order[(expected.cumsum(-1) - expected) < top_p]
+        scale_and_truncate(logits, [SamplingParams(top_p=top_p)])
+        assert set(logits[0].isfinite().nonzero().flatten().tolist()) == set(kept.tolist())

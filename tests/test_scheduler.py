@@ -34,7 +34,7 @@ def expected_output(seq: Sequence) -> list[int]:
 
 def make_sequence(prompt: list[int], max_tokens: int, name: str = "") -> Sequence:
     return Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens, SamplingParams(),
-                    end_tokens={EOS})
+                    end_tokens={EOS: None})
 
 
 @dataclass
