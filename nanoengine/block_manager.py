@@ -5,7 +5,7 @@ PagedAttention (Kwon et al., 2023, arXiv:2309.06180), the prefix cache by chaine
 """
 
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 import xxhash
@@ -33,7 +33,7 @@ class BlockManager:
         """All blocks are free and blank."""
         self.ref_counts = [0] * (self.num_blocks + 1)  # in how many tables a block stands
         self.blank = list(range(self.num_blocks, NULL_BLOCK, -1))  # a stack: block 1 goes first
-        self.cached: dict[int, None] = {}  # an ordered set, oldest first
+        self.cached: OrderedDict[int, None] = OrderedDict()  # as a set, oldest first
         self.contents: dict[int, tuple[int, list[int]]] = {}  # of each findable block: hash, tokens
         self.blocks_by_hash: dict[int, dict[int, None]] = {}  # with the same tokens: twins
 
@@ -88,8 +88,7 @@ class BlockManager:
         if self.blank:
             block_id = self.blank.pop()
         else:
-            block_id = next(iter(self.cached))
-            del self.cached[block_id]
+            block_id, _ = self.cached.popitem(last=False)
             self._forget(block_id)
         self.ref_counts[block_id] = 1
         return block_id

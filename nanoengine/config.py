@@ -39,7 +39,7 @@ class EngineConfig:
 
     model: str | Path
     tokenizer: str | Path | None = None
-    dtype: Annotated[Literal["auto", "bfloat16", "float32"], BY_NAME] = "auto"
+    dtype: Annotated[Literal["auto", "bfloat16", "float32", "float"], BY_NAME] = "auto"
     device: Literal["auto", "cpu"] = "auto"
     seed: Int = 0
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"

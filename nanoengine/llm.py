@@ -44,6 +44,7 @@ class LLM(AbstractContextManager):
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.config = config = EngineConfig(model=model, **options)
+        limits = config.limits()
         folder = find_model(config.model)
         self.model_config = load_config(folder)
         self.tokenizer = load_tokenizer(find_model(config.tokenizer or folder))
@@ -53,7 +54,7 @@ class LLM(AbstractContextManager):
         self.max_model_len = self.runner.max_model_len
         manager = BlockManager(
             self.runner.num_kv_blocks, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(manager, *config.limits(), config.scheduling)
+        self.scheduler = Scheduler(manager, *limits, config.scheduling)
         self.num_requests = 0
         self.requests: dict[str, Request] = {}  # of the call that is running
 

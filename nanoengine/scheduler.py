@@ -16,7 +16,7 @@ COUNTERS = (
     "num_steps", "prefill_steps", "decode_steps", "prefill_tokens", "decode_tokens",
     "prefill_seconds", "decode_seconds", "host_seconds", "batched_sequences", "prompt_tokens",
     "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
-    "recomputed_tokens")
+    "preempted_tokens")
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks; it waits at the front and will be computed again."""
         self.counters["num_preemptions"] += 1
-        self.counters["recomputed_tokens"] += seq.num_computed_tokens
+        self.counters["preempted_tokens"] += seq.num_computed_tokens
         self.running.remove(seq)
         self.block_manager.deallocate(seq)
         self.waiting.appendleft(seq)

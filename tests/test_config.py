@@ -63,8 +63,8 @@ def test_shorthands_and_numpy_numbers():
 
 @pytest.mark.parametrize("name, value, accepted", [
     ("scheduling", "mixd", "'prefill-first' or 'mixed'"),
-    ("dtype", "float16", "'bfloat16' or 'float32'"),
-    ("dtype", torch.float16, "'bfloat16' or 'float32'"),
+    ("dtype", "float16", "'float32' or 'float'"),
+    ("dtype", torch.float16, "'float32' or 'float'"),
     ("device", "cuda", "'auto' or 'cpu'"),
     ("load_format", "pickle", "'dummy'"),
     ("block_size", 0, "greater than or equal to 1"),
@@ -88,7 +88,7 @@ def test_the_token_budget_and_the_number_of_sequences_follow_each_other():
     assert EngineConfig(model="m", max_num_seqs=5000).limits() == (5000, 5000)
     assert EngineConfig(model="m", max_num_seqs=3, max_num_batched_tokens=9).limits() == (3, 9)
     with pytest.raises(ValueError, match="max_num_batched_tokens=8 .* at least max_num_seqs=9"):
-        EngineConfig(model="m", max_num_seqs=9, max_num_batched_tokens=8).limits()
+        LLM("not looked for", max_num_seqs=9, max_num_batched_tokens=8)
 
 
 def test_dtypes_by_name_or_object():

@@ -133,7 +133,7 @@ def test_random_workloads():
     # the workloads are worth something only if all of this happened, and often
     assert totals["num_preemptions"] > 1000
     assert totals["prefix_cache_hits"] > 10_000
-    assert totals["recomputed_tokens"] > 10_000
+    assert totals["preempted_tokens"] > 10_000
 
 
 def run_to_end(scheduler: Scheduler) -> None:
