@@ -48,6 +48,8 @@ class LLM(AbstractContextManager):
         folder = find_model(config.model)
         self.model_config = load_config(folder)
         self.tokenizer = load_tokenizer(find_model(config.tokenizer or folder))
+        if config.tokenizer and self.tokenizer is None:
+            raise rejected("tokenizer", str(config.tokenizer), "a folder or id with a tokenizer")
         self.default_params, self.eos_token_ids = load_defaults(
             folder, self.model_config, self.tokenizer)
         self.runner: Any = ModelRunner(config, self.model_config, folder)

@@ -39,7 +39,7 @@ class SamplingParams:
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: sample among the fewest likeliest tokens whose probabilities reach p together.
     min_p: drop tokens less likely than min_p times the likeliest.
-    seed: what the draws depend on, besides the position; None: one derived from the engine's seed.
+    seed: what the draws depend on, besides the position; None or -1: derived from the engine's.
     max_tokens: generate at most so many; None: up to the engine's `max_model_len`.
     min_tokens: EOS and stop tokens are masked, and stop strings overlooked, for so many tokens.
     stop: strings that end the generation, cut from the text unless `include_stop_str_in_output`.
@@ -64,9 +64,9 @@ class SamplingParams:
     top_k: Annotated[Int, Field(ge=-1)] = 0
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    seed: Int | None = None
+    seed: Annotated[Int | None, BeforeValidator(lambda v: None if v == -1 else v)] = None
     max_tokens: Annotated[Int, Field(ge=1)] | None = 16
-    min_tokens: Annotated[Int, Field(ge=0)] = 0
+    min_tokens: Int = 0
     stop: Texts = field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], AS_LIST] = field(default_factory=list)
     include_stop_str_in_output: bool = False
@@ -84,8 +84,9 @@ class SamplingParams:
 
     @model_validator(mode="after")
     def check_together(self) -> "SamplingParams":
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise rejected("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        if not 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens):  # in vLLM's words
+            raise ValueError("min_tokens must be greater than or equal to 0; min_tokens must be less "
+                             f"than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}")
         if self.stop and not self.detokenize:
             raise rejected("detokenize", False, f"True for stop={self.stop!r}")
         return self

@@ -24,7 +24,8 @@ from nanoengine.config import EngineConfig
     ("max_tokens", 0, "greater than or equal to 1"),
     ("max_tokens", 2.5, "integer"),
     ("max_tokens", True, "integer"),
-    ("min_tokens", 17, "at most max_tokens=16"),
+    ("min_tokens", 17, "min_tokens must be less than or equal to max_tokens"),
+    ("min_tokens", -1, "min_tokens must be greater than or equal to 0"),
     ("stop", "", "at least 1 character"),
     ("stop", ["a", ""], "at least 1 character"),
     ("stop", [3], "string"),
@@ -59,6 +60,7 @@ def test_shorthands_and_numpy_numbers():
     assert params.stop == ["a"] and params.stop_token_ids == []
     assert type(params.max_tokens) is int and params.temperature == 0.5
     assert SamplingParams().stop is not SamplingParams().stop
+    assert SamplingParams(seed=-1).seed is None and SamplingParams(seed=-2).seed == -2
 
 
 @pytest.mark.parametrize("name, value, accepted", [

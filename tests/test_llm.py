@@ -319,6 +319,8 @@ def test_without_a_tokenizer_prompts_are_token_ids(tiny, bundled):
                                ([1], SamplingParams(bad_words=["a"]))]:
             with pytest.raises(ValueError, match="tokenizer=None.*must be given"):
                 llm.generate(prompt, params)
+    with pytest.raises(ValueError, match="tokenizer=.* must be a folder or id with a tokenizer"):
+        LLM(tiny, tokenizer=tiny)
     with LLM(tiny, tokenizer=bundled) as llm:
         assert llm.get_tokenizer().eos_token_id in llm.eos_token_ids
 
