@@ -85,8 +85,8 @@ class SamplingParams:
     @model_validator(mode="after")
     def check_together(self) -> "SamplingParams":
         if not 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens):  # in vLLM's words
-            raise ValueError("min_tokens must be greater than or equal to 0; min_tokens must be less "
-                             f"than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}")
+            raise ValueError("min_tokens must be greater than or equal to 0; min_tokens must be "
+                             f"less than or equal to max_tokens, got {self.min_tokens}")
         if self.stop and not self.detokenize:
             raise rejected("detokenize", False, f"True for stop={self.stop!r}")
         return self
