@@ -104,18 +104,18 @@ def load_weights(folder: Path, targets: dict[str, Tensor]) -> None:
     is_tied = "lm_head.weight" not in targets
     for file in checkpoint_files(folder):
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for full_name in tensors.keys():
-                    name = re.sub(r"^model\.|self_attn\.|mlp\.", "", full_name)
-                    if name.endswith("rotary_emb.inv_freq") or is_tied and name == "lm_head.weight":
-                        continue  # computed here; the same as the embedding
-                    tensor = tensors.get_tensor(full_name)
-                    target = missing.pop(name, None)
-                    if target is None or target.shape != tensor.shape:
-                        place = tuple(targets[name].shape) if name in targets else "no such tensor"
-                        raise ValueError(f"{file}: {full_name} of shape {tuple(tensor.shape)} does "
-                                         f"not fit, or comes twice: the model has {place}")
-                    target.copy_(tensor)
+            for full_name in list(safe_open(file, framework="pt").keys()):
+                name = re.sub(r"^model\.|self_attn\.|mlp\.", "", full_name)
+                if name.endswith("rotary_emb.inv_freq") or is_tied and name == "lm_head.weight":
+                    continue  # computed here; the same as the embedding
+                # opened anew for each: pages of a mapped file count as memory until it is closed
+                tensor = safe_open(file, framework="pt").get_tensor(full_name)
+                target = missing.pop(name, None)
+                if target is None or target.shape != tensor.shape:
+                    place = tuple(targets[name].shape) if name in targets else "no such tensor"
+                    raise ValueError(f"{file}: {full_name} of shape {tuple(tensor.shape)} does "
+                                     f"not fit, or comes twice: the model has {place}")
+                target.copy_(tensor)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is absent, truncated or no safetensors: {error}") from error
     if missing:
