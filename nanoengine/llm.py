@@ -77,7 +77,8 @@ class LLM(AbstractContextManager):
         with closing(self._run(requests)) as steps, \
                 tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             for updated in steps:
-                bar.set_postfix(self._rates_since(before), refresh=False)
+                if use_tqdm:
+                    bar.set_postfix(self._rates_since(before), refresh=False)
                 bar.update(sum(request.seq.is_finished for request in updated))
         return [request.output() for request in requests]
 

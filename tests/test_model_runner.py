@@ -3,6 +3,7 @@
 import psutil
 import pytest
 
+from nanoengine import model_runner
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import ModelRunner, choose_dtype, size_cache
 from nanoengine.scheduler import Batch
@@ -50,6 +51,10 @@ def test_the_size_of_the_cache(monkeypatch):
         size(block_bytes=2**30)
 
 
-def test_dtype():
+@pytest.mark.parametrize("features, dtype", [
+    ({"avx512bf16": True}, "torch.bfloat16"), ({"avx512bf16": False}, "torch.float32"),
+])
+def test_dtype(monkeypatch, features, dtype):
+    monkeypatch.setattr(model_runner, "get_host_cpu_features", lambda: features)
+    assert str(choose_dtype("auto")) == dtype
     assert str(choose_dtype("float32")) == "torch.float32"
-    assert str(choose_dtype("auto")) in ("torch.bfloat16", "torch.float32")
