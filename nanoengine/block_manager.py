@@ -1,12 +1,14 @@
 """`BlockManager`: who holds which block of the KV cache, and what can be found there again.
 
-Plain Python over block numbers; the memory itself belongs to `model_runner.py`. Paging is from
-PagedAttention (Kwon et al., 2023, arXiv:2309.06180), the prefix cache by chained hashes from vLLM.
+Plain Python over block numbers; the memory itself belongs to `model_runner.py`. Paging and copy on
+write are from PagedAttention (Kwon et al., 2023, arXiv:2309.06180), the prefix cache by chained
+hashes from vLLM.
 """
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -15,18 +17,31 @@ from nanoengine.sequence import Sequence
 NULL_BLOCK = 0  # never handed out
 
 
+@dataclass
+class Copies:
+    """Blocks to copy before a step computes, {to: from}, in this order, each all at once."""
+
+    swap_out: dict[int, int] = field(default_factory=dict)  # to the host
+    copy_on_write: dict[int, int] = field(default_factory=dict)
+    swap_in: dict[int, int] = field(default_factory=dict)  # from the host
+
+
 class BlockManager:
     """Hands out blocks 1 to `num_blocks` of `block_size` tokens each.
 
     A block is used (referenced by a table) or free. A free block without a hash is blank; one with
     a hash is cached: it waits in least-recently-used order, is revived by a hit, and is taken for
     something else only when there are no blank ones. Every operation is O(1) per block.
+
+    The host pool of `num_host_blocks` takes copies of the blocks of sequences that are swapped out.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
+                 num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_host_blocks = num_host_blocks
         self.reset()
 
     def reset(self) -> None:
@@ -36,6 +51,8 @@ class BlockManager:
         self.cached: OrderedDict[int, None] = OrderedDict()  # as a set, oldest first
         self.contents: dict[int, tuple[int, list[int]]] = {}  # of each findable block: hash, tokens
         self.blocks_by_hash: dict[int, dict[int, None]] = {}  # with the same tokens: twins
+        self.free_host_blocks = list(range(self.num_host_blocks))
+        self.copies = Copies()  # for the step that is being built
 
     @property
     def num_free_blocks(self) -> int:
@@ -46,27 +63,45 @@ class BlockManager:
 
     # ------------------------------------------------------------------ taking and giving back
 
-    def allocate(self, seq: Sequence) -> bool:
-        """Gives a sequence blocks for all its known tokens, the longest cached prefix first.
-
-        All or nothing: False, and nothing has changed, where there are too few blocks. Otherwise
-        `seq.num_computed_tokens` is what the prefix cache had.
-        """
-        prefix = self.find_prefix(seq)
-        num_fresh = self.num_blocks_for(seq.num_tokens) - len(prefix)
+    def num_blocks_to_allocate(self, seq: Sequence, num_held_tokens: int,
+                               parent: Sequence | None = None) -> int:
+        """How many free blocks `allocate` would take."""
+        prefix = self.find_prefix(seq, parent)
         num_revived = sum(self.ref_counts[block_id] == 0 for block_id in prefix)
-        if num_fresh + num_revived > self.num_free_blocks:
-            return False
+        return self.num_blocks_for(num_held_tokens) - len(prefix) + num_revived
+
+    def allocate(self, seq: Sequence, num_held_tokens: int, parent: Sequence | None = None) -> int:
+        """Gives a sequence blocks for `num_held_tokens`, which is all it knows or more.
+
+        First those that others have too: the longest prefix in the cache, or, for a fork, all full
+        blocks of its parent. Into the next ones goes what is left of the parent's last block
+        (it is the only one that both would write to), or of the copies on the host.
+        `seq.num_computed_tokens` is what came so; returns how much of it the prefix cache had.
+        """
+        prefix = self.find_prefix(seq, parent)
         for block_id in prefix:  # before any fresh one is taken, which could evict it
             self.cached.pop(block_id, None)
             self.ref_counts[block_id] += 1
+        num_fresh = self.num_blocks_for(num_held_tokens) - len(prefix)
         seq.block_table = array("i", prefix + [self._take_fresh() for _ in range(num_fresh)])
-        seq.num_computed_tokens = len(prefix) * self.block_size
-        return True
+        num_hits = seq.num_computed_tokens = len(prefix) * self.block_size
+        if parent:
+            num_blocks = self.num_blocks_for(parent.num_computed_tokens)
+            pairs = zip(seq.block_table, parent.block_table[:num_blocks])
+            self.copies.copy_on_write.update(list(pairs)[len(prefix):])
+            seq.block_hashes = parent.block_hashes[:]
+            seq.num_computed_tokens = parent.num_computed_tokens
+        elif seq.host_blocks:
+            pairs = zip(seq.block_table, seq.host_blocks)
+            self.copies.swap_in.update(list(pairs)[len(prefix):])
+            num_swapped = min(seq.num_preempted_tokens, seq.num_tokens - 1)  # the last for logits
+            self.register(seq, num_swapped - num_hits)
+            seq.num_computed_tokens = max(num_hits, num_swapped)
+        return num_hits
 
     def num_blocks_to_append(self, seq: Sequence) -> int:
         """How many blocks a running sequence lacks to compute its known tokens: 0 or 1."""
-        return self.num_blocks_for(seq.num_tokens) - len(seq.block_table)
+        return max(0, self.num_blocks_for(seq.num_tokens) - len(seq.block_table))
 
     def may_append(self, seq: Sequence) -> None:
         """Gives a running sequence the block that its newest token needs, if it needs one."""
@@ -83,6 +118,27 @@ class BlockManager:
                 self.blank.append(block_id)
         seq.block_table = array("i")
         seq.num_computed_tokens = 0
+        self.free_host(seq)
+
+    def swap_out(self, seq: Sequence) -> bool:
+        """Copies all computed blocks of a sequence to the host, and takes them back.
+
+        False, and nothing has changed, where there is nothing to copy, or no room for all of it.
+        """
+        num_blocks = self.num_blocks_for(seq.num_computed_tokens)
+        if not 0 < num_blocks <= len(self.free_host_blocks):
+            return False
+        host_blocks = [self.free_host_blocks.pop() for _ in range(num_blocks)]
+        for host_block, block_id in zip(host_blocks, seq.block_table):  # or what is to come there
+            self.copies.swap_out[host_block] = self.copies.copy_on_write.get(block_id, block_id)
+        self.deallocate(seq)
+        seq.host_blocks = host_blocks
+        return True
+
+    def free_host(self, seq: Sequence) -> None:
+        """To be called once a sequence is back: not before the step that reads these copies."""
+        self.free_host_blocks += seq.host_blocks
+        seq.host_blocks = []
 
     def _take_fresh(self) -> int:
         if self.blank:
@@ -95,11 +151,14 @@ class BlockManager:
 
     # -------------------------------------------------------------------------- prefix cache
 
-    def find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that hold the beginning of a sequence, as many as there are in a row.
+    def find_prefix(self, seq: Sequence, parent: Sequence | None = None) -> list[int]:
+        """The blocks that hold the beginning of a sequence: for a fork, the full ones of `parent`,
+        else as many as the cache has in a row.
 
         Never all of its tokens: the last is always computed, for its logits.
         """
+        if parent:
+            return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
         prefix: list[int] = []
         for index in range((seq.num_tokens - 1) // self.block_size):
             twins = self.blocks_by_hash.get(self._hash(seq, index), ())
@@ -152,22 +211,22 @@ class BlockManager:
 
     # ---------------------------------------------------------------------------- invariants
 
-    def check(self, running: Iterable[Sequence]) -> None:
-        """Asserts what must hold between two steps. For tests; O(blocks)."""
-        tables = [(seq, index, block_id) for seq in running
+    def check(self, sequences: Collection[Sequence]) -> None:
+        """Asserts what must hold between two steps for all unfinished sequences. For tests."""
+        tables = [(seq, index, block_id) for seq in sequences
                   for index, block_id in enumerate(seq.block_table)]
         references = Counter(block_id for _, _, block_id in tables)
-        registered = [block_id for twins in self.blocks_by_hash.values() for block_id in twins]
         free = {block_id for block_id, count in enumerate(self.ref_counts) if count == 0}
         assert self.ref_counts == [references[block_id] for block_id in range(self.num_blocks + 1)]
-        assert sorted([*self.blank, *self.cached]) == sorted(free - {NULL_BLOCK})
-        assert sorted(registered) == sorted(self.contents), "each hash is registered once"
+        assert sorted([NULL_BLOCK, *self.blank, *self.cached]) == sorted(free)
         assert set(self.cached) == free & self.contents.keys()
-        assert references[NULL_BLOCK] == 0
-        for block_id, (hash_value, _) in self.contents.items():
-            assert block_id in self.blocks_by_hash[hash_value]
+        registered = {block_id: hash_value for hash_value, twins in self.blocks_by_hash.items()
+                      for block_id in twins}
+        assert registered == {block_id: held[0] for block_id, held in self.contents.items()}
         for seq, index, block_id in tables:
             if block_id in self.contents:  # a hash stands for the tokens that are there
                 assert self.contents[block_id] == (self._hash(seq, index), self._tokens(seq, index))
             elif (index + 1) * self.block_size > seq.num_computed_tokens:
                 assert references[block_id] == 1, "no two sequences may write to one block"
+        host_blocks = sum((seq.host_blocks for seq in sequences), self.free_host_blocks)
+        assert sorted(host_blocks) == list(range(self.num_host_blocks))

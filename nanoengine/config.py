@@ -10,10 +10,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from nanoengine.sampling_params import STRICT, Float, Int, rejected
+from nanoengine.sampling_params import STRICT, Count, Float, Int, rejected
 
 BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
-Count = Annotated[Int, Field(ge=1)]
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -34,7 +33,17 @@ class EngineConfig:
         max_model_len can fill, within a quarter of the free memory.
     gpu_memory_utilization, enforce_eager: of a GPU; a CPU has no graphs and no memory of its own.
     enable_prefix_caching: whether blocks are found again by the hash of their tokens.
-    scheduling: "prefill-first" (a step is all prefill or all decode) or "mixed".
+    scheduling: "prefill-first" (a step is all prefill or all decode), "mixed" (decodes, and prompts
+        in the rest of the step), or "static" (nobody joins until all have finished).
+    scheduling_policy: "fcfs" or "priority": waiting requests in order of `generate(priority=)`.
+    kv_allocation: a request holds blocks for the tokens it has ("on-demand"), for those it may
+        come to have ("reserve"), or for max_model_len ("max-length").
+    preemption_mode: blocks of a preempted request are dropped ("recompute") or kept on the host
+        ("swap"), in a pool of swap_space GiB; where that is full, they are dropped.
+    preemption_victim: who gives way when blocks run out, a name in scheduler.py's `VICTIMS`.
+    max_waiting: with more waiting than that, a prompt that does not fit may take the place of the
+        longest running request, once.
+    trace: keep a record of each step in `LLM.trace`.
     """
 
     model: str | Path
@@ -51,7 +60,15 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
-    scheduling: Literal["prefill-first", "mixed"] = "prefill-first"
+    scheduling: Literal["prefill-first", "mixed", "static"] = "prefill-first"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    kv_allocation: Literal["on-demand", "reserve", "max-length"] = "on-demand"
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    preemption_victim: Literal["youngest", "longest", "lowest-priority", "least-recently-run",
+                               "random"] = "youngest"
+    max_waiting: Annotated[Int, Field(ge=0)] | None = None
+    swap_space: Annotated[Float, Field(ge=0)] = 4.0
+    trace: bool = False
 
     def limits(self) -> tuple[int, int]:
         """(max_num_seqs, max_num_batched_tokens), where one that is not given follows the other."""

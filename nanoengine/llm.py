@@ -16,18 +16,20 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanoengine.beam_search import BeamSearch, BeamSearchOutput
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.loader import find_model, load_config, load_defaults, load_tokenizer
 from nanoengine.model_runner import ModelRunner
-from nanoengine.outputs import Request, RequestOutput
+from nanoengine.outputs import Completion, RequestOutput, request_output
 from nanoengine.sampler import build_processors, mix
-from nanoengine.sampling_params import SamplingParams, rejected
+from nanoengine.sampling_params import BeamSearchParams, SamplingParams, rejected
 from nanoengine.scheduler import Batch, Scheduler
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import RequestMetrics, Sequence
 
 Prompt = str | list[int] | dict[str, Any]
 Params = SamplingParams | list[SamplingParams] | None
+Request = list[Completion]  # as many as its n
 PROMPTS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
 
 
@@ -44,7 +46,7 @@ class LLM(AbstractContextManager):
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.config = config = EngineConfig(model=model, **options)
-        limits = config.limits()
+        config.limits()  # raises before anything is loaded
         folder = find_model(config.model)
         self.model_config = load_config(folder)
         self.tokenizer = load_tokenizer(find_model(config.tokenizer or folder))
@@ -54,33 +56,37 @@ class LLM(AbstractContextManager):
             folder, self.model_config, self.tokenizer)
         self.runner: Any = ModelRunner(config, self.model_config, folder)
         self.max_model_len = self.runner.max_model_len
-        manager = BlockManager(
-            self.runner.num_kv_blocks, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(manager, *limits, config.scheduling)
+        manager = BlockManager(self.runner.num_kv_blocks, config.block_size,
+                               config.enable_prefix_caching, self.runner.num_host_blocks)
+        self.scheduler = Scheduler(manager, config, self.max_model_len)
         self.num_requests = 0
         self.requests: dict[str, Request] = {}  # of the call that is running
+        self.trace: list[dict[str, Any]] = []  # a record of each step, if asked for
 
     # ------------------------------------------------------------------------- generating
 
     def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params = None,
-                 use_tqdm: bool = True) -> list[RequestOutput]:
+                 use_tqdm: bool = True,
+                 priority: int | list[int] | None = None) -> list[RequestOutput]:
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
         prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
         sampling_params: one for all or one for each; None: temperature, top_p and top_k of the
             model's generation_config.json.
+        priority: one for all or one for each, smaller ones first; needs
+            scheduling_policy="priority".
         Raises ValueError for bad input before anything is generated, RuntimeError while a stream
         is open.
         """
-        requests = self._make_requests(prompts, sampling_params)
+        requests = self._make_requests(prompts, sampling_params, priority)
         before = self.scheduler.counters.copy()
         with closing(self._run(requests)) as steps, \
                 tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             for updated in steps:
                 if use_tqdm:
                     bar.set_postfix(self._rates_since(before), refresh=False)
-                bar.update(sum(request.seq.is_finished for request in updated))
-        return [request.output() for request in requests]
+                bar.update(sum(request_output(request).finished for request in updated))
+        return list(map(request_output, requests))
 
     def chat(self, messages: list[Any], sampling_params: Params = None,
              use_tqdm: bool = True) -> list[RequestOutput]:
@@ -99,28 +105,47 @@ class LLM(AbstractContextManager):
             for text in texts]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stream(self, prompts: Prompt | list[Prompt],
-               sampling_params: Params = None) -> Iterator[RequestOutput]:
+    def stream(self, prompts: Prompt | list[Prompt], sampling_params: Params = None,
+               priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it has new tokens.
 
         `.finished` marks a request's last. Abandoning the iterator frees its requests.
         """
-        steps = self._run(self._make_requests(prompts, sampling_params))
+        steps = self._run(self._make_requests(prompts, sampling_params, priority))
         next(steps)  # queues them: from here on the stream is open until it is exhausted or dropped
-        return (request.output() for updated in steps for request in updated)
+        return (request_output(request) for updated in steps for request in updated)
+
+    def beam_search(self, prompts: Prompt | list[Prompt],
+                    params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The `params.beam_width` best completions of each prompt that beam search finds.
+
+        Raises ValueError for bad input, and where the beams might not fit the engine.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise rejected("params", params, "a BeamSearchParams")
+        num_candidates = params.beam_width * max(2, 1 + len(self.eos_token_ids))
+        requests = self._make_requests(prompts, SamplingParams(
+            temperature=params.temperature, max_tokens=params.max_tokens, detokenize=False,
+            ignore_eos=params.ignore_eos, logprobs=num_candidates))
+        searches = {seq.request_id: BeamSearch(seq, params, self.scheduler)
+                    for seq in (request[0].seq for request in requests)}
+        with closing(self._run(requests)) as steps:
+            for updated in steps:
+                for request in updated:
+                    searches[request[0].seq.request_id].advance()
+        return [search.output(self.tokenizer) for search in searches.values()]
 
     def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
         """Queues the requests, then steps until all are finished; yields those with new tokens."""
         try:
-            self.requests = {request.seq.request_id: request for request in requests}
+            self.requests = {request[0].seq.request_id: request for request in requests}
             for request in requests:
-                self.scheduler.add(request.seq)
+                self.scheduler.add(request[0].seq)
             yield []
             while self.scheduler.has_unfinished():
                 yield self._step()
         except GeneratorExit:  # dropped between two steps
-            for request in requests:
-                self.scheduler.finish(request.seq, "abort")
+            self.scheduler.abort()
         except BaseException:  # in the middle of a step
             self.scheduler.reset()
             raise
@@ -129,25 +154,31 @@ class LLM(AbstractContextManager):
 
     def _step(self) -> list[Request]:
         """One step of the engine; returns the requests that have new tokens."""
-        started = time.perf_counter()
+        started = time.monotonic()
         batch = self.scheduler.schedule()
         step = self.runner.prepare(batch)
-        prepared = time.perf_counter()
+        prepared = time.monotonic()
+        self.runner.copy_blocks(batch.copies)
+        copied = time.monotonic()
         token_ids, logprobs = self.runner.run(batch, step)
-        ran = time.perf_counter()
+        ran = time.monotonic()
         self.scheduler.postprocess(batch, token_ids)
-        updated = [self.requests[batch.sequences[index].request_id] for index in batch.sampled]
-        for request, found in zip(updated, logprobs):
-            stop = request.update(found)
+        for seq, found in zip(batch.receivers, logprobs):
+            if seq.group:  # of beams
+                seq.logprobs = [found]
+                continue
+            stop = self.requests[seq.request_id][seq.index].update(found)
             if stop is not None:
-                self.scheduler.finish(request.seq, "stop", stop)
-        now = time.perf_counter()
-        self._count(batch, now - started, (prepared - started) + (now - ran))
-        return updated
+                self.scheduler.finish(seq, "stop", stop)
+        now = time.monotonic()
+        self._count(batch, now - started, copied - prepared, (prepared - started) + (now - ran))
+        if self.config.trace:
+            self.trace.append(self.scheduler.record(batch, started, now))
+        return [self.requests[name] for name in {seq.request_id: 0 for seq in batch.receivers}]
 
     # --------------------------------------------------------------------------- requests
 
-    def _make_requests(self, prompts: Any, params: Any) -> list[Request]:
+    def _make_requests(self, prompts: Any, params: Any, priority: Any = None) -> list[Request]:
         """Checks a whole call, then makes its requests: nothing is queued if one of them is bad."""
         if self.runner is None or self.requests:
             raise RuntimeError("the LLM is closed, or a stream is open: exhaust or drop it first")
@@ -161,11 +192,18 @@ class LLM(AbstractContextManager):
             params = [self.default_params if params is None else params] * len(prompts)
         if len(params) != len(prompts) or not all(isinstance(p, SamplingParams) for p in params):
             raise rejected("sampling_params", params, f"a SamplingParams or {len(prompts)} of them")
-        requests = list(map(self._make_request, range(len(prompts)), prompts, params))
+        if not isinstance(priority, (list, tuple)):
+            priority = [priority or 0] * len(prompts)
+        if len(priority) != len(prompts) or not all(isinstance(p, Integral) for p in priority):
+            raise rejected("priority", priority, f"an int or {len(prompts)} of them")
+        if any(priority) and self.config.scheduling_policy == "fcfs":
+            raise rejected("priority", priority, "0 unless scheduling_policy is 'priority'")
+        requests = list(map(self._make_request, range(len(prompts)), prompts, params, priority))
         self.num_requests += len(requests)
         return requests
 
-    def _make_request(self, index: int, prompt: Any, params: SamplingParams) -> Request:
+    def _make_request(self, index: int, prompt: Any, params: SamplingParams,
+                      priority: int) -> Request:
         """Checks one prompt and its parameters against model, tokenizer and cache."""
         if params.stop or params.bad_words:
             self.get_tokenizer()
@@ -178,9 +216,15 @@ class LLM(AbstractContextManager):
         ends = stops | dict.fromkeys(self.eos_token_ids)
         processors = build_processors(params, length, list(ends), self.tokenizer)
         seed = mix(self.config.seed, number) if params.seed is None else params.seed
-        seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
-                       stops if params.ignore_eos else ends)
-        return Request(text, seq, self.tokenizer if params.detokenize else None)
+        metrics = RequestMetrics()
+        first, *forks = (
+            Sequence(str(number), token_ids[:], length, longest, params,
+                     mix(~seed, copy) if copy else seed, processors,
+                     stops if params.ignore_eos else ends, priority, copy, metrics)
+            for copy in range(params.n))
+        first.forks = forks
+        return [Completion(text, seq, self.tokenizer if params.detokenize else None)
+                for seq in (first, *forks)]
 
     def _parse_prompt(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms, as its text (if there is one) and its token ids."""
@@ -224,19 +268,20 @@ class LLM(AbstractContextManager):
         every other one as decode. Times are in seconds; `host_seconds` is scheduling, input
         preparation and postprocessing. `prefix_cache_*` are tokens.
         """
-        scheduler, manager = self.scheduler, self.scheduler.block_manager
-        return dict(scheduler.counters) | {
-            "num_requests_waiting": len(scheduler.waiting),
-            "num_requests_running": len(scheduler.running),
-            "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
-            "num_blocks_free": manager.num_free_blocks, "num_blocks_cached": len(manager.cached)}
+        counters = self.scheduler.counters
+        return counters | self.scheduler.gauges() | {
+            "num_requests_swapped": sum(bool(seq.host_blocks) for seq in self.scheduler.waiting),
+            "num_preemptions": counters["recompute_preemptions"] + counters["swap_preemptions"],
+            "mean_batch": counters["batched_sequences"] / max(1, counters["num_steps"])}
 
-    def _count(self, batch: Batch, seconds: float, host_seconds: float) -> None:
+    def _count(self, batch: Batch, seconds: float, copying: float, host_seconds: float) -> None:
         phase = "decode" if max(batch.num_tokens) == 1 else "prefill"
+        num_swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
         self.scheduler.counters.update({
-            "num_steps": 1, f"{phase}_steps": 1, "batched_sequences": len(batch),
-            f"{phase}_tokens": sum(batch.num_tokens), f"{phase}_seconds": seconds,
-            "host_seconds": host_seconds})
+            f"{phase}_steps": 1, f"{phase}_tokens": sum(batch.num_tokens),
+            f"{phase}_seconds": seconds, "host_seconds": host_seconds,
+            "swapped_bytes": num_swapped * self.runner.block_bytes,
+            "swap_seconds": copying * bool(num_swapped)})
 
     def _rates_since(self, before: Counter) -> dict[str, str]:
         """Prefill and decode speed since `before`, a copy of the counters."""
@@ -246,8 +291,7 @@ class LLM(AbstractContextManager):
 
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""
-        for request in self.requests.values():  # of a stream that is open
-            self.scheduler.finish(request.seq, "abort")
+        self.scheduler.abort()  # what a stream that is open has left
         self.runner = None
 
     def __exit__(self, *exception: object) -> None:

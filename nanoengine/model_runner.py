@@ -13,6 +13,7 @@ from llvmlite.binding import get_host_cpu_features
 from transformers import PretrainedConfig
 
 from nanoengine.attention import CPUAttention, StepInputs
+from nanoengine.block_manager import Copies
 from nanoengine.config import EngineConfig
 from nanoengine.loader import load_model
 from nanoengine.model import rotary_table
@@ -25,6 +26,8 @@ class ModelRunner:
     """Runs batches on one device.
 
     num_kv_blocks: blocks that can be handed out; block 0, which cannot, comes on top.
+    num_host_blocks: blocks of the host pool, where preempted sequences are swapped out.
+    block_bytes: K and V of one block in all layers.
     max_model_len: tokens that a sequence can have, as the model, the cache and the user allow.
     """
 
@@ -35,18 +38,31 @@ class ModelRunner:
         self.attention = CPUAttention(
             model_config.num_attention_heads, model_config.num_key_value_heads,
             model_config.head_dim, config.block_size)
-        block_bytes = self.attention.make_cache(1, self.dtype).nbytes * len(self.model.layers)
+        one_block = self.attention.make_cache(1, self.dtype)
+        self.block_bytes = one_block.nbytes * len(self.model.layers)
         self.num_kv_blocks, self.max_model_len = size_cache(
-            config, model_config.max_position_embeddings, block_bytes)
-        self.caches = [self.attention.make_cache(self.num_kv_blocks + 1, self.dtype)
-                       for _ in self.model.layers]
+            config, model_config.max_position_embeddings, self.block_bytes)
+        swap_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
+        self.num_host_blocks = int(swap_bytes // self.block_bytes)
+        self.caches, self.host_caches = (
+            [self.attention.make_cache(1 + num_blocks, self.dtype) for _ in self.model.layers]
+            for num_blocks in (self.num_kv_blocks, self.num_host_blocks))
         self.rotary = rotary_table(model_config, self.max_model_len)
 
     @torch.inference_mode()
     def run(self, batch: Batch, step: StepInputs) -> tuple[list[int], list[Logprobs | None]]:
         """Computes a batch's tokens and samples one for each of `batch.sampled`."""
         logits = self.model(step, self.rotary, self.attention, self.caches)
-        return sample(logits, [batch.sequences[index] for index in batch.sampled])
+        return sample(logits, batch.receivers)
+
+    def copy_blocks(self, copies: Copies) -> None:
+        """Does the block copies of a step, in the order that they are meant in."""
+        for blocks, source, target in ((copies.swap_out, self.caches, self.host_caches),
+                                       (copies.copy_on_write, self.caches, self.caches),
+                                       (copies.swap_in, self.host_caches, self.caches)):
+            if blocks:
+                for old, new in zip(source, target):
+                    new[:, list(blocks.keys())] = old[:, list(blocks.values())]
 
     def prepare(self, batch: Batch) -> StepInputs:
         """The arrays of a step. One loop over sequences, none over tokens or blocks."""

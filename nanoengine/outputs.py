@@ -44,8 +44,8 @@ class RequestOutput:
     metrics: RequestMetrics
 
 
-class Request:
-    """What was asked for, its sequence in the engine, and the text of it."""
+class Completion:
+    """A sequence in the engine, the prompt that it completes, and the text of it so far."""
 
     def __init__(self, prompt: str | None, seq: Sequence, tokenizer: Any) -> None:
         self.prompt = prompt
@@ -99,8 +99,8 @@ class Request:
             self.text.truncate(self.text.seek(cut))
         return stop
 
-    def output(self) -> RequestOutput:
-        """The request as it stands now; what may yet become a stop string is held back."""
+    def output(self) -> CompletionOutput:
+        """How it stands now; what may yet become a stop string is held back."""
         seq = self.seq
         text = self.text.getvalue()
         if not (seq.is_finished or seq.params.include_stop_str_in_output):
@@ -108,7 +108,15 @@ class Request:
         token_ids = seq.token_ids[seq.num_prompt_tokens:]
         chosen = [found[token_id].logprob for found, token_id in zip(seq.logprobs, token_ids)]
         logprobs, cumulative = (seq.logprobs[:], sum(chosen)) if chosen else (None, None)
-        completion = CompletionOutput(
-            0, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
-        return RequestOutput(seq.request_id, self.prompt, self.prompt_token_ids, [completion],
-                             seq.is_finished, seq.num_cached_tokens, seq.metrics)
+        return CompletionOutput(
+            seq.index, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
+
+
+def request_output(completions: list[Completion]) -> RequestOutput:
+    """A request as it stands now, from its completions in order."""
+    first = completions[0]
+    return RequestOutput(
+        first.seq.request_id, first.prompt, first.prompt_token_ids,
+        [completion.output() for completion in completions],
+        all(completion.seq.is_finished for completion in completions),
+        first.seq.metrics.num_cached_tokens, first.seq.metrics)

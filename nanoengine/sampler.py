@@ -95,9 +95,12 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[L
         scale_and_truncate(scores, [seq.params for seq in drawn])
         token_ids[rows] = draw(scores, torch.tensor(list(map(uniform, drawn)), dtype=torch.float64))
     chosen = token_ids.tolist()
-    asked = [seq.params.logprobs for seq in sequences]
-    return chosen, [None if count is None else logprobs_of(logits[row], chosen[row], count)
-                    for row, count in enumerate(asked)]
+    found: list[Logprobs | None] = [None] * len(sequences)
+    for row, seq in enumerate(sequences):
+        if seq.params.logprobs is not None:
+            scale = seq.params.temperature if seq.group else 0  # it counts in the scores of beams
+            found[row] = logprobs_of(logits[row] / (scale or 1), chosen[row], seq.params.logprobs)
+    return chosen, found
 
 
 def apply_processors(scores: Tensor, seq: Sequence) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a user asks for: `SamplingParams`, checked when it is made.
+"""What a user asks for: `SamplingParams` and `BeamSearchParams`, checked when they are made.
 
 Each field carries its default and its rule in one line; pydantic turns a broken rule into a
 `ValueError` that names the field, the value and what is accepted. Nothing here knows a model:
@@ -7,7 +7,7 @@ checks that need a vocabulary or a tokenizer happen when a request is made (`llm
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -26,6 +26,7 @@ AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, st
 NUMPY = BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)  # as good as ours
 Int = Annotated[int, NUMPY]
 Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
+Count = Annotated[Int, Field(ge=1)]
 TokenId = Annotated[Int, Field(ge=0)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
 
@@ -34,7 +35,7 @@ Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
-    n: completions per prompt.
+    n: completions per prompt; the prompt is computed once.
     temperature: divides the logits; 0 is greedy.
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: sample among the fewest likeliest tokens whose probabilities reach p together.
@@ -59,13 +60,13 @@ class SamplingParams:
     Raises ValueError for a value out of range, with its name and what is accepted.
     """
 
-    n: Literal[1] = 1
+    n: Count = 1
     temperature: Annotated[Float, Field(ge=0)] = 1.0
     top_k: Annotated[Int, Field(ge=-1)] = 0
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[Float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[Int | None, BeforeValidator(lambda v: None if v == -1 else v)] = None
-    max_tokens: Annotated[Int, Field(ge=1)] | None = 16
+    max_tokens: Count | None = 16
     min_tokens: Int = 0
     stop: Texts = field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], AS_LIST] = field(default_factory=list)
@@ -89,4 +90,25 @@ class SamplingParams:
                              f"less than or equal to max_tokens, got {self.min_tokens}")
         if self.stop and not self.detokenize:
             raise rejected("detokenize", False, f"True for stop={self.stop!r}")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n must be 1 when using greedy sampling, got {self.n}")
         return self
+
+
+@dataclass(config=STRICT)
+class BeamSearchParams:
+    """How one request is completed by beam search.
+
+    beam_width: how many beams are kept, and returned.
+    max_tokens: generate at most so many.
+    temperature: divides the logits; 0 leaves them as they are.
+    length_penalty: a finished beam's score is its summed log-probability over its number of
+        generated tokens to this power; larger values favour longer beams.
+    ignore_eos: generate on after EOS.
+    """
+
+    beam_width: Count
+    max_tokens: Count
+    temperature: Annotated[Float, Field(ge=0)] = 0.0
+    length_penalty: Float = 1.0
+    ignore_eos: bool = False

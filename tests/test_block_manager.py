@@ -12,9 +12,17 @@ def make(token_ids: list[int]) -> Sequence:
     return Sequence("", list(token_ids), len(token_ids), len(token_ids) + 100)
 
 
+def allocate(manager: BlockManager, seq: Sequence) -> bool:
+    """What the scheduler does on admission."""
+    if manager.num_blocks_to_allocate(seq, seq.num_tokens) > manager.num_free_blocks:
+        return False
+    manager.allocate(seq, seq.num_tokens)
+    return True
+
+
 def compute(manager: BlockManager, seq: Sequence) -> Sequence:
     """What a step does to a sequence that is computed whole."""
-    assert manager.allocate(seq)
+    assert allocate(manager, seq)
     manager.register(seq, seq.num_uncomputed_tokens)
     seq.num_computed_tokens = seq.num_tokens
     return seq
@@ -32,7 +40,7 @@ def test_a_prompt_of_k_full_blocks_hits_k_minus_1():
     manager = BlockManager(20, 16)
     run_once(manager, range(64))
     again = make(range(64))
-    assert manager.allocate(again)
+    assert allocate(manager, again)
     assert again.num_computed_tokens == 48 and again.num_uncomputed_tokens == 16
 
 
@@ -41,7 +49,7 @@ def test_at_least_one_token_is_computed(length, cached):
     manager = BlockManager(20, 16)
     run_once(manager, range(length))
     again = make(range(length))
-    assert manager.allocate(again) and again.num_computed_tokens == cached
+    assert allocate(manager, again) and again.num_computed_tokens == cached
 
 
 def test_hashes_are_chained():
@@ -83,7 +91,7 @@ def test_shared_blocks_are_counted():
 def test_the_tail_is_freed_and_so_evicted_first():
     manager = BlockManager(4, 4)
     run_once(manager, range(16))
-    assert manager.allocate(make([90, 91, 92, 93, 94]))
+    assert allocate(manager, make([90, 91, 92, 93, 94]))
     again = make(range(16))
     assert len(manager.find_prefix(again)) == 2, "the last two went, the beginning is still there"
 
@@ -93,9 +101,9 @@ def test_the_least_recently_used_goes_first_and_blank_blocks_before_any_cached_o
     run_once(manager, [1] * 8)
     run_once(manager, [2] * 8)
     run_once(manager, [1] * 8 + [1])  # used again; its third block stays blank
-    assert manager.allocate(make([3] * 8)), "two blank ones"
+    assert allocate(manager, make([3] * 8)), "two blank ones"
     assert len(manager.find_prefix(make([1] * 9))) == len(manager.find_prefix(make([2] * 9))) == 2
-    assert manager.allocate(make([4] * 4)), "the tail of the one not used for longest"
+    assert allocate(manager, make([4] * 4)), "the tail of the one not used for longest"
     assert len(manager.find_prefix(make([2] * 9))) == 1
     assert len(manager.find_prefix(make([1] * 9))) == 2
 
@@ -124,7 +132,7 @@ def test_a_failed_allocation_changes_nothing():
     holder = compute(manager, make([70, 71, 72, 73]))
     state = repr((manager.blank, manager.cached, manager.ref_counts, manager.contents))
     too_long = make([*range(8), *range(50, 58)])  # two found, two fresh, one free beside those
-    assert not manager.allocate(too_long)
+    assert not allocate(manager, too_long)
     assert repr((manager.blank, manager.cached, manager.ref_counts, manager.contents)) == state
     assert not too_long.block_table and too_long.num_computed_tokens == 0
     manager.check([holder])
@@ -133,14 +141,14 @@ def test_a_failed_allocation_changes_nothing():
 def test_two_blocks_with_the_same_tokens_one_evicted_the_other_still_found():
     manager = BlockManager(8, 4)
     first, second = make([1, 2, 3, 4, 5]), make([1, 2, 3, 4, 5])
-    assert manager.allocate(first) and manager.allocate(second)  # neither is registered yet
+    assert allocate(manager, first) and allocate(manager, second)  # neither is registered yet
     for seq in (first, second):
         manager.register(seq, 5)
         seq.num_computed_tokens = 5
     manager.check([first, second])
     manager.deallocate(first)
     filler = make(range(50, 50 + 4 * manager.num_free_blocks))
-    assert manager.allocate(filler), "takes every free block, the first twin among them"
+    assert allocate(manager, filler), "takes every free block, the first twin among them"
     assert manager.find_prefix(make([1, 2, 3, 4, 9])) == [second.block_table[0]]
     manager.check([second, filler])
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
 
 
 @pytest.mark.parametrize("name, value, accepted", [
-    ("n", 2, "1"),
+    ("n", 0, "greater than or equal to 1"),
     ("temperature", -0.1, "greater than or equal to 0"),
     ("temperature", math.nan, "finite"),
     ("temperature", "hot", "number"),
@@ -54,6 +54,26 @@ def test_sampling_params_are_checked_when_changed_too():
         SamplingParams(stop="a", detokenize=False)
 
 
+def test_several_greedy_completions_would_be_the_same():
+    with pytest.raises(ValueError, match="n must be 1 when using greedy sampling, got 2"):
+        SamplingParams(n=2, temperature=0)
+    assert SamplingParams(n=2).n == 2
+
+
+@pytest.mark.parametrize("name, value, accepted", [
+    ("beam_width", 0, "greater than or equal to 1"),
+    ("max_tokens", 0, "greater than or equal to 1"),
+    ("max_tokens", None, "integer"),
+    ("temperature", -1, "greater than or equal to 0"),
+    ("length_penalty", math.nan, "finite"),
+    ("early_stopping", True, "Unexpected keyword"),
+])
+def test_bad_beam_search_params(name, value, accepted):
+    with pytest.raises(ValueError) as error:
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | {name: value})
+    assert name in str(error.value) and accepted in str(error.value)
+
+
 def test_shorthands_and_numpy_numbers():
     params = SamplingParams(stop="a", stop_token_ids=None, max_tokens=np.int64(3),
                             temperature=np.float32(0.5))
@@ -64,7 +84,15 @@ def test_shorthands_and_numpy_numbers():
 
 
 @pytest.mark.parametrize("name, value, accepted", [
-    ("scheduling", "mixd", "'prefill-first' or 'mixed'"),
+    ("scheduling", "mixd", "'prefill-first', 'mixed' or 'static'"),
+    ("scheduling_policy", "lifo", "'fcfs' or 'priority'"),
+    ("kv_allocation", "all", "'on-demand', 'reserve' or 'max-length'"),
+    ("preemption_mode", "drop", "'recompute' or 'swap'"),
+    ("preemption_victim", "oldest", "'youngest', 'longest', 'lowest-priority', 'least-rec"),
+    ("max_waiting", -1, "greater than or equal to 0"),
+    ("swap_space", -0.5, "greater than or equal to 0"),
+    ("swap_space", math.inf, "finite"),
+    ("trace", 1, "boolean"),
     ("dtype", "float16", "'float32' or 'float'"),
     ("dtype", torch.float16, "'float32' or 'float'"),
     ("device", "cuda", "'auto' or 'cpu'"),
@@ -75,8 +103,7 @@ def test_shorthands_and_numpy_numbers():
     ("gpu_memory_utilization", 1.5, "less than or equal to 1"),
     ("enable_prefix_caching", "yes", "boolean"),
     *[(name, 1, "Unexpected keyword") for name in (
-        "trust_remote_code", "swap_space", "trace", "run_ahead", "tensor_parallel_size",
-        "preemption_mode", "kv_allocation", "max_waiting", "batch_invariant")],
+        "trust_remote_code", "run_ahead", "tensor_parallel_size", "batch_invariant")],
 ])
 def test_bad_engine_options(bundled, name, value, accepted):
     with pytest.raises(ValueError) as error:

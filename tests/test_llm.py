@@ -57,7 +57,7 @@ def alone(tiny):
                 for prompt, params in zip(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize("scheduling", ["prefill-first", "mixed"])
+@pytest.mark.parametrize("scheduling", ["prefill-first", "mixed", "static"])
 @pytest.mark.parametrize("options, happened", [
     (dict(), lambda m: m["prefix_cache_hits"] > 0 == m["num_preemptions"]),
     (dict(max_num_seqs=3), lambda m: 2 < m["batched_sequences"] / m["num_steps"] <= 3),
@@ -68,6 +68,21 @@ def alone(tiny):
     (dict(num_kv_blocks=9, enable_prefix_caching=False),
      lambda m: m["num_preemptions"] > 0 == m["prefix_cache_hits"]),
     (dict(enable_prefix_caching=False, block_size=32), lambda m: m["prefix_cache_hits"] == 0),
+    (dict(num_kv_blocks=9, kv_allocation="reserve"), lambda m: m["num_preemptions"] == 0),
+    (dict(num_kv_blocks=18, kv_allocation="max-length", max_model_len=110),
+     lambda m: m["num_preemptions"] == 0),
+    (dict(num_kv_blocks=9, preemption_mode="swap", enable_prefix_caching=False),
+     lambda m: m["swap_preemptions"] > 0 == m["recompute_preemptions"] == m["recomputed_tokens"]
+     and m["swap_in_blocks"] == m["swap_out_blocks"] > 0 < m["swapped_bytes"]),
+    (dict(num_kv_blocks=30, block_size=4, preemption_mode="swap", preemption_victim="random"),
+     lambda m: m["swap_preemptions"] > 0),
+    (dict(num_kv_blocks=9, preemption_mode="swap", swap_space=0, preemption_victim="longest"),
+     lambda m: m["recompute_preemptions"] > 0 == m["swap_preemptions"]),
+    (dict(num_kv_blocks=12, preemption_victim="least-recently-run", max_num_batched_tokens=6),
+     lambda m: m["num_preemptions"] > 0),
+    (dict(num_kv_blocks=9, max_waiting=0, preemption_mode="swap"),
+     lambda m: m["num_preemptions"] > 0),
+    (dict(num_kv_blocks=9, max_waiting=1, max_num_seqs=2), lambda m: m["num_preemptions"] > 0),
 ])
 def test_tokens_do_not_depend_on_the_schedule(tiny, alone, scheduling, options, happened):
     with LLM(tiny, dtype="float32", scheduling=scheduling, **options) as llm:
@@ -78,6 +93,107 @@ def test_tokens_do_not_depend_on_the_schedule(tiny, alone, scheduling, options, 
             assert llm.metrics()["prefix_cache_hits"] > 0
         llm.reset_prefix_cache()
         assert token_ids(generate(llm, PROMPTS[::-1], PARAMS[::-1])) == alone[::-1]
+
+
+SEVERAL = [SamplingParams(n=n, seed=number, max_tokens=15, ignore_eos=True, **more)
+           for number, (n, more) in enumerate([
+               (4, {}), (1, {}), (3, dict(top_k=20)), (2, dict(repetition_penalty=1.2)), (5, {})])]
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(enable_prefix_caching=False), dict(max_num_seqs=2), dict(num_kv_blocks=7),
+    dict(num_kv_blocks=25, block_size=3, max_num_batched_tokens=16, scheduling="mixed"),
+    dict(num_kv_blocks=7, preemption_mode="swap", enable_prefix_caching=False),
+    dict(num_kv_blocks=8, kv_allocation="reserve"), dict(num_kv_blocks=14, scheduling="static")])
+def test_several_completions_do_not_depend_on_the_schedule(tiny, options):
+    prompts = random_prompts([17, 5, 33, 32, 1], seed=7)
+    with LLM(tiny, dtype="float32", enable_prefix_caching=False, max_num_seqs=64) as llm:
+        expected = [[c.token_ids for c in o.outputs] for o in generate(llm, prompts, SEVERAL)]
+        first = [SamplingParams(seed=p.seed, max_tokens=15, ignore_eos=True, top_k=p.top_k,
+                                repetition_penalty=p.repetition_penalty) for p in SEVERAL]
+        assert token_ids(generate(llm, prompts, first)) == [found[0] for found in expected]
+    assert all(len({tuple(ids) for ids in found}) == len(found) for found in expected)
+    with LLM(tiny, dtype="float32", **options) as llm:
+        outputs = generate(llm, prompts, SEVERAL)
+        assert [[c.token_ids for c in output.outputs] for output in outputs] == expected
+        assert [[c.index for c in output.outputs] for output in outputs] == [
+            list(range(p.n)) for p in SEVERAL]
+        assert all(output.finished for output in outputs)
+        if options.get("kv_allocation") == "reserve":
+            assert llm.metrics()["num_preemptions"] == 0
+
+
+def test_samples_of_one_prompt_share_its_blocks(tiny):
+    (prompt,) = random_prompts([460])
+    params = SamplingParams(n=16, max_tokens=20, ignore_eos=True)
+    with LLM(tiny, dtype="float32", enable_prefix_caching=False) as llm:
+        outputs = generate(llm, [prompt], params)
+        metrics = llm.metrics()
+    assert metrics["prompt_tokens"] == 460 and metrics["prefill_tokens"] == 460
+    assert metrics["generation_tokens"] == 16 * 20
+    assert metrics["shared_blocks"] == 15 * 28 and metrics["copy_on_write_blocks"] == 15
+    assert metrics["max_blocks_used"] == 28 + 16 * 2, "of the 480 that sixteen prompts would need"
+    assert len(outputs[0].outputs) == 16 and outputs[0].metrics.num_output_tokens == 20
+
+
+def test_several_completions_end_each_by_itself(llm):
+    params = SamplingParams(n=4, seed=1, temperature=1.0, max_tokens=40, stop=["the"], logprobs=0)
+    seen = {}
+    for output in llm.stream(["Once upon a time", "47 + 85 ="], params):
+        assert not (output.prompt in seen and seen[output.prompt].finished)
+        seen[output.prompt] = output
+    check_idle(llm)
+    story = seen["Once upon a time"]
+    assert all(output.finished and len(output.outputs) == 4 for output in seen.values())
+    assert len({len(completion.token_ids) for completion in story.outputs}) > 1
+    for completion in story.outputs:
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert (completion.stop_reason == "the") == ("the" not in completion.text and len(
+            completion.token_ids) < 40 and completion.token_ids[-1] not in llm.eos_token_ids)
+
+
+def test_priorities(tiny):
+    prompts = random_prompts([5] * 6)
+    with LLM(tiny, max_num_seqs=1, scheduling_policy="priority") as llm:
+        outputs = generate(llm, prompts, GREEDY)
+        assert finishing_order(outputs) == [0, 1, 2, 3, 4, 5]
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, priority=[2, 1, 0, 2, -1, 0])
+        assert finishing_order(outputs) == [4, 2, 5, 1, 0, 3]
+        stream = llm.stream(prompts, GREEDY, priority=[2, 1, 0, 2, -1, 0])
+        finished = [prompts.index(o.prompt_token_ids) for o in stream if o.finished]
+        assert finished == [4, 2, 5, 1, 0, 3]
+        for bad in ([1, 2], ["high"] * 6, 1.5, "high"):
+            with pytest.raises(ValueError, match="priority=.*must be an int or 6 of them"):
+                llm.generate(prompts, GREEDY, priority=bad)
+    with LLM(tiny) as llm:
+        with pytest.raises(ValueError, match="priority=.*unless scheduling_policy is 'priority'"):
+            llm.generate(prompts, GREEDY, priority=1)
+        assert len(llm.generate(prompts, GREEDY, use_tqdm=False, priority=0)) == 6
+
+
+def finishing_order(outputs) -> list[int]:
+    return sorted(range(len(outputs)), key=lambda i: outputs[i].metrics.finished_time)
+
+
+def test_a_trace_has_every_step(tiny):
+    prompts = random_prompts([40, 20, 30])
+    with LLM(tiny, trace=True, num_kv_blocks=14, block_size=8, preemption_mode="swap",
+             max_num_batched_tokens=16) as llm:
+        outputs = generate(llm, prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+        trace, metrics = llm.trace, llm.metrics()
+    assert len(trace) == metrics["num_steps"]
+    computed = sum(num_tokens for record in trace for _, _, num_tokens in record["tokens"])
+    assert computed == metrics["prefill_tokens"] + metrics["decode_tokens"]
+    preempted = [kind for record in trace for *_, kind in record["preempted"]]
+    assert preempted == ["swap"] * metrics["swap_preemptions"] != []
+    assert sum(output.metrics.num_preemptions for output in outputs) == len(preempted)
+    for record, after in zip(trace, trace[1:]):
+        assert record["start"] < record["end"] <= after["start"]
+        assert record["num_blocks_used"] + record["num_blocks_free"] == 14
+        assert record["internal_waste"] < 8 * max(1, record["num_requests_running"])
+    with LLM(tiny) as llm:
+        generate(llm, prompts)
+        assert llm.trace == []
 
 
 def test_bfloat16_does_not_depend_on_chunks_and_preemptions_beyond_near_ties(tiny):
@@ -147,7 +263,7 @@ def test_defaults_come_from_the_generation_config(llm, monkeypatch):
     original = llm._run
     monkeypatch.setattr(llm, "_run", lambda requests: seen.extend(requests) or original(requests))
     llm.generate("a", use_tqdm=False)
-    params = seen[0].seq.params
+    params = seen[0][0].seq.params
     assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.95, 50)
     assert params.max_tokens == 16
 
@@ -268,6 +384,10 @@ def test_metrics_and_close(bundled):
         times = outputs[0].metrics
         assert (times.arrival_time <= times.first_scheduled_time <= times.first_token_time
                 <= times.finished_time)
+        assert 0 <= times.queue_time <= times.time_to_first_token <= times.end_to_end_time
+        assert times.time_per_output_token * 6 == pytest.approx(
+            times.end_to_end_time - times.time_to_first_token)
+        assert after["mean_batch"] == 3 and after["max_blocks_used"] > 0
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("a")
     llm.close()

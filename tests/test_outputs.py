@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nanoengine.outputs import Request
+from nanoengine.outputs import Completion
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 
@@ -26,39 +26,39 @@ def generate(tokenizer, text_or_ids, prompt="the prompt", end="length", **params
         ids = tokenizer.encode(text_or_ids)
     prompt_ids = tokenizer.encode(prompt)
     seq = Sequence("0", prompt_ids, len(prompt_ids), 10_000, SamplingParams(**params))
-    request = Request(prompt, seq, tokenizer if seq.params.detokenize else None)
+    completion = Completion(prompt, seq, tokenizer if seq.params.detokenize else None)
     texts, stop = [], None
     for number, token_id in enumerate(ids, start=1):
         seq.token_ids.append(token_id)
         if number == len(ids):
             seq.finish_reason = end
-        stop = request.update(None)
+        stop = completion.update(None)
         if stop is not None:
             seq.finish_reason, seq.stop_reason = "stop", stop
             break
-        texts.append(request.output().outputs[0].text)
-    return texts, request.output(), stop
+        texts.append(completion.output().text)
+    return texts, completion.output(), stop
 
 
 def test_no_half_characters(byte_tokenizer):
     text = "naïve 🦊🦊 日本語, done"
     texts, output, _ = generate(byte_tokenizer, text)
-    assert output.outputs[0].text == text
-    assert len(output.outputs[0].token_ids) == len(text.encode())
+    assert output.text == text
+    assert len(output.token_ids) == len(text.encode())
     for streamed in texts:
         assert "\ufffd" not in streamed and text.startswith(streamed)
     cut, output, _ = generate(byte_tokenizer, byte_tokenizer.encode("ab 🦊")[:-1])
-    assert output.outputs[0].text == "ab "
+    assert output.text == "ab "
 
 
 def test_a_prompt_that_ends_inside_a_character_does_not_leak_into_the_text(byte_tokenizer):
     ids = byte_tokenizer.encode("🦊")
     seq = Sequence("0", ids[:2], 2, 100, SamplingParams())
-    request = Request(None, seq, byte_tokenizer)
+    completion = Completion(None, seq, byte_tokenizer)
     for token_id in byte_tokenizer.encode("abc"):
         seq.token_ids.append(token_id)
-        request.update(None)
-    assert request.output().outputs[0].text == "abc"
+        completion.update(None)
+    assert completion.output().text == "abc"
 
 
 def test_byte_fallback_tokens_that_turn_out_invalid_do_not_stop_the_text():
@@ -69,7 +69,7 @@ def test_byte_fallback_tokens_that_turn_out_invalid_do_not_stop_the_text():
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     ids = [0x41 + 3, 0xFF + 3, 1, 0xE2 + 3, 2, 0x42 + 3, 0x80 + 3, 1, 2]
     _, output, _ = generate(wrapped, ids, prompt="ab")
-    text = output.outputs[0].text
+    text = output.text
     assert text[0] == "A" and text.endswith("ab")
 
 
@@ -83,14 +83,13 @@ def test_byte_fallback_tokens_that_turn_out_invalid_do_not_stop_the_text():
 ])
 def test_stop_strings_across_tokens(byte_tokenizer, stop, expected, reason):
     texts, output, found = generate(byte_tokenizer, "hello world again", stop=stop)
-    completion = output.outputs[0]
-    assert (completion.text, found, completion.stop_reason) == (expected, reason, reason)
-    assert completion.finish_reason == ("stop" if reason else "length")
+    assert (output.text, found, output.stop_reason) == (expected, reason, reason)
+    assert output.finish_reason == ("stop" if reason else "length")
     assert all(expected.startswith(text) for text in texts), "nothing streamed is taken back"
-    assert not reason or byte_tokenizer.decode(completion.token_ids).endswith(reason)
+    assert not reason or byte_tokenizer.decode(output.token_ids).endswith(reason)
     _, output, _ = generate(byte_tokenizer, "hello world again", stop=stop,
                             include_stop_str_in_output=True)
-    assert output.outputs[0].text == expected + (reason or "")
+    assert output.text == expected + (reason or "")
 
 
 def test_the_earliest_match_within_one_token_wins(bundled):
@@ -98,30 +97,30 @@ def test_the_earliest_match_within_one_token_wins(bundled):
     (token_id,) = tokenizer.encode(" together")
     for stop in (["her", "get"], ["get", "her"], ["gether", "get"]):
         _, output, found = generate(tokenizer, [token_id], stop=stop)
-        assert (output.outputs[0].text, found) == (" to", "get")
+        assert (output.text, found) == (" to", "get")
 
 
 def test_min_tokens_holds_stop_strings_back(byte_tokenizer):
     _, output, found = generate(byte_tokenizer, "ab ab ab", stop=["ab", "long stop"], min_tokens=3)
-    assert (output.outputs[0].text, found) == ("ab ", "ab")
+    assert (output.text, found) == ("ab ", "ab")
 
 
 def test_special_tokens_and_the_token_that_ended_it(byte_tokenizer):
     ids = [*byte_tokenizer.encode("ab"), 256, *byte_tokenizer.encode("c")]
-    assert generate(byte_tokenizer, ids)[1].outputs[0].text == "abc"
+    assert generate(byte_tokenizer, ids)[1].text == "abc"
     shown = generate(byte_tokenizer, ids, skip_special_tokens=False)[1]
-    assert shown.outputs[0].text == "ab<eos>c"
+    assert shown.text == "ab<eos>c"
     ended = generate(byte_tokenizer, ids, end="stop", skip_special_tokens=False)[1]
-    assert ended.outputs[0].text == "ab<eos>" and len(ended.outputs[0].token_ids) == 4
+    assert ended.text == "ab<eos>" and len(ended.token_ids) == 4
     kept = generate(byte_tokenizer, ids, end="stop", include_stop_str_in_output=True)[1]
-    assert kept.outputs[0].text == "abc"
-    assert generate(byte_tokenizer, ids, detokenize=False)[1].outputs[0].text == ""
+    assert kept.text == "abc"
+    assert generate(byte_tokenizer, ids, detokenize=False)[1].text == ""
 
 
 def test_what_may_become_a_long_stop_string_is_held_back_from_the_start(byte_tokenizer):
     texts, output, _ = generate(byte_tokenizer, "hello world", stop="lo world, and more")
-    assert output.outputs[0].text == "hello world"
+    assert output.text == "hello world"
     assert texts[:-1] == [""] * 10 and texts[-1] == "hello world"
     texts, output, _ = generate(byte_tokenizer, "hello world", stop="lo world")
-    assert output.outputs[0].text == "hel"
+    assert output.text == "hel"
     assert all("hel".startswith(text) for text in texts)

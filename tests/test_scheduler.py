@@ -1,40 +1,66 @@
 """The scheduler and the block manager without a model, over thousands of random workloads.
 
-A shadow cache records which token prefix each slot holds. Before every "attention" it is asked for
-each slot that a sequence would read; the tokens "sampled" are a function of the whole prefix, so a
-schedule that mixes anything up also generates something else.
+A shadow cache records which token prefix each slot holds, and follows block copies. Before every
+"attention" it is asked for each slot that a sequence would read; the tokens "sampled" are a
+function of the whole prefix, so a schedule that mixes anything up also generates something else.
 """
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
 import pytest
 
+from nanoengine.beam_search import BeamSearch
 from nanoengine.block_manager import BlockManager
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.scheduler import Batch, Scheduler
+from nanoengine.config import EngineConfig
+from nanoengine.sampler import Logprob
+from nanoengine.sampling_params import BeamSearchParams, SamplingParams
+from nanoengine.scheduler import BATCHING, KV_ALLOCATION, VICTIMS, Batch, Scheduler
 from nanoengine.sequence import Sequence
 
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
+POLICIES = {
+    "scheduling": list(BATCHING), "kv_allocation": list(KV_ALLOCATION),
+    "preemption_mode": ["recompute", "swap"], "preemption_victim": list(VICTIMS),
+    "scheduling_policy": ["fcfs", "priority"], "max_waiting": [None, 0, 2]}
 
 
-def next_token(token_ids: list[int]) -> int:
+def next_token(token_ids: list[int], seed: int) -> int:
     """The "model": EOS now and then, else any token; a function of all tokens so far."""
-    value = hash(tuple(token_ids))
+    value = hash((seed, *token_ids))
     return EOS if value % 17 == 0 else 1 + value // 17 % (VOCABULARY - 1)
+
+
+def next_logprobs(token_ids: list[int]) -> dict[int, Logprob]:
+    """For beams: a log-probability for each token."""
+    return {token_id: Logprob(-1 - hash((token_id, *token_ids)) % 10_007 / 1000, 0)
+            for token_id in range(VOCABULARY)}
 
 
 def expected_output(seq: Sequence) -> list[int]:
     token_ids = seq.token_ids[:seq.num_prompt_tokens]
     while len(token_ids) < seq.max_num_tokens and token_ids[seq.num_prompt_tokens:][-1:] != [EOS]:
-        token_ids.append(next_token(token_ids))
+        token_ids.append(next_token(token_ids, seq.seed))
     return token_ids
 
 
-def make_sequence(prompt: list[int], max_tokens: int, name: str = "") -> Sequence:
-    return Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens, SamplingParams(),
-                    end_tokens={EOS: None})
+def make_sequence(prompt: list[int], max_tokens: int, name: str = "", n: int = 1,
+                  priority: int = 0, **params) -> Sequence:
+    first, *forks = (
+        Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens, SamplingParams(**params),
+                 seed, end_tokens={EOS: None}, priority=priority, index=seed) for seed in range(n))
+    first.forks = forks
+    return first
+
+
+def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching=True,
+                   num_host_blocks=0, max_model_len=None, **policies) -> Scheduler:
+    manager = BlockManager(num_blocks, block_size, caching, num_host_blocks)
+    config = EngineConfig(model="none", max_num_seqs=max_num_seqs,
+                          max_num_batched_tokens=max_num_batched_tokens, **policies)
+    return Scheduler(manager, config, max_model_len or num_blocks * block_size)
 
 
 @dataclass
@@ -43,17 +69,33 @@ class ShadowCache:
 
     block_size: int
     slots: dict[int, int] = field(default_factory=dict)
+    host_slots: dict[int, int] = field(default_factory=dict)
 
     def run(self, batch: Batch) -> list[int]:
+        copies = batch.copies
+        self.copy(copies.swap_out, self.slots, self.host_slots)
+        self.copy(copies.copy_on_write, self.slots, self.slots)
+        self.copy(copies.swap_in, self.host_slots, self.slots)
         ends = [seq.num_computed_tokens + n for seq, n in zip(batch.sequences, batch.num_tokens)]
+        written = set()
         for seq, end in zip(batch.sequences, ends):
             for position in range(seq.num_computed_tokens, end):
-                self.slots[self.slot(seq, position)] = hash(tuple(seq.token_ids[:position + 1]))
+                slot = self.slot(seq, position)
+                assert slot not in written, "two write to one slot"
+                written.add(slot)
+                self.slots[slot] = hash(tuple(seq.token_ids[:position + 1]))
         for seq, end in zip(batch.sequences, ends):
             for position in range(end):
                 held = self.slots.get(self.slot(seq, position))
                 assert held == hash(tuple(seq.token_ids[:position + 1])), "reads another's K and V"
-        return [next_token(batch.sequences[index].token_ids) for index in batch.sampled]
+        for seq in batch.receivers:
+            if seq.group:
+                seq.logprobs = [next_logprobs(seq.token_ids)]
+        return [next_token(seq.token_ids, seq.seed) for seq in batch.receivers]
+
+    def copy(self, blocks: dict[int, int], source: dict[int, int], target: dict[int, int]) -> None:
+        target.update({new * self.block_size + i: source.get(old * self.block_size + i)
+                       for new, old in blocks.items() for i in range(self.block_size)})
 
     def slot(self, seq: Sequence, position: int) -> int:
         block = seq.block_table[position // self.block_size]
@@ -61,8 +103,10 @@ class ShadowCache:
         return block * self.block_size + position % self.block_size
 
 
-def check_batch(scheduler: Scheduler, batch: Batch, before: tuple[list, list], name: str) -> None:
-    running_before, waiting_before = before
+def check_batch(scheduler: Scheduler, batch: Batch, running_before: list, waiting_before: list,
+                batch_has_decoded: bool) -> bool:
+    """Returns whether a static batch has decoded by now."""
+    config = scheduler.config
     assert 0 < sum(batch.num_tokens) <= scheduler.max_num_batched_tokens
     assert len(scheduler.running) <= scheduler.max_num_seqs
     assert len({id(seq) for seq in batch.sequences}) == len(batch)
@@ -70,56 +114,108 @@ def check_batch(scheduler: Scheduler, batch: Batch, before: tuple[list, list], n
     for index, (seq, num_tokens) in enumerate(zip(batch.sequences, batch.num_tokens)):
         assert 0 < num_tokens <= seq.num_uncomputed_tokens
         assert (index in batch.sampled) == (num_tokens == seq.num_uncomputed_tokens)
+        held = scheduler.num_held_tokens(seq)
+        assert len(seq.block_table) == scheduler.block_manager.num_blocks_for(held)
     victims = [seq for seq in running_before if seq not in scheduler.running]
-    if victims:
-        assert victims == running_before[-len(victims):], "the youngest give way"
-        assert list(scheduler.waiting) == victims + waiting_before, "to the front, nobody admitted"
+    admitted = [seq for seq in waiting_before if seq in scheduler.running]
+    priorities = [seq.priority for seq in scheduler.waiting]
+    assert priorities == sorted(priorities)
+    if victims and not any(seq.gave_way for seq in victims):
+        assert not admitted
+        if config.scheduling_policy == "fcfs":
+            assert set(list(scheduler.waiting)[:len(victims)]) == set(victims), "to the front"
+    if victims and config.kv_allocation != "on-demand" and config.max_waiting is None:
+        assert any(seq.group for seq in victims), "whoever holds all it may need is safe"
+    alone = all(len(seq.members) == 1 for seq in victims)
+    if config.preemption_victim == "youngest" and config.max_waiting is None and alone:
+        assert victims == running_before[len(running_before) - len(victims):]
     decoded = [seq.num_uncomputed_tokens == 1 for seq in batch.sequences if seq in running_before]
-    if name == "prefill-first":
+    if config.scheduling == "prefill-first" and config.max_waiting is None:
         assert all(decoded) or not any(decoded)
         assert len(decoded) == len(batch) or not all(decoded) or not decoded
+    if config.scheduling == "static" and admitted and running_before:
+        assert not batch_has_decoded, "nobody joins a static batch that decodes"
+    return bool(running_before) and (batch_has_decoded or not admitted and all(decoded))
 
 
-def run_workload(seed: int) -> dict[str, int]:
+def run_searches(searches: dict[str, BeamSearch]) -> None:
+    for search in searches.values():
+        if search.beams and all(beam.logprobs for beam in search.beams):
+            search.advance()
+
+
+def beams_alone(prompt: list[int], params: BeamSearchParams) -> list:
+    scheduler = make_scheduler(500, 4, 16, 500)
+    seq = make_sequence(prompt, params.max_tokens, logprobs=2 * params.beam_width)
+    search = BeamSearch(seq, params, scheduler)
+    scheduler.add(seq)
+    cache = ShadowCache(4)
+    while scheduler.has_unfinished():
+        batch = scheduler.schedule()
+        scheduler.postprocess(batch, cache.run(batch))
+        search.advance()
+    return search.finished
+
+
+def run_workload(seed: int, **policies) -> dict[str, int]:
     rng = random.Random(seed)
+    policies = {name: rng.choice(values) for name, values in POLICIES.items()} | policies
     block_size = rng.choice([1, 2, 3, 4, 8])
     max_model_len = rng.randint(8, 60)
     fits = -(-max_model_len // block_size)
-    name = rng.choice(["prefill-first", "mixed"])
     max_num_seqs = rng.randint(1, 8)
-    manager = BlockManager(fits + rng.randint(0, fits), block_size, rng.random() < 0.8)
-    scheduler = Scheduler(manager, max_num_seqs, max_num_seqs + rng.choice([0, 3, 20, 100]), name)
-    cache = ShadowCache(block_size)
+    scheduler = make_scheduler(
+        fits + rng.randint(0, 2 * fits), block_size, max_num_seqs,
+        max_num_seqs + rng.choice([0, 3, 20, 100]), rng.random() < 0.8, rng.randint(0, 2 * fits),
+        max_model_len, **policies)
+    manager, cache = scheduler.block_manager, ShadowCache(block_size)
     stems = [[rng.randrange(1, VOCABULARY) for _ in range(max_model_len)] for _ in range(3)]
-    arriving, everyone = [], []
+    arriving, searches, wanted = [], {}, {}
     for number in range(rng.randint(1, 12)):
         length = rng.randint(1, max_model_len - 1)
         own = rng.randint(0, length)
         prompt = rng.choice(stems)[:length - own] + rng.choices(range(1, VOCABULARY), k=own)
-        arriving.append(make_sequence(prompt, rng.randint(1, max_model_len - length), str(number)))
-    everyone = list(arriving)
-    aborted = set()
-    num_steps = 0
+        max_tokens, name = rng.randint(1, max_model_len - length), str(number)
+        priority = rng.choice([0, 0, 1, -1]) * (policies["scheduling_policy"] == "priority")
+        width = rng.choice([0, 0, 2, 3])
+        per_beam = max_model_len if policies["kv_allocation"] == "max-length" else length + max_tokens
+        if 0 < width <= max_num_seqs and width * -(-per_beam // block_size) <= manager.num_blocks:
+            params = BeamSearchParams(width, max_tokens, length_penalty=rng.choice([0.0, 1.0, 2.0]))
+            seq = make_sequence(prompt, max_tokens, name, logprobs=2 * width)
+            searches[name], wanted[name] = BeamSearch(seq, params, scheduler), beams_alone(
+                prompt, params)
+        else:
+            seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority)
+        arriving.append(seq)
+    everyone = [completion for seq in arriving for completion in (seq, *seq.forks)]
+    aborted: set[str] = set()
+    has_decoded = False
     while arriving or scheduler.has_unfinished():
         while arriving and (rng.random() < 0.3 or not scheduler.has_unfinished()):
             scheduler.add(arriving.pop(0))
         if rng.random() < 0.02:
             victim = rng.choice([*scheduler.waiting, *scheduler.running])
-            scheduler.finish(victim, "abort")
             aborted.add(victim.request_id)
-            manager.check(scheduler.running)
+            for seq in [*scheduler.waiting, *scheduler.running]:
+                if seq.request_id == victim.request_id:
+                    scheduler.finish(seq, "abort")
+            searches.pop(victim.request_id, None)
+            manager.check([*scheduler.running, *scheduler.waiting])
             continue
         before = list(scheduler.running), list(scheduler.waiting)
         batch = scheduler.schedule()
-        check_batch(scheduler, batch, before, name)
+        has_decoded = check_batch(scheduler, batch, *before, has_decoded)
         finished = scheduler.postprocess(batch, cache.run(batch))
         assert all(seq.is_finished and seq not in scheduler.running for seq in finished)
-        manager.check(scheduler.running)
-        num_steps += 1
-        assert num_steps < 20_000, "a livelock"
+        run_searches(searches)
+        manager.check([*scheduler.running, *scheduler.waiting])
+        assert scheduler.counters["num_steps"] < 20_000, "a livelock"
     assert manager.num_free_blocks == manager.num_blocks
+    assert len(manager.free_host_blocks) == manager.num_host_blocks
     for seq in everyone:
-        if seq.request_id not in aborted:
+        if seq.request_id in searches:
+            assert searches[seq.request_id].finished == wanted[seq.request_id]
+        elif seq.request_id not in aborted:
             assert seq.token_ids == expected_output(seq)
             assert seq.finish_reason == ("stop" if seq.token_ids[-1] == EOS else "length")
     return scheduler.counters
@@ -131,9 +227,17 @@ def test_random_workloads():
         for name, value in run_workload(seed).items():
             totals[name] = totals.get(name, 0) + value
     # the workloads are worth something only if all of this happened, and often
-    assert totals["num_preemptions"] > 1000
+    for name in ("recompute_preemptions", "swap_preemptions", "shared_blocks", "swap_in_blocks",
+                 "copy_on_write_blocks"):
+        assert totals[name] > 1000, name
     assert totals["prefix_cache_hits"] > 10_000
-    assert totals["preempted_tokens"] > 10_000
+    assert totals["recomputed_tokens"] > 10_000
+
+
+def test_no_combination_of_policies_livelocks():
+    for values in itertools.product(*POLICIES.values()):
+        for seed in (1, 2, 3):
+            run_workload(seed, **dict(zip(POLICIES, values)))
 
 
 def run_to_end(scheduler: Scheduler) -> None:
@@ -145,7 +249,7 @@ def run_to_end(scheduler: Scheduler) -> None:
 
 
 def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
-    scheduler = Scheduler(BlockManager(4, 16), 8, 64)
+    scheduler = make_scheduler(4, 16, 8, 64)
     with pytest.raises(ValueError, match="65 tokens .* 4 blocks of 16"):
         scheduler.add(make_sequence([1] * 60, 5))
     assert not scheduler.has_unfinished()
@@ -154,7 +258,7 @@ def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
 
 
 def test_mixed_decodes_first_and_gives_the_rest_of_the_budget_to_a_prompt():
-    scheduler = Scheduler(BlockManager(40, 4), 4, 8, "mixed")
+    scheduler = make_scheduler(40, 4, 4, 8, scheduling="mixed")
     first = make_sequence([1, 2, 3], 20)
     scheduler.add(first)
     scheduler.postprocess(scheduler.schedule(), [1])
@@ -170,7 +274,7 @@ def test_mixed_decodes_first_and_gives_the_rest_of_the_budget_to_a_prompt():
 
 
 def test_prefill_first_chunks_a_prompt_before_anybody_decodes():
-    scheduler = Scheduler(BlockManager(40, 4), 4, 8)
+    scheduler = make_scheduler(40, 4, 4, 8)
     first, second = make_sequence([1, 2, 3], 20), make_sequence([2] * 20, 2)
     scheduler.add(first)
     scheduler.postprocess(scheduler.schedule(), [1])
@@ -183,7 +287,7 @@ def test_prefill_first_chunks_a_prompt_before_anybody_decodes():
 
 
 def test_cached_tokens_do_not_count_against_the_budget():
-    scheduler = Scheduler(BlockManager(40, 4), 4, 8)
+    scheduler = make_scheduler(40, 4, 4, 8)
     prompt = [1, 2, 3, 1, 3, 2, 1, 1, 2]
     scheduler.add(make_sequence(prompt, 1))
     run_to_end(scheduler)
@@ -195,13 +299,13 @@ def test_cached_tokens_do_not_count_against_the_budget():
 
 
 def test_identical_prompts_in_one_step_are_computed_once():
-    scheduler = Scheduler(BlockManager(40, 4), 4, 100)
+    scheduler = make_scheduler(40, 4, 4, 100)
     prompts = [make_sequence([1, 2, 3] * 5, 3) for _ in range(3)]
     for seq in prompts:
         scheduler.add(seq)
     batch = scheduler.schedule()
     assert batch.num_tokens == [15, 3, 3]
-    assert [seq.num_cached_tokens for seq in prompts] == [0, 12, 12]
+    assert [seq.metrics.num_cached_tokens for seq in prompts] == [0, 12, 12]
     scheduler.postprocess(batch, ShadowCache(4).run(batch))
     scheduler.block_manager.check(scheduler.running)
     assert len({tuple(seq.block_table[:3]) for seq in prompts}) == 1
@@ -209,12 +313,12 @@ def test_identical_prompts_in_one_step_are_computed_once():
 
 
 def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
-    scheduler = Scheduler(BlockManager(9, 4), 2, 100)
+    scheduler = make_scheduler(9, 4, 2, 100)
     old, young = make_sequence([1, 2, 3] * 5, 10), make_sequence([3, 2] * 8, 8)
     cache = ShadowCache(4)
     scheduler.add(old)
     scheduler.add(young)
-    while not scheduler.counters["num_preemptions"]:
+    while not scheduler.counters["recompute_preemptions"]:
         batch = scheduler.schedule()
         scheduler.postprocess(batch, [1] * len(cache.run(batch)))
     assert scheduler.waiting[0] is young and young.num_computed_tokens == 0
@@ -222,4 +326,4 @@ def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
         batch = scheduler.schedule()
         scheduler.postprocess(batch, [1] * len(cache.run(batch)))
     assert scheduler.counters["prefix_cache_hits"] >= 4
-    assert young.num_cached_tokens == 0, "the prompt itself was not cached when it first came"
+    assert young.metrics.num_cached_tokens == 0, "the prompt itself was not cached when it first came"

@@ -1,0 +1,113 @@
+"""Beam search against transformers' own, and under memory pressure."""
+
+import pytest
+import torch
+from conftest import random_prompts
+
+from nanoengine import LLM, BeamSearchParams, SamplingParams
+
+PROMPTS = random_prompts([3, 17, 40, 16, 33], seed=3)
+FEW_BLOCKS = dict(num_kv_blocks=26, block_size=3, max_model_len=60, enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    """A tiny Qwen3 that often ends by itself: one token in twelve is an EOS."""
+    return make_model("Qwen3", eos_token_id=list(range(3, 320, 12)))
+
+
+def hf_beams(model, prompt: list[int], width: int, max_tokens: int, **options):
+    """(tokens, scores) of transformers' beams. In fp32, one prompt at a time: padding would count
+    in its length penalty; its heuristic (early_stopping=False), not "never" or True."""
+    found = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), num_beams=width,
+        num_return_sequences=width, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0,
+        early_stopping=False, return_dict_in_generate=True, output_scores=True, **options)
+    eos = options.get("eos_token_id", model.generation_config.eos_token_id) or []
+    rows = []
+    for row in found.sequences.tolist():
+        end = next((i for i in range(len(prompt), len(row)) if row[i] in eos), len(row) - 1)
+        rows.append(row[:end + 1])
+    return rows, found.sequences_scores.tolist()
+
+
+@pytest.mark.parametrize("width, max_tokens, length_penalty, ignore_eos", [
+    (2, 20, 1.0, False), (4, 16, 1.0, False), (4, 16, 0.0, False),
+    (3, 16, 2.0, False), (5, 12, -1.0, False), (4, 10, 1.0, True), (8, 1, 1.0, False)])
+def test_tokens_and_scores_equal_transformers(model, width, max_tokens, length_penalty, ignore_eos):
+    folder, reference = model
+    options = dict(length_penalty=length_penalty) | (dict(eos_token_id=None) if ignore_eos else {})
+    params = BeamSearchParams(width, max_tokens, length_penalty=length_penalty,
+                              ignore_eos=ignore_eos)
+    reasons = set()
+    for engine in (dict(), dict(max_num_batched_tokens=9, max_num_seqs=9, scheduling="mixed")):
+        with LLM(folder, dtype="float32", **engine) as llm:
+            outputs = llm.beam_search(PROMPTS, params)
+            assert llm.metrics()["num_blocks_used"] == llm.metrics()["num_requests_waiting"] == 0
+        for prompt, output in zip(PROMPTS, outputs):
+            tokens, scores = hf_beams(reference, prompt, width, max_tokens, **options)
+            assert [beam.tokens for beam in output.sequences] == tokens
+            assert [beam.score for beam in output.sequences] == pytest.approx(scores, rel=1e-5)
+            for beam in output.sequences:
+                num_generated = len(beam.tokens) - len(prompt)
+                assert beam.score * num_generated ** length_penalty == pytest.approx(
+                    beam.cum_logprob)
+                reasons.add(beam.finish_reason)
+    assert reasons == {"length"} if ignore_eos else "stop" in reasons or max_tokens == 1
+
+
+@pytest.mark.parametrize("options, happened", [
+    (dict(), "recompute_preemptions"),
+    (dict(enable_prefix_caching=True), "recompute_preemptions"),
+    (dict(preemption_mode="swap"), "swap_preemptions"),
+    (dict(preemption_mode="swap", enable_prefix_caching=True, scheduling="mixed"),
+     "swap_preemptions"),
+    (dict(max_num_batched_tokens=9, max_num_seqs=9, scheduling="mixed"), "recompute_preemptions"),
+    (dict(preemption_victim="random", max_waiting=0), "recompute_preemptions"),
+])
+def test_preempted_beams_end_up_the_same(model, options, happened):
+    params = BeamSearchParams(3, 14)
+    prompts = random_prompts([3, 9, 10, 8, 3], seed=4)
+    with LLM(model[0], dtype="float32") as llm:
+        expected = llm.beam_search(prompts, params)
+    with LLM(model[0], dtype="float32", **FEW_BLOCKS | options) as llm:
+        found = llm.beam_search(prompts, params)
+        assert llm.metrics()[happened] > 0
+        llm.scheduler.block_manager.check([])
+    for ours, alone in zip(found, expected):
+        assert [beam.tokens for beam in ours.sequences] == [beam.tokens for beam in alone.sequences]
+
+
+def test_temperature_divides_the_logits(model):
+    folder, reference = model
+    with LLM(folder, dtype="float32") as llm:
+        sharp, plain, also_plain = (
+            llm.beam_search(PROMPTS[0], BeamSearchParams(2, 1, temperature))[0].sequences
+            for temperature in (0.5, 0.0, 1.0))
+    logits = reference(torch.tensor([PROMPTS[0]])).logits[0, -1].double()
+    for beams, scale in ((sharp, 0.5), (plain, 1.0)):
+        best = (logits / scale).log_softmax(dim=-1).topk(2)
+        assert [beam.tokens[-1] for beam in beams] == best.indices.tolist()
+        assert [beam.score for beam in beams] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert [beam.tokens for beam in plain] == [beam.tokens for beam in also_plain]
+
+
+def test_beams_have_text_and_leave_nothing_behind(bundled):
+    with LLM(bundled, dtype="float32") as llm:
+        output = llm.beam_search(["47 + 85 =", "Once upon a time"], BeamSearchParams(3, 8))[0]
+        assert output.sequences[0].text == "47 + 85 = 132"
+        assert len(output.sequences) == 3
+        greedy = SamplingParams(temperature=0)
+        assert llm.generate("47 + 85 =", greedy, use_tqdm=False)[0].outputs[0].text == " 132"
+
+
+def test_beams_that_might_not_fit_are_refused(model):
+    with LLM(model[0], **FEW_BLOCKS, max_num_seqs=4) as llm:
+        with pytest.raises(ValueError, match="beam_width=5 .* at most 4"):
+            llm.beam_search([[1]], BeamSearchParams(5, 2))
+        with pytest.raises(ValueError, match="beam_width=4 .* 21 tokens for each must fit 26"):
+            llm.beam_search([[1], [2]], BeamSearchParams(4, 20))
+        for bad in (None, SamplingParams()):
+            with pytest.raises(ValueError, match="params=.*must be a BeamSearchParams"):
+                llm.beam_search([[1]], bad)
+        assert len(llm.beam_search([[1], [2]], BeamSearchParams(4, 8))) == 2
