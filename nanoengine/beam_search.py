@@ -5,12 +5,12 @@ it is decided, for all beams of a prompt at once, which of them go on, fork, end
 """
 
 import math
-from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from nanoengine.sampling_params import BeamSearchParams, rejected
+from nanoengine.sampler import Logprobs
+from nanoengine.sampling_params import BeamSearchParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
 
@@ -41,72 +41,68 @@ class BeamSearchOutput:
 class BeamSearch:
     """Beam search as transformers does it with `early_stopping=False`.
 
-    Of all continuations of all beams the `num_candidates` likeliest are looked at. Those that end
-    are finished, if they are among the `beam_width` best; the best `beam_width` others are the next
-    beams. It is over when none of them, ending now, would beat the worst of `beam_width` finished.
-    Raises ValueError for beams that might not fit the engine.
+    Of all continuations of all beams a few times `beam_width` are looked at, the likeliest first.
+    Those that end are finished, if they are among the `beam_width` best; the best `beam_width`
+    others are the next beams. It is over when none of them, ending now, would beat the worst of
+    `beam_width` finished ones. Raises ValueError for beams that might not fit the engine.
     """
 
     def __init__(self, seq: Sequence, params: BeamSearchParams, scheduler: Scheduler) -> None:
+        scheduler.check_room(seq, params.beam_width)
+        self.seq = seq
         self.params = params
         self.scheduler = scheduler
-        self.beams = seq.group = [seq]
-        self.scores = {seq: 0.0}  # summed log-probabilities
+        self.scores = {seq: 0.0}  # of each beam, the summed log-probabilities
         self.finished: list[BeamSearchSequence] = []
-        manager = scheduler.block_manager
-        num_tokens = max(seq.max_num_tokens, scheduler.num_held_tokens(seq))
-        if (params.beam_width * manager.num_blocks_for(num_tokens) > manager.num_blocks
-                or params.beam_width > scheduler.max_num_seqs):
-            raise rejected("beam_width", params.beam_width, f"at most {scheduler.max_num_seqs}, "
-                           f"and {num_tokens} tokens for each must fit {manager.num_blocks} blocks")
+        seq.group = [seq]
 
-    def advance(self) -> None:
-        """Takes the next step, once all beams are computed; after a preemption some come later."""
-        if any(beam.num_uncomputed_tokens for beam in self.beams):
-            return
-        chosen: dict[Sequence, list[tuple[float, int]]] = defaultdict(list)
-        for score, beam, token_id in self._choose():
-            chosen[beam].append((score, token_id))
-        for beam in [beam for beam in self.beams if beam not in chosen]:
-            self.beams.remove(beam)
+    def update(self, seq: Sequence, logprobs: Logprobs) -> None:
+        """Takes in a beam's candidates; goes on once it has those of all beams.
+
+        They may come in several steps, after the group was preempted.
+        """
+        seq.logprobs = [logprobs]
+        if all(beam.logprobs and not beam.num_uncomputed_tokens for beam in self.scores):
+            self._advance(self._choose())
+
+    def _advance(self, chosen: list[tuple[float, Sequence, int]]) -> None:
+        """Drops the beams that do not go on, and forks those that go on several times."""
+        for beam in self.scores.keys() - {beam for _, beam, _ in chosen}:
             self.scheduler.finish(beam, "abort")
-        for beam, ((score, token_id), *others) in chosen.items():
-            for other in others:
-                self._fork(beam, *other)
-            beam.token_ids.append(token_id)
+        self.scores = {}
+        for score, beam, token_id in chosen:
+            if beam in self.scores:  # which has gone on by a token already
+                fork = replace(beam, token_ids=[*beam.token_ids[:-1], token_id])
+                self.scheduler.fork(beam, fork)
+                beam = fork
+            else:
+                beam.token_ids.append(token_id)
             self.scores[beam] = score
-        if not all(beam.block_table for beam in self.beams):  # some fork found no room
-            self.scheduler.preempt(self.beams[0])
+        beams = list(self.scores)
+        for beam in beams:
+            beam.group, beam.logprobs = beams, []
+        if not all(beam.block_table for beam in beams):  # some fork has found no room
+            self.scheduler.preempt(beams[0])
 
     def _choose(self) -> list[tuple[float, Sequence, int]]:
         """The next beams, best first: score, the beam that goes on, its next token."""
-        width, first = self.params.beam_width, self.beams[0]
-        candidates = [(self.scores[beam] + found.logprob, beam, token_id)
-                      for beam in self.beams for token_id, found in beam.logprobs[0].items()]
+        width, prompt_length = self.params.beam_width, self.seq.num_prompt_tokens
+        candidates = [(score + found.logprob, beam, token_id) for beam, score in self.scores.items()
+                      for token_id, found in beam.logprobs[0].items()]
         candidates.sort(key=itemgetter(0), reverse=True)
-        num_generated = first.num_tokens + 1 - first.num_prompt_tokens
-        penalty = num_generated ** self.params.length_penalty
+        length = candidates[0][1].num_tokens + 1
+        penalty = (length - prompt_length) ** self.params.length_penalty
         chosen = []
-        for rank, (score, beam, token_id) in enumerate(candidates[:first.params.logprobs]):
-            reason = "stop" if token_id in beam.end_tokens else "length"
-            if reason == "length" and first.num_tokens + 1 < first.max_num_tokens:
+        for rank, (score, beam, token_id) in enumerate(candidates[:self.seq.params.logprobs]):
+            if token_id not in beam.end_tokens and length < beam.max_num_tokens:
                 chosen.append((score, beam, token_id))
             elif rank < width:
+                reason = "stop" if token_id in beam.end_tokens else "length"
                 self.finished.append(BeamSearchSequence(
                     [*beam.token_ids, token_id], score, score / penalty, reason))
         self.finished = sorted(self.finished, key=attrgetter("score"), reverse=True)[:width]
-        best = chosen[0][0] / penalty if chosen else -math.inf
-        is_over = len(self.finished) == width and best <= self.finished[-1].score
-        return [] if is_over else chosen[:width]
-
-    def _fork(self, beam: Sequence, score: float, token_id: int) -> None:
-        child = Sequence(
-            beam.request_id, [*beam.token_ids, token_id], beam.num_prompt_tokens,
-            beam.max_num_tokens, beam.params, end_tokens=beam.end_tokens, metrics=beam.metrics)
-        self.scheduler.fork(beam, child)
-        child.group = self.beams
-        self.beams.append(child)
-        self.scores[child] = score
+        worst = self.finished[-1].score if len(self.finished) == width else -math.inf
+        return chosen[:width] if chosen and chosen[0][0] / penalty > worst else []
 
     def output(self, tokenizer: Any) -> BeamSearchOutput:
         for beam in self.finished:

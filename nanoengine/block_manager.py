@@ -6,15 +6,20 @@ hashes from vLLM.
 """
 
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import partial
 
 import xxhash
 
 from nanoengine.sequence import Sequence
 
 NULL_BLOCK = 0  # never handed out
+KV_ALLOCATION = {  # how many tokens' blocks a sequence holds from its admission on
+    "on-demand": lambda seq, max_model_len: seq.num_tokens,
+    "reserve": lambda seq, max_model_len: seq.max_num_tokens,  # so it never has to be preempted
+    "max-length": lambda seq, max_model_len: max_model_len,  # what engines did before paging
+}
 
 
 @dataclass
@@ -37,11 +42,13 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 num_host_blocks: int = 0) -> None:
+                 num_host_blocks: int = 0, kv_allocation: str = "on-demand",
+                 max_model_len: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_host_blocks = num_host_blocks
+        self.num_tokens_to_hold = partial(KV_ALLOCATION[kv_allocation], max_model_len=max_model_len)
         self.reset()
 
     def reset(self) -> None:
@@ -61,17 +68,19 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_blocks_to_hold(self, seq: Sequence) -> int:
+        return self.num_blocks_for(self.num_tokens_to_hold(seq))
+
     # ------------------------------------------------------------------ taking and giving back
 
-    def num_blocks_to_allocate(self, seq: Sequence, num_held_tokens: int,
-                               parent: Sequence | None = None) -> int:
+    def num_blocks_to_allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
         """How many free blocks `allocate` would take."""
         prefix = self.find_prefix(seq, parent)
         num_revived = sum(self.ref_counts[block_id] == 0 for block_id in prefix)
-        return self.num_blocks_for(num_held_tokens) - len(prefix) + num_revived
+        return self.num_blocks_to_hold(seq) - len(prefix) + num_revived
 
-    def allocate(self, seq: Sequence, num_held_tokens: int, parent: Sequence | None = None) -> int:
-        """Gives a sequence blocks for `num_held_tokens`, which is all it knows or more.
+    def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
+        """Gives a sequence its blocks, for all tokens it knows or more.
 
         First those that others have too: the longest prefix in the cache, or, for a fork, all full
         blocks of its parent. Into the next ones goes what is left of the parent's last block
@@ -82,14 +91,13 @@ class BlockManager:
         for block_id in prefix:  # before any fresh one is taken, which could evict it
             self.cached.pop(block_id, None)
             self.ref_counts[block_id] += 1
-        num_fresh = self.num_blocks_for(num_held_tokens) - len(prefix)
+        num_fresh = self.num_blocks_to_hold(seq) - len(prefix)
         seq.block_table = array("i", prefix + [self._take_fresh() for _ in range(num_fresh)])
         num_hits = seq.num_computed_tokens = len(prefix) * self.block_size
         if parent:
             num_blocks = self.num_blocks_for(parent.num_computed_tokens)
             pairs = zip(seq.block_table, parent.block_table[:num_blocks])
             self.copies.copy_on_write.update(list(pairs)[len(prefix):])
-            seq.block_hashes = parent.block_hashes[:]
             seq.num_computed_tokens = parent.num_computed_tokens
         elif seq.host_blocks:
             pairs = zip(seq.block_table, seq.host_blocks)
@@ -99,14 +107,12 @@ class BlockManager:
             seq.num_computed_tokens = max(num_hits, num_swapped)
         return num_hits
 
-    def num_blocks_to_append(self, seq: Sequence) -> int:
-        """How many blocks a running sequence lacks to compute its known tokens: 0 or 1."""
-        return max(0, self.num_blocks_for(seq.num_tokens) - len(seq.block_table))
+    def must_append(self, seq: Sequence) -> bool:
+        """Whether the newest token of a running sequence needs a new block."""
+        return len(seq.token_ids) > len(seq.block_table) * self.block_size
 
-    def may_append(self, seq: Sequence) -> None:
-        """Gives a running sequence the block that its newest token needs, if it needs one."""
-        for _ in range(self.num_blocks_to_append(seq)):
-            seq.block_table.append(self._take_fresh())
+    def append(self, seq: Sequence) -> None:
+        seq.block_table.append(self._take_fresh())
 
     def deallocate(self, seq: Sequence) -> None:
         """Takes all blocks of a sequence back, tail first, so that prefixes stay cached longest."""
@@ -208,25 +214,3 @@ class BlockManager:
             data = before.to_bytes(8, "little") + array("i", self._tokens(seq, missing)).tobytes()
             seq.block_hashes.append(xxhash.xxh64_intdigest(data))
         return seq.block_hashes[index]
-
-    # ---------------------------------------------------------------------------- invariants
-
-    def check(self, sequences: Collection[Sequence]) -> None:
-        """Asserts what must hold between two steps for all unfinished sequences. For tests."""
-        tables = [(seq, index, block_id) for seq in sequences
-                  for index, block_id in enumerate(seq.block_table)]
-        references = Counter(block_id for _, _, block_id in tables)
-        free = {block_id for block_id, count in enumerate(self.ref_counts) if count == 0}
-        assert self.ref_counts == [references[block_id] for block_id in range(self.num_blocks + 1)]
-        assert sorted([NULL_BLOCK, *self.blank, *self.cached]) == sorted(free)
-        assert set(self.cached) == free & self.contents.keys()
-        registered = {block_id: hash_value for hash_value, twins in self.blocks_by_hash.items()
-                      for block_id in twins}
-        assert registered == {block_id: held[0] for block_id, held in self.contents.items()}
-        for seq, index, block_id in tables:
-            if block_id in self.contents:  # a hash stands for the tokens that are there
-                assert self.contents[block_id] == (self._hash(seq, index), self._tokens(seq, index))
-            elif (index + 1) * self.block_size > seq.num_computed_tokens:
-                assert references[block_id] == 1, "no two sequences may write to one block"
-        host_blocks = sum((seq.host_blocks for seq in sequences), self.free_host_blocks)
-        assert sorted(host_blocks) == list(range(self.num_host_blocks))

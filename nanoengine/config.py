@@ -43,7 +43,8 @@ class EngineConfig:
     preemption_victim: who gives way when blocks run out, a name in scheduler.py's `VICTIMS`.
     max_waiting: with more waiting than that, a prompt that does not fit may take the place of the
         longest running request, once.
-    trace: keep a record of each step in `LLM.trace`.
+    trace: keep a record of each step in `LLM.trace`: when it began and ended (seconds of
+        `time.monotonic()`), its `Batch`, and what `metrics()` gave behind it.
     """
 
     model: str | Path

@@ -7,9 +7,10 @@
 """
 
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,20 @@ from nanoengine.outputs import Completion, RequestOutput, request_output
 from nanoengine.sampler import build_processors, mix
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams, rejected
 from nanoengine.scheduler import Batch, Scheduler
-from nanoengine.sequence import RequestMetrics, Sequence
+from nanoengine.sequence import Sequence
 
 Prompt = str | list[int] | dict[str, Any]
 Params = SamplingParams | list[SamplingParams] | None
-Request = list[Completion]  # as many as its n
+Request = list[Completion]  # as many as its n; or one BeamSearch
 PROMPTS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
+
+
+def for_each(count: int, name: str, value: Any, kind: type) -> list[Any]:
+    """One value for all prompts, or a list of one for each, as a list."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(values) != count or not all(isinstance(item, kind) for item in values):
+        raise rejected(name, value, f"one {kind.__name__}, or {count} of them")
+    return values
 
 
 class LLM(AbstractContextManager):
@@ -56,12 +65,13 @@ class LLM(AbstractContextManager):
             folder, self.model_config, self.tokenizer)
         self.runner: Any = ModelRunner(config, self.model_config, folder)
         self.max_model_len = self.runner.max_model_len
-        manager = BlockManager(self.runner.num_kv_blocks, config.block_size,
-                               config.enable_prefix_caching, self.runner.num_host_blocks)
-        self.scheduler = Scheduler(manager, config, self.max_model_len)
+        manager = BlockManager(
+            self.runner.num_kv_blocks, config.block_size, config.enable_prefix_caching,
+            self.runner.num_host_blocks, config.kv_allocation, self.max_model_len)
+        self.scheduler = Scheduler(manager, config)
         self.num_requests = 0
-        self.requests: dict[str, Request] = {}  # of the call that is running
-        self.trace: list[dict[str, Any]] = []  # a record of each step, if asked for
+        self.requests: dict[str, list[Any]] = {}  # of the call that is running
+        self.trace: list[tuple[float, float, Batch, dict[str, Any]]] = []  # see EngineConfig
 
     # ------------------------------------------------------------------------- generating
 
@@ -79,12 +89,9 @@ class LLM(AbstractContextManager):
         is open.
         """
         requests = self._make_requests(prompts, sampling_params, priority)
-        before = self.scheduler.counters.copy()
         with closing(self._run(requests)) as steps, \
                 tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             for updated in steps:
-                if use_tqdm:
-                    bar.set_postfix(self._rates_since(before), refresh=False)
                 bar.update(sum(request_output(request).finished for request in updated))
         return list(map(request_output, requests))
 
@@ -127,15 +134,12 @@ class LLM(AbstractContextManager):
         requests = self._make_requests(prompts, SamplingParams(
             temperature=params.temperature, max_tokens=params.max_tokens, detokenize=False,
             ignore_eos=params.ignore_eos, logprobs=num_candidates))
-        searches = {seq.request_id: BeamSearch(seq, params, self.scheduler)
-                    for seq in (request[0].seq for request in requests)}
-        with closing(self._run(requests)) as steps:
-            for updated in steps:
-                for request in updated:
-                    searches[request[0].seq.request_id].advance()
-        return [search.output(self.tokenizer) for search in searches.values()]
+        searches = [BeamSearch(request[0].seq, params, self.scheduler) for request in requests]
+        with closing(self._run([[search] for search in searches])) as steps:
+            deque(steps, maxlen=0)  # runs them all
+        return [search.output(self.tokenizer) for search in searches]
 
-    def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
+    def _run(self, requests: list[Any]) -> Generator[list[Request], None, None]:
         """Queues the requests, then steps until all are finished; yields those with new tokens."""
         try:
             self.requests = {request[0].seq.request_id: request for request in requests}
@@ -163,18 +167,19 @@ class LLM(AbstractContextManager):
         token_ids, logprobs = self.runner.run(batch, step)
         ran = time.monotonic()
         self.scheduler.postprocess(batch, token_ids)
-        for seq, found in zip(batch.receivers, logprobs):
-            if seq.group:  # of beams
-                seq.logprobs = [found]
-                continue
-            stop = self.requests[seq.request_id][seq.index].update(found)
+        for (_, seq), found in zip(batch.sampled, logprobs):
+            stop = self.requests[seq.request_id][seq.index].update(seq, found)
             if stop is not None:
                 self.scheduler.finish(seq, "stop", stop)
         now = time.monotonic()
-        self._count(batch, now - started, copied - prepared, (prepared - started) + (now - ran))
+        num_swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
+        for name, value in (("host_seconds", prepared - started + now - ran),
+                            ("swap_seconds", (copied - prepared) * bool(num_swapped)),
+                            ("swapped_bytes", num_swapped * self.runner.block_bytes)):
+            self.scheduler.counters[name] += value  # type: ignore
         if self.config.trace:
-            self.trace.append(self.scheduler.record(batch, started, now))
-        return [self.requests[name] for name in {seq.request_id: 0 for seq in batch.receivers}]
+            self.trace.append((started, now, batch, self.metrics()))
+        return [self.requests[name] for name in {seq.request_id: 0 for _, seq in batch.sampled}]
 
     # --------------------------------------------------------------------------- requests
 
@@ -188,17 +193,13 @@ class LLM(AbstractContextManager):
             raise rejected("prompts", prompts, PROMPTS)
         if prompts and all(isinstance(item, Integral) for item in prompts):
             prompts = [prompts]
-        if not isinstance(params, (list, tuple)):
-            params = [self.default_params if params is None else params] * len(prompts)
-        if len(params) != len(prompts) or not all(isinstance(p, SamplingParams) for p in params):
-            raise rejected("sampling_params", params, f"a SamplingParams or {len(prompts)} of them")
-        if not isinstance(priority, (list, tuple)):
-            priority = [priority or 0] * len(prompts)
-        if len(priority) != len(prompts) or not all(isinstance(p, Integral) for p in priority):
-            raise rejected("priority", priority, f"an int or {len(prompts)} of them")
-        if any(priority) and self.config.scheduling_policy == "fcfs":
+        params = self.default_params if params is None else params
+        all_params = for_each(len(prompts), "sampling_params", params, SamplingParams)
+        priorities = for_each(len(prompts), "priority", priority or 0, int)
+        if any(priorities) and self.config.scheduling_policy == "fcfs":
             raise rejected("priority", priority, "0 unless scheduling_policy is 'priority'")
-        requests = list(map(self._make_request, range(len(prompts)), prompts, params, priority))
+        requests = list(map(
+            self._make_request, range(len(prompts)), prompts, all_params, priorities))
         self.num_requests += len(requests)
         return requests
 
@@ -216,15 +217,12 @@ class LLM(AbstractContextManager):
         ends = stops | dict.fromkeys(self.eos_token_ids)
         processors = build_processors(params, length, list(ends), self.tokenizer)
         seed = mix(self.config.seed, number) if params.seed is None else params.seed
-        metrics = RequestMetrics()
-        first, *forks = (
-            Sequence(str(number), token_ids[:], length, longest, params,
-                     mix(~seed, copy) if copy else seed, processors,
-                     stops if params.ignore_eos else ends, priority, copy, metrics)
-            for copy in range(params.n))
-        first.forks = forks
-        return [Completion(text, seq, self.tokenizer if params.detokenize else None)
-                for seq in (first, *forks)]
+        seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
+                       stops if params.ignore_eos else ends, priority)
+        seq.forks = [replace(seq, token_ids=token_ids[:], seed=mix(~seed, index), index=index)
+                     for index in range(1, params.n)]
+        tokenizer = self.tokenizer if params.detokenize else None
+        return [Completion(text, completion, tokenizer) for completion in (seq, *seq.forks)]
 
     def _parse_prompt(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms, as its text (if there is one) and its token ids."""
@@ -262,32 +260,23 @@ class LLM(AbstractContextManager):
         return True
 
     def metrics(self) -> dict[str, Any]:
-        """Gauges of now and counters since the start, flat.
+        """Gauges of now and counters since the start, flat. What has never happened counts 0.
 
-        A step that computes several tokens of a sequence counts as prefill, with all its tokens;
-        every other one as decode. Times are in seconds; `host_seconds` is scheduling, input
-        preparation and postprocessing. `prefix_cache_*` are tokens.
+        num_waiting, num_running, num_swapped: sequences, as many as a prompt has completions; the
+            swapped ones are among the waiting.
+        num_blocks_used, num_blocks_free, num_blocks_cached: of the free, those with a hash are
+            cached. max_blocks_used: the high-water mark. num_host_blocks_used: swapped out.
+        reserved_waste, internal_waste: tokens that there are slots for and nobody else can have:
+            in blocks held for later, and behind the newest token in its block.
+        num_steps, batched_sequences: steps, and sequences in them; mean_batch: their ratio.
+        prompt_tokens, computed_tokens, generation_tokens: admitted, computed, sampled.
+        prefix_cache_queries, prefix_cache_hits: tokens looked for on admission, and found.
+        num_preemptions: recompute_preemptions + swap_preemptions. recomputed_tokens: for them.
+        swap_out_blocks, swap_in_blocks, swapped_bytes, swap_seconds: to the host and back.
+        shared_blocks, copy_on_write_blocks: taken over by forks, and copied for them.
+        host_seconds: scheduling, preparing inputs, postprocessing.
         """
-        counters = self.scheduler.counters
-        return counters | self.scheduler.gauges() | {
-            "num_requests_swapped": sum(bool(seq.host_blocks) for seq in self.scheduler.waiting),
-            "num_preemptions": counters["recompute_preemptions"] + counters["swap_preemptions"],
-            "mean_batch": counters["batched_sequences"] / max(1, counters["num_steps"])}
-
-    def _count(self, batch: Batch, seconds: float, copying: float, host_seconds: float) -> None:
-        phase = "decode" if max(batch.num_tokens) == 1 else "prefill"
-        num_swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
-        self.scheduler.counters.update({
-            f"{phase}_steps": 1, f"{phase}_tokens": sum(batch.num_tokens),
-            f"{phase}_seconds": seconds, "host_seconds": host_seconds,
-            "swapped_bytes": num_swapped * self.runner.block_bytes,
-            "swap_seconds": copying * bool(num_swapped)})
-
-    def _rates_since(self, before: Counter) -> dict[str, str]:
-        """Prefill and decode speed since `before`, a copy of the counters."""
-        spent = self.scheduler.counters - before
-        return {phase: f"{spent[f'{phase}_tokens'] / spent[f'{phase}_seconds']:.0f} tok/s"
-                for phase in ("prefill", "decode") if spent[f"{phase}_steps"]}
+        return self.scheduler.metrics()
 
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""

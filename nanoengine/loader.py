@@ -97,17 +97,16 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 def load_weights(folder: Path, targets: dict[str, Tensor]) -> None:
     """Copies the tensors of a checkpoint, sharded or not, to their targets.
 
-    Raises ValueError for a file that is absent or truncated, and for a tensor that is missing,
-    left over, given twice or of another shape.
+    Raises ValueError for a file that is truncated, and for a tensor that is missing, left over,
+    given twice or of another shape.
     """
     missing = dict(targets)
-    is_tied = "lm_head.weight" not in targets
-    for file in checkpoint_files(folder):
+    for file in sorted(folder.glob("model*.safetensors")):
         try:
             for full_name in list(safe_open(file, framework="pt").keys()):
                 name = re.sub(r"^model\.|self_attn\.|mlp\.", "", full_name)
-                if name.endswith("rotary_emb.inv_freq") or is_tied and name == "lm_head.weight":
-                    continue  # computed here; the same as the embedding
+                if name.endswith("inv_freq") or name == "lm_head.weight" and name not in targets:
+                    continue  # computed here; tied to the embedding
                 # opened anew for each: pages of a mapped file count as memory until it is closed
                 tensor = safe_open(file, framework="pt").get_tensor(full_name)
                 target = missing.pop(name, None)
@@ -117,16 +116,7 @@ def load_weights(folder: Path, targets: dict[str, Tensor]) -> None:
                                      f"not fit, or comes twice: the model has {place}")
                 target.copy_(tensor)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is absent, truncated or no safetensors: {error}") from error
+            raise ValueError(f"{file} is truncated, or no safetensors: {error}") from error
     if missing:
         names = ", ".join(list(missing)[:5])
-        raise ValueError(f"{folder} lacks {len(missing)} of {len(targets)} tensors: {names} …")
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The files that the index of a folder names, else the single one."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return [folder / "model.safetensors"]
-    names = json.loads(index.read_text())["weight_map"].values()
-    return [folder / name for name in sorted(set(names))]
+        raise ValueError(f"{folder}: model*.safetensors lack {len(missing)} tensors: {names} …")

@@ -53,7 +53,7 @@ class ModelRunner:
     def run(self, batch: Batch, step: StepInputs) -> tuple[list[int], list[Logprobs | None]]:
         """Computes a batch's tokens and samples one for each of `batch.sampled`."""
         logits = self.model(step, self.rotary, self.attention, self.caches)
-        return sample(logits, batch.receivers)
+        return sample(logits, [seq for _, seq in batch.sampled])
 
     def copy_blocks(self, copies: Copies) -> None:
         """Does the block copies of a step, in the order that they are meant in."""
@@ -80,7 +80,7 @@ class ModelRunner:
         positions = np.arange(len(token_ids)) + (computed + num_tokens - stops)[owners]
         blocks = block_tables[owners, positions // self.block_size]
         slots = blocks * self.block_size + positions % self.block_size
-        sampled_rows = stops[batch.sampled] - 1
+        sampled_rows = stops[[index for index, _ in batch.sampled]] - 1
         return StepInputs(*(torch.from_numpy(np.asarray(array, np.int32)) for array in (
             token_ids, positions, slots, owners, block_tables, sampled_rows)))
 

@@ -1,14 +1,11 @@
 """What a user gets back: `RequestOutput`, `CompletionOutput`, and the text in them.
 
-Text is made token by token with the tokenizers library's `DecodeStream`, which holds bytes back
-until they are a whole character.
+Text is made token by token, as in vLLM: a token adds what the tokenizer decodes more with it than
+without, in the context of the tokens before; half a character is held back until it is whole.
 """
 
 from dataclasses import dataclass
-from io import StringIO
 from typing import Any
-
-from tokenizers.decoders import DecodeStream
 
 from nanoengine.sampler import Logprobs
 from nanoengine.sequence import RequestMetrics, Sequence
@@ -49,61 +46,51 @@ class Completion:
 
     def __init__(self, prompt: str | None, seq: Sequence, tokenizer: Any) -> None:
         self.prompt = prompt
-        self.prompt_token_ids = seq.token_ids[:]
         self.seq = seq
-        self.text = StringIO()  # appending to it is O(1)
+        self.text = ""
         self.longest_stop = max(map(len, seq.params.stop), default=1)
         self.tokenizer: Any = tokenizer and tokenizer.backend_tokenizer  # None: no text is wanted
-        if self.tokenizer:  # begin in the prompt, so that the first token is decoded in its context
-            suffixes = (self.prompt_token_ids[-length:] for length in range(4, 24))
-            whole = (ids for ids in suffixes if "\ufffd" not in self.tokenizer.decode(ids))
-            self.stream = DecodeStream(next(whole, []), seq.params.skip_special_tokens)
+        self.context, self.decoded = max(0, seq.num_tokens - 6), seq.num_tokens  # token indices
 
-    def update(self, logprobs: Logprobs | None) -> str | None:
+    def update(self, seq: Sequence, logprobs: Logprobs | None) -> str | None:
         """Takes in the newest token; returns the stop string that its text completes, if any."""
-        seq, params = self.seq, self.seq.params
         if logprobs is not None:
             for token_id, found in logprobs.items():
                 found.decoded_token = self.tokenizer and self.tokenizer.decode([token_id], False)
             seq.logprobs.append(logprobs)
-        is_text = seq.finish_reason != "stop" or params.include_stop_str_in_output
-        length = self.text.tell()
+        is_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
+        length = len(self.text)
         if self.tokenizer and is_text:  # the token that ends a sequence is none
-            self.text.write(self._decode(seq.token_ids[-1]))
-        if not params.stop or seq.num_tokens - seq.num_prompt_tokens <= params.min_tokens:
+            self.text += self._decode()
+        if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
             return None
         return self._find_stop(length)
 
-    def _decode(self, token_id: int) -> str:
-        """The text that a token completes: none in the middle of a character."""
-        try:
-            return self.stream.step(self.tokenizer, token_id) or ""
-        except Exception as error:
-            # The decoder would take back text that it has given out. That cannot be undone: the
-            # text goes on with this token, as in vLLM.
-            if "Invalid prefix" not in str(error):
-                raise
-            self.stream = DecodeStream([], self.seq.params.skip_special_tokens)
-            return self.stream.step(self.tokenizer, token_id) or ""
+    def _decode(self) -> str:
+        """The text that the newest token completes: none in the middle of a character."""
+        token_ids, skip = self.seq.token_ids[self.context:], self.seq.params.skip_special_tokens
+        before = self.tokenizer.decode(token_ids[:self.decoded - self.context], skip)
+        text = self.tokenizer.decode(token_ids, skip)
+        if text.endswith("\ufffd") or len(text) <= len(before):
+            return ""
+        self.context, self.decoded = self.decoded, self.seq.num_tokens
+        return text[len(before):]
 
     def _find_stop(self, length: int) -> str | None:
         """Of the stop strings that end behind `length`, the one that begins first; cuts there."""
         params = self.seq.params
-        start = self.text.seek(max(0, length - self.longest_stop + 1))
-        tail = self.text.read()
-        new = length - start  # where the newest text begins in there
-        found = ((tail.find(stop, max(0, new - len(stop) + 1)), stop) for stop in params.stop)
-        index, stop = min((match for match in found if match[0] >= 0), default=(0, None))
+        starts = [(self.text.find(stop, max(0, length - len(stop) + 1)), stop)
+                  for stop in params.stop]
+        index, stop = min((match for match in starts if match[0] >= 0), default=(0, None))
         if stop is not None:
-            cut = start + index + (len(stop) if params.include_stop_str_in_output else 0)
-            self.text.truncate(self.text.seek(cut))
+            self.text = self.text[:index + len(stop) * params.include_stop_str_in_output]
         return stop
 
     def output(self) -> CompletionOutput:
         """How it stands now; what may yet become a stop string is held back."""
         seq = self.seq
-        text = self.text.getvalue()
-        if not (seq.is_finished or seq.params.include_stop_str_in_output):
+        text = self.text
+        if not (seq.finish_reason or seq.params.include_stop_str_in_output):
             text = text[:max(0, len(text) - self.longest_stop + 1)]
         token_ids = seq.token_ids[seq.num_prompt_tokens:]
         chosen = [found[token_id].logprob for found, token_id in zip(seq.logprobs, token_ids)]
@@ -114,9 +101,8 @@ class Completion:
 
 def request_output(completions: list[Completion]) -> RequestOutput:
     """A request as it stands now, from its completions in order."""
-    first = completions[0]
+    prompt, seq = completions[0].prompt, completions[0].seq
+    outputs = [completion.output() for completion in completions]
     return RequestOutput(
-        first.seq.request_id, first.prompt, first.prompt_token_ids,
-        [completion.output() for completion in completions],
-        all(completion.seq.is_finished for completion in completions),
-        first.seq.metrics.num_cached_tokens, first.seq.metrics)
+        seq.request_id, prompt, seq.token_ids[:seq.num_prompt_tokens], outputs,
+        all(output.finish_reason for output in outputs), seq.metrics.num_cached_tokens, seq.metrics)

@@ -95,12 +95,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[L
         scale_and_truncate(scores, [seq.params for seq in drawn])
         token_ids[rows] = draw(scores, torch.tensor(list(map(uniform, drawn)), dtype=torch.float64))
     chosen = token_ids.tolist()
-    found: list[Logprobs | None] = [None] * len(sequences)
-    for row, seq in enumerate(sequences):
-        if seq.params.logprobs is not None:
-            scale = seq.params.temperature if seq.group else 0  # it counts in the scores of beams
-            found[row] = logprobs_of(logits[row] / (scale or 1), chosen[row], seq.params.logprobs)
-    return chosen, found
+    return chosen, [logprobs_of(*row) for row in zip(logits, chosen, sequences)]
 
 
 def apply_processors(scores: Tensor, seq: Sequence) -> Tensor:
@@ -174,9 +169,16 @@ def first_above(cumulated: Tensor, targets: Tensor) -> Tensor:
     return torch.minimum(torch.searchsorted(cumulated, targets, right=True), last)
 
 
-def logprobs_of(logits: Tensor, token_id: int, count: int) -> Logprobs:
-    """From a row of raw logits: the sampled token's, then the `count` likeliest ones' (-1: all)."""
-    row = logits.double().log_softmax(dim=-1)
+def logprobs_of(logits: Tensor, token_id: int, seq: Sequence) -> Logprobs | None:
+    """From a row of raw logits: the sampled token's, then as many of the likeliest as asked for.
+
+    For beams, which are not sampled, the temperature counts here.
+    """
+    count = seq.params.logprobs
+    if count is None:
+        return None
+    scale = seq.group and seq.params.temperature or 1
+    row = (logits.double() / scale).log_softmax(dim=-1)
     values, indices = row.topk(len(row) if count == -1 else min(count, len(row)))
     found = {token_id: Logprob(row[token_id].item(), int((row > row[token_id]).sum()) + 1)}
     for rank, (likely, value) in enumerate(zip(indices.tolist(), values.tolist()), 1):

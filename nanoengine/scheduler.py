@@ -4,7 +4,6 @@ Two deques, waiting and running, and one `Batch` a step. Plain Python: it knows 
 but no tensor and no text. The policies are the small functions and tables at the end.
 """
 
-import math
 import random
 import time
 from bisect import insort_left, insort_right
@@ -18,12 +17,6 @@ from nanoengine.block_manager import BlockManager, Copies
 from nanoengine.config import EngineConfig
 from nanoengine.sequence import Sequence
 
-COUNTERS = (
-    "num_steps", "prefill_steps", "decode_steps", "prefill_tokens", "decode_tokens",
-    "prefill_seconds", "decode_seconds", "host_seconds", "batched_sequences", "prompt_tokens",
-    "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "recompute_preemptions",
-    "swap_preemptions", "recomputed_tokens", "swap_out_blocks", "swap_in_blocks", "swapped_bytes",
-    "swap_seconds", "copy_on_write_blocks", "shared_blocks", "max_blocks_used")
 PRIORITY = attrgetter("priority")
 
 
@@ -32,17 +25,17 @@ class Batch:
     """The whole message from scheduler to runner.
 
     `num_tokens[i]` tokens of `sequences[i]` are to be computed, from its `num_computed_tokens` on.
-    `sampled` are the indices of the sequences whose last known token is among them, and
-    `receivers` who gets the token drawn there: where forks begin, an index comes several times.
-    `budget` is how many more tokens the step may compute; `copies` are to be done first.
+    `sampled` has the index of each sequence whose last known token is among them, and who gets the
+    token drawn there: where forks begin, an index comes several times. `copies` are to be done
+    first. `budget`: how many more tokens the step may compute. `preempted`: since the last one.
     """
 
     budget: int
     sequences: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)
-    receivers: list[Sequence] = field(default_factory=list)
+    sampled: list[tuple[int, Sequence]] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
+    preempted: list[tuple[Sequence, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -53,29 +46,31 @@ class Scheduler:
 
     config: how many sequences run and how many tokens a step computes at most (those that the
         prefix cache has are not computed and do not count), and the policies by name.
-    max_model_len: how many tokens any sequence can have.
     """
 
-    def __init__(self, block_manager: BlockManager, config: EngineConfig,
-                 max_model_len: int) -> None:
+    def __init__(self, block_manager: BlockManager, config: EngineConfig) -> None:
         self.block_manager = block_manager
         self.config = config
-        self.max_model_len = max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = config.limits()
-        self.max_waiting = math.inf if config.max_waiting is None else config.max_waiting
         self.random = random.Random(config.seed)
         self.is_closed = False  # to prompts, once a static batch decodes
         self.waiting: deque[Sequence] = deque()  # by priority
         self.running: deque[Sequence] = deque()  # as admitted
-        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
-        self.preempted: deque[tuple] = deque(maxlen=None if config.trace else 0)  # for the trace
+        self.counters: Counter[str] = Counter()  # see LLM.metrics
+        self.preempted: list[tuple[Sequence, str]] = []  # since the last step, and how
+
+    def check_room(self, seq: Sequence, beam_width: int = 1) -> None:
+        """Raises ValueError for a sequence that would not fit with all its beams, even alone."""
+        manager, most = self.block_manager, self.max_num_seqs
+        num_tokens = max(seq.max_num_tokens, manager.num_tokens_to_hold(seq))
+        num_blocks = beam_width * manager.num_blocks_for(num_tokens)
+        if beam_width > most or num_blocks > manager.num_blocks:
+            raise ValueError(f"{beam_width=} and up to {num_tokens} tokens do not fit {most} seqs "
+                             f"and {manager.num_blocks} blocks of {manager.block_size} tokens")
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence. Raises ValueError for one that would not fit even alone."""
-        manager, num_tokens = self.block_manager, max(seq.max_num_tokens, self.num_held_tokens(seq))
-        if manager.num_blocks_for(num_tokens) > manager.num_blocks:
-            raise ValueError(f"a request of up to {num_tokens} tokens does not fit the KV "
-                             f"cache of {manager.num_blocks} blocks of {manager.block_size} tokens")
+        """Queues a sequence. Raises ValueError for one that could never run."""
+        self.check_room(seq)
         insort_right(self.waiting, seq, key=PRIORITY)
 
     def has_unfinished(self) -> bool:
@@ -89,10 +84,12 @@ class Scheduler:
         batch = BATCHING[self.config.scheduling](self)
         assert batch, "nothing can run: a sequence alone always has its blocks"
         batch.copies, manager.copies = manager.copies, Copies()
+        batch.preempted, self.preempted = self.preempted, []
         for name, copies in vars(batch.copies).items():
             counters[f"{name}_blocks"] += len(copies)
         counters["num_steps"] += 1
         counters["batched_sequences"] += len(batch)
+        counters["computed_tokens"] += sum(batch.num_tokens)
         num_used = manager.num_blocks - manager.num_free_blocks
         counters["max_blocks_used"] = max(num_used, counters["max_blocks_used"])
         return batch
@@ -100,20 +97,16 @@ class Scheduler:
     def build(self, candidates: Iterable[Sequence], admit: bool) -> Batch:
         """A batch of running sequences and, if asked, of the prompts at the head of waiting.
 
-        First blocks are made free for all candidates, then they are given out: a victim is never
-        in the batch. A step that preempts admits nobody.
+        First all candidates get their blocks, then the batch is filled: a victim is never in it.
+        A step that preempts admits nobody.
         """
         admit = not self._make_room(candidates) and admit
-        candidates = list(candidates)
-        overtaken = admit and self._overtake(candidates)
+        if admit:
+            self._overtake()
         batch = Batch(self.max_num_batched_tokens)
         for seq in candidates:
             if batch.budget and seq.block_table:  # else it has just been overtaken
-                self.block_manager.may_append(seq)
                 self._place(batch, seq)
-        if overtaken:
-            self._place(batch, self.running[-1])
-            return batch
         while admit and batch.budget and self.waiting and self._fits(self.waiting[0]):
             for seq in [self.waiting.popleft() for _ in self.waiting[0].members]:
                 self._admit(seq)
@@ -126,8 +119,7 @@ class Scheduler:
         if not num_tokens:  # a beam that waits for others in its group
             return
         if num_tokens == seq.num_uncomputed_tokens:
-            batch.sampled += [len(batch)] * (1 + len(seq.forks))
-            batch.receivers += [*seq.forks, seq]
+            batch.sampled += [(len(batch.sequences), receiver) for receiver in (*seq.forks, seq)]
             seq.forks = []
         batch.sequences.append(seq)
         batch.num_tokens.append(num_tokens)
@@ -135,8 +127,8 @@ class Scheduler:
         seq.last_step = self.counters["num_steps"]
         self.block_manager.register(seq, num_tokens)
 
-    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
-        """Appends the sampled tokens, one for each of `batch.receivers`; returns who is finished.
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> None:
+        """Appends the sampled tokens, one for each in `batch.sampled`, and ends who is finished.
 
         Beams are left alone: their tokens are chosen for a whole group (beam_search.py).
         """
@@ -145,7 +137,7 @@ class Scheduler:
             if seq.host_blocks:
                 self.block_manager.free_host(seq)
         now = time.monotonic()
-        for index, seq, token_id in zip(batch.sampled, batch.receivers, token_ids):
+        for (index, seq), token_id in zip(batch.sampled, token_ids):
             seq.metrics.first_token_time = seq.metrics.first_token_time or now
             if seq.group:
                 continue
@@ -157,26 +149,20 @@ class Scheduler:
             elif seq.num_tokens == seq.max_num_tokens:
                 self.finish(seq, "length")
         self.counters["generation_tokens"] += len(token_ids)
-        return [seq for seq in batch.receivers if seq.is_finished]
 
     # -------------------------------------------------------------- how a sequence moves
-
-    def num_held_tokens(self, seq: Sequence) -> int:
-        """How many tokens' blocks a sequence holds from its admission on."""
-        return KV_ALLOCATION[self.config.kv_allocation](self, seq)
 
     def _fits(self, seq: Sequence, parent: Sequence | None = None) -> bool:
         """Whether there are places and blocks for a sequence with all its group."""
         if len(self.running) + len(seq.members) > self.max_num_seqs:
             return False
         manager = self.block_manager
-        num_blocks = [manager.num_blocks_to_allocate(member, self.num_held_tokens(member), parent)
-                      for member in seq.members]
-        return sum(num_blocks) <= manager.num_free_blocks
+        num_blocks = sum(manager.num_blocks_to_allocate(member, parent) for member in seq.members)
+        return num_blocks <= manager.num_free_blocks
 
     def _admit(self, seq: Sequence, parent: Sequence | None = None) -> None:
         """Moves a sequence to the tail of running, with all its blocks."""
-        num_hits = self.block_manager.allocate(seq, self.num_held_tokens(seq), parent)
+        num_hits = self.block_manager.allocate(seq, parent)
         self.running.append(seq)
         num_lost = seq.num_preempted_tokens - seq.num_computed_tokens
         self.counters["recomputed_tokens"] += max(0, num_lost)
@@ -198,11 +184,16 @@ class Scheduler:
             insort_left(self.waiting, child, key=PRIORITY)
 
     def _make_room(self, candidates: Iterable[Sequence]) -> bool:
-        """Preempts until all candidates that are left can have their blocks."""
+        """Gives the candidates their next blocks, after preempting until all that are left can
+        have them; returns whether anybody was preempted."""
         manager, num_running = self.block_manager, len(self.running)
         rank = VICTIMS[self.config.preemption_victim]
-        while sum(map(manager.num_blocks_to_append, candidates)) > manager.num_free_blocks:
+        lacking = list(filter(manager.must_append, candidates))
+        while len(lacking) > manager.num_free_blocks:
             self.preempt(max(reversed(self.running), key=lambda seq: rank(self, seq)))
+            lacking = [seq for seq in lacking if seq.block_table]
+        for seq in lacking:
+            manager.append(seq)
         return len(self.running) < num_running
 
     def preempt(self, seq: Sequence) -> None:
@@ -211,46 +202,40 @@ class Scheduler:
             (self.running if member.block_table else self.waiting).remove(member)
             insort_left(self.waiting, member, key=PRIORITY)
             member.num_preempted_tokens = member.num_computed_tokens
-            kind = self.config.preemption_mode
-            if kind == "recompute" or not self.block_manager.swap_out(member):
-                kind = "recompute"
+            mode = self.config.preemption_mode
+            if mode == "recompute" or not self.block_manager.swap_out(member):
+                mode = "recompute"
                 self.block_manager.deallocate(member)
-            self.counters[f"{kind}_preemptions"] += 1
-            self.preempted.append((member.request_id, member.index, kind))
+            self.counters[f"{mode}_preemptions"] += 1
+            self.preempted.append((member, mode))
             member.metrics.num_preemptions += 1
 
-    def _overtake(self, candidates: list[Sequence]) -> bool:
+    def _overtake(self) -> None:
         """In a long queue, a head that does not fit takes the place of the longest running one.
 
-        That one goes to the front; it never gives way like this again, so this comes to an end.
-        What the candidates lack is left to them.
+        That one goes to the front, behind it. Nobody gives way twice, so this comes to an end.
         """
-        if len(self.waiting) <= self.max_waiting or self._fits(self.waiting[0]):
-            return False
-        manager, head = self.block_manager, self.waiting[0]
-        victims = [seq for seq in self.running if not (seq.gave_way or seq.group)
-                   and seq.priority >= head.priority]
-        victim = max(victims, key=lambda seq: seq.num_tokens, default=None)
-        if not victim or head.group:
-            return False
-        num_freed = sum(manager.ref_counts[block_id] == 1 for block_id in victim.block_table)
-        num_needed = (manager.num_blocks_for(self.num_held_tokens(head))
-                      + sum(map(manager.num_blocks_to_append, candidates)))
-        if num_needed <= manager.num_free_blocks + num_freed:
+        limit, manager = self.config.max_waiting, self.block_manager
+        if limit is None or len(self.waiting) <= limit or self._fits(self.waiting[0]):
+            return
+        head = self.waiting[0]
+        num_missing = manager.num_blocks_to_hold(head) - manager.num_free_blocks
+        victims = [seq for seq in self.running if len(seq.block_table) >= num_missing
+                   and seq.priority >= head.priority and not (seq.gave_way or seq.group)]
+        if victims and not head.group:
+            victim = max(victims, key=lambda seq: seq.num_tokens)
             victim.gave_way = True
             self.waiting.popleft()
             self.preempt(victim)
-            self._admit(head)
-        return victim.gave_way
+            self.waiting.appendleft(head)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence wherever it is, and frees its blocks."""
-        if not seq.is_finished:
+        if not seq.finish_reason:
             (self.running if seq.block_table else self.waiting).remove(seq)
             self.block_manager.deallocate(seq)
             seq.metrics.finished_time = time.monotonic()
-            num_output_tokens = seq.num_tokens - seq.num_prompt_tokens
-            seq.metrics.num_output_tokens = max(seq.metrics.num_output_tokens, num_output_tokens)
+            seq.metrics.num_decoded_tokens = seq.num_tokens - seq.num_prompt_tokens - 1
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
 
@@ -265,28 +250,20 @@ class Scheduler:
         self.running.clear()
         self.block_manager.reset()
 
-    def gauges(self) -> dict[str, int]:
-        """How things stand. Waste, in tokens, is of blocks that nobody else can have: those held
-        for later, and the slots behind the newest token in its block."""
-        manager, size = self.block_manager, self.block_manager.block_size
-        tables = [(len(seq.block_table) * size, seq.num_tokens) for seq in self.running]
-        return {
-            "num_requests_waiting": len(self.waiting), "num_requests_running": len(self.running),
+    def metrics(self) -> dict[str, Any]:
+        """Gauges of now and counters since the start; what they mean is said in `LLM.metrics`."""
+        manager, size, counters = self.block_manager, self.block_manager.block_size, self.counters
+        unused = [max(0, len(seq.block_table) * size - seq.num_tokens) for seq in self.running]
+        internal = sum(num_tokens % size for num_tokens in unused)
+        return Counter({
+            **counters, "num_running": len(self.running), "num_waiting": len(self.waiting),
+            "num_swapped": sum(bool(seq.host_blocks) for seq in self.waiting),
             "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
             "num_blocks_free": manager.num_free_blocks, "num_blocks_cached": len(manager.cached),
             "num_host_blocks_used": manager.num_host_blocks - len(manager.free_host_blocks),
-            "reserved_waste": sum(max(0, (slots - tokens) // size * size)
-                                  for slots, tokens in tables),
-            "internal_waste": sum(max(0, slots - tokens) % size for slots, tokens in tables)}
-
-    def record(self, batch: Batch, start: float, end: float) -> dict[str, Any]:
-        """A step, for a trace: its time in seconds of `time.monotonic()`, how many tokens it
-        computed of whom, who was preempted how since the step before, and how things stand."""
-        tokens = [(seq.request_id, seq.index, num_tokens)
-                  for seq, num_tokens in zip(batch.sequences, batch.num_tokens)]
-        preempted = [self.preempted.popleft() for _ in range(len(self.preempted))]
-        return self.gauges() | {
-            "start": start, "end": end, "tokens": tokens, "preempted": preempted}
+            "reserved_waste": sum(unused) - internal, "internal_waste": internal,
+            "num_preemptions": counters["recompute_preemptions"] + counters["swap_preemptions"],
+            "mean_batch": counters["batched_sequences"] / max(1, counters["num_steps"])})
 
 
 # ---------------------------------------------------------------------------------- policies
@@ -324,11 +301,6 @@ def prompts(scheduler: Scheduler, admit: bool) -> Batch:
 
 BATCHING: dict[str, Callable[[Scheduler], Batch]] = {
     "prefill-first": prefill_first, "mixed": mixed, "static": static}
-KV_ALLOCATION: dict[str, Callable[[Scheduler, Sequence], int]] = {
-    "on-demand": lambda scheduler, seq: seq.num_tokens,
-    "reserve": lambda scheduler, seq: seq.max_num_tokens,  # so it never has to be preempted
-    "max-length": lambda scheduler, seq: scheduler.max_model_len,  # as before paging
-}
 VICTIMS: dict[str, Callable[[Scheduler, Sequence], Any]] = {  # the highest; if equal, the youngest
     "youngest": lambda scheduler, seq: 0,
     "longest": lambda scheduler, seq: seq.num_tokens,

@@ -16,35 +16,23 @@ from nanoengine.sampling_params import SamplingParams
 class RequestMetrics:
     """How a request fared, all its completions together.
 
-    Times are seconds of `time.monotonic()`, 0 for not yet; the properties are seconds between two
-    of them, negative before the later one has come.
+    Times are seconds of `time.monotonic()`, 0 for not yet. `queue_time`, `time_to_first_token`,
+    `time_per_output_token` and `end_to_end_time` are seconds between two of them.
     """
 
     arrival_time: float = field(default_factory=time.monotonic)
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
     finished_time: float = 0.0  # of the completion that took longest
-    num_output_tokens: int = 0  # of the longest completion
+    num_decoded_tokens: int = 0  # after the first ones, of the completion that took longest
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when first admitted
     num_preemptions: int = 0
 
-    @property
-    def queue_time(self) -> float:
-        return self.first_scheduled_time - self.arrival_time
-
-    @property
-    def time_to_first_token(self) -> float:
-        return self.first_token_time - self.arrival_time
-
-    @property
-    def time_per_output_token(self) -> float:
-        """From one token to the next, on average; 0 for a single one."""
-        decoding = self.finished_time - self.first_token_time
-        return decoding / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else 0.0
-
-    @property
-    def end_to_end_time(self) -> float:
-        return self.finished_time - self.arrival_time
+    queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
+    time_to_first_token = property(lambda self: self.first_token_time - self.arrival_time)
+    time_per_output_token = property(lambda self: (
+        (self.finished_time - self.first_token_time) / max(1, self.num_decoded_tokens)))
+    end_to_end_time = property(lambda self: self.finished_time - self.arrival_time)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,19 +56,19 @@ class Sequence:
     priority: int = 0  # smaller ones first
     index: int = 0  # which completion of its request
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    forks: list["Sequence"] = field(default_factory=list)  # begin when its prompt is computed
-    group: list["Sequence"] = field(default_factory=list)  # beams that come and go with it
-    num_computed_tokens: int = 0
-    num_preempted_tokens: int = 0  # computed ones that the last preemption has cost
-    block_table: array = field(default_factory=lambda: array("i"))
-    block_hashes: list[int] = field(default_factory=list)  # of its full blocks, once asked for
-    host_blocks: list[int] = field(default_factory=list)  # while it is swapped out
-    num_reserved_blocks: int = 0  # promised beyond those in the table
-    last_step: int = 0  # in which it ran
-    gave_way: bool = False  # once, to the head of a long queue
-    logprobs: list[Any] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    # Its state in the engine; `dataclasses.replace` makes another one that has yet to begin.
+    forks: list["Sequence"] = field(default_factory=list, init=False)  # begin when it has a token
+    group: list["Sequence"] = field(default_factory=list, init=False)  # beams that go with it
+    num_computed_tokens: int = field(default=0, init=False)
+    num_preempted_tokens: int = field(default=0, init=False)  # computed when last preempted
+    block_table: array = field(default_factory=lambda: array("i"), init=False)
+    block_hashes: list[int] = field(default_factory=list, init=False)  # of full blocks, once asked
+    host_blocks: list[int] = field(default_factory=list, init=False)  # while it is swapped out
+    last_step: int = field(default=0, init=False)  # in which it ran
+    gave_way: bool = field(default=False, init=False)  # to the head of a long queue, once
+    logprobs: list[Any] = field(default_factory=list, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    stop_reason: int | str | None = field(default=None, init=False)
 
     @property
     def num_tokens(self) -> int:
@@ -89,10 +77,6 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
 
     @property
     def members(self) -> list["Sequence"]:

@@ -1,5 +1,6 @@
 """What several tests need: the bundled model, and tiny models with random weights on disk."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,32 @@ def make_model(tmp_path_factory):
 def tiny(make_model) -> str:
     """The folder of a tiny Qwen3 without a tokenizer."""
     return make_model()[0]
+
+
+def check_blocks(scheduler) -> None:
+    """What must hold between two steps: each block is free or referenced, never both; its count is
+    that of the tables it stands in; a hash stands for the tokens that are there; no two sequences
+    may write to one block; a host block is free or one swapped sequence's."""
+    manager = scheduler.block_manager
+    sequences = [*scheduler.running, *scheduler.waiting]
+    tables = [(seq, index, block_id) for seq in sequences
+              for index, block_id in enumerate(seq.block_table)]
+    references = Counter(block_id for _, _, block_id in tables)
+    free = {block_id for block_id, count in enumerate(manager.ref_counts) if count == 0}
+    assert manager.ref_counts == [references[block] for block in range(manager.num_blocks + 1)]
+    assert sorted([0, *manager.blank, *manager.cached]) == sorted(free)
+    assert set(manager.cached) == free & manager.contents.keys()
+    registered = {block_id: hash_value for hash_value, twins in manager.blocks_by_hash.items()
+                  for block_id in twins}
+    assert registered == {block_id: held[0] for block_id, held in manager.contents.items()}
+    for seq, index, block_id in tables:
+        if block_id in manager.contents:  # a hash stands for the tokens that are there
+            held = manager._hash(seq, index), manager._tokens(seq, index)
+            assert manager.contents[block_id] == held
+        elif (index + 1) * manager.block_size > seq.num_computed_tokens:
+            assert references[block_id] == 1, "no two sequences may write to one block"
+    host_blocks = sum((seq.host_blocks for seq in sequences), manager.free_host_blocks)
+    assert sorted(host_blocks) == list(range(manager.num_host_blocks))
 
 
 def greedy_reference(model, prompt: list[int], max_tokens: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import random_prompts
+from conftest import check_blocks, random_prompts
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 
@@ -43,7 +43,7 @@ def test_tokens_and_scores_equal_transformers(model, width, max_tokens, length_p
     for engine in (dict(), dict(max_num_batched_tokens=9, max_num_seqs=9, scheduling="mixed")):
         with LLM(folder, dtype="float32", **engine) as llm:
             outputs = llm.beam_search(PROMPTS, params)
-            assert llm.metrics()["num_blocks_used"] == llm.metrics()["num_requests_waiting"] == 0
+            assert llm.metrics()["num_blocks_used"] == llm.metrics()["num_waiting"] == 0
         for prompt, output in zip(PROMPTS, outputs):
             tokens, scores = hf_beams(reference, prompt, width, max_tokens, **options)
             assert [beam.tokens for beam in output.sequences] == tokens
@@ -73,7 +73,7 @@ def test_preempted_beams_end_up_the_same(model, options, happened):
     with LLM(model[0], dtype="float32", **FEW_BLOCKS | options) as llm:
         found = llm.beam_search(prompts, params)
         assert llm.metrics()[happened] > 0
-        llm.scheduler.block_manager.check([])
+        check_blocks(llm.scheduler)
     for ours, alone in zip(found, expected):
         assert [beam.tokens for beam in ours.sequences] == [beam.tokens for beam in alone.sequences]
 
@@ -103,9 +103,9 @@ def test_beams_have_text_and_leave_nothing_behind(bundled):
 
 def test_beams_that_might_not_fit_are_refused(model):
     with LLM(model[0], **FEW_BLOCKS, max_num_seqs=4) as llm:
-        with pytest.raises(ValueError, match="beam_width=5 .* at most 4"):
+        with pytest.raises(ValueError, match="beam_width=5 .* 4 seqs"):
             llm.beam_search([[1]], BeamSearchParams(5, 2))
-        with pytest.raises(ValueError, match="beam_width=4 .* 21 tokens for each must fit 26"):
+        with pytest.raises(ValueError, match="beam_width=4 .* 21 tokens .* 26 blocks"):
             llm.beam_search([[1], [2]], BeamSearchParams(4, 20))
         for bad in (None, SamplingParams()):
             with pytest.raises(ValueError, match="params=.*must be a BeamSearchParams"):

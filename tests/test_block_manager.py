@@ -1,7 +1,10 @@
 """The prefix cache's behaviours one by one; the random workloads are in test_scheduler.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import xxhash
+from conftest import check_blocks
 
 from nanoengine import block_manager
 from nanoengine.block_manager import BlockManager
@@ -12,11 +15,15 @@ def make(token_ids: list[int]) -> Sequence:
     return Sequence("", list(token_ids), len(token_ids), len(token_ids) + 100)
 
 
+def check(manager: BlockManager, running: list[Sequence]) -> None:
+    check_blocks(SimpleNamespace(block_manager=manager, running=running, waiting=[]))
+
+
 def allocate(manager: BlockManager, seq: Sequence) -> bool:
     """What the scheduler does on admission."""
-    if manager.num_blocks_to_allocate(seq, seq.num_tokens) > manager.num_free_blocks:
+    if manager.num_blocks_to_allocate(seq) > manager.num_free_blocks:
         return False
-    manager.allocate(seq, seq.num_tokens)
+    manager.allocate(seq)
     return True
 
 
@@ -76,14 +83,14 @@ def test_a_hit_compares_the_tokens_too(monkeypatch):
 def test_shared_blocks_are_counted():
     manager = BlockManager(20, 4)
     sequences = [compute(manager, make([1, 2, 3, 4, 5, 6, 7, 8, number])) for number in range(3)]
-    manager.check(sequences)
+    check(manager, sequences)
     assert manager.num_free_blocks == 20 - 2 - 3
     shared = sequences[0].block_table[:2]
     assert all(seq.block_table[:2] == shared for seq in sequences)
     assert [manager.ref_counts[block_id] for block_id in shared] == [3, 3]
     for left, seq in enumerate(list(sequences), start=1):
         manager.deallocate(seq)
-        manager.check(sequences[left:])
+        check(manager, sequences[left:])
         assert manager.ref_counts[shared[0]] == 3 - left
     assert manager.num_free_blocks == 20
 
@@ -115,7 +122,7 @@ def test_a_freed_block_is_revived():
     again = compute(manager, make(range(9)))
     assert list(again.block_table[:2]) == list(first.block_table[:2])
     assert manager.num_free_blocks == 7 and not manager.cached
-    manager.check([again])
+    check(manager, [again])
 
 
 def test_a_matched_block_is_not_evicted_by_the_same_allocation():
@@ -123,7 +130,7 @@ def test_a_matched_block_is_not_evicted_by_the_same_allocation():
     run_once(manager, range(8))  # two cached blocks, two blank ones
     seq = compute(manager, make([*range(8), *range(50, 58)]))
     assert seq.num_tokens == 16 and len(set(seq.block_table)) == 4
-    manager.check([seq])
+    check(manager, [seq])
 
 
 def test_a_failed_allocation_changes_nothing():
@@ -135,7 +142,7 @@ def test_a_failed_allocation_changes_nothing():
     assert not allocate(manager, too_long)
     assert repr((manager.blank, manager.cached, manager.ref_counts, manager.contents)) == state
     assert not too_long.block_table and too_long.num_computed_tokens == 0
-    manager.check([holder])
+    check(manager, [holder])
 
 
 def test_two_blocks_with_the_same_tokens_one_evicted_the_other_still_found():
@@ -145,12 +152,12 @@ def test_two_blocks_with_the_same_tokens_one_evicted_the_other_still_found():
     for seq in (first, second):
         manager.register(seq, 5)
         seq.num_computed_tokens = 5
-    manager.check([first, second])
+    check(manager, [first, second])
     manager.deallocate(first)
     filler = make(range(50, 50 + 4 * manager.num_free_blocks))
     assert allocate(manager, filler), "takes every free block, the first twin among them"
     assert manager.find_prefix(make([1, 2, 3, 4, 9])) == [second.block_table[0]]
-    manager.check([second, filler])
+    check(manager, [second, filler])
 
 
 def test_resetting_forgets_hashes_but_not_blocks_in_use():
@@ -158,10 +165,10 @@ def test_resetting_forgets_hashes_but_not_blocks_in_use():
     run_once(manager, range(9))
     user = compute(manager, make(range(50, 59)))
     manager.reset_prefix_cache()
-    manager.check([user])
+    check(manager, [user])
     assert manager.find_prefix(make(range(9))) == manager.find_prefix(make(range(50, 59))) == []
     manager.deallocate(user)
-    manager.check([])
+    check(manager, [])
     assert manager.num_free_blocks == 10
 
 
@@ -170,5 +177,5 @@ def test_without_prefix_caching_nothing_is_found():
     run_once(manager, range(9))
     again = compute(manager, make(range(9)))
     assert not manager.contents and again.num_computed_tokens == 9
-    manager.check([again])
+    check(manager, [again])
 

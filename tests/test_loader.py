@@ -1,6 +1,5 @@
 """Checkpoints: sharded, fused and tied ones load; what is missing or left over is an error."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -70,7 +69,7 @@ def test_tied_embeddings_may_or_may_not_be_in_the_file(make_model, tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lacks 1 .*layers.1.k_proj"),
+    (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lack 1 .*layers.1.k_proj"),
     (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)}),
      "layers.9.* no such"),
     (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"norm.weight of shape \(63,\)"),
@@ -89,12 +88,15 @@ def test_files_absent_or_truncated(copy):
         file.unlink(missing_ok=True)
         if broken is not None:
             file.write_bytes(broken)
-        with pytest.raises(ValueError, match="model.safetensors is absent, truncated or"):
+        with pytest.raises(ValueError, match="is truncated, or no" if broken else "lack"):
             LLM(str(copy))
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors is absent"):
-        LLM(str(copy))
+
+
+def test_a_shard_is_absent(make_model, tmp_path):
+    make_model()[1].save_pretrained(tmp_path, max_shard_size="60KB")
+    next(tmp_path.glob("model-00002-*")).unlink()
+    with pytest.raises(ValueError, match=r"lack \d+ tensors: .*weight"):
+        LLM(str(tmp_path))
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "not a model!", "./missing/../folder"])

@@ -22,14 +22,14 @@ def test_the_inputs_of_a_step():
         seq.num_computed_tokens = computed
         batch.sequences.append(seq)
         batch.num_tokens.append(num_tokens)
-    batch.sampled = [0, 1]
+    batch.sampled = [(row, batch.sequences[row]) for row in (0, 1, 1)]
     step = runner.prepare(batch)
     assert step.token_ids.tolist() == [19, 20, 21, 33, 34, 35, 36]
     assert step.positions.tolist() == [9, 0, 1, 3, 4, 5, 6]
     assert step.owners.tolist() == [0, 1, 1, 2, 2, 2, 2]
     assert step.slots.tolist() == [37, 20, 21, 11, 16, 17, 18]
     assert step.block_tables.tolist() == [[7, 3, 9], [5, 0, 0], [2, 4, 0]]
-    assert step.sampled_rows.tolist() == [0, 2]
+    assert step.sampled_rows.tolist() == [0, 2, 2]
     assert {str(tensor.dtype) for tensor in vars(step).values()} == {"torch.int32"}
 
 

@@ -32,7 +32,7 @@ def generate(tokenizer, text_or_ids, prompt="the prompt", end="length", **params
         seq.token_ids.append(token_id)
         if number == len(ids):
             seq.finish_reason = end
-        stop = completion.update(None)
+        stop = completion.update(seq, None)
         if stop is not None:
             seq.finish_reason, seq.stop_reason = "stop", stop
             break
@@ -57,7 +57,7 @@ def test_a_prompt_that_ends_inside_a_character_does_not_leak_into_the_text(byte_
     completion = Completion(None, seq, byte_tokenizer)
     for token_id in byte_tokenizer.encode("abc"):
         seq.token_ids.append(token_id)
-        completion.update(None)
+        completion.update(seq, None)
     assert completion.output().text == "abc"
 
 

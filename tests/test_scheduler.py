@@ -10,13 +10,14 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from conftest import check_blocks
 
 from nanoengine.beam_search import BeamSearch
-from nanoengine.block_manager import BlockManager
+from nanoengine.block_manager import KV_ALLOCATION, BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.sampler import Logprob
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
-from nanoengine.scheduler import BATCHING, KV_ALLOCATION, VICTIMS, Batch, Scheduler
+from nanoengine.scheduler import BATCHING, VICTIMS, Batch, Scheduler
 from nanoengine.sequence import Sequence
 
 EOS = 0
@@ -49,18 +50,20 @@ def expected_output(seq: Sequence) -> list[int]:
 def make_sequence(prompt: list[int], max_tokens: int, name: str = "", n: int = 1,
                   priority: int = 0, **params) -> Sequence:
     first, *forks = (
-        Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens, SamplingParams(**params),
-                 seed, end_tokens={EOS: None}, priority=priority, index=seed) for seed in range(n))
+        Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens,
+                 SamplingParams(**params), seed, end_tokens={EOS: None}, priority=priority,
+                 index=seed) for seed in range(n))
     first.forks = forks
     return first
 
 
 def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching=True,
                    num_host_blocks=0, max_model_len=None, **policies) -> Scheduler:
-    manager = BlockManager(num_blocks, block_size, caching, num_host_blocks)
+    manager = BlockManager(num_blocks, block_size, caching, num_host_blocks,
+                           policies.get("kv_allocation", "on-demand"), max_model_len or 0)
     config = EngineConfig(model="none", max_num_seqs=max_num_seqs,
                           max_num_batched_tokens=max_num_batched_tokens, **policies)
-    return Scheduler(manager, config, max_model_len or num_blocks * block_size)
+    return Scheduler(manager, config)
 
 
 @dataclass
@@ -88,10 +91,7 @@ class ShadowCache:
             for position in range(end):
                 held = self.slots.get(self.slot(seq, position))
                 assert held == hash(tuple(seq.token_ids[:position + 1])), "reads another's K and V"
-        for seq in batch.receivers:
-            if seq.group:
-                seq.logprobs = [next_logprobs(seq.token_ids)]
-        return [next_token(seq.token_ids, seq.seed) for seq in batch.receivers]
+        return [next_token(seq.token_ids, seq.seed) for _, seq in batch.sampled]
 
     def copy(self, blocks: dict[int, int], source: dict[int, int], target: dict[int, int]) -> None:
         target.update({new * self.block_size + i: source.get(old * self.block_size + i)
@@ -113,9 +113,9 @@ def check_batch(scheduler: Scheduler, batch: Batch, running_before: list, waitin
     assert all(seq in scheduler.running for seq in batch.sequences)
     for index, (seq, num_tokens) in enumerate(zip(batch.sequences, batch.num_tokens)):
         assert 0 < num_tokens <= seq.num_uncomputed_tokens
-        assert (index in batch.sampled) == (num_tokens == seq.num_uncomputed_tokens)
-        held = scheduler.num_held_tokens(seq)
-        assert len(seq.block_table) == scheduler.block_manager.num_blocks_for(held)
+        is_sampled = index in [row for row, _ in batch.sampled]
+        assert is_sampled == (num_tokens == seq.num_uncomputed_tokens)
+        assert len(seq.block_table) == scheduler.block_manager.num_blocks_to_hold(seq)
     victims = [seq for seq in running_before if seq not in scheduler.running]
     admitted = [seq for seq in waiting_before if seq in scheduler.running]
     priorities = [seq.priority for seq in scheduler.waiting]
@@ -138,10 +138,10 @@ def check_batch(scheduler: Scheduler, batch: Batch, running_before: list, waitin
     return bool(running_before) and (batch_has_decoded or not admitted and all(decoded))
 
 
-def run_searches(searches: dict[str, BeamSearch]) -> None:
-    for search in searches.values():
-        if search.beams and all(beam.logprobs for beam in search.beams):
-            search.advance()
+def update_beams(searches: dict[str, BeamSearch], batch: Batch) -> None:
+    for _, seq in batch.sampled:
+        if seq.group:
+            searches[seq.request_id].update(seq, next_logprobs(seq.token_ids))
 
 
 def beams_alone(prompt: list[int], params: BeamSearchParams) -> list:
@@ -153,7 +153,7 @@ def beams_alone(prompt: list[int], params: BeamSearchParams) -> list:
     while scheduler.has_unfinished():
         batch = scheduler.schedule()
         scheduler.postprocess(batch, cache.run(batch))
-        search.advance()
+        update_beams({"": search}, batch)
     return search.finished
 
 
@@ -178,9 +178,11 @@ def run_workload(seed: int, **policies) -> dict[str, int]:
         max_tokens, name = rng.randint(1, max_model_len - length), str(number)
         priority = rng.choice([0, 0, 1, -1]) * (policies["scheduling_policy"] == "priority")
         width = rng.choice([0, 0, 2, 3])
-        per_beam = max_model_len if policies["kv_allocation"] == "max-length" else length + max_tokens
+        is_max_length = policies["kv_allocation"] == "max-length"
+        per_beam = max_model_len if is_max_length else length + max_tokens
         if 0 < width <= max_num_seqs and width * -(-per_beam // block_size) <= manager.num_blocks:
-            params = BeamSearchParams(width, max_tokens, length_penalty=rng.choice([0.0, 1.0, 2.0]))
+            penalty = rng.choice([0.0, 1.0, 2.0])
+            params = BeamSearchParams(width, max_tokens, length_penalty=penalty)
             seq = make_sequence(prompt, max_tokens, name, logprobs=2 * width)
             searches[name], wanted[name] = BeamSearch(seq, params, scheduler), beams_alone(
                 prompt, params)
@@ -200,15 +202,14 @@ def run_workload(seed: int, **policies) -> dict[str, int]:
                 if seq.request_id == victim.request_id:
                     scheduler.finish(seq, "abort")
             searches.pop(victim.request_id, None)
-            manager.check([*scheduler.running, *scheduler.waiting])
+            check_blocks(scheduler)
             continue
         before = list(scheduler.running), list(scheduler.waiting)
         batch = scheduler.schedule()
         has_decoded = check_batch(scheduler, batch, *before, has_decoded)
-        finished = scheduler.postprocess(batch, cache.run(batch))
-        assert all(seq.is_finished and seq not in scheduler.running for seq in finished)
-        run_searches(searches)
-        manager.check([*scheduler.running, *scheduler.waiting])
+        scheduler.postprocess(batch, cache.run(batch))
+        update_beams(searches, batch)
+        check_blocks(scheduler)
         assert scheduler.counters["num_steps"] < 20_000, "a livelock"
     assert manager.num_free_blocks == manager.num_blocks
     assert len(manager.free_host_blocks) == manager.num_host_blocks
@@ -245,12 +246,12 @@ def run_to_end(scheduler: Scheduler) -> None:
     while scheduler.has_unfinished():
         batch = scheduler.schedule()
         scheduler.postprocess(batch, cache.run(batch))
-        scheduler.block_manager.check(scheduler.running)
+        check_blocks(scheduler)
 
 
 def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
     scheduler = make_scheduler(4, 16, 8, 64)
-    with pytest.raises(ValueError, match="65 tokens .* 4 blocks of 16"):
+    with pytest.raises(ValueError, match="65 tokens .* 4 blocks of 16 tokens"):
         scheduler.add(make_sequence([1] * 60, 5))
     assert not scheduler.has_unfinished()
     scheduler.add(make_sequence([1] * 60, 4))
@@ -307,7 +308,7 @@ def test_identical_prompts_in_one_step_are_computed_once():
     assert batch.num_tokens == [15, 3, 3]
     assert [seq.metrics.num_cached_tokens for seq in prompts] == [0, 12, 12]
     scheduler.postprocess(batch, ShadowCache(4).run(batch))
-    scheduler.block_manager.check(scheduler.running)
+    check_blocks(scheduler)
     assert len({tuple(seq.block_table[:3]) for seq in prompts}) == 1
     assert len({seq.block_table[3] for seq in prompts}) == 3
 
@@ -326,4 +327,4 @@ def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
         batch = scheduler.schedule()
         scheduler.postprocess(batch, [1] * len(cache.run(batch)))
     assert scheduler.counters["prefix_cache_hits"] >= 4
-    assert young.metrics.num_cached_tokens == 0, "the prompt itself was not cached when it first came"
+    assert young.metrics.num_cached_tokens == 0, "not cached when it first came"
