@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from nanoengine.kernels import paged_attention
-
-NO_WINDOW = np.iinfo(np.int32).max
 
 
 @dataclass
@@ -31,19 +30,19 @@ class StepInputs:
 class CPUAttention:
     """Every token of a step, be it of a prompt or the newest, goes through one paged kernel."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.block_size = block_size
-        self.kernel = paged_attention(head_dim, num_heads // num_kv_heads, block_size)
+    def __init__(self, config: PretrainedConfig, block_size: int) -> None:
+        self.num_layers, self.num_kv_heads = config.num_hidden_layers, config.num_key_value_heads
+        self.head_dim, self.block_size = config.head_dim, block_size
+        group_size = config.num_attention_heads // self.num_kv_heads
+        self.kernel = paged_attention(self.head_dim, group_size, block_size)
 
-    def make_cache(self, num_blocks: int, dtype: torch.dtype) -> Tensor:
-        """One layer's K and V: (2, num_blocks, kv_heads, block_size, head_dim), zeros.
+    def make_caches(self, num_blocks: int, dtype: torch.dtype) -> Tensor:
+        """K and V: (layers, 2, num_blocks, kv_heads, block_size, head_dim), zeros.
 
         NumPy's zeros are memory only once they are written to; torch's are at once.
         """
-        shape = 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim * dtype.itemsize
-        return torch.from_numpy(np.zeros(shape, np.uint8)).view(dtype)
+        shape = (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        return torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype)[..., 0]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None,
                  cache: Tensor, step: StepInputs) -> Tensor:
@@ -59,5 +58,5 @@ class CPUAttention:
         out = torch.empty_like(query)
         bits = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache  # for NumPy
         self.kernel(query.numpy(), *bits.numpy(), step.block_tables.numpy(), step.owners.numpy(),
-                    step.positions.numpy(), window or NO_WINDOW, out.numpy())
+                    step.positions.numpy(), window or 2**31 - 1, out.numpy())
         return out.to(key.dtype)

@@ -6,6 +6,7 @@ it is decided, for all beams of a prompt at once, which of them go on, fork, end
 
 import math
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -21,13 +22,11 @@ class BeamSearchSequence:
 
     tokens, text: prompt and completion; EOS is the last token where the beam ended by it.
     cum_logprob: the sum over the completion; score: that over length ** length_penalty.
-    finish_reason: "stop" for EOS, or "length".
     """
 
     tokens: list[int]
     cum_logprob: float
     score: float
-    finish_reason: str
     text: str | None = None
 
 
@@ -49,9 +48,7 @@ class BeamSearch:
 
     def __init__(self, seq: Sequence, params: BeamSearchParams, scheduler: Scheduler) -> None:
         scheduler.check_room(seq, params.beam_width)
-        self.seq = seq
-        self.params = params
-        self.scheduler = scheduler
+        self.seq, self.params, self.scheduler = seq, params, scheduler
         self.scores = {seq: 0.0}  # of each beam, the summed log-probabilities
         self.finished: list[BeamSearchSequence] = []
         seq.group = [seq]
@@ -86,21 +83,20 @@ class BeamSearch:
 
     def _choose(self) -> list[tuple[float, Sequence, int]]:
         """The next beams, best first: score, the beam that goes on, its next token."""
-        width, prompt_length = self.params.beam_width, self.seq.num_prompt_tokens
-        candidates = [(score + found.logprob, beam, token_id) for beam, score in self.scores.items()
-                      for token_id, found in beam.logprobs[0].items()]
-        candidates.sort(key=itemgetter(0), reverse=True)
+        width = self.params.beam_width
+        candidates = nlargest(self.seq.params.logprobs or 0, (
+            (score + found.logprob, beam, token_id) for beam, score in self.scores.items()
+            for token_id, found in beam.logprobs[0].items()), key=itemgetter(0))
         length = candidates[0][1].num_tokens + 1
-        penalty = (length - prompt_length) ** self.params.length_penalty
+        penalty = (length - self.seq.num_prompt_tokens) ** self.params.length_penalty
         chosen = []
-        for rank, (score, beam, token_id) in enumerate(candidates[:self.seq.params.logprobs]):
+        for rank, (score, beam, token_id) in enumerate(candidates):
             if token_id not in beam.end_tokens and length < beam.max_num_tokens:
                 chosen.append((score, beam, token_id))
             elif rank < width:
-                reason = "stop" if token_id in beam.end_tokens else "length"
-                self.finished.append(BeamSearchSequence(
-                    [*beam.token_ids, token_id], score, score / penalty, reason))
-        self.finished = sorted(self.finished, key=attrgetter("score"), reverse=True)[:width]
+                tokens = [*beam.token_ids, token_id]
+                self.finished.append(BeamSearchSequence(tokens, score, score / penalty))
+        self.finished = nlargest(width, self.finished, key=attrgetter("score"))
         worst = self.finished[-1].score if len(self.finished) == width else -math.inf
         return chosen[:width] if chosen and chosen[0][0] / penalty > worst else []
 

@@ -8,18 +8,10 @@ hashes from vLLM.
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import partial
 
 import xxhash
 
 from nanoengine.sequence import Sequence
-
-NULL_BLOCK = 0  # never handed out
-KV_ALLOCATION = {  # how many tokens' blocks a sequence holds from its admission on
-    "on-demand": lambda seq, max_model_len: seq.num_tokens,
-    "reserve": lambda seq, max_model_len: seq.max_num_tokens,  # so it never has to be preempted
-    "max-length": lambda seq, max_model_len: max_model_len,  # what engines did before paging
-}
 
 
 @dataclass
@@ -42,34 +34,29 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 num_host_blocks: int = 0, kv_allocation: str = "on-demand",
-                 max_model_len: int = 0) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+                 num_host_blocks: int = 0) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_host_blocks = num_host_blocks
-        self.num_tokens_to_hold = partial(KV_ALLOCATION[kv_allocation], max_model_len=max_model_len)
         self.reset()
 
     def reset(self) -> None:
         """All blocks are free and blank."""
         self.ref_counts = [0] * (self.num_blocks + 1)  # in how many tables a block stands
-        self.blank = list(range(self.num_blocks, NULL_BLOCK, -1))  # a stack: block 1 goes first
+        self.blank = list(range(self.num_blocks, 0, -1))  # a stack: block 1 goes first, 0 never
         self.cached: OrderedDict[int, None] = OrderedDict()  # as a set, oldest first
-        self.contents: dict[int, tuple[int, list[int]]] = {}  # of each findable block: hash, tokens
-        self.blocks_by_hash: dict[int, dict[int, None]] = {}  # with the same tokens: twins
+        self.keys: dict[int, tuple[int, bytes]] = {}  # of each findable block: hash and tokens
+        self.twins: dict[tuple[int, bytes], dict[int, None]] = {}  # the blocks with the same key
         self.free_host_blocks = list(range(self.num_host_blocks))
         self.copies = Copies()  # for the step that is being built
 
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self.blank) + len(self.cached)
+    num_free_blocks = property(lambda self: len(self.blank) + len(self.cached))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_to_hold(self, seq: Sequence) -> int:
-        return self.num_blocks_for(self.num_tokens_to_hold(seq))
+        return self.num_blocks_for(max(seq.num_tokens, seq.num_held_tokens))
 
     # ------------------------------------------------------------------ taking and giving back
 
@@ -118,7 +105,7 @@ class BlockManager:
         """Takes all blocks of a sequence back, tail first, so that prefixes stay cached longest."""
         for block_id in reversed(seq.block_table):
             self.ref_counts[block_id] -= 1
-            if self.ref_counts[block_id] == 0 and block_id in self.contents:
+            if self.ref_counts[block_id] == 0 and block_id in self.keys:
                 self.cached[block_id] = None
             elif self.ref_counts[block_id] == 0:
                 self.blank.append(block_id)
@@ -151,7 +138,10 @@ class BlockManager:
             block_id = self.blank.pop()
         else:
             block_id, _ = self.cached.popitem(last=False)
-            self._forget(block_id)
+            key = self.keys.pop(block_id)
+            del self.twins[key][block_id]
+            if not self.twins[key]:
+                del self.twins[key]
         self.ref_counts[block_id] = 1
         return block_id
 
@@ -167,12 +157,10 @@ class BlockManager:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
         prefix: list[int] = []
         for index in range((seq.num_tokens - 1) // self.block_size):
-            twins = self.blocks_by_hash.get(self._hash(seq, index), ())
-            tokens = self._tokens(seq, index)  # compared too: hashes may collide
-            block_id = next((twin for twin in twins if self.contents[twin][1] == tokens), None)
-            if block_id is None:
+            twins = self.twins.get(self._key(seq, index))
+            if not twins:
                 break
-            prefix.append(block_id)
+            prefix.append(next(iter(twins)))
         return prefix
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
@@ -182,35 +170,26 @@ class BlockManager:
         is admitted later: the scheduler does so for the tokens of the step it is building, since
         each layer writes the K and V of the whole batch before it reads any.
         """
-        if not self.enable_prefix_caching:
-            return
-        stop = (seq.num_computed_tokens + num_tokens) // self.block_size
-        for index in range(seq.num_computed_tokens // self.block_size, stop):
-            block_id, hash_value = seq.block_table[index], self._hash(seq, index)
-            self.contents[block_id] = hash_value, self._tokens(seq, index)
-            self.blocks_by_hash.setdefault(hash_value, {})[block_id] = None
+        num_known = seq.num_computed_tokens + num_tokens if self.enable_prefix_caching else 0
+        first, stop = seq.num_computed_tokens // self.block_size, num_known // self.block_size
+        for index in range(first, stop):
+            key, block_id = self._key(seq, index), seq.block_table[index]
+            self.keys[block_id] = key
+            self.twins.setdefault(key, {})[block_id] = None
 
     def reset_prefix_cache(self) -> None:
         """Forgets every hash. Blocks in use stay in use."""
         self.blank.extend(self.cached)
-        self.cached.clear()
-        self.contents.clear()
-        self.blocks_by_hash.clear()
+        for known in (self.cached, self.keys, self.twins):
+            known.clear()
 
-    def _forget(self, block_id: int) -> None:
-        hash_value, _ = self.contents.pop(block_id)
-        twins = self.blocks_by_hash[hash_value]
-        del twins[block_id]
-        if not twins:
-            del self.blocks_by_hash[hash_value]
-
-    def _tokens(self, seq: Sequence, index: int) -> list[int]:
-        return seq.token_ids[index * self.block_size:(index + 1) * self.block_size]
-
-    def _hash(self, seq: Sequence, index: int) -> int:
-        """xxh64 over the hash of the block before and the block's tokens; kept in the sequence."""
-        for missing in range(len(seq.block_hashes), index + 1):
-            before = seq.block_hashes[-1] if missing else 0
-            data = before.to_bytes(8, "little") + array("i", self._tokens(seq, missing)).tobytes()
-            seq.block_hashes.append(xxhash.xxh64_intdigest(data))
-        return seq.block_hashes[index]
+    def _key(self, seq: Sequence, index: int) -> tuple[int, bytes]:
+        """What a full block is found by: xxh64 over the hash of the block before it and its own
+        tokens; and, as hashes may collide, the tokens. Kept in the sequence."""
+        for missing in range(len(seq.block_keys), index + 1):
+            before = seq.block_keys[-1][0] if missing else 0
+            token_ids = seq.token_ids[missing * self.block_size:(missing + 1) * self.block_size]
+            data = array("i", token_ids).tobytes()
+            key = xxhash.xxh64_intdigest(before.to_bytes(8, "little") + data), data
+            seq.block_keys.append(key)
+        return seq.block_keys[index]

@@ -25,8 +25,6 @@ numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ign
 
 WORD = ir.IntType(32)
 TILE = 256  # keys whose scores are held at a time
-AHEAD = 16  # tokens between a prefetch and its use; hardware can't guess where the next block is
-LINE = 32  # elements of a cache line of 64 bytes in bfloat16
 LOWEST = np.float32(-1e30)  # below any score; finite, as fastmath knows no infinity
 LOG2_E = np.float32(math.log2(math.e))
 # ln(2)^k / k!: the Taylor series of 2^x, good to 1e-7 for |x| <= 1/2
@@ -94,15 +92,13 @@ def paged_attention(head_dim: int, group_size: int, block_size: int) -> Callable
     def kernel(query, key_cache, value_cache, block_tables, owners, positions, window, out):
         num_tokens = query.shape[0]
         for task in prange(num_tokens * key_cache.shape[1]):
-            kv_head = task // num_tokens
-            first_head = kv_head * group_size
-            row = task % num_tokens
-            last = positions[row]
+            kv_head, row = task // num_tokens, task % num_tokens
+            first_head, last = kv_head * group_size, positions[row]
             table = block_tables[owners[row]]
 
             def cached(cache, position):
-                soon = min(position + AHEAD, last)
-                for d in range(0, head_dim, LINE):
+                soon = min(position + 16, last)  # hardware can't guess where the next block is
+                for d in range(0, head_dim, 32):  # in bfloat16, a cache line of 64 bytes
                     prefetch(cache[table[soon // block_size], kv_head, soon % block_size], d)
                 return cache[table[position // block_size], kv_head, position % block_size]
 
@@ -120,9 +116,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int) -> Callable
                             score += query[row, first_head + g, d] * as_float32(key[d])
                         weights[g, i] = score
                 for g in range(group_size):
-                    new_maximum = maximum[g]
-                    for i in range(size):
-                        new_maximum = max(new_maximum, weights[g, i])
+                    new_maximum = max(maximum[g], weights[g, :size].max())
                     tile_sum = np.float32(0)
                     for i in range(size):
                         weights[g, i] = exp(weights[g, i] - new_maximum)
@@ -130,15 +124,13 @@ def paged_attention(head_dim: int, group_size: int, block_size: int) -> Callable
                     rescale = exp(maximum[g] - new_maximum)
                     denominator[g] = denominator[g] * rescale + tile_sum
                     maximum[g] = new_maximum
-                    for d in range(head_dim):
-                        total[g, d] *= rescale
+                    total[g] *= rescale
                 for i in range(size):
                     value = cached(value_cache, tile + i)
                     for g in range(group_size):
                         for d in range(head_dim):
                             total[g, d] += weights[g, i] * as_float32(value[d])
             for g in range(group_size):
-                for d in range(head_dim):
-                    out[row, first_head + g, d] = total[g, d] / denominator[g]
+                out[row, first_head + g] = total[g] / denominator[g]
 
     return kernel

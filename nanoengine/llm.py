@@ -7,7 +7,6 @@
 """
 
 import time
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
@@ -30,7 +29,7 @@ from nanoengine.sequence import Sequence
 
 Prompt = str | list[int] | dict[str, Any]
 Params = SamplingParams | list[SamplingParams] | None
-Request = list[Completion]  # as many as its n; or one BeamSearch
+Request = list[Completion]  # one of each of its completions
 PROMPTS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
 
 
@@ -61,13 +60,11 @@ class LLM(AbstractContextManager):
         self.tokenizer = load_tokenizer(find_model(config.tokenizer or folder))
         if config.tokenizer and self.tokenizer is None:
             raise rejected("tokenizer", str(config.tokenizer), "a folder or id with a tokenizer")
-        self.default_params, self.eos_token_ids = load_defaults(
-            folder, self.model_config, self.tokenizer)
+        self.defaults, self.eos_token_ids = load_defaults(folder, self.model_config, self.tokenizer)
         self.runner: Any = ModelRunner(config, self.model_config, folder)
         self.max_model_len = self.runner.max_model_len
-        manager = BlockManager(
-            self.runner.num_kv_blocks, config.block_size, config.enable_prefix_caching,
-            self.runner.num_host_blocks, config.kv_allocation, self.max_model_len)
+        manager = BlockManager(self.runner.num_kv_blocks, config.block_size,
+                               config.enable_prefix_caching, self.runner.num_host_blocks)
         self.scheduler = Scheduler(manager, config)
         self.num_requests = 0
         self.requests: dict[str, list[Any]] = {}  # of the call that is running
@@ -92,7 +89,7 @@ class LLM(AbstractContextManager):
         with closing(self._run(requests)) as steps, \
                 tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             for updated in steps:
-                bar.update(sum(request_output(request).finished for request in updated))
+                bar.update(sum(all(c.seq.finish_reason for c in request) for request in updated))
         return list(map(request_output, requests))
 
     def chat(self, messages: list[Any], sampling_params: Params = None,
@@ -104,12 +101,10 @@ class LLM(AbstractContextManager):
         tokenizer = self.get_tokenizer()
         if not isinstance(messages, list) or not messages:
             raise rejected("messages", messages, "a list of {'role', 'content'}, or of such lists")
-        conversations = messages if isinstance(messages[0], list) else [messages]
-        texts = tokenizer.apply_chat_template(
-            conversations, tokenize=False, add_generation_prompt=True)
-        prompts: list[Any] = [  # the template has the special tokens
-            {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-            for text in texts]
+        chats = messages if isinstance(messages[0], list) else [messages]
+        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(texts, add_special_tokens=False).input_ids  # the template has them
+        prompts: list[Any] = [dict(prompt=t, prompt_token_ids=i) for t, i in zip(texts, ids)]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompts: Prompt | list[Prompt], sampling_params: Params = None,
@@ -122,8 +117,7 @@ class LLM(AbstractContextManager):
         next(steps)  # queues them: from here on the stream is open until it is exhausted or dropped
         return (request_output(request) for updated in steps for request in updated)
 
-    def beam_search(self, prompts: Prompt | list[Prompt],
-                    params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The `params.beam_width` best completions of each prompt that beam search finds.
 
         Raises ValueError for bad input, and where the beams might not fit the engine.
@@ -132,11 +126,11 @@ class LLM(AbstractContextManager):
             raise rejected("params", params, "a BeamSearchParams")
         num_candidates = params.beam_width * max(2, 1 + len(self.eos_token_ids))
         requests = self._make_requests(prompts, SamplingParams(
-            temperature=params.temperature, max_tokens=params.max_tokens, detokenize=False,
-            ignore_eos=params.ignore_eos, logprobs=num_candidates))
+            temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
+            logprobs=num_candidates, detokenize=False))
         searches = [BeamSearch(request[0].seq, params, self.scheduler) for request in requests]
         with closing(self._run([[search] for search in searches])) as steps:
-            deque(steps, maxlen=0)  # runs them all
+            list(steps)  # runs them all
         return [search.output(self.tokenizer) for search in searches]
 
     def _run(self, requests: list[Any]) -> Generator[list[Request], None, None]:
@@ -165,20 +159,17 @@ class LLM(AbstractContextManager):
         self.runner.copy_blocks(batch.copies)
         copied = time.monotonic()
         token_ids, logprobs = self.runner.run(batch, step)
-        ran = time.monotonic()
         self.scheduler.postprocess(batch, token_ids)
         for (_, seq), found in zip(batch.sampled, logprobs):
             stop = self.requests[seq.request_id][seq.index].update(seq, found)
             if stop is not None:
                 self.scheduler.finish(seq, "stop", stop)
-        now = time.monotonic()
         num_swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
-        for name, value in (("host_seconds", prepared - started + now - ran),
-                            ("swap_seconds", (copied - prepared) * bool(num_swapped)),
-                            ("swapped_bytes", num_swapped * self.runner.block_bytes)):
-            self.scheduler.counters[name] += value  # type: ignore
+        self.scheduler.counters.update(
+            swapped_bytes=num_swapped * self.runner.block_bytes,
+            swap_seconds=(copied - prepared) * bool(num_swapped))  # type: ignore[call-overload]
         if self.config.trace:
-            self.trace.append((started, now, batch, self.metrics()))
+            self.trace.append((started, time.monotonic(), batch, self.metrics()))
         return [self.requests[name] for name in {seq.request_id: 0 for _, seq in batch.sampled}]
 
     # --------------------------------------------------------------------------- requests
@@ -193,7 +184,7 @@ class LLM(AbstractContextManager):
             raise rejected("prompts", prompts, PROMPTS)
         if prompts and all(isinstance(item, Integral) for item in prompts):
             prompts = [prompts]
-        params = self.default_params if params is None else params
+        params = self.defaults if params is None else params
         all_params = for_each(len(prompts), "sampling_params", params, SamplingParams)
         priorities = for_each(len(prompts), "priority", priority or 0, int)
         if any(priorities) and self.config.scheduling_policy == "fcfs":
@@ -217,8 +208,10 @@ class LLM(AbstractContextManager):
         ends = stops | dict.fromkeys(self.eos_token_ids)
         processors = build_processors(params, length, list(ends), self.tokenizer)
         seed = mix(self.config.seed, number) if params.seed is None else params.seed
+        held = {"on-demand": 0, "reserve": longest, "max-length": self.max_model_len}
         seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
-                       stops if params.ignore_eos else ends, priority)
+                       stops if params.ignore_eos else ends, priority,
+                       held[self.config.kv_allocation])
         seq.forks = [replace(seq, token_ids=token_ids[:], seed=mix(~seed, index), index=index)
                      for index in range(1, params.n)]
         tokenizer = self.tokenizer if params.detokenize else None
@@ -271,10 +264,9 @@ class LLM(AbstractContextManager):
         num_steps, batched_sequences: steps, and sequences in them; mean_batch: their ratio.
         prompt_tokens, computed_tokens, generation_tokens: admitted, computed, sampled.
         prefix_cache_queries, prefix_cache_hits: tokens looked for on admission, and found.
-        num_preemptions: recompute_preemptions + swap_preemptions. recomputed_tokens: for them.
+        recompute_preemptions, swap_preemptions; recomputed_tokens: for them.
         swap_out_blocks, swap_in_blocks, swapped_bytes, swap_seconds: to the host and back.
         shared_blocks, copy_on_write_blocks: taken over by forks, and copied for them.
-        host_seconds: scheduling, preparing inputs, postprocessing.
         """
         return self.scheduler.metrics()
 

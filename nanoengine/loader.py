@@ -19,15 +19,14 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from nanoengine.model import Decoder, FusedLinear, check_supported
 from nanoengine.sampling_params import SamplingParams, rejected
 
-DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
 def find_model(model: str | PathLike) -> Path:
     """The folder of a model: itself, or the download of a Hugging Face id."""
-    if Path(model).is_dir():
-        return Path(model)
     try:
-        return Path(snapshot_download(str(model), allow_patterns=DOWNLOADED))
+        is_folder = Path(model).is_dir()
+        return Path(model if is_folder else snapshot_download(str(model), allow_patterns=FILES))
     except Exception as error:  # no valid id, an unknown one, no network, no space, …
         raise rejected("model", str(model), f"a folder, or a Hugging Face id: {error}") from error
 
@@ -45,13 +44,11 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder, or None where there is none: then prompts are token ids."""
-    if not [*folder.glob("tokenizer.*"), *folder.glob("vocab.json")]:
-        return None
-    return AutoTokenizer.from_pretrained(folder)
+    is_there = [*folder.glob("tokenizer.*"), *folder.glob("vocab.json")]
+    return AutoTokenizer.from_pretrained(folder) if is_there else None
 
 
-def load_defaults(folder: Path, config: PretrainedConfig,
-                  tokenizer: Any) -> tuple[SamplingParams, set[int]]:
+def load_defaults(folder: Path, config: Any, tokenizer: Any) -> tuple[SamplingParams, set[int]]:
     """From generation_config.json: sampling parameters; from there and the tokenizer: every EOS."""
     file = folder / "generation_config.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
@@ -111,12 +108,10 @@ def load_weights(folder: Path, targets: dict[str, Tensor]) -> None:
                 tensor = safe_open(file, framework="pt").get_tensor(full_name)
                 target = missing.pop(name, None)
                 if target is None or target.shape != tensor.shape:
-                    place = tuple(targets[name].shape) if name in targets else "no such tensor"
                     raise ValueError(f"{file}: {full_name} of shape {tuple(tensor.shape)} does "
-                                     f"not fit, or comes twice: the model has {place}")
+                                     f"not fit the model, or comes twice")
                 target.copy_(tensor)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is truncated, or no safetensors: {error}") from error
     if missing:
-        names = ", ".join(list(missing)[:5])
-        raise ValueError(f"{folder}: model*.safetensors lack {len(missing)} tensors: {names} …")
+        raise ValueError(f"{folder}: model*.safetensors lack {len(missing)} tensors: {[*missing][:3]}")

@@ -19,17 +19,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanoengine.attention import CPUAttention, StepInputs
 from nanoengine.sampling_params import rejected
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
 
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that this decoder would not compute exactly."""
     rope = getattr(config, "rope_parameters", None) or {}
     for name, value, supported in (
-        ("architectures", tuple(config.architectures or ()), [(name,) for name in ARCHITECTURES]),
+        ("architectures", config.architectures,
+         [[f"{name}ForCausalLM"] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")]),
         ("hidden_act", getattr(config, "hidden_act", None), ["silu"]),
-        ("rope_type", rope.get("rope_type"), ROPE_TYPES),
+        ("rope_type", rope.get("rope_type"), ["default", "linear", "llama3", "yarn"]),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
         ("quantization_config", getattr(config, "quantization_config", None), [None]),
         ("layer_types", bool(getattr(config, "layer_types", None)) and config.model_type,
@@ -90,8 +88,7 @@ class FusedLinear(nn.Linear):
 class DecoderLayer(nn.Module):
     def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.window = window_of(config, layer_index)
+        self.head_dim, self.window = config.head_dim, window_of(config, layer_index)
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
@@ -130,8 +127,8 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, step: StepInputs, rotary: Tensor, attention: CPUAttention,
-                caches: list[Tensor]) -> Tensor:
-        """Computes the step's T tokens and writes their K and V to the caches, one for each layer.
+                caches: Tensor) -> Tensor:
+        """Computes the step's T tokens and writes their K and V to the caches, (layers, …).
 
         rotary: (2, max_model_len, head_dim), see `rotary_table`.
         Returns the logits of the sampled rows alone, (sampled, vocab_size).

@@ -35,18 +35,14 @@ class ModelRunner:
         self.block_size = config.block_size
         self.dtype = choose_dtype(config.dtype)
         self.model = load_model(folder, model_config, self.dtype, config.load_format == "dummy")
-        self.attention = CPUAttention(
-            model_config.num_attention_heads, model_config.num_key_value_heads,
-            model_config.head_dim, config.block_size)
-        one_block = self.attention.make_cache(1, self.dtype)
-        self.block_bytes = one_block.nbytes * len(self.model.layers)
+        self.attention = CPUAttention(model_config, config.block_size)
+        self.block_bytes = self.attention.make_caches(1, self.dtype).nbytes
         self.num_kv_blocks, self.max_model_len = size_cache(
             config, model_config.max_position_embeddings, self.block_bytes)
         swap_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
         self.num_host_blocks = int(swap_bytes // self.block_bytes)
-        self.caches, self.host_caches = (
-            [self.attention.make_cache(1 + num_blocks, self.dtype) for _ in self.model.layers]
-            for num_blocks in (self.num_kv_blocks, self.num_host_blocks))
+        self.caches = self.attention.make_caches(self.num_kv_blocks + 1, self.dtype)
+        self.host_caches = self.attention.make_caches(self.num_host_blocks + 1, self.dtype)
         self.rotary = rotary_table(model_config, self.max_model_len)
 
     @torch.inference_mode()
@@ -61,8 +57,7 @@ class ModelRunner:
                                        (copies.copy_on_write, self.caches, self.caches),
                                        (copies.swap_in, self.host_caches, self.caches)):
             if blocks:
-                for old, new in zip(source, target):
-                    new[:, list(blocks.keys())] = old[:, list(blocks.values())]
+                target[:, :, list(blocks)] = source[:, :, list(blocks.values())]
 
     def prepare(self, batch: Batch) -> StepInputs:
         """The arrays of a step. One loop over sequences, none over tokens or blocks."""
@@ -71,8 +66,7 @@ class ModelRunner:
         token_ids: list[int] = []
         for table, seq, count in zip(block_tables, batch.sequences, batch.num_tokens):
             table[:len(seq.block_table)] = seq.block_table
-            start = seq.num_computed_tokens
-            token_ids += seq.token_ids[start:start + count]
+            token_ids += seq.token_ids[-seq.num_uncomputed_tokens:][:count]
         num_tokens = np.array(batch.num_tokens)
         computed = np.array([seq.num_computed_tokens for seq in batch.sequences])
         stops = num_tokens.cumsum()  # the row behind each sequence's last
@@ -88,9 +82,8 @@ class ModelRunner:
 def choose_dtype(dtype: str) -> torch.dtype:
     """What was asked for; "auto" is bfloat16 where the CPU computes in it, else float32."""
     if dtype == "auto":
-        features = get_host_cpu_features()
-        has_bfloat16 = any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16"))
-        dtype = "bfloat16" if has_bfloat16 else "float32"
+        has = get_host_cpu_features().get
+        dtype = "bfloat16" if has("avx512bf16") or has("amx-bf16") or has("bf16") else "float32"
     return getattr(torch, dtype)
 
 

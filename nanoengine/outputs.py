@@ -45,9 +45,7 @@ class Completion:
     """A sequence in the engine, the prompt that it completes, and the text of it so far."""
 
     def __init__(self, prompt: str | None, seq: Sequence, tokenizer: Any) -> None:
-        self.prompt = prompt
-        self.seq = seq
-        self.text = ""
+        self.prompt, self.seq, self.text = prompt, seq, ""
         self.longest_stop = max(map(len, seq.params.stop), default=1)
         self.tokenizer: Any = tokenizer and tokenizer.backend_tokenizer  # None: no text is wanted
         self.context, self.decoded = max(0, seq.num_tokens - 6), seq.num_tokens  # token indices
@@ -88,8 +86,7 @@ class Completion:
 
     def output(self) -> CompletionOutput:
         """How it stands now; what may yet become a stop string is held back."""
-        seq = self.seq
-        text = self.text
+        seq, text = self.seq, self.text
         if not (seq.finish_reason or seq.params.include_stop_str_in_output):
             text = text[:max(0, len(text) - self.longest_stop + 1)]
         token_ids = seq.token_ids[seq.num_prompt_tokens:]

@@ -15,16 +15,12 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
-from transformers import (
-    MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor, PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor,
-)
+from transformers.generation import logits_process as hf
 
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 
 CDF_BLOCK = 64  # tokens of a first, coarse step through the cumulated weights
-GREEDY_TEMPERATURE = 1e-30  # leaves weight to the maximum alone, and float32 can divide by it
 
 
 @dataclass
@@ -49,12 +45,12 @@ def build_processors(p: SamplingParams, prompt_length: int, end_tokens: list[int
     banned = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     bias: Any = {(token_id,): value for token_id, value in (p.logit_bias or {}).items()}
     wanted: list[Any] = [
-        allowed and PrefixConstrainedLogitsProcessor(lambda row, input_ids: allowed, 1),
-        banned and NoBadWordsLogitsProcessor(banned),
+        allowed and hf.PrefixConstrainedLogitsProcessor(lambda row, input_ids: allowed, 1),
+        banned and hf.NoBadWordsLogitsProcessor(banned),
         p.min_tokens and end_tokens
-        and MinNewTokensLengthLogitsProcessor(prompt_length, p.min_tokens, end_tokens),
-        bias and SequenceBiasLogitsProcessor(bias),
-        p.repetition_penalty != 1 and RepetitionPenaltyLogitsProcessor(p.repetition_penalty),
+        and hf.MinNewTokensLengthLogitsProcessor(prompt_length, p.min_tokens, end_tokens),
+        bias and hf.SequenceBiasLogitsProcessor(bias),
+        p.repetition_penalty != 1 and hf.RepetitionPenaltyLogitsProcessor(p.repetition_penalty),
         (p.presence_penalty or p.frequency_penalty) and partial(penalize_output, p, prompt_length),
     ]
     return [processor for processor in wanted if processor] + p.logits_processors
@@ -89,9 +85,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[L
     if rows:
         drawn = [sequences[row] for row in rows]
         scores = logits[rows].float()
-        for index, seq in enumerate(drawn):
+        for row, seq in zip(scores, drawn):
             if seq.processors:
-                scores[index] = apply_processors(scores[index], seq)
+                row.copy_(apply_processors(row[None], seq)[0])
         scale_and_truncate(scores, [seq.params for seq in drawn])
         token_ids[rows] = draw(scores, torch.tensor(list(map(uniform, drawn)), dtype=torch.float64))
     chosen = token_ids.tolist()
@@ -99,15 +95,15 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[L
 
 
 def apply_processors(scores: Tensor, seq: Sequence) -> Tensor:
-    """A row's scores (vocab_size,) after its request's processors."""
-    input_ids, scores = torch.tensor([seq.token_ids]), scores[None]
+    """A row's scores, (1, vocab_size), after its request's processors."""
+    input_ids = torch.tensor([seq.token_ids])
     for processor in seq.processors:
         scores = processor(input_ids, scores)
     scores = scores.clamp(max=torch.finfo(scores.dtype).max)  # +inf is how some force a token
     if not scores.isfinite().any():
         raise ValueError(f"request {seq.request_id}: its processors (allowed_token_ids, bad_words, "
                          f"min_tokens, …) leave no token possible")
-    return scores[0]
+    return scores
 
 
 def scale_and_truncate(logits: Tensor, params: list[SamplingParams]) -> None:
@@ -116,7 +112,8 @@ def scale_and_truncate(logits: Tensor, params: list[SamplingParams]) -> None:
 
     The order is vLLM's: temperature, min-p, top-k, top-p (of what is left, renormalised).
     """
-    temperatures = torch.tensor([p.temperature for p in params]).clamp(min=GREEDY_TEMPERATURE)
+    # for greedy rows 1e-30: it leaves weight to the maximum alone, and float32 can divide by it
+    temperatures = torch.tensor([p.temperature for p in params]).clamp(min=1e-30)
     logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
     for row, p in enumerate(params):
         if p.min_p > 0:
@@ -170,15 +167,11 @@ def first_above(cumulated: Tensor, targets: Tensor) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, token_id: int, seq: Sequence) -> Logprobs | None:
-    """From a row of raw logits: the sampled token's, then as many of the likeliest as asked for.
-
-    For beams, which are not sampled, the temperature counts here.
-    """
+    """From a row of raw logits: the sampled token's, then as many of the likeliest as asked for."""
     count = seq.params.logprobs
     if count is None:
         return None
-    scale = seq.group and seq.params.temperature or 1
-    row = (logits.double() / scale).log_softmax(dim=-1)
+    row = logits.double().log_softmax(dim=-1)
     values, indices = row.topk(len(row) if count == -1 else min(count, len(row)))
     found = {token_id: Logprob(row[token_id].item(), int((row > row[token_id]).sum()) + 1)}
     for rank, (likely, value) in enumerate(zip(indices.tolist(), values.tolist()), 1):

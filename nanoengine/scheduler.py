@@ -4,7 +4,6 @@ Two deques, waiting and running, and one `Batch` a step. Plain Python: it knows 
 but no tensor and no text. The policies are the small functions and tables at the end.
 """
 
-import random
 import time
 from bisect import insort_left, insort_right
 from collections import Counter, deque
@@ -49,10 +48,8 @@ class Scheduler:
     """
 
     def __init__(self, block_manager: BlockManager, config: EngineConfig) -> None:
-        self.block_manager = block_manager
-        self.config = config
+        self.block_manager, self.config = block_manager, config
         self.max_num_seqs, self.max_num_batched_tokens = config.limits()
-        self.random = random.Random(config.seed)
         self.is_closed = False  # to prompts, once a static batch decodes
         self.waiting: deque[Sequence] = deque()  # by priority
         self.running: deque[Sequence] = deque()  # as admitted
@@ -62,7 +59,7 @@ class Scheduler:
     def check_room(self, seq: Sequence, beam_width: int = 1) -> None:
         """Raises ValueError for a sequence that would not fit with all its beams, even alone."""
         manager, most = self.block_manager, self.max_num_seqs
-        num_tokens = max(seq.max_num_tokens, manager.num_tokens_to_hold(seq))
+        num_tokens = max(seq.max_num_tokens, seq.num_held_tokens)
         num_blocks = beam_width * manager.num_blocks_for(num_tokens)
         if beam_width > most or num_blocks > manager.num_blocks:
             raise ValueError(f"{beam_width=} and up to {num_tokens} tokens do not fit {most} seqs "
@@ -85,11 +82,9 @@ class Scheduler:
         assert batch, "nothing can run: a sequence alone always has its blocks"
         batch.copies, manager.copies = manager.copies, Copies()
         batch.preempted, self.preempted = self.preempted, []
-        for name, copies in vars(batch.copies).items():
-            counters[f"{name}_blocks"] += len(copies)
-        counters["num_steps"] += 1
-        counters["batched_sequences"] += len(batch)
-        counters["computed_tokens"] += sum(batch.num_tokens)
+        copied = {f"{name}_blocks": len(blocks) for name, blocks in vars(batch.copies).items()}
+        counters.update(copied, num_steps=1, batched_sequences=len(batch),
+                        computed_tokens=sum(batch.num_tokens))
         num_used = manager.num_blocks - manager.num_free_blocks
         counters["max_blocks_used"] = max(num_used, counters["max_blocks_used"])
         return batch
@@ -164,13 +159,12 @@ class Scheduler:
         """Moves a sequence to the tail of running, with all its blocks."""
         num_hits = self.block_manager.allocate(seq, parent)
         self.running.append(seq)
-        num_lost = seq.num_preempted_tokens - seq.num_computed_tokens
-        self.counters["recomputed_tokens"] += max(0, num_lost)
         if parent:
-            self.counters["shared_blocks"] += num_hits // self.block_manager.block_size
+            self.counters.update(shared_blocks=num_hits // self.block_manager.block_size)
             return
-        self.counters["prefix_cache_queries"] += seq.num_tokens
-        self.counters["prefix_cache_hits"] += num_hits
+        num_lost = max(0, seq.num_preempted_tokens - seq.num_computed_tokens)
+        self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
+                             recomputed_tokens=num_lost)
         if not seq.metrics.first_scheduled_time:
             seq.metrics.first_scheduled_time = time.monotonic()
             seq.metrics.num_cached_tokens = num_hits
@@ -197,10 +191,12 @@ class Scheduler:
         return len(self.running) < num_running
 
     def preempt(self, seq: Sequence) -> None:
-        """Takes the blocks of a sequence and its group; they wait at the front."""
+        """Sends a sequence and its group to the front of waiting, without their blocks."""
         for member in reversed(seq.members):
             (self.running if member.block_table else self.waiting).remove(member)
             insort_left(self.waiting, member, key=PRIORITY)
+            if not member.block_table:
+                continue
             member.num_preempted_tokens = member.num_computed_tokens
             mode = self.config.preemption_mode
             if mode == "recompute" or not self.block_manager.swap_out(member):
@@ -220,14 +216,13 @@ class Scheduler:
             return
         head = self.waiting[0]
         num_missing = manager.num_blocks_to_hold(head) - manager.num_free_blocks
-        victims = [seq for seq in self.running if len(seq.block_table) >= num_missing
-                   and seq.priority >= head.priority and not (seq.gave_way or seq.group)]
-        if victims and not head.group:
+        victims = [seq for seq in self.running if not seq.gave_way
+                   and seq.priority >= head.priority and len(seq.block_table) >= num_missing]
+        if victims:
             victim = max(victims, key=lambda seq: seq.num_tokens)
             victim.gave_way = True
-            self.waiting.popleft()
             self.preempt(victim)
-            self.waiting.appendleft(head)
+            self.preempt(head)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence wherever it is, and frees its blocks."""
@@ -236,8 +231,7 @@ class Scheduler:
             self.block_manager.deallocate(seq)
             seq.metrics.finished_time = time.monotonic()
             seq.metrics.num_decoded_tokens = seq.num_tokens - seq.num_prompt_tokens - 1
-        seq.finish_reason = reason
-        seq.stop_reason = stop_reason
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
 
     def abort(self) -> None:
         """Ends all sequences, between two steps. What the prefix cache knows stays."""
@@ -246,8 +240,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drops all sequences and forgets all blocks, whatever a broken step has left of them."""
-        self.waiting.clear()
-        self.running.clear()
+        self.waiting, self.running = deque(), deque()
         self.block_manager.reset()
 
     def metrics(self) -> dict[str, Any]:
@@ -262,7 +255,6 @@ class Scheduler:
             "num_blocks_free": manager.num_free_blocks, "num_blocks_cached": len(manager.cached),
             "num_host_blocks_used": manager.num_host_blocks - len(manager.free_host_blocks),
             "reserved_waste": sum(unused) - internal, "internal_waste": internal,
-            "num_preemptions": counters["recompute_preemptions"] + counters["swap_preemptions"],
             "mean_batch": counters["batched_sequences"] / max(1, counters["num_steps"])})
 
 
@@ -299,12 +291,11 @@ def prompts(scheduler: Scheduler, admit: bool) -> Batch:
     return scheduler.build(begun, admit)
 
 
-BATCHING: dict[str, Callable[[Scheduler], Batch]] = {
-    "prefill-first": prefill_first, "mixed": mixed, "static": static}
+BATCHING = {"prefill-first": prefill_first, "mixed": mixed, "static": static}
 VICTIMS: dict[str, Callable[[Scheduler, Sequence], Any]] = {  # the highest; if equal, the youngest
     "youngest": lambda scheduler, seq: 0,
     "longest": lambda scheduler, seq: seq.num_tokens,
     "lowest-priority": lambda scheduler, seq: seq.priority,
     "least-recently-run": lambda scheduler, seq: -seq.last_step,
-    "random": lambda scheduler, seq: scheduler.random.random(),
+    "random": lambda scheduler, seq: hash((scheduler.config.seed, seq.seed, seq.num_tokens)),
 }

@@ -54,6 +54,7 @@ class Sequence:
     processors: list[Callable] = field(default_factory=list)  # edit its logits (sampler.py)
     end_tokens: dict[int, int | None] = field(default_factory=dict)  # that end it: stop_reason
     priority: int = 0  # smaller ones first
+    num_held_tokens: int = 0  # it holds blocks for so many at least, from its admission on
     index: int = 0  # which completion of its request
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     # Its state in the engine; `dataclasses.replace` makes another one that has yet to begin.
@@ -62,7 +63,7 @@ class Sequence:
     num_computed_tokens: int = field(default=0, init=False)
     num_preempted_tokens: int = field(default=0, init=False)  # computed when last preempted
     block_table: array = field(default_factory=lambda: array("i"), init=False)
-    block_hashes: list[int] = field(default_factory=list, init=False)  # of full blocks, once asked
+    block_keys: list[tuple[int, bytes]] = field(default_factory=list, init=False)  # of full blocks
     host_blocks: list[int] = field(default_factory=list, init=False)  # while it is swapped out
     last_step: int = field(default=0, init=False)  # in which it ran
     gave_way: bool = field(default=False, init=False)  # to the head of a long queue, once
@@ -70,15 +71,6 @@ class Sequence:
     finish_reason: str | None = field(default=None, init=False)
     stop_reason: int | str | None = field(default=None, init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def members(self) -> list["Sequence"]:
-        """Those who are admitted and preempted together."""
-        return self.group or [self]
+    num_tokens = property(lambda self: len(self.token_ids))
+    num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)
+    members = property(lambda self: self.group or [self])  # are admitted and preempted together

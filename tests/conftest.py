@@ -1,5 +1,6 @@
 """What several tests need: the bundled model, and tiny models with random weights on disk."""
 
+from array import array
 from collections import Counter
 from pathlib import Path
 
@@ -57,14 +58,15 @@ def check_blocks(scheduler) -> None:
     free = {block_id for block_id, count in enumerate(manager.ref_counts) if count == 0}
     assert manager.ref_counts == [references[block] for block in range(manager.num_blocks + 1)]
     assert sorted([0, *manager.blank, *manager.cached]) == sorted(free)
-    assert set(manager.cached) == free & manager.contents.keys()
-    registered = {block_id: hash_value for hash_value, twins in manager.blocks_by_hash.items()
-                  for block_id in twins}
-    assert registered == {block_id: held[0] for block_id, held in manager.contents.items()}
+    assert set(manager.cached) == free & manager.keys.keys()
+    found = {block_id: key for key, twins in manager.twins.items() for block_id in twins}
+    assert found == manager.keys and all(manager.twins.values())
     for seq, index, block_id in tables:
-        if block_id in manager.contents:  # a hash stands for the tokens that are there
-            held = manager._hash(seq, index), manager._tokens(seq, index)
-            assert manager.contents[block_id] == held
+        if block_id in manager.keys:
+            assert manager.keys[block_id] == manager._key(seq, index)
+            size = manager.block_size
+            tokens = seq.token_ids[index * size:(index + 1) * size]
+            assert manager.keys[block_id][1] == array("i", tokens).tobytes()
         elif (index + 1) * manager.block_size > seq.num_computed_tokens:
             assert references[block_id] == 1, "no two sequences may write to one block"
     host_blocks = sum((seq.host_blocks for seq in sequences), manager.free_host_blocks)

@@ -1,5 +1,6 @@
 """The prefix cache's behaviours one by one; the random workloads are in test_scheduler.py."""
 
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -77,7 +78,8 @@ def test_a_hit_compares_the_tokens_too(monkeypatch):
     assert manager.find_prefix(make([1, 2, 3, 3, 5])) == []
     for tokens in ([1, 2, 3, 4, 5], [6, 7, 8, 9, 5]):
         found = manager.find_prefix(make(tokens))
-        assert [manager.contents[block_id][1] for block_id in found] == [tokens[:4]]
+        assert [manager.keys[block_id][1] for block_id in found] == [
+            array("i", tokens[:4]).tobytes()]
 
 
 def test_shared_blocks_are_counted():
@@ -137,10 +139,10 @@ def test_a_failed_allocation_changes_nothing():
     manager = BlockManager(4, 4)
     run_once(manager, range(8))
     holder = compute(manager, make([70, 71, 72, 73]))
-    state = repr((manager.blank, manager.cached, manager.ref_counts, manager.contents))
+    state = repr((manager.blank, manager.cached, manager.ref_counts, manager.keys))
     too_long = make([*range(8), *range(50, 58)])  # two found, two fresh, one free beside those
     assert not allocate(manager, too_long)
-    assert repr((manager.blank, manager.cached, manager.ref_counts, manager.contents)) == state
+    assert repr((manager.blank, manager.cached, manager.ref_counts, manager.keys)) == state
     assert not too_long.block_table and too_long.num_computed_tokens == 0
     check(manager, [holder])
 
@@ -176,6 +178,6 @@ def test_without_prefix_caching_nothing_is_found():
     manager = BlockManager(10, 4, enable_prefix_caching=False)
     run_once(manager, range(9))
     again = compute(manager, make(range(9)))
-    assert not manager.contents and again.num_computed_tokens == 9
+    assert not manager.keys and again.num_computed_tokens == 9
     check(manager, [again])
 

@@ -1,6 +1,7 @@
 """The CPU kernel against the same computation in plain torch."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,12 @@ def make_step(num_tokens, computed, block_size):
                       slots=blocks * block_size + positions % block_size, sampled_rows=owners)
 
 
+def make_attention(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int):
+    return CPUAttention(SimpleNamespace(
+        num_hidden_layers=1, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads,
+        head_dim=head_dim), block_size)
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window", [
     (2, 1, 32, 16, None), (1, 2, 64, 16, 7), (2, 4, 80, 5, None), (1, 8, 128, 16, 300),
@@ -41,10 +48,10 @@ def make_step(num_tokens, computed, block_size):
 ])
 def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window, dtype, tolerance):
     torch.manual_seed(0)
-    attention = CPUAttention(kv_heads * group_size, kv_heads, head_dim, block_size)
+    attention = make_attention(kv_heads * group_size, kv_heads, head_dim, block_size)
     step = make_step([1, 1, 9, 1, 40, 2], [0, 700, 0, 15, 260, 31], block_size)
     num_tokens = len(step.positions)
-    cache = attention.make_cache(int(step.block_tables.max()) + 1, dtype)
+    cache = attention.make_caches(int(step.block_tables.max()) + 1, dtype)[0]
     cache.copy_(torch.randn(cache.shape))
     query = torch.randn(num_tokens, kv_heads * group_size, head_dim).to(dtype)
     key, value = (torch.randn(num_tokens, kv_heads, head_dim).to(dtype) for _ in range(2))
@@ -61,9 +68,9 @@ def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window,
 
 
 def test_large_scores_do_not_overflow():
-    attention = CPUAttention(1, 1, 32, 16)
+    attention = make_attention(1, 1, 32, 16)
     step = make_step([1], [600], 16)
-    cache = attention.make_cache(60, torch.float32)
+    cache = attention.make_caches(60, torch.float32)[0]
     cache.copy_(torch.randn(cache.shape) * 100)
     query = torch.randn(1, 1, 32) * 100
     out = attention(query, query, query, None, cache, step)
@@ -73,9 +80,9 @@ def test_large_scores_do_not_overflow():
 
 def test_a_token_has_the_same_bits_alone_and_in_any_batch():
     torch.manual_seed(0)
-    attention = CPUAttention(8, 2, 64, 16)
+    attention = make_attention(8, 2, 64, 16)
     step = make_step([30, 1, 50], [0, 99, 270], 16)
-    cache = attention.make_cache(100, torch.bfloat16)
+    cache = attention.make_caches(100, torch.bfloat16)[0]
     cache.copy_(torch.randn(cache.shape))
     query = torch.randn(81, 8, 64).bfloat16()
     key, value = torch.randn(2, 81, 2, 64).bfloat16()

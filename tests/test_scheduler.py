@@ -13,7 +13,7 @@ import pytest
 from conftest import check_blocks
 
 from nanoengine.beam_search import BeamSearch
-from nanoengine.block_manager import KV_ALLOCATION, BlockManager
+from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.sampler import Logprob
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
@@ -23,7 +23,7 @@ from nanoengine.sequence import Sequence
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
 POLICIES = {
-    "scheduling": list(BATCHING), "kv_allocation": list(KV_ALLOCATION),
+    "scheduling": list(BATCHING), "kv_allocation": ["on-demand", "reserve", "max-length"],
     "preemption_mode": ["recompute", "swap"], "preemption_victim": list(VICTIMS),
     "scheduling_policy": ["fcfs", "priority"], "max_waiting": [None, 0, 2]}
 
@@ -48,19 +48,18 @@ def expected_output(seq: Sequence) -> list[int]:
 
 
 def make_sequence(prompt: list[int], max_tokens: int, name: str = "", n: int = 1,
-                  priority: int = 0, **params) -> Sequence:
+                  priority: int = 0, held: int = 0, **params) -> Sequence:
     first, *forks = (
         Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens,
                  SamplingParams(**params), seed, end_tokens={EOS: None}, priority=priority,
-                 index=seed) for seed in range(n))
+                 num_held_tokens=held, index=seed) for seed in range(n))
     first.forks = forks
     return first
 
 
 def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching=True,
-                   num_host_blocks=0, max_model_len=None, **policies) -> Scheduler:
-    manager = BlockManager(num_blocks, block_size, caching, num_host_blocks,
-                           policies.get("kv_allocation", "on-demand"), max_model_len or 0)
+                   num_host_blocks=0, **policies) -> Scheduler:
+    manager = BlockManager(num_blocks, block_size, caching, num_host_blocks)
     config = EngineConfig(model="none", max_num_seqs=max_num_seqs,
                           max_num_batched_tokens=max_num_batched_tokens, **policies)
     return Scheduler(manager, config)
@@ -167,7 +166,7 @@ def run_workload(seed: int, **policies) -> dict[str, int]:
     scheduler = make_scheduler(
         fits + rng.randint(0, 2 * fits), block_size, max_num_seqs,
         max_num_seqs + rng.choice([0, 3, 20, 100]), rng.random() < 0.8, rng.randint(0, 2 * fits),
-        max_model_len, **policies)
+        **policies)
     manager, cache = scheduler.block_manager, ShadowCache(block_size)
     stems = [[rng.randrange(1, VOCABULARY) for _ in range(max_model_len)] for _ in range(3)]
     arriving, searches, wanted = [], {}, {}
@@ -178,16 +177,17 @@ def run_workload(seed: int, **policies) -> dict[str, int]:
         max_tokens, name = rng.randint(1, max_model_len - length), str(number)
         priority = rng.choice([0, 0, 1, -1]) * (policies["scheduling_policy"] == "priority")
         width = rng.choice([0, 0, 2, 3])
-        is_max_length = policies["kv_allocation"] == "max-length"
-        per_beam = max_model_len if is_max_length else length + max_tokens
-        if 0 < width <= max_num_seqs and width * -(-per_beam // block_size) <= manager.num_blocks:
+        held = {"on-demand": 0, "reserve": length + max_tokens, "max-length": max_model_len}[
+            policies["kv_allocation"]]
+        num_blocks = manager.num_blocks_for(max(held, length + max_tokens))
+        if 0 < width <= max_num_seqs and width * num_blocks <= manager.num_blocks:
             penalty = rng.choice([0.0, 1.0, 2.0])
             params = BeamSearchParams(width, max_tokens, length_penalty=penalty)
-            seq = make_sequence(prompt, max_tokens, name, logprobs=2 * width)
+            seq = make_sequence(prompt, max_tokens, name, held=held, logprobs=2 * width)
             searches[name], wanted[name] = BeamSearch(seq, params, scheduler), beams_alone(
                 prompt, params)
         else:
-            seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority)
+            seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority, held)
         arriving.append(seq)
     everyone = [completion for seq in arriving for completion in (seq, *seq.forks)]
     aborted: set[str] = set()
