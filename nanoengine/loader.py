@@ -114,4 +114,4 @@ def load_weights(folder: Path, targets: dict[str, Tensor]) -> None:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is truncated, or no safetensors: {error}") from error
     if missing:
-        raise ValueError(f"{folder}: model*.safetensors lack {len(missing)} tensors: {[*missing][:3]}")
+        raise ValueError(f"{folder}: its files lack {len(missing)} tensors: {[*missing][:3]}")

@@ -113,7 +113,7 @@ class Scheduler:
         num_tokens = min(seq.num_uncomputed_tokens, batch.budget)
         if not num_tokens:  # a beam that waits for others in its group
             return
-        if num_tokens == seq.num_uncomputed_tokens:
+        if seq.num_computed_tokens + num_tokens == len(seq.token_ids):
             batch.sampled += [(len(batch.sequences), receiver) for receiver in (*seq.forks, seq)]
             seq.forks = []
         batch.sequences.append(seq)
