@@ -90,7 +90,7 @@ class BlockManager:
             pairs = zip(seq.block_table, seq.host_blocks)
             self.copies.swap_in.update(list(pairs)[len(prefix):])
             num_swapped = min(seq.num_preempted_tokens, seq.num_tokens - 1)  # the last for logits
-            self.register(seq, num_swapped - num_hits)
+            self.register(seq, num_swapped)
             seq.num_computed_tokens = max(num_hits, num_swapped)
         return num_hits
 
@@ -163,16 +163,15 @@ class BlockManager:
             prefix.append(next(iter(twins)))
         return prefix
 
-    def register(self, seq: Sequence, num_tokens: int) -> None:
-        """Makes the blocks findable that the next `num_tokens` tokens of a sequence fill.
+    def register(self, seq: Sequence, stop: int) -> None:
+        """Makes the blocks findable that a sequence's tokens from the computed ones to `stop` fill.
 
         To be called when their K and V are in the cache, or will be before anyone can read them who
         is admitted later: the scheduler does so for the tokens of the step it is building, since
         each layer writes the K and V of the whole batch before it reads any.
         """
-        num_known = seq.num_computed_tokens + num_tokens if self.enable_prefix_caching else 0
-        first, stop = seq.num_computed_tokens // self.block_size, num_known // self.block_size
-        for index in range(first, stop):
+        last = stop // self.block_size if self.enable_prefix_caching else 0
+        for index in range(seq.num_computed_tokens // self.block_size, last):
             key, block_id = self._key(seq, index), seq.block_table[index]
             self.keys[block_id] = key
             self.twins.setdefault(key, {})[block_id] = None

@@ -168,8 +168,7 @@ def first_above(cumulated: Tensor, targets: Tensor) -> Tensor:
 
 def logprobs_of(logits: Tensor, token_id: int, seq: Sequence) -> Logprobs | None:
     """From a row of raw logits: the sampled token's, then as many of the likeliest as asked for."""
-    count = seq.params.logprobs
-    if count is None:
+    if (count := seq.params.logprobs) is None:
         return None
     row = logits.double().log_softmax(dim=-1)
     values, indices = row.topk(len(row) if count == -1 else min(count, len(row)))

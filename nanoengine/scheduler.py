@@ -110,17 +110,19 @@ class Scheduler:
 
     def _place(self, batch: Batch, seq: Sequence) -> None:
         """Adds as many of a sequence's tokens to a batch as the budget allows."""
-        num_tokens = min(seq.num_uncomputed_tokens, batch.budget)
+        computed, known = seq.num_computed_tokens, len(seq.token_ids)
+        num_tokens = min(known - computed, batch.budget)
         if not num_tokens:  # a beam that waits for others in its group
             return
-        if seq.num_computed_tokens + num_tokens == len(seq.token_ids):
-            batch.sampled += [(len(batch.sequences), receiver) for receiver in (*seq.forks, seq)]
+        if computed + num_tokens == known:
+            batch.sampled += [(len(batch.sequences), fork) for fork in seq.forks]
+            batch.sampled.append((len(batch.sequences), seq))
             seq.forks = []
         batch.sequences.append(seq)
         batch.num_tokens.append(num_tokens)
         batch.budget -= num_tokens
         seq.last_step = self.counters["num_steps"]
-        self.block_manager.register(seq, num_tokens)
+        self.block_manager.register(seq, computed + num_tokens)
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> None:
         """Appends the sampled tokens, one for each in `batch.sampled`, and ends who is finished.

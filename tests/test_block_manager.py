@@ -31,7 +31,7 @@ def allocate(manager: BlockManager, seq: Sequence) -> bool:
 def compute(manager: BlockManager, seq: Sequence) -> Sequence:
     """What a step does to a sequence that is computed whole."""
     assert allocate(manager, seq)
-    manager.register(seq, seq.num_uncomputed_tokens)
+    manager.register(seq, seq.num_tokens)
     seq.num_computed_tokens = seq.num_tokens
     return seq
 
