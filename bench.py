@@ -1,16 +1,26 @@
-"""Throughput of nanoengine, and of other engines on the same prompts.
+"""Throughput of nanoengine, of other engines on the same prompts, and of its policies side by side.
 
     python bench.py                                     # the bundled model
     python bench.py --config qwen3-0.6b --num-seqs 16   # a real shape, random weights
     python bench.py --engine nanoengine,hf --repeat 3   # A B A B A B, medians and their ratio
     python bench.py --limit --json result.json          # how far from the matrix products alone
 
+    python bench.py --compare batching --plot out.png   # variants of a policy on one workload
+    python bench.py --compare memory --true-lengths 0.5 --timeline out.png --trace out.json
+    python bench.py --simulate --compare memory --workload prefill-heavy --n-k 4    # on an A100
+    python bench.py --simulate --rate 12 --reject       # arrivals, and what is turned away
+
 The default workload is nano-vllm's: 256 prompts of 100 to 1024 random tokens, 100 to 1024 new ones
-for each, EOS ignored, temperature 0.6. What is timed is one call, from token ids to finished
-outputs, with their text where the model has a tokenizer; loading and a warm-up come before it.
+for each, EOS ignored, temperature 0.6; with --compare, --timeline or --trace 64 prompts of 16 to
+256, and blocks for a third of them. What is timed is one call, from token ids to finished outputs,
+with their text where the model has a tokenizer; loading and a warm-up come before it.
+
+--simulate runs the same scheduler, but a step only costs time on a clock: a constant, and so much
+for each token and each byte of K and V that is read.
 """
 
 import argparse
+import dataclasses
 import gc
 import importlib
 import importlib.metadata
@@ -21,29 +31,51 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from tqdm import tqdm
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.block_manager import BlockManager
+from nanoengine.config import EngineConfig
 from nanoengine.loader import find_model, load_config, load_tokenizer
 from nanoengine.model_runner import choose_dtype
+from nanoengine.scheduler import BATCHING, VICTIMS, Batch, Scheduler
+from nanoengine.sequence import RequestMetrics, Sequence
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
 Figures = dict[str, float]
 SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
-NANOENGINE_OPTIONS = ("load_format", "dtype", *SIZES, "scheduling", "enable_prefix_caching")
+POLICIES = {
+    "scheduling": str, "scheduling_policy": str, "kv_allocation": str, "preemption_mode": str,
+    "preemption_victim": str, "max_waiting": int, "swap_space": float}
+NANOENGINE_OPTIONS = ("load_format", "dtype", *SIZES, *POLICIES, "enable_prefix_caching")
 VLLM_OPTIONS = ("load_format", *SIZES[:4], "enable_prefix_caching")
+COMPARISONS: dict[str, dict[str, dict[str, Any]]] = {  # the options or sampling of each variant
+    "batching": {name: {"scheduling": name} for name in ("static", *list(BATCHING)[:2])},
+    "memory": {name: {"kv_allocation": name} for name in ("max-length", "reserve", "on-demand")},
+    "preemption": {"recompute": {}, "swap": {"preemption_mode": "swap"},
+                   "none (reserve)": {"kv_allocation": "reserve"}},
+    "victims": {name: {"preemption_victim": name} for name in VICTIMS},
+    "prefix": {"no cache": {"enable_prefix_caching": False}, "prefix cache": {}},
+    "sampling": {"greedy": {"temperature": 0.0}, "temperature": {"temperature": 0.8},
+                 "top-k 20": {"top_k": 20}, "top-p 0.9": {"top_p": 0.9},
+                 "penalties": {"repetition_penalty": 1.1}, "n = 4": {"n": 4, "temperature": 0.8}},
+}
 ROWS = {  # figure: label, digits behind the point
     "output_tokens_per_second": ("output tokens/s", 1),
     "prefill_tokens_per_second": ("prefill tokens/s", 1),
@@ -51,10 +83,21 @@ ROWS = {  # figure: label, digits behind the point
     "seconds": ("seconds", 2),
     "num_steps": ("steps", 0),
     "mean_batch": ("mean batch", 1),
+    "first_token_ms": ("time to first token, median, ms", 1),
+    "first_token_ms_p99": ("  99th percentile, ms", 1),
+    "per_token_ms": ("time per output token, median, ms", 2),
+    "per_token_ms_p99": ("  99th percentile, ms", 2),
     "num_preemptions": ("preemptions", 0),
+    "recomputed_tokens": ("recomputed tokens", 0),
+    "swapped_mib": ("swapped, MiB", 1),
+    "kv_used_percent": ("KV blocks in use, %", 1),
+    "kv_waste_percent": ("of these wasted, %", 1),
+    "rejected_percent": ("turned away, %", 1),
     "prefix_cache_hits": ("prefix hits, tokens", 0),
     "prefix_cache_queries": ("prefix queries, tokens", 0),
+    "shared_blocks": ("blocks shared by forks", 0),
     "host_ms_per_step": ("host work per step, ms", 3),
+    "scheduler_us_per_step": ("of the scheduler, really, µs a step", 0),
     "decode_batch": ("mean decode batch", 1),
     "decode_step_ms": ("mean decode step, ms", 3),
     "linear_ms": ("its matrix products alone, ms", 3),
@@ -69,10 +112,11 @@ ROWS = {  # figure: label, digits behind the point
 
 @dataclass
 class Workload:
-    """Prompts as token ids, how many tokens to generate for each, and at what temperature."""
+    """Prompts as token ids; how many tokens each really generates, and how many it might."""
 
     prompts: list[list[int]]
     lengths: list[int]
+    max_tokens: list[int]
     temperature: float
 
     def check(self, generated: list[int]) -> None:
@@ -83,35 +127,58 @@ class Workload:
 
 
 def draw_workload(args: argparse.Namespace, vocab_size: int) -> tuple[Workload, Workload]:
-    """nano-vllm's prompts and lengths, drawn in its order, and a warm-up that shares no prefix."""
-    randint = random.Random(args.seed).randint
-    prompts = [[randint(0, 10000) % vocab_size
-                for _ in range(randint(args.min_input, args.max_input))]
-               for _ in range(args.num_seqs)]
-    lengths = [randint(args.min_output, args.max_output) for _ in range(args.num_seqs)]
+    """The prompts and lengths of --workload, and a warm-up that shares no prefix with them.
+
+    "uniform" is nano-vllm's, drawn in its order.
+    """
+    rng = random.Random(args.seed)
+    n = min(args.num_seqs, 1024) if args.simulate else args.num_seqs  # these repeat them
+    means = {"prefill-heavy": (round(args.n_k * args.kilo), args.kilo),
+             "decode-heavy": (args.kilo, round(args.n_k * args.kilo))}.get(args.workload)
+    if means:
+        sizes = [[draw_length(rng, mean, args.lengths) for mean in means] for _ in range(n)]
+        prompts = [[rng.randint(0, 10000) % vocab_size for _ in range(size)] for size, _ in sizes]
+        max_tokens = [size for _, size in sizes]
+    else:
+        prefix = []
+        if args.workload == "shared-prefix":
+            prefix = [rng.randint(0, 10000) % vocab_size for _ in range(args.max_input)]
+        prompts = [prefix + [rng.randint(0, 10000) % vocab_size
+                             for _ in range(rng.randint(args.min_input, args.max_input))]
+                   for _ in range(n)]
+        max_tokens = [rng.randint(args.min_output, args.max_output) for _ in range(n)]
+    low, high = max(0.0, 2 * args.true_lengths - 1), min(1.0, 2 * args.true_lengths)
+    lengths = [max(1, round(most * rng.uniform(low, high))) for most in max_tokens]
     first_ids = {prompt[0] for prompt in prompts}
     unused = next((token_id for token_id in range(vocab_size) if token_id not in first_ids), 0)
-    warm_up = Workload([[unused, *range(7)], [unused, *range(1, 8)]], [4, 4], args.temperature)
-    return Workload(prompts, lengths, args.temperature), warm_up
+    warm_up = Workload([[unused, *range(7)], [unused, *range(1, 8)]], [4, 4], [4, 4],
+                       args.temperature)
+    return Workload(prompts, lengths, max_tokens, args.temperature), warm_up
+
+
+def draw_length(rng: random.Random, mean: int, kind: str) -> int:
+    """fixed: the mean; uniform: half to one and a half of it; normal: with a tenth of it."""
+    if kind == "fixed":
+        return mean
+    return max(1, round(rng.uniform(0.5, 1.5) * mean if kind == "uniform"
+                        else rng.gauss(mean, mean / 10)))
 
 
 # ------------------------------------------------------------------------------- the engines
 
 
 def run_nanoengine(args: argparse.Namespace, workload: Workload, warm_up: Workload) -> Figures:
-    with LLM(args.folder, **given(args, NANOENGINE_OPTIONS)) as llm:
+    with LLM(args.folder, **given(args, NANOENGINE_OPTIONS), trace=True) as llm:
         generate(llm, SamplingParams, warm_up)
-        before = llm.metrics()
-        seconds = generate(llm, SamplingParams, workload, use_tqdm=sys.stderr.isatty())
-        figures = figures_between(before, llm.metrics())
-        assert llm.runner is not None
+        run = run_policy(llm, workload, {}, sys.stderr.isatty())
+        figures = figures_of(run)
         model = llm.runner.model
         figures["weights_mib"] = sum(parameter.nbytes for parameter in model.parameters()) / MIB
-        figures["kv_pool_mib"] = sum(cache.nbytes for cache in llm.runner.caches) / MIB
+        figures["kv_pool_mib"] = llm.runner.caches.nbytes / MIB
         if args.limit and "decode_batch" in figures:
             figures["linear_ms"] = 1000 * time_linears(model, round(figures["decode_batch"]))
             figures["decode_step_over_linear"] = figures["decode_step_ms"] / figures["linear_ms"]
-    return {"seconds": seconds, **figures}
+    return figures
 
 
 def run_vllm(args: argparse.Namespace, workload: Workload, warm_up: Workload) -> Figures:
@@ -179,20 +246,383 @@ ENGINES = {"nanoengine": run_nanoengine, "hf": run_hf, "vllm": run_vllm}
 # ------------------------------------------------------------------------------- the figures
 
 
-def figures_between(before: dict[str, Any], after: dict[str, Any]) -> Figures:
-    """What two calls of `LLM.metrics()` say of the time between them."""
-    spent = {name: after[name] - before[name] for name in before}
-    figures = {name: spent[name] for name in ROWS if name in spent}
+@dataclass
+class Run:
+    """One run: its seconds, its steps, and how each request fared."""
+
+    seconds: float
+    trace: list[tuple[float, float, Batch, dict[str, Any]]]  # as LLM.trace
+    requests: list[RequestMetrics]
+    counters: Counter
+    output_tokens: int
+    num_slots: int  # tokens that the KV pool has room for
+    block_size: int
+    device_seconds: float | None = None
+    host_seconds: float | None = None
+    num_rejected: int | None = None
+    sampled_usage: list[tuple[float, int, int]] = field(default_factory=list)  # without a trace
+
+    def usage(self) -> list[tuple[float, int, int]]:
+        """Seconds, blocks used, wasted tokens: of each step."""
+        return self.sampled_usage or [
+            (end - start, now["num_blocks_used"], now["reserved_waste"] + now["internal_waste"])
+            for start, end, _, now in self.trace]
+
+
+def figures_of(run: Run) -> Figures:
+    spent = run.counters
+    figures: Figures = {name: spent[name] for name in ROWS if name in spent}
+    figures["seconds"] = run.seconds
+    figures["output_tokens_per_second"] = run.output_tokens / run.seconds
     figures["mean_batch"] = spent["batched_sequences"] / spent["num_steps"]
-    figures["host_ms_per_step"] = 1000 * spent["host_seconds"] / spent["num_steps"]
+    figures["num_preemptions"] = spent["recompute_preemptions"] + spent["swap_preemptions"]
+    figures["swapped_mib"] = spent["swapped_bytes"] / MIB
+    for name, times in (("first_token_ms", [m.time_to_first_token for m in run.requests]),
+                        ("per_token_ms", [m.time_per_output_token for m in run.requests])):
+        figures[name], figures[f"{name}_p99"] = 1000 * np.percentile(times, [50, 99])
+    seconds, used, wasted = np.array(run.usage(), float).T
+    used_slots = (seconds * used).sum() * run.block_size
+    figures["kv_used_percent"] = 100 * used_slots / (seconds.sum() * run.num_slots)
+    figures["kv_waste_percent"] = 100 * (seconds * wasted).sum() / max(used_slots, 1e-9)
     for phase in ("prefill", "decode"):
-        if spent[f"{phase}_steps"]:
-            rate = spent[f"{phase}_tokens"] / spent[f"{phase}_seconds"]
-            figures[f"{phase}_tokens_per_second"] = rate
-    if spent["decode_steps"]:
-        figures["decode_batch"] = spent["decode_tokens"] / spent["decode_steps"]
-        figures["decode_step_ms"] = 1000 * spent["decode_seconds"] / spent["decode_steps"]
+        steps = [(sum(batch.num_tokens), end - start) for start, end, batch, _ in run.trace
+                 if (max(batch.num_tokens) == 1) == (phase == "decode")]
+        if steps:
+            num_tokens, seconds = map(sum, zip(*steps))
+            figures[f"{phase}_tokens_per_second"] = num_tokens / seconds
+            if phase == "decode":
+                figures["decode_batch"] = num_tokens / len(steps)
+                figures["decode_step_ms"] = 1000 * seconds / len(steps)
+    if run.device_seconds is not None:
+        idle = sum(end - start for start, end, *_ in run.trace) - run.device_seconds
+        figures["host_ms_per_step"] = 1000 * idle / len(run.trace)
+    if run.host_seconds is not None:
+        figures["scheduler_us_per_step"] = 1e6 * run.host_seconds / spent["num_steps"]
+    if run.num_rejected is not None:
+        figures["rejected_percent"] = 100 * run.num_rejected / (
+            run.num_rejected + len(run.requests))
     return figures
+
+
+# ------------------------------------------------------------------------------ the policies
+
+
+def run_policy(llm: LLM, workload: Workload, sampling: dict[str, Any],
+               use_tqdm: bool = False) -> Run:
+    """One call of an engine with trace=True. A request stops at its true length, unannounced."""
+    params = [SamplingParams(**{"temperature": workload.temperature, "ignore_eos": True,
+                                "seed": number, "max_tokens": most, **sampling})
+              for number, most in enumerate(workload.max_tokens)]
+    requests = llm._make_requests(workload.prompts, params)
+    for request, length in zip(requests, workload.lengths):
+        for completion in request:
+            completion.seq.max_num_tokens = completion.seq.num_prompt_tokens + length
+    before, first_step = Counter(llm.metrics()), len(llm.trace)
+    device_seconds, forward = 0.0, llm.runner.run
+
+    def timed(*inputs: Any) -> Any:
+        nonlocal device_seconds
+        started = time.perf_counter()
+        outputs = forward(*inputs)
+        device_seconds += time.perf_counter() - started
+        return outputs
+
+    with mock.patch.object(llm.runner, "run", timed), \
+            tqdm(total=sum(workload.lengths), disable=not use_tqdm, unit="tok") as bar:
+        started = time.perf_counter()
+        for updated in llm._run(requests):
+            bar.update(len(updated))
+        seconds = time.perf_counter() - started
+    generated = [c.seq.num_tokens - c.seq.num_prompt_tokens for r in requests for c in r]
+    workload.check(generated[::len(requests[0])])
+    after, manager = Counter(llm.metrics()), llm.scheduler.block_manager
+    after.subtract(before)
+    return Run(seconds, llm.trace[first_step:], [r[0].seq.metrics for r in requests], after,
+               sum(generated), manager.num_blocks * manager.block_size, manager.block_size,
+               device_seconds=device_seconds)
+
+
+def reconfigure(llm: LLM, num_kv_blocks: int | None, options: dict[str, Any]) -> None:
+    """Other policies, and nothing cached, for an engine whose model stays loaded."""
+    llm.config = config = dataclasses.replace(llm.config, **options)
+    llm.scheduler = Scheduler(BlockManager(
+        num_kv_blocks or llm.runner.num_kv_blocks, config.block_size,
+        config.enable_prefix_caching, llm.runner.num_host_blocks), config)
+
+
+def run_variants(args: argparse.Namespace, workload: Workload,
+                 warm_up: Workload) -> dict[str, list[Run]]:
+    """Each variant --repeat times, in turn, in one process with the model loaded once."""
+    variants = COMPARISONS[args.compare] if args.compare else {"nanoengine": {}}
+    runs: dict[str, list[Run]] = {name: [] for name in variants}
+    options = given(args, NANOENGINE_OPTIONS) | {"preemption_mode": "swap", "trace": True}
+    with LLM(args.folder, **options) as llm:
+        plain = dataclasses.replace(llm.config, preemption_mode=args.preemption_mode or "recompute")
+        run_policy(llm, warm_up, {})
+        for _ in range(args.repeat):
+            for name, changes in variants.items():
+                sampling = {key: value for key, value in changes.items()
+                            if key in SamplingParams.__dataclass_fields__}
+                llm.config = plain
+                reconfigure(llm, args.num_kv_blocks, {
+                    key: value for key, value in changes.items() if key not in sampling})
+                runs[name].append(run_policy(llm, workload, sampling))
+    return runs
+
+
+# ---------------------------------------------------------------------------- the simulation
+
+
+@dataclass
+class Cost:
+    """What a step takes in place of a model: seconds, and the memory that there is."""
+
+    per_step: float
+    per_token: float
+    per_kv_byte: float  # of K and V that are read
+    per_swapped_byte: float
+    kv_bytes: float  # of a token
+    num_slots: int  # tokens that the KV pool has room for
+
+    def seconds(self, batch: Batch, block_size: int) -> float:
+        read = sum(seq.num_computed_tokens for seq in batch.sequences) + sum(batch.num_tokens)
+        num_swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
+        return (self.per_step + self.per_token * sum(batch.num_tokens)
+                + self.per_kv_byte * self.kv_bytes * read
+                + self.per_swapped_byte * self.kv_bytes * block_size * num_swapped)
+
+
+# Llama-3-8B in bf16 on an A100-80GB: weights of 16.1 GB read at 85 % of 2.04 TB/s, 16 GFLOP a token
+# at 65 % of 312 TFLOP/s, 128 KiB of K and V a token; 90 % of the memory less weights and 2 GB; PCIe
+# at 25 GB/s. Added up, where a GPU partly does them at once: a little too slow.
+A100 = Cost(16.1e9 / (0.85 * 2.04e12), 16.1e9 / (0.65 * 312e12), 1 / (0.85 * 2.04e12), 1 / 25e9,
+            2**17, int((0.9 * 80e9 - 16.1e9 - 2e9) / 2**17))
+
+
+def measured_cost(args: argparse.Namespace) -> Cost:
+    """Constants of this machine and this model, by least squares over the steps of a short run."""
+    workload = dataclasses.replace(draw_workload(args, 800)[0], lengths=[30] * args.num_seqs)
+    workload.max_tokens, workload.prompts = workload.lengths, [p[:200] for p in workload.prompts]
+    with LLM(args.folder, **given(args, ("load_format", "dtype", *SIZES)), trace=True) as llm:
+        run = run_policy(llm, workload, {})
+        block_size, num_blocks = llm.config.block_size, llm.runner.num_kv_blocks
+        kv_bytes = llm.runner.block_bytes / block_size
+    computed: Counter[Sequence] = Counter()
+    rows, times = [], []
+    for start, end, batch, _ in run.trace:
+        for seq, num_tokens in zip(batch.sequences, batch.num_tokens):
+            computed[seq] += num_tokens
+        rows.append([1, sum(batch.num_tokens), sum(computed[seq] for seq in batch.sequences)])
+        times.append(end - start)
+    fitted = np.linalg.lstsq(np.array(rows, float), np.array(times), rcond=None)[0].clip(0)
+    return Cost(fitted[0], fitted[1], fitted[2] / kv_bytes, 1 / 5e9, kv_bytes,
+                num_blocks * block_size)
+
+
+def simulate(args: argparse.Namespace, workload: Workload, cost: Cost, options: dict[str, Any],
+             keep_trace: bool) -> Run:
+    """The workload, repeated until there are --num-seqs requests, through the real scheduler on a
+    clock of its own. Requests arrive at --rate a second (Poisson), or all at once."""
+    config = EngineConfig(model="simulated", seed=args.seed, **options)
+    manager = BlockManager(
+        args.num_kv_blocks or cost.num_slots // config.block_size, config.block_size,
+        config.enable_prefix_caching,
+        int(config.swap_space * 2**30 / (cost.kv_bytes * config.block_size)))
+    clock = mock.Mock(now=0.0)
+    clock.monotonic = lambda: clock.now
+    rng, num_waiting_at_most = random.Random(args.seed), 4 * (config.max_num_seqs or 256)
+    run = Run(0.0, [], [], Counter(), 0, manager.num_blocks * manager.block_size,
+              manager.block_size, host_seconds=0.0, num_rejected=0 if args.reject else None)
+
+    def arrivals() -> Iterator[Sequence]:
+        now = 0.0
+        longest = max(len(p) + n for p, n in zip(workload.prompts, workload.max_tokens))
+        for number in range(args.num_seqs):
+            now += rng.expovariate(args.rate) if args.rate else 0.0
+            kind = number % len(workload.prompts)
+            prompt, most = workload.prompts[kind][:], workload.max_tokens[kind]
+            prompt[args.max_input if args.workload == "shared-prefix" else 0] = number
+            held = {"on-demand": 0, "reserve": len(prompt) + most, "max-length": longest}
+            yield Sequence(
+                str(number), prompt, len(prompt), len(prompt) + workload.lengths[kind],
+                seed=number, num_held_tokens=held[config.kv_allocation],
+                metrics=RequestMetrics(arrival_time=now))
+
+    with mock.patch("nanoengine.scheduler.time", clock):
+        scheduler, coming = Scheduler(manager, config), arrivals()
+        following = next(coming, None)
+        while following or scheduler.has_unfinished():
+            if following and not scheduler.has_unfinished():
+                clock.now = max(clock.now, following.metrics.arrival_time)
+            while (following and following.metrics.arrival_time <= clock.now
+                   and (args.rate or len(scheduler.waiting) < num_waiting_at_most)):
+                if args.reject and is_full(scheduler, following):
+                    run.num_rejected = (run.num_rejected or 0) + 1
+                else:
+                    scheduler.add(following)
+                    run.requests.append(following.metrics)
+                    run.output_tokens += following.max_num_tokens - following.num_prompt_tokens
+                following = next(coming, None)
+            if not scheduler.has_unfinished():
+                continue
+            began, start = time.perf_counter(), clock.now
+            batch = scheduler.schedule()
+            scheduled = time.perf_counter()
+            clock.now += cost.seconds(batch, config.block_size)
+            resumed = time.perf_counter()
+            scheduler.postprocess(batch, [1] * len(batch.sampled))
+            run.host_seconds += scheduled - began + time.perf_counter() - resumed
+            swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
+            scheduler.counters["swapped_bytes"] += int(
+                swapped * config.block_size * cost.kv_bytes)
+            if keep_trace:
+                run.trace.append((start, clock.now, batch, scheduler.metrics()))
+            elif scheduler.counters["num_steps"] % 16 == 1:
+                now = scheduler.metrics()
+                run.sampled_usage.append((clock.now - start, now["num_blocks_used"],
+                                          now["reserved_waste"] + now["internal_waste"]))
+    run.seconds, run.counters = clock.now, Counter(scheduler.metrics())
+    return run
+
+
+def is_full(scheduler: Scheduler, seq: Sequence) -> bool:
+    """Whether a request can't start at once: no place, or no blocks beside those who wait."""
+    manager = scheduler.block_manager
+    wanted = sum(map(manager.num_blocks_to_hold, [*scheduler.waiting, seq]))
+    places = len(scheduler.running) + len(scheduler.waiting)
+    return places >= scheduler.max_num_seqs or wanted > manager.num_free_blocks
+
+
+def simulate_variants(args: argparse.Namespace, workload: Workload) -> dict[str, list[Run]]:
+    variants = COMPARISONS[args.compare] if args.compare else {"simulated": {}}
+    options = given(args, (*SIZES[1:4], *POLICIES, "enable_prefix_caching"))
+    cost = A100 if args.cost == "a100" else measured_cost(args)
+    keep_trace = bool(args.timeline or args.trace)
+    return {name: [simulate(args, workload, cost, options | changes, keep_trace)]
+            for name, changes in variants.items()}
+
+
+# ------------------------------------------------------------------------------ the pictures
+
+STATES = {"waiting": "#d9d9d9", "prefill": "#3b6fb6", "decode": "#74b66b", "paused": "#d5ecd0",
+          "preempted": "#e8853a", "swapped": "#8e63a8"}
+
+
+def lanes(run: Run) -> dict[str, list[tuple[float, float, str]]]:
+    """For each completion what it did, as (start, end, state) with states of `STATES`.
+
+    Paused: it holds its blocks, but the step is for others.
+    """
+    found: dict[str, list[tuple[float, float, str]]] = {}
+    since: dict[str, tuple[float, str]] = {}
+    begin = run.trace[0][0]
+    computed: Counter[str] = Counter()
+    for start, end, batch, _ in run.trace:
+        for seq, mode in batch.preempted:
+            name = f"{seq.request_id}.{seq.index}"
+            since[name] = start, "swapped" if mode == "swap" else "preempted"
+            computed[name] = 0
+        for seq, num_tokens in zip(batch.sequences, batch.num_tokens):
+            name = f"{seq.request_id}.{seq.index}"
+            if name not in found:
+                arrived = max(begin, seq.metrics.arrival_time) if seq.index == 0 else start
+                found[name], since[name] = [], (min(arrived, start), "waiting")
+            left, state = since[name]
+            if start > left:
+                found[name].append((left, start, state))
+            is_decode = num_tokens == 1 and computed[name] >= seq.num_prompt_tokens
+            computed[name] += num_tokens
+            found[name].append((start, end, "decode" if is_decode else "prefill"))
+            since[name] = end, "paused"
+    return found
+
+
+def draw_timeline(run: Run, title: str, path: Path) -> None:
+    """A lane for each completion over time, the blocks, and the batch, with matplotlib."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+    begin, rows = run.trace[0][0], lanes(run)
+    height = min(9.0, 1.2 + 0.16 * len(rows))
+    figure, (top, middle, bottom) = pyplot.subplots(
+        3, 1, sharex=True, figsize=(13, height + 3.6), constrained_layout=True,
+        height_ratios=[height, 2.0, 1.3])
+    for row, segments in enumerate(rows.values()):
+        for state, colour in STATES.items():
+            spans = [(start - begin, end - start) for start, end, s in segments if s == state]
+            top.broken_barh(spans, (row - 0.42, 0.84), facecolors=colour, linewidth=0)
+    top.set(ylim=(len(rows) - 0.3, -0.7), ylabel="requests, as they were admitted", title=title)
+    top.legend(handles=[Patch(color=colour, label=state) for state, colour in STATES.items()],
+               ncols=len(STATES), loc="upper center", bbox_to_anchor=(0.5, -0.005), frameon=False)
+    times = [end - begin for _, end, *_ in run.trace]
+    used, cached, free = (
+        [record[3][f"num_blocks_{name}"] for record in run.trace]
+        for name in ("used", "cached", "free"))
+    wasted = [(now["reserved_waste"] + now["internal_waste"]) / run.block_size
+              for *_, now in run.trace]
+    filled = [u - w for u, w in zip(used, wasted)]
+    blank = [f - c for f, c in zip(free, cached)]
+    middle.stackplot(times, filled, wasted, cached, blank, step="post", labels=[
+        "used", "held, but empty", "free, cached", "free, blank"],
+        colors=["#3b6fb6", "#b6453b", "#a8c6ea", "#f2f2f2"])
+    middle.set(ylabel="KV blocks", ylim=(0, used[0] + free[0]))
+    middle.legend(loc="upper right", ncols=4, framealpha=0.9)
+    bottom.step(times, [len(batch) for _, _, batch, _ in run.trace], where="pre", color="#74b66b",
+                label="in the step")
+    bottom.step(times, [now["num_running"] for *_, now in run.trace], where="pre", color="#444",
+                linewidth=0.8, label="running")
+    bottom.set(xlabel="seconds", ylabel="sequences", ylim=(0, None), xlim=(0, times[-1]))
+    bottom.legend(loc="upper right", ncols=2, framealpha=0.9)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def write_trace(run: Run, path: Path) -> None:
+    """The Chrome trace format (open it in https://ui.perfetto.dev), times in microseconds."""
+    begin = run.trace[0][0]
+    events: list[dict[str, Any]] = []
+    for number, (name, segments) in enumerate(lanes(run).items()):
+        events.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name",
+                       "args": {"name": f"request {name}"}})
+        events += [{"ph": "X", "pid": 1, "tid": number, "name": state, "ts": 1e6 * (start - begin),
+                    "dur": 1e6 * (end - start)} for start, end, state in segments]
+    for start, end, batch, now in run.trace:
+        kind = "decode" if max(batch.num_tokens) == 1 else "prefill"
+        events.append({"ph": "X", "pid": 2, "tid": 0, "name": kind, "ts": 1e6 * (start - begin),
+                       "dur": 1e6 * (end - start), "args": {
+                           "sequences": len(batch), "tokens": sum(batch.num_tokens),
+                           **{name: len(blocks) for name, blocks in vars(batch.copies).items()}}})
+        blocks = {name: now[f"num_blocks_{name}"] for name in ("used", "cached", "free")}
+        events.append({"ph": "C", "pid": 2, "name": "KV blocks", "ts": 1e6 * (end - begin),
+                       "args": blocks})
+    for pid, name in ((1, "requests"), (2, "engine")):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def plot_comparison(summary: dict[str, Figures], title: str, path: Path) -> None:
+    """Six small bar charts, one bar for each variant."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    names = ["output_tokens_per_second", "mean_batch", "first_token_ms", "per_token_ms",
+             "num_preemptions", "kv_waste_percent"]
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 5.6), constrained_layout=True)
+    for axis, name in zip(axes.flat, names):
+        values = [figures[name] for figures in summary.values()]
+        bars = axis.bar(list(summary), values, color="#3b6fb6", width=0.6)
+        label, digits = ROWS[name]
+        axis.bar_label(bars, [f"{value:,.{digits}f}" for value in values], padding=2)
+        axis.set(title=label.strip(), ylim=(0, 1.15 * max(values) or 1))
+        axis.tick_params(axis="x", rotation=20 if len(summary) > 3 else 0)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+# ---------------------------------------------------------------------- memory and matrices
 
 
 @torch.inference_mode()
@@ -261,12 +691,14 @@ def describe(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     for package in ("torch", "transformers", "nanoengine", "vllm"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    num_seqs = args.num_seqs if args.simulate else len(workload.prompts)
+    scale = num_seqs / len(workload.prompts)
     return {
         "command": shlex.join(sys.argv), "date": datetime.now(timezone.utc).isoformat(),
         "versions": versions, "threads": torch.get_num_threads(),
         "load_average": psutil.getloadavg(), "model": str(args.folder), "dtype": dtype_name(args),
-        "num_seqs": len(workload.prompts), "prompt_tokens": sum(map(len, workload.prompts)),
-        "output_tokens": sum(workload.lengths), "temperature": workload.temperature}
+        "num_seqs": num_seqs, "prompt_tokens": round(scale * sum(map(len, workload.prompts))),
+        "output_tokens": round(scale * sum(workload.lengths)), "temperature": workload.temperature}
 
 
 def table(summary: dict[str, Figures], ratios: Figures) -> str:
@@ -281,6 +713,10 @@ def table(summary: dict[str, Figures], ratios: Figures) -> str:
     return "\n".join(lines)
 
 
+DEFAULTS = (("num-seqs", 256, 64), ("min-input", 100, 16), ("max-input", 1024, 256),
+            ("min-output", 100, 16), ("max-output", 1024, 256))  # with --compare the smaller ones
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -293,21 +729,50 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", default="nanoengine", metavar="NAMES",
                         help="nanoengine, hf, vllm, or several: nanoengine,hf")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each engine, in turn")
-    for name, default in (("num-seqs", 256), ("min-input", 100), ("max-input", 1024),
-                          ("min-output", 100), ("max-output", 1024), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    for name, default, small in DEFAULTS:
+        parser.add_argument(f"--{name}", type=int, help=f"default: {default}, or {small}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workload", default="uniform",
+                        choices=("uniform", "prefill-heavy", "decode-heavy", "shared-prefix"))
+    parser.add_argument("--n-k", type=float, default=1, metavar="N",
+                        help="prefill-heavy: N thousand tokens in, one out; decode-heavy: reversed")
+    parser.add_argument("--kilo", type=int, default=1000, help="how many tokens a thousand are")
+    parser.add_argument("--lengths", choices=("fixed", "uniform", "normal"), default="fixed",
+                        help="of prefill- and decode-heavy workloads")
+    parser.add_argument("--true-lengths", type=float, default=1.0, metavar="SHARE",
+                        help="of max_tokens, generated on average; default: 1, all of them")
     parser.add_argument("--temperature", type=float, default=0.6, help="default: 0.6")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--scheduling", help="see nanoengine/config.py")
+    for name, kind in POLICIES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="see config.py")
     parser.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_const",
                         const=False)
     parser.add_argument("--hf-batch", type=int, help="prompts in a static batch; default: all")
     parser.add_argument("--limit", action="store_true",
                         help="also time the matrix products of a decode step alone")
     parser.add_argument("--json", metavar="FILE", help="- is stdout; the table is on stderr then")
+    parser.add_argument("--compare", choices=COMPARISONS, help="variants of a policy")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="a chart of --compare")
+    parser.add_argument("--timeline", type=Path, metavar="PNG", help="a picture of each step")
+    parser.add_argument("--trace", type=Path, metavar="JSON", help="the same for Perfetto")
+    parser.add_argument("--simulate", action="store_true", help="with a cost model for a model")
+    parser.add_argument("--cost", choices=("a100", "measured"), default="a100",
+                        help="of a simulated step: Llama-3-8B on an A100, or of --model here")
+    parser.add_argument("--rate", type=float, help="simulated requests a second; default: at once")
+    parser.add_argument("--reject", action="store_true",
+                        help="turn simulated requests away that can't start at once")
     args = parser.parse_args()
+    args.studies = bool(args.compare or args.timeline or args.trace or args.simulate)
+    for name, default, small in DEFAULTS:
+        name = name.replace("-", "_")
+        if getattr(args, name) is None:
+            setattr(args, name, small if args.studies and not args.simulate else default)
+    if not 0 < args.true_lengths <= 1:
+        parser.error("--true-lengths must be above 0 and at most 1")
+    if args.simulate and args.compare == "sampling":
+        parser.error("--simulate has no tokens: --compare sampling needs a model")
     args.engines = args.engine.split(",")
     if not set(args.engines) <= ENGINES.keys() or len(set(args.engines)) < len(args.engines):
         parser.error(f"--engine {args.engine}: different ones of {', '.join(ENGINES)}")
@@ -322,32 +787,55 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def study(args: argparse.Namespace, workload: Workload,
+          warm_up: Workload) -> dict[str, list[Figures]]:
+    """The variants of a policy, really or simulated, and pictures of their first runs."""
+    if not args.simulate and args.compare and args.num_kv_blocks is None:  # scarce: about a third
+        block_size, most = args.block_size or 16, args.max_num_seqs or 256
+        needs = [-(-(len(p) + n) // block_size)
+                 for p, n in zip(workload.prompts, workload.max_tokens)]
+        args.num_kv_blocks = max(*needs, sum(sorted(needs)[-most:]) // 3)
+    found = (simulate_variants(args, workload) if args.simulate
+             else run_variants(args, workload, warm_up))
+    for draw, path in ((draw_timeline, args.timeline), (write_trace, args.trace)):
+        for name, runs in found.items() if path else ():
+            file = path.with_stem(f"{path.stem}-{name}") if len(found) > 1 else path
+            draw(runs[0], *([name] if draw is draw_timeline else []), file)
+    return {name: [figures_of(run) for run in runs] for name, runs in found.items()}
+
+
 def main() -> None:
     after_imports = psutil.Process().memory_info().rss
     args = parse_arguments()
     workload, warm_up = draw_workload(args, load_config(args.folder).vocab_size)
     about = describe(args, workload)
     report = sys.stderr if args.json == "-" else sys.stdout
-    print("{num_seqs} prompts of {prompt_tokens:,} tokens, {output_tokens:,} to generate\n{model}, "
-          "{dtype}, {threads} threads, load average {load_average[0]:.1f}".format(**about),
-          file=report, flush=True)
+    where = "simulated" if args.simulate else "{model}, {dtype}, {threads} threads, load average " \
+        "{load_average[0]:.1f}"
+    print(("{num_seqs} prompts of {prompt_tokens:,} tokens, {output_tokens:,} to generate\n"
+           + where).format(**about), file=report, flush=True)
 
-    runs: dict[str, list[Figures]] = {engine: [] for engine in args.engines}
-    for number in range(args.repeat):
-        for engine in args.engines:
-            figures = measure(engine, args, workload, warm_up, after_imports)
-            runs[engine].append(figures)
-            if args.repeat * len(args.engines) > 1:
-                rate = figures["output_tokens_per_second"]
-                print(f"run {number + 1}, {engine}: {rate:,.1f} output tokens/s",
-                      file=report, flush=True)
+    if args.studies:
+        runs = study(args, workload, warm_up)
+    else:
+        runs = {engine: [] for engine in args.engines}
+        for number in range(args.repeat):
+            for engine in args.engines:
+                figures = measure(engine, args, workload, warm_up, after_imports)
+                runs[engine].append(figures)
+                if args.repeat * len(args.engines) > 1:
+                    rate = figures["output_tokens_per_second"]
+                    print(f"run {number + 1}, {engine}: {rate:,.1f} output tokens/s",
+                          file=report, flush=True)
 
     summary = {engine: {name: statistics.median(run[name] for run in found) for name in found[0]}
                for engine, found in runs.items()}
     first, *rates = (figures["output_tokens_per_second"] for figures in summary.values())
-    ratios = {f"{args.engines[0]} / {engine}": first / rate
-              for engine, rate in zip(args.engines[1:], rates)}
+    ratios = {f"{list(summary)[0]} / {name}": first / rate
+              for name, rate in zip(list(summary)[1:], rates)}
     print(table(summary, ratios), file=report)
+    if args.plot:
+        plot_comparison(summary, f"{args.compare}: {about['command']}", args.plot)
     if args.json:
         results = {**about, "medians": summary, "ratios": ratios, "runs": runs}
         text = json.dumps(results, indent=2)
