@@ -33,10 +33,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -69,7 +70,7 @@ COMPARISONS: dict[str, dict[str, dict[str, Any]]] = {  # the options or sampling
     "batching": {name: {"scheduling": name} for name in ("static", *list(BATCHING)[:2])},
     "memory": {name: {"kv_allocation": name} for name in ("max-length", "reserve", "on-demand")},
     "preemption": {"recompute": {}, "swap": {"preemption_mode": "swap"},
-                   "none (reserve)": {"kv_allocation": "reserve"}},
+                   "reserve": {"kv_allocation": "reserve"}},
     "victims": {name: {"preemption_victim": name} for name in VICTIMS},
     "prefix": {"no cache": {"enable_prefix_caching": False}, "prefix cache": {}},
     "sampling": {"greedy": {"temperature": 0.0}, "temperature": {"temperature": 0.8},
@@ -91,7 +92,7 @@ ROWS = {  # figure: label, digits behind the point
     "recomputed_tokens": ("recomputed tokens", 0),
     "swapped_mib": ("swapped, MiB", 1),
     "kv_used_percent": ("KV blocks in use, %", 1),
-    "kv_waste_percent": ("of these wasted, %", 1),
+    "kv_waste_percent": ("of the slots in them wasted, %", 1),
     "rejected_percent": ("turned away, %", 1),
     "prefix_cache_hits": ("prefix hits, tokens", 0),
     "prefix_cache_queries": ("prefix queries, tokens", 0),
@@ -428,15 +429,15 @@ def simulate(args: argparse.Namespace, workload: Workload, cost: Cost, options: 
         args.num_kv_blocks or cost.num_slots // config.block_size, config.block_size,
         config.enable_prefix_caching,
         int(config.swap_space * 2**30 / (cost.kv_bytes * config.block_size)))
-    clock = mock.Mock(now=0.0)
-    clock.monotonic = lambda: clock.now
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     rng, num_waiting_at_most = random.Random(args.seed), 4 * (config.max_num_seqs or 256)
     run = Run(0.0, [], [], Counter(), 0, manager.num_blocks * manager.block_size,
               manager.block_size, host_seconds=0.0, num_rejected=0 if args.reject else None)
 
     def arrivals() -> Iterator[Sequence]:
-        now = 0.0
-        longest = max(len(p) + n for p, n in zip(workload.prompts, workload.max_tokens))
+        now, params = 0.0, SamplingParams()
+        longest = args.max_model_len or max(
+            len(p) + n for p, n in zip(workload.prompts, workload.max_tokens))
         for number in range(args.num_seqs):
             now += rng.expovariate(args.rate) if args.rate else 0.0
             kind = number % len(workload.prompts)
@@ -444,11 +445,12 @@ def simulate(args: argparse.Namespace, workload: Workload, cost: Cost, options: 
             prompt[args.max_input if args.workload == "shared-prefix" else 0] = number
             held = {"on-demand": 0, "reserve": len(prompt) + most, "max-length": longest}
             yield Sequence(
-                str(number), prompt, len(prompt), len(prompt) + workload.lengths[kind],
-                seed=number, num_held_tokens=held[config.kv_allocation],
+                str(number), prompt, len(prompt), len(prompt) + workload.lengths[kind], params,
+                number, num_held_tokens=held[config.kv_allocation],
                 metrics=RequestMetrics(arrival_time=now))
 
-    with mock.patch("nanoengine.scheduler.time", clock):
+    gc.disable()  # nothing here is cyclic
+    with closing(SimpleNamespace(close=gc.enable)), mock.patch("nanoengine.scheduler.time", clock):
         scheduler, coming = Scheduler(manager, config), arrivals()
         following = next(coming, None)
         while following or scheduler.has_unfinished():
@@ -495,7 +497,8 @@ def is_full(scheduler: Scheduler, seq: Sequence) -> bool:
 
 def simulate_variants(args: argparse.Namespace, workload: Workload) -> dict[str, list[Run]]:
     variants = COMPARISONS[args.compare] if args.compare else {"simulated": {}}
-    options = given(args, (*SIZES[1:4], *POLICIES, "enable_prefix_caching"))
+    options = {"max_num_batched_tokens": 16384} | given(
+        args, (*SIZES[1:4], *POLICIES, "enable_prefix_caching"))
     cost = A100 if args.cost == "a100" else measured_cost(args)
     keep_trace = bool(args.timeline or args.trace)
     return {name: [simulate(args, workload, cost, options | changes, keep_trace)]
@@ -515,25 +518,23 @@ def lanes(run: Run) -> dict[str, list[tuple[float, float, str]]]:
     """
     found: dict[str, list[tuple[float, float, str]]] = {}
     since: dict[str, tuple[float, str]] = {}
-    begin = run.trace[0][0]
-    computed: Counter[str] = Counter()
+    begin = before = run.trace[0][0]
     for start, end, batch, _ in run.trace:
         for seq, mode in batch.preempted:
             name = f"{seq.request_id}.{seq.index}"
-            since[name] = start, "swapped" if mode == "swap" else "preempted"
-            computed[name] = 0
+            since[name] = before, "swapped" if mode == "swap" else "preempted"
         for seq, num_tokens in zip(batch.sequences, batch.num_tokens):
             name = f"{seq.request_id}.{seq.index}"
             if name not in found:
                 arrived = max(begin, seq.metrics.arrival_time) if seq.index == 0 else start
-                found[name], since[name] = [], (min(arrived, start), "waiting")
+                found[name], since[name] = [], (min(arrived, before), "waiting")
             left, state = since[name]
-            if start > left:
-                found[name].append((left, start, state))
-            is_decode = num_tokens == 1 and computed[name] >= seq.num_prompt_tokens
-            computed[name] += num_tokens
-            found[name].append((start, end, "decode" if is_decode else "prefill"))
+            if left < before:
+                found[name].append((left, before, state))
+            is_decode = num_tokens == 1 and state == "paused"
+            found[name].append((before, end, "decode" if is_decode else "prefill"))
             since[name] = end, "paused"
+        before = end
     return found
 
 
@@ -555,25 +556,25 @@ def draw_timeline(run: Run, title: str, path: Path) -> None:
     top.set(ylim=(len(rows) - 0.3, -0.7), ylabel="requests, as they were admitted", title=title)
     top.legend(handles=[Patch(color=colour, label=state) for state, colour in STATES.items()],
                ncols=len(STATES), loc="upper center", bbox_to_anchor=(0.5, -0.005), frameon=False)
-    times = [end - begin for _, end, *_ in run.trace]
-    used, cached, free = (
-        [record[3][f"num_blocks_{name}"] for record in run.trace]
-        for name in ("used", "cached", "free"))
+    steps = [run.trace[0], *run.trace]  # each as it was left, from the end of the one before
+    times = [0.0, *(end - begin for _, end, *_ in run.trace)]
+    used, cached, free = ([record[3][f"num_blocks_{name}"] for record in steps]
+                          for name in ("used", "cached", "free"))
     wasted = [(now["reserved_waste"] + now["internal_waste"]) / run.block_size
-              for *_, now in run.trace]
+              for *_, now in steps]
     filled = [u - w for u, w in zip(used, wasted)]
     blank = [f - c for f, c in zip(free, cached)]
-    middle.stackplot(times, filled, wasted, cached, blank, step="post", labels=[
+    middle.stackplot(times, filled, wasted, cached, blank, step="pre", labels=[
         "used", "held, but empty", "free, cached", "free, blank"],
         colors=["#3b6fb6", "#b6453b", "#a8c6ea", "#f2f2f2"])
     middle.set(ylabel="KV blocks", ylim=(0, used[0] + free[0]))
-    middle.legend(loc="upper right", ncols=4, framealpha=0.9)
-    bottom.step(times, [len(batch) for _, _, batch, _ in run.trace], where="pre", color="#74b66b",
+    middle.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=4, frameon=False)
+    bottom.step(times, [len(batch) for _, _, batch, _ in steps], where="pre", color="#74b66b",
                 label="in the step")
-    bottom.step(times, [now["num_running"] for *_, now in run.trace], where="pre", color="#444",
+    bottom.step(times, [now["num_running"] for *_, now in steps], where="pre", color="#444",
                 linewidth=0.8, label="running")
     bottom.set(xlabel="seconds", ylabel="sequences", ylim=(0, None), xlim=(0, times[-1]))
-    bottom.legend(loc="upper right", ncols=2, framealpha=0.9)
+    bottom.legend(loc="lower right", bbox_to_anchor=(1, 0.97), ncols=2, frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -614,7 +615,8 @@ def plot_comparison(summary: dict[str, Figures], title: str, path: Path) -> None
         bars = axis.bar(list(summary), values, color="#3b6fb6", width=0.6)
         label, digits = ROWS[name]
         axis.bar_label(bars, [f"{value:,.{digits}f}" for value in values], padding=2)
-        axis.set(title=label.strip(), ylim=(0, 1.15 * max(values) or 1))
+        label = "KV slots wasted, %" if name == "kv_waste_percent" else label.strip()
+        axis.set(title=label, ylim=(0, 1.15 * max(values) or 1))
         axis.tick_params(axis="x", rotation=20 if len(summary) > 3 else 0)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
@@ -702,13 +704,14 @@ def describe(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Figures], ratios: Figures) -> str:
-    """One line for each figure, one column for each engine."""
-    lines = [f"{'':34}" + "".join(f"{engine:>14}" for engine in summary)]
+    """One line for each figure, one column for each engine or variant."""
+    width = max(14, *(len(name) + 2 for name in summary))
+    lines = [f"{'':34}" + "".join(f"{name:>{width}}" for name in summary)]
     for name, (label, digits) in ROWS.items():
         cells = [f"{figures[name]:,.{digits}f}" if name in figures else "-"
                  for figures in summary.values()]
         if set(cells) != {"-"}:
-            lines.append(f"{label:34}" + "".join(f"{cell:>14}" for cell in cells))
+            lines.append(f"{label:34}" + "".join(f"{cell:>{width}}" for cell in cells))
     lines += [f"output tokens/s, {pair}: {ratio:.2f}" for pair, ratio in ratios.items()]
     return "\n".join(lines)
 
@@ -835,7 +838,8 @@ def main() -> None:
               for name, rate in zip(list(summary)[1:], rates)}
     print(table(summary, ratios), file=report)
     if args.plot:
-        plot_comparison(summary, f"{args.compare}: {about['command']}", args.plot)
+        title = "{num_seqs} prompts of {prompt_tokens:,} tokens, {output_tokens:,} to generate"
+        plot_comparison(summary, f"{args.compare}: {title.format(**about)}", args.plot)
     if args.json:
         results = {**about, "medians": summary, "ratios": ratios, "runs": runs}
         text = json.dumps(results, indent=2)
