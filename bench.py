@@ -276,7 +276,7 @@ def figures_of(run: Run) -> Figures:
     figures["seconds"] = run.seconds
     figures["output_tokens_per_second"] = run.output_tokens / run.seconds
     figures["mean_batch"] = spent["batched_sequences"] / spent["num_steps"]
-    figures["num_preemptions"] = spent["recompute_preemptions"] + spent["swap_preemptions"]
+    figures["num_preemptions"] = spent["num_preemptions"]
     figures["swapped_mib"] = spent["swapped_bytes"] / MIB
     for name, times in (("first_token_ms", [m.time_to_first_token for m in run.requests]),
                         ("per_token_ms", [m.time_per_output_token for m in run.requests])):
@@ -571,8 +571,8 @@ def draw_timeline(run: Run, title: str, path: Path) -> None:
     middle.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=4, frameon=False)
     bottom.step(times, [len(batch) for _, _, batch, _ in steps], where="pre", color="#74b66b",
                 label="in the step")
-    bottom.step(times, [now["num_running"] for *_, now in steps], where="pre", color="#444",
-                linewidth=0.8, label="running")
+    bottom.step(times, [now["num_requests_running"] for *_, now in steps], where="pre",
+                color="#444", linewidth=0.8, label="running")
     bottom.set(xlabel="seconds", ylabel="sequences", ylim=(0, None), xlim=(0, times[-1]))
     bottom.legend(loc="lower right", bbox_to_anchor=(1, 0.97), ncols=2, frameon=False)
     figure.savefig(path, dpi=110)

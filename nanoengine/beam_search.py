@@ -64,7 +64,7 @@ class BeamSearch:
 
     def _advance(self, chosen: list[tuple[float, Sequence, int]]) -> None:
         """Drops the beams that do not go on, and forks those that go on several times."""
-        for beam in self.scores.keys() - {beam for _, beam, _ in chosen}:
+        for beam in [b for b in self.scores if all(b is not beam for _, beam, _ in chosen)]:
             self.scheduler.finish(beam, "abort")
         self.scores = {}
         for score, beam, token_id in chosen:

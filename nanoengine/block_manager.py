@@ -79,7 +79,7 @@ class BlockManager:
             self.cached.pop(block_id, None)
             self.ref_counts[block_id] += 1
         num_fresh = self.num_blocks_to_hold(seq) - len(prefix)
-        seq.block_table = array("i", prefix + [self._take_fresh() for _ in range(num_fresh)])
+        seq.block_table = array("i", prefix + [self.take_fresh() for _ in range(num_fresh)])
         num_hits = seq.num_computed_tokens = len(prefix) * self.block_size
         if parent:
             num_blocks = self.num_blocks_for(parent.num_computed_tokens)
@@ -97,9 +97,6 @@ class BlockManager:
     def must_append(self, seq: Sequence) -> bool:
         """Whether the newest token of a running sequence needs a new block."""
         return len(seq.token_ids) > len(seq.block_table) * self.block_size
-
-    def append(self, seq: Sequence) -> None:
-        seq.block_table.append(self._take_fresh())
 
     def deallocate(self, seq: Sequence) -> None:
         """Takes all blocks of a sequence back, tail first, so that prefixes stay cached longest."""
@@ -133,7 +130,8 @@ class BlockManager:
         self.free_host_blocks += seq.host_blocks
         seq.host_blocks = []
 
-    def _take_fresh(self) -> int:
+    def take_fresh(self) -> int:
+        """A free block: a blank one, else the cached one that was not used for longest."""
         if self.blank:
             block_id = self.blank.pop()
         else:

@@ -126,8 +126,8 @@ class LLM(AbstractContextManager):
             raise rejected("params", params, "a BeamSearchParams")
         num_candidates = params.beam_width * max(2, 1 + len(self.eos_token_ids))
         requests = self._make_requests(prompts, SamplingParams(
-            temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
-            logprobs=num_candidates, detokenize=False))
+            temperature=params.temperature, max_tokens=params.max_tokens, detokenize=False,
+            ignore_eos=params.ignore_eos, logprobs=num_candidates))
         searches = [BeamSearch(request[0].seq, params, self.scheduler) for request in requests]
         with closing(self._run([[search] for search in searches])) as steps:
             list(steps)  # runs them all
@@ -255,8 +255,8 @@ class LLM(AbstractContextManager):
     def metrics(self) -> dict[str, Any]:
         """Gauges of now and counters since the start, flat. What has never happened counts 0.
 
-        num_waiting, num_running, num_swapped: sequences, as many as a prompt has completions; the
-            swapped ones are among the waiting.
+        num_requests_waiting, num_requests_running, num_requests_swapped: completions, where a
+            prompt has several; the swapped ones are among the waiting.
         num_blocks_used, num_blocks_free, num_blocks_cached: of the free, those with a hash are
             cached. max_blocks_used: the high-water mark. num_host_blocks_used: swapped out.
         reserved_waste, internal_waste: tokens that there are slots for and nobody else can have:
@@ -264,7 +264,7 @@ class LLM(AbstractContextManager):
         num_steps, batched_sequences: steps, and sequences in them; mean_batch: their ratio.
         prompt_tokens, computed_tokens, generation_tokens: admitted, computed, sampled.
         prefix_cache_queries, prefix_cache_hits: tokens looked for on admission, and found.
-        recompute_preemptions, swap_preemptions; recomputed_tokens: for them.
+        num_preemptions: recompute_preemptions + swap_preemptions. recomputed_tokens: for them.
         swap_out_blocks, swap_in_blocks, swapped_bytes, swap_seconds: to the host and back.
         shared_blocks, copy_on_write_blocks: taken over by forks, and copied for them.
         """

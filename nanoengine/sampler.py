@@ -167,10 +167,13 @@ def first_above(cumulated: Tensor, targets: Tensor) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, token_id: int, seq: Sequence) -> Logprobs | None:
-    """From a row of raw logits: the sampled token's, then as many of the likeliest as asked for."""
+    """From a row of raw logits: the sampled token's, then as many of the likeliest as asked for.
+
+    For beams, which are chosen by them, the temperature counts.
+    """
     if (count := seq.params.logprobs) is None:
         return None
-    row = logits.double().log_softmax(dim=-1)
+    row = (logits.double() / (seq.group and seq.params.temperature or 1)).log_softmax(dim=-1)
     values, indices = row.topk(len(row) if count == -1 else min(count, len(row)))
     found = {token_id: Logprob(row[token_id].item(), int((row > row[token_id]).sum()) + 1)}
     for rank, (likely, value) in enumerate(zip(indices.tolist(), values.tolist()), 1):

@@ -101,7 +101,7 @@ class BeamSearchParams:
 
     beam_width: how many beams are kept, and returned.
     max_tokens: generate at most so many.
-    temperature: 0; beams are chosen by their log-probabilities, not drawn.
+    temperature: divides the logits; 0 leaves them as they are. Nothing is drawn.
     length_penalty: a finished beam's score is its summed log-probability over its number of
         generated tokens to this power; larger values favour longer beams.
     ignore_eos: generate on after EOS.
@@ -109,6 +109,6 @@ class BeamSearchParams:
 
     beam_width: Count
     max_tokens: Count
-    temperature: Annotated[Float, Field(ge=0, le=0)] = 0.0
+    temperature: Annotated[Float, Field(ge=0)] = 0.0
     length_penalty: Float = 1.0
     ignore_eos: bool = False

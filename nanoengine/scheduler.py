@@ -189,7 +189,7 @@ class Scheduler:
             self.preempt(max(reversed(self.running), key=lambda seq: rank(self, seq)))
             lacking = [seq for seq in lacking if seq.block_table]
         for seq in lacking:
-            manager.append(seq)
+            seq.block_table.append(manager.take_fresh())
         return len(self.running) < num_running
 
     def preempt(self, seq: Sequence) -> None:
@@ -204,7 +204,7 @@ class Scheduler:
             if mode == "recompute" or not self.block_manager.swap_out(member):
                 mode = "recompute"
                 self.block_manager.deallocate(member)
-            self.counters[f"{mode}_preemptions"] += 1
+            self.counters.update(["num_preemptions", f"{mode}_preemptions"])
             self.preempted.append((member, mode))
             member.metrics.num_preemptions += 1
 
@@ -251,8 +251,9 @@ class Scheduler:
         unused = [max(0, len(seq.block_table) * size - seq.num_tokens) for seq in self.running]
         internal = sum(num_tokens % size for num_tokens in unused)
         return Counter({
-            **counters, "num_running": len(self.running), "num_waiting": len(self.waiting),
-            "num_swapped": sum(bool(seq.host_blocks) for seq in self.waiting),
+            **counters, "num_requests_running": len(self.running),
+            "num_requests_waiting": len(self.waiting),
+            "num_requests_swapped": sum(bool(seq.host_blocks) for seq in self.waiting),
             "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
             "num_blocks_free": manager.num_free_blocks, "num_blocks_cached": len(manager.cached),
             "num_host_blocks_used": manager.num_host_blocks - len(manager.free_host_blocks),

@@ -43,7 +43,7 @@ def test_tokens_and_scores_equal_transformers(model, width, max_tokens, length_p
     for engine in (dict(), dict(max_num_batched_tokens=9, max_num_seqs=9, scheduling="mixed")):
         with LLM(folder, dtype="float32", **engine) as llm:
             outputs = llm.beam_search(PROMPTS, params)
-            assert llm.metrics()["num_blocks_used"] == llm.metrics()["num_waiting"] == 0
+            assert llm.metrics()["num_blocks_used"] == llm.metrics()["num_requests_waiting"] == 0
         for prompt, output in zip(PROMPTS, outputs):
             tokens, scores = hf_beams(reference, prompt, width, max_tokens, **options)
             assert [beam.tokens for beam in output.sequences] == tokens
@@ -76,6 +76,19 @@ def test_preempted_beams_end_up_the_same(model, options, happened):
         check_blocks(llm.scheduler)
     for ours, alone in zip(found, expected):
         assert [beam.tokens for beam in ours.sequences] == [beam.tokens for beam in alone.sequences]
+
+
+def test_temperature_divides_the_logits(model):
+    folder, reference = model
+    with LLM(folder, dtype="float32") as llm:
+        sharp, plain, also_plain = (
+            llm.beam_search(PROMPTS[0], BeamSearchParams(2, 1, temperature))[0].sequences
+            for temperature in (0.5, 0.0, 1.0))
+    logits = reference(torch.tensor([PROMPTS[0]])).logits[0, -1].double()
+    for beams, scale in ((sharp, 0.5), (plain, 1.0), (also_plain, 1.0)):
+        best = (logits / scale).log_softmax(dim=-1).topk(2)
+        assert [beam.tokens[-1] for beam in beams] == best.indices.tolist()
+        assert [beam.score for beam in beams] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_beams_have_text_and_leave_nothing_behind(bundled):

@@ -64,7 +64,7 @@ def test_several_greedy_completions_would_be_the_same():
     ("beam_width", 0, "greater than or equal to 1"),
     ("max_tokens", 0, "greater than or equal to 1"),
     ("max_tokens", None, "integer"),
-    ("temperature", 0.5, "less than or equal to 0"),
+    ("temperature", -1, "greater than or equal to 0"),
     ("length_penalty", math.nan, "finite"),
     ("early_stopping", True, "Unexpected keyword"),
 ])

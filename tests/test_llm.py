@@ -28,13 +28,9 @@ def generate(llm, prompts, params=GREEDY):
     return outputs
 
 
-def preemptions(metrics) -> int:
-    return metrics["recompute_preemptions"] + metrics["swap_preemptions"]
-
-
 def check_idle(llm) -> None:
     metrics = llm.metrics()
-    assert metrics["num_waiting"] == metrics["num_running"] == 0
+    assert metrics["num_requests_waiting"] == metrics["num_requests_running"] == 0
     manager = llm.scheduler.block_manager
     assert metrics["num_blocks_used"] == 0 and metrics["num_blocks_free"] == manager.num_blocks
     check_blocks(llm.scheduler)
@@ -63,19 +59,19 @@ def alone(tiny):
 
 @pytest.mark.parametrize("scheduling", ["prefill-first", "mixed", "static"])
 @pytest.mark.parametrize("options, happened", [
-    (dict(), lambda m: m["prefix_cache_hits"] > 0 == preemptions(m)),
+    (dict(), lambda m: m["prefix_cache_hits"] > 0 == m["num_preemptions"]),
     (dict(max_num_seqs=3), lambda m: 2 < m["batched_sequences"] / m["num_steps"] <= 3),
     (dict(max_num_seqs=4, max_num_batched_tokens=7),
      lambda m: m["computed_tokens"] <= 7 * m["num_steps"]),
-    (dict(num_kv_blocks=9), lambda m: preemptions(m) > 0),
+    (dict(num_kv_blocks=9), lambda m: m["num_preemptions"] > 0),
     (dict(num_kv_blocks=40, block_size=3, max_num_batched_tokens=16),
-     lambda m: preemptions(m) > 0 and m["prefix_cache_hits"] > 0),
+     lambda m: m["num_preemptions"] > 0 and m["prefix_cache_hits"] > 0),
     (dict(num_kv_blocks=9, enable_prefix_caching=False),
-     lambda m: preemptions(m) > 0 == m["prefix_cache_hits"]),
+     lambda m: m["num_preemptions"] > 0 == m["prefix_cache_hits"]),
     (dict(enable_prefix_caching=False, block_size=32), lambda m: m["prefix_cache_hits"] == 0),
-    (dict(num_kv_blocks=9, kv_allocation="reserve"), lambda m: preemptions(m) == 0),
+    (dict(num_kv_blocks=9, kv_allocation="reserve"), lambda m: m["num_preemptions"] == 0),
     (dict(num_kv_blocks=18, kv_allocation="max-length", max_model_len=110),
-     lambda m: preemptions(m) == 0),
+     lambda m: m["num_preemptions"] == 0),
     (dict(num_kv_blocks=9, preemption_mode="swap", enable_prefix_caching=False),
      lambda m: m["swap_preemptions"] > 0 == m["recompute_preemptions"] == m["recomputed_tokens"]
      and m["swap_in_blocks"] == m["swap_out_blocks"] > 0 < m["swapped_bytes"]),
@@ -84,10 +80,10 @@ def alone(tiny):
     (dict(num_kv_blocks=9, preemption_mode="swap", swap_space=0, preemption_victim="longest"),
      lambda m: m["recompute_preemptions"] > 0 == m["swap_preemptions"]),
     (dict(num_kv_blocks=12, preemption_victim="least-recently-run", max_num_batched_tokens=6),
-     lambda m: preemptions(m) > 0),
+     lambda m: m["num_preemptions"] > 0),
     (dict(num_kv_blocks=9, max_waiting=0, preemption_mode="swap"),
-     lambda m: preemptions(m) > 0),
-    (dict(num_kv_blocks=9, max_waiting=1, max_num_seqs=2), lambda m: preemptions(m) > 0),
+     lambda m: m["num_preemptions"] > 0),
+    (dict(num_kv_blocks=9, max_waiting=1, max_num_seqs=2), lambda m: m["num_preemptions"] > 0),
 ])
 def test_tokens_do_not_depend_on_the_schedule(tiny, alone, scheduling, options, happened):
     with LLM(tiny, dtype="float32", scheduling=scheduling, **options) as llm:
@@ -125,7 +121,7 @@ def test_several_completions_do_not_depend_on_the_schedule(tiny, options):
             list(range(p.n)) for p in SEVERAL]
         assert all(output.finished for output in outputs)
         if options.get("kv_allocation") == "reserve":
-            assert preemptions(llm.metrics()) == 0
+            assert llm.metrics()["num_preemptions"] == 0
 
 
 def test_samples_of_one_prompt_share_its_blocks(tiny):
@@ -195,7 +191,7 @@ def test_a_trace_has_every_step(tiny):
     for (start, end, _, then), (after, *_) in zip(trace, trace[1:]):
         assert start < end <= after
         assert then["num_blocks_used"] + then["num_blocks_free"] == 14
-        assert then["internal_waste"] < 8 * max(1, then["num_running"])
+        assert then["internal_waste"] < 8 * max(1, then["num_requests_running"])
     with LLM(tiny) as llm:
         generate(llm, prompts)
         assert llm.trace == []
