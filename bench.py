@@ -402,9 +402,12 @@ A100 = Cost(16.1e9 / (0.85 * 2.04e12), 16.1e9 / (0.65 * 312e12), 1 / (0.85 * 2.0
 
 def measured_cost(args: argparse.Namespace) -> Cost:
     """Constants of this machine and this model, by least squares over the steps of a short run."""
-    workload = dataclasses.replace(draw_workload(args, 800)[0], lengths=[30] * args.num_seqs)
-    workload.max_tokens, workload.prompts = workload.lengths, [p[:200] for p in workload.prompts]
-    with LLM(args.folder, **given(args, ("load_format", "dtype", *SIZES)), trace=True) as llm:
+    drawn, lengths = draw_workload(args, 800)[0].prompts[:64], [10, 20, 30, 40] * 16
+    prompts = [prompt[:10 + 3 * number] for number, prompt in enumerate(drawn)]
+    workload = Workload(prompts, lengths[:len(drawn)], lengths[:len(drawn)], 0.6)
+    options = given(args, ("load_format", "dtype", *SIZES)) | {"enable_prefix_caching": False}
+    with LLM(args.folder, **options, trace=True) as llm:
+        run_policy(llm, workload, {})  # a warm-up
         run = run_policy(llm, workload, {})
         block_size, num_blocks = llm.config.block_size, llm.runner.num_kv_blocks
         kv_bytes = llm.runner.block_bytes / block_size
@@ -774,6 +777,10 @@ def parse_arguments() -> argparse.Namespace:
             setattr(args, name, small if args.studies and not args.simulate else default)
     if not 0 < args.true_lengths <= 1:
         parser.error("--true-lengths must be above 0 and at most 1")
+    if (args.plot or args.timeline) and importlib.util.find_spec("matplotlib") is None:
+        parser.error('pictures need matplotlib: pip install ".[bench]"')
+    if args.plot and not args.compare:
+        parser.error("--plot is a chart of --compare")
     if args.simulate and args.compare == "sampling":
         parser.error("--simulate has no tokens: --compare sampling needs a model")
     args.engines = args.engine.split(",")
