@@ -50,7 +50,7 @@ from torch import nn
 from tqdm import tqdm
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.block_manager import BlockManager
+from nanoengine.block_manager import BlockManager, num_held_tokens
 from nanoengine.config import EngineConfig
 from nanoengine.loader import find_model, load_config, load_tokenizer
 from nanoengine.model_runner import choose_dtype
@@ -446,10 +446,10 @@ def simulate(args: argparse.Namespace, workload: Workload, cost: Cost, options: 
             kind = number % len(workload.prompts)
             prompt, most = workload.prompts[kind][:], workload.max_tokens[kind]
             prompt[args.max_input if args.workload == "shared-prefix" else 0] = number
-            held = {"on-demand": 0, "reserve": len(prompt) + most, "max-length": longest}
+            held = num_held_tokens(config.kv_allocation, len(prompt) + most, longest)
             yield Sequence(
                 str(number), prompt, len(prompt), len(prompt) + workload.lengths[kind], params,
-                number, num_held_tokens=held[config.kv_allocation],
+                number, num_held_tokens=held,
                 metrics=RequestMetrics(arrival_time=now))
 
     gc.disable()  # nothing here is cyclic

@@ -23,6 +23,15 @@ class Copies:
     swap_in: dict[int, int] = field(default_factory=dict)  # from the host
 
 
+def num_held_tokens(kv_allocation: str, max_num_tokens: int, max_model_len: int) -> int:
+    """How many tokens' blocks a sequence holds at least, from its admission on.
+
+    "on-demand": only those of the tokens it has; "reserve": of all that it may come to have, so
+    that it is never preempted; "max-length": of the most that any may have, as before paging.
+    """
+    return {"on-demand": 0, "reserve": max_num_tokens, "max-length": max_model_len}[kv_allocation]
+
+
 class BlockManager:
     """Hands out blocks 1 to `num_blocks` of `block_size` tokens each.
 

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanoengine.beam_search import BeamSearch, BeamSearchOutput
-from nanoengine.block_manager import BlockManager
+from nanoengine.block_manager import BlockManager, num_held_tokens
 from nanoengine.config import EngineConfig
 from nanoengine.loader import find_model, load_config, load_defaults, load_tokenizer
 from nanoengine.model_runner import ModelRunner
@@ -208,10 +208,9 @@ class LLM(AbstractContextManager):
         ends = stops | dict.fromkeys(self.eos_token_ids)
         processors = build_processors(params, length, list(ends), self.tokenizer)
         seed = mix(self.config.seed, number) if params.seed is None else params.seed
-        held = {"on-demand": 0, "reserve": longest, "max-length": self.max_model_len}
+        held = num_held_tokens(self.config.kv_allocation, longest, self.max_model_len)
         seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
-                       stops if params.ignore_eos else ends, priority,
-                       held[self.config.kv_allocation])
+                       stops if params.ignore_eos else ends, priority, held)
         seq.forks = [replace(seq, token_ids=token_ids[:], seed=mix(~seed, index), index=index)
                      for index in range(1, params.n)]
         tokenizer = self.tokenizer if params.detokenize else None

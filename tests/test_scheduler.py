@@ -13,7 +13,7 @@ import pytest
 from conftest import check_blocks
 
 from nanoengine.beam_search import BeamSearch
-from nanoengine.block_manager import BlockManager
+from nanoengine.block_manager import BlockManager, num_held_tokens
 from nanoengine.config import EngineConfig
 from nanoengine.sampler import Logprob
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
@@ -177,8 +177,7 @@ def run_workload(seed: int, **policies) -> dict[str, int]:
         max_tokens, name = rng.randint(1, max_model_len - length), str(number)
         priority = rng.choice([0, 0, 1, -1]) * (policies["scheduling_policy"] == "priority")
         width = rng.choice([0, 0, 2, 3])
-        held = {"on-demand": 0, "reserve": length + max_tokens, "max-length": max_model_len}[
-            policies["kv_allocation"]]
+        held = num_held_tokens(policies["kv_allocation"], length + max_tokens, max_model_len)
         num_blocks = manager.num_blocks_for(max(held, length + max_tokens))
         if 0 < width <= max_num_seqs and width * num_blocks <= manager.num_blocks:
             penalty = rng.choice([0.0, 1.0, 2.0])
