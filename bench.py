@@ -347,8 +347,8 @@ def reconfigure(llm: LLM, num_kv_blocks: int | None, options: dict[str, Any]) ->
     """Other policies, and nothing cached, for an engine whose model stays loaded."""
     llm.config = config = dataclasses.replace(llm.config, **options)
     llm.scheduler = Scheduler(BlockManager(
-        num_kv_blocks or llm.runner.num_kv_blocks, config.block_size,
-        config.enable_prefix_caching, llm.runner.num_host_blocks), config)
+        num_kv_blocks or llm.runner.num_kv_blocks, config.block_size, config.enable_prefix_caching,
+        llm.runner.num_host_blocks * (config.preemption_mode == "swap")), config)
 
 
 def run_variants(args: argparse.Namespace, workload: Workload,
@@ -431,7 +431,8 @@ def simulate(args: argparse.Namespace, workload: Workload, cost: Cost, options: 
     manager = BlockManager(
         args.num_kv_blocks or cost.num_slots // config.block_size, config.block_size,
         config.enable_prefix_caching,
-        int(config.swap_space * 2**30 / (cost.kv_bytes * config.block_size)))
+        int(config.swap_space * 2**30 / (cost.kv_bytes * config.block_size))
+        * (config.preemption_mode == "swap"))
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     rng, num_waiting_at_most = random.Random(args.seed), 4 * (config.max_num_seqs or 256)
     run = Run(0.0, [], [], Counter(), 0, manager.num_blocks * manager.block_size,

@@ -31,18 +31,19 @@ class CPUAttention:
     """Every token of a step, be it of a prompt or the newest, goes through one paged kernel."""
 
     def __init__(self, config: PretrainedConfig, block_size: int) -> None:
-        self.num_layers, self.num_kv_heads = config.num_hidden_layers, config.num_key_value_heads
-        self.head_dim, self.block_size = config.head_dim, block_size
-        group_size = config.num_attention_heads // self.num_kv_heads
-        self.kernel = paged_attention(self.head_dim, group_size, block_size)
+        self.config = config
+        self.block_size = block_size
+        group_size = config.num_attention_heads // config.num_key_value_heads
+        self.kernel = paged_attention(config.head_dim, group_size, block_size)
 
     def make_caches(self, num_blocks: int, dtype: torch.dtype) -> Tensor:
         """K and V: (layers, 2, num_blocks, kv_heads, block_size, head_dim), zeros.
 
         NumPy's zeros are memory only once they are written to; torch's are at once.
         """
-        shape = (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
-        return torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype)[..., 0]
+        shape = (self.config.num_hidden_layers, 2, num_blocks, self.config.num_key_value_heads,
+                 self.block_size, self.config.head_dim * dtype.itemsize)
+        return torch.from_numpy(np.zeros(shape, np.uint8)).view(dtype)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None,
                  cache: Tensor, step: StepInputs) -> Tensor:
@@ -54,7 +55,7 @@ class CPUAttention:
         blocks, offsets = step.slots // self.block_size, step.slots % self.block_size
         cache[0, blocks, :, offsets] = key
         cache[1, blocks, :, offsets] = value
-        query = query.to(torch.float32, copy=True).mul_(self.head_dim ** -0.5)
+        query = query.to(torch.float32, copy=True).mul_(self.config.head_dim ** -0.5)
         out = torch.empty_like(query)
         bits = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache  # for NumPy
         self.kernel(query.numpy(), *bits.numpy(), step.block_tables.numpy(), step.owners.numpy(),

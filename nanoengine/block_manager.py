@@ -44,7 +44,8 @@ class BlockManager:
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
                  num_host_blocks: int = 0) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_host_blocks = num_host_blocks
         self.reset()
@@ -57,6 +58,7 @@ class BlockManager:
         self.keys: dict[int, tuple[int, bytes]] = {}  # of each findable block: hash and tokens
         self.twins: dict[tuple[int, bytes], dict[int, None]] = {}  # the blocks with the same key
         self.free_host_blocks = list(range(self.num_host_blocks))
+        self.host_tables: dict[Sequence, list[int]] = {}  # of those who are swapped out
         self.copies = Copies()  # for the step that is being built
 
     num_free_blocks = property(lambda self: len(self.blank) + len(self.cached))
@@ -87,25 +89,20 @@ class BlockManager:
         for block_id in prefix:  # before any fresh one is taken, which could evict it
             self.cached.pop(block_id, None)
             self.ref_counts[block_id] += 1
-        num_fresh = self.num_blocks_to_hold(seq) - len(prefix)
-        seq.block_table = array("i", prefix + [self.take_fresh() for _ in range(num_fresh)])
+        fresh = [self.take_fresh() for _ in range(self.num_blocks_to_hold(seq) - len(prefix))]
+        seq.block_table = array("i", prefix + fresh)
         num_hits = seq.num_computed_tokens = len(prefix) * self.block_size
         if parent:
-            num_blocks = self.num_blocks_for(parent.num_computed_tokens)
-            pairs = zip(seq.block_table, parent.block_table[:num_blocks])
-            self.copies.copy_on_write.update(list(pairs)[len(prefix):])
+            if parent.num_computed_tokens > num_hits:
+                self.copies.copy_on_write[fresh[0]] = parent.block_table[len(prefix)]
             seq.num_computed_tokens = parent.num_computed_tokens
-        elif seq.host_blocks:
-            pairs = zip(seq.block_table, seq.host_blocks)
-            self.copies.swap_in.update(list(pairs)[len(prefix):])
+            seq.block_keys = parent.block_keys[:]
+        elif seq in self.host_tables:
+            self.copies.swap_in.update(zip(fresh, self.host_tables[seq][len(prefix):]))
             num_swapped = min(seq.num_preempted_tokens, seq.num_tokens - 1)  # the last for logits
             self.register(seq, num_swapped)
             seq.num_computed_tokens = max(num_hits, num_swapped)
         return num_hits
-
-    def must_append(self, seq: Sequence) -> bool:
-        """Whether the newest token of a running sequence needs a new block."""
-        return len(seq.token_ids) > len(seq.block_table) * self.block_size
 
     def deallocate(self, seq: Sequence) -> None:
         """Takes all blocks of a sequence back, tail first, so that prefixes stay cached longest."""
@@ -120,24 +117,24 @@ class BlockManager:
         self.free_host(seq)
 
     def swap_out(self, seq: Sequence) -> bool:
-        """Copies all computed blocks of a sequence to the host, and takes them back.
+        """Takes all blocks of a sequence back, with copies of the computed ones on the host.
 
-        False, and nothing has changed, where there is nothing to copy, or no room for all of it.
+        False, and nothing is copied, where nothing is computed, or there is no room for all of it.
         """
         num_blocks = self.num_blocks_for(seq.num_computed_tokens)
-        if not 0 < num_blocks <= len(self.free_host_blocks):
-            return False
-        host_blocks = [self.free_host_blocks.pop() for _ in range(num_blocks)]
-        for host_block, block_id in zip(host_blocks, seq.block_table):  # or what is to come there
+        is_kept = 0 < num_blocks <= len(self.free_host_blocks)
+        host_blocks = [self.free_host_blocks.pop() for _ in range(num_blocks * is_kept)]
+        for host_block, block_id in zip(host_blocks, seq.block_table):
+            # A fork may not have run yet: what it is to hold is still in its parent's block.
             self.copies.swap_out[host_block] = self.copies.copy_on_write.get(block_id, block_id)
         self.deallocate(seq)
-        seq.host_blocks = host_blocks
-        return True
+        if is_kept:
+            self.host_tables[seq] = host_blocks
+        return is_kept
 
     def free_host(self, seq: Sequence) -> None:
         """To be called once a sequence is back: not before the step that reads these copies."""
-        self.free_host_blocks += seq.host_blocks
-        seq.host_blocks = []
+        self.free_host_blocks += self.host_tables.pop(seq, [])
 
     def take_fresh(self) -> int:
         """A free block: a blank one, else the cached one that was not used for longest."""
@@ -179,9 +176,8 @@ class BlockManager:
         """
         last = stop // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_computed_tokens // self.block_size, last):
-            key, block_id = self._key(seq, index), seq.block_table[index]
-            self.keys[block_id] = key
-            self.twins.setdefault(key, {})[block_id] = None
+            key = self.keys[seq.block_table[index]] = self._key(seq, index)
+            self.twins.setdefault(key, {})[seq.block_table[index]] = None
 
     def reset_prefix_cache(self) -> None:
         """Forgets every hash. Blocks in use stay in use."""

@@ -45,10 +45,13 @@ class Completion:
     """A sequence in the engine, the prompt that it completes, and the text of it so far."""
 
     def __init__(self, prompt: str | None, seq: Sequence, tokenizer: Any) -> None:
-        self.prompt, self.seq, self.text = prompt, seq, ""
+        self.prompt = prompt
+        self.seq = seq
+        self.pieces: list[str] = []  # of its text, none of them empty
         self.longest_stop = max(map(len, seq.params.stop), default=1)
         self.tokenizer: Any = tokenizer and tokenizer.backend_tokenizer  # None: no text is wanted
-        self.context, self.decoded = max(0, seq.num_tokens - 6), seq.num_tokens  # token indices
+        self.context = seq.token_ids[-6:]  # the tokens before, that the next are decoded with
+        self.pending: list[int] = []  # tokens in the middle of a character
 
     def update(self, seq: Sequence, logprobs: Logprobs | None) -> str | None:
         """Takes in the newest token; returns the stop string that its text completes, if any."""
@@ -57,36 +60,39 @@ class Completion:
                 found.decoded_token = self.tokenizer and self.tokenizer.decode([token_id], False)
             seq.logprobs.append(logprobs)
         is_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
-        length = len(self.text)
-        if self.tokenizer and is_text:  # the token that ends a sequence is none
-            self.text += self._decode()
+        piece = self._decode() if self.tokenizer and is_text else ""  # the end is no text
+        self.pieces += [piece] if piece else []
         if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
             return None
-        return self._find_stop(length)
+        return self._find_stop(len(piece))
 
     def _decode(self) -> str:
         """The text that the newest token completes: none in the middle of a character."""
-        token_ids, skip = self.seq.token_ids[self.context:], self.seq.params.skip_special_tokens
-        before = self.tokenizer.decode(token_ids[:self.decoded - self.context], skip)
-        text = self.tokenizer.decode(token_ids, skip)
-        if text.endswith("\ufffd") or len(text) <= len(before):
+        skip = self.seq.params.skip_special_tokens
+        self.pending.append(self.seq.token_ids[-1])
+        before = self.tokenizer.decode(self.context, skip)
+        piece = self.tokenizer.decode(self.context + self.pending, skip)[len(before):]
+        if piece.endswith("\ufffd"):
             return ""
-        self.context, self.decoded = self.decoded, self.seq.num_tokens
-        return text[len(before):]
+        self.context = self.pending if piece else self.context  # a special token has no text
+        self.pending = []
+        return piece
 
-    def _find_stop(self, length: int) -> str | None:
-        """Of the stop strings that end behind `length`, the one that begins first; cuts there."""
+    def _find_stop(self, new: int) -> str | None:
+        """Of the stop strings that end in the `new` last letters the first; cuts the text there."""
         params = self.seq.params
-        starts = [(self.text.find(stop, max(0, length - len(stop) + 1)), stop)
-                  for stop in params.stop]
+        tail = "".join(self.pieces[-self.longest_stop:])
+        starts = [(tail.find(stop, 1 - new - len(stop)), stop) for stop in params.stop if new]
         index, stop = min((match for match in starts if match[0] >= 0), default=(0, None))
         if stop is not None:
-            self.text = self.text[:index + len(stop) * params.include_stop_str_in_output]
+            end = index + len(stop) * params.include_stop_str_in_output
+            self.pieces[-self.longest_stop:] = [tail[:end]]
         return stop
 
     def output(self) -> CompletionOutput:
         """How it stands now; what may yet become a stop string is held back."""
-        seq, text = self.seq, self.text
+        seq = self.seq
+        text = "".join(self.pieces)
         if not (seq.finish_reason or seq.params.include_stop_str_in_output):
             text = text[:max(0, len(text) - self.longest_stop + 1)]
         token_ids = seq.token_ids[seq.num_prompt_tokens:]

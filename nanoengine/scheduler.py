@@ -58,12 +58,12 @@ class Scheduler:
 
     def check_room(self, seq: Sequence, beam_width: int = 1) -> None:
         """Raises ValueError for a sequence that would not fit with all its beams, even alone."""
-        manager, most = self.block_manager, self.max_num_seqs
+        manager = self.block_manager
         num_tokens = max(seq.max_num_tokens, seq.num_held_tokens)
         num_blocks = beam_width * manager.num_blocks_for(num_tokens)
-        if beam_width > most or num_blocks > manager.num_blocks:
-            raise ValueError(f"{beam_width=} and up to {num_tokens} tokens do not fit {most} seqs "
-                             f"and {manager.num_blocks} blocks of {manager.block_size} tokens")
+        if beam_width > self.max_num_seqs or num_blocks > manager.num_blocks:
+            raise ValueError(f"{beam_width=}, {num_tokens} tokens do not fit {manager.num_blocks} "
+                             f"blocks of {manager.block_size} tokens and {self.max_num_seqs} seqs")
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence. Raises ValueError for one that could never run."""
@@ -77,16 +77,16 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Chooses the sequences of the next step and gives them the blocks that it needs."""
-        manager, counters = self.block_manager, self.counters
+        manager = self.block_manager
         batch = BATCHING[self.config.scheduling](self)
         assert batch, "nothing can run: a sequence alone always has its blocks"
         batch.copies, manager.copies = manager.copies, Copies()
         batch.preempted, self.preempted = self.preempted, []
         copied = {f"{name}_blocks": len(blocks) for name, blocks in vars(batch.copies).items()}
-        counters.update(copied, num_steps=1, batched_sequences=len(batch),
-                        computed_tokens=sum(batch.num_tokens))
+        self.counters.update(copied, num_steps=1, batched_sequences=len(batch),
+                             computed_tokens=sum(batch.num_tokens))
         num_used = manager.num_blocks - manager.num_free_blocks
-        counters["max_blocks_used"] = max(num_used, counters["max_blocks_used"])
+        self.counters["max_blocks_used"] = max(num_used, self.counters["max_blocks_used"])
         return batch
 
     def build(self, candidates: Iterable[Sequence], admit: bool) -> Batch:
@@ -110,11 +110,11 @@ class Scheduler:
 
     def _place(self, batch: Batch, seq: Sequence) -> None:
         """Adds as many of a sequence's tokens to a batch as the budget allows."""
-        computed, known = seq.num_computed_tokens, len(seq.token_ids)
-        num_tokens = min(known - computed, batch.budget)
+        num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, batch.budget)
         if not num_tokens:  # a beam that waits for others in its group
             return
-        if computed + num_tokens == known:
+        stop = seq.num_computed_tokens + num_tokens
+        if stop == len(seq.token_ids):
             batch.sampled += [(len(batch.sequences), fork) for fork in seq.forks]
             batch.sampled.append((len(batch.sequences), seq))
             seq.forks = []
@@ -122,7 +122,7 @@ class Scheduler:
         batch.num_tokens.append(num_tokens)
         batch.budget -= num_tokens
         seq.last_step = self.counters["num_steps"]
-        self.block_manager.register(seq, computed + num_tokens)
+        self.block_manager.register(seq, stop)
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> None:
         """Appends the sampled tokens, one for each in `batch.sampled`, and ends who is finished.
@@ -131,7 +131,7 @@ class Scheduler:
         """
         for seq, num_tokens in zip(batch.sequences, batch.num_tokens):
             seq.num_computed_tokens += num_tokens
-            if seq.host_blocks:
+            if seq in self.block_manager.host_tables:
                 self.block_manager.free_host(seq)
         now = time.monotonic()
         for (index, seq), token_id in zip(batch.sampled, token_ids):
@@ -183,10 +183,10 @@ class Scheduler:
         """Gives the candidates their next blocks, after preempting until all that are left can
         have them; returns whether anybody was preempted."""
         manager, num_running = self.block_manager, len(self.running)
-        rank = VICTIMS[self.config.preemption_victim]
-        lacking = list(filter(manager.must_append, candidates))
+        size = manager.block_size
+        lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         while len(lacking) > manager.num_free_blocks:
-            self.preempt(max(reversed(self.running), key=lambda seq: rank(self, seq)))
+            self.preempt(max(reversed(self.running), key=VICTIMS[self.config.preemption_victim]))
             lacking = [seq for seq in lacking if seq.block_table]
         for seq in lacking:
             seq.block_table.append(manager.take_fresh())
@@ -197,16 +197,12 @@ class Scheduler:
         for member in reversed(seq.members):
             (self.running if member.block_table else self.waiting).remove(member)
             insort_left(self.waiting, member, key=PRIORITY)
-            if not member.block_table:
-                continue
-            member.num_preempted_tokens = member.num_computed_tokens
-            mode = self.config.preemption_mode
-            if mode == "recompute" or not self.block_manager.swap_out(member):
-                mode = "recompute"
-                self.block_manager.deallocate(member)
-            self.counters.update(["num_preemptions", f"{mode}_preemptions"])
-            self.preempted.append((member, mode))
-            member.metrics.num_preemptions += 1
+            if member.block_table:
+                member.num_preempted_tokens = member.num_computed_tokens
+                mode = "swap" if self.block_manager.swap_out(member) else "recompute"
+                self.counters.update(["num_preemptions", f"{mode}_preemptions"])
+                self.preempted.append((member, mode))
+                member.metrics.num_preemptions += 1
 
     def _overtake(self) -> None:
         """In a long queue, a head that does not fit takes the place of the longest running one.
@@ -224,7 +220,7 @@ class Scheduler:
             victim = max(victims, key=lambda seq: seq.num_tokens)
             victim.gave_way = True
             self.preempt(victim)
-            self.preempt(head)
+            self.preempt(head)  # which has no blocks: it only moves ahead
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence wherever it is, and frees its blocks."""
@@ -247,18 +243,19 @@ class Scheduler:
 
     def metrics(self) -> dict[str, Any]:
         """Gauges of now and counters since the start; what they mean is said in `LLM.metrics`."""
-        manager, size, counters = self.block_manager, self.block_manager.block_size, self.counters
+        manager = self.block_manager
+        size = manager.block_size
         unused = [max(0, len(seq.block_table) * size - seq.num_tokens) for seq in self.running]
         internal = sum(num_tokens % size for num_tokens in unused)
         return Counter({
-            **counters, "num_requests_running": len(self.running),
+            **self.counters, "num_requests_running": len(self.running),
             "num_requests_waiting": len(self.waiting),
-            "num_requests_swapped": sum(bool(seq.host_blocks) for seq in self.waiting),
+            "num_requests_swapped": len(manager.host_tables),
             "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
             "num_blocks_free": manager.num_free_blocks, "num_blocks_cached": len(manager.cached),
             "num_host_blocks_used": manager.num_host_blocks - len(manager.free_host_blocks),
             "reserved_waste": sum(unused) - internal, "internal_waste": internal,
-            "mean_batch": counters["batched_sequences"] / max(1, counters["num_steps"])})
+            "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"])})
 
 
 # ---------------------------------------------------------------------------------- policies
@@ -295,10 +292,10 @@ def prompts(scheduler: Scheduler, admit: bool) -> Batch:
 
 
 BATCHING = {"prefill-first": prefill_first, "mixed": mixed, "static": static}
-VICTIMS: dict[str, Callable[[Scheduler, Sequence], Any]] = {  # the highest; if equal, the youngest
-    "youngest": lambda scheduler, seq: 0,
-    "longest": lambda scheduler, seq: seq.num_tokens,
-    "lowest-priority": lambda scheduler, seq: seq.priority,
-    "least-recently-run": lambda scheduler, seq: -seq.last_step,
-    "random": lambda scheduler, seq: hash((scheduler.config.seed, seq.seed, seq.num_tokens)),
+VICTIMS: dict[str, Callable[[Sequence], int]] = {  # who ranks highest; if equal, the youngest
+    "youngest": lambda seq: 0,
+    "longest": lambda seq: seq.num_tokens,
+    "lowest-priority": lambda seq: seq.priority,
+    "least-recently-run": lambda seq: -seq.last_step,
+    "random": lambda seq: hash((seq.seed, seq.num_tokens)),
 }

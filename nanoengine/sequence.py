@@ -41,8 +41,7 @@ class Sequence:
 
     Of its `num_tokens` known tokens the KV cache holds `num_computed_tokens`; a step computes some
     of the rest. Prefill and decode are no states: a decode is the case of one token left. It is
-    waiting while it has no blocks, running while it has some, finished once it has a reason. Among
-    the waiting, it is swapped out while it has blocks on the host.
+    waiting while it has no blocks, running while it has some, finished once it has a reason.
     """
 
     request_id: str
@@ -64,7 +63,6 @@ class Sequence:
     num_preempted_tokens: int = field(default=0, init=False)  # computed when last preempted
     block_table: array = field(default_factory=lambda: array("i"), init=False)
     block_keys: list[tuple[int, bytes]] = field(default_factory=list, init=False)  # of full blocks
-    host_blocks: list[int] = field(default_factory=list, init=False)  # while it is swapped out
     last_step: int = field(default=0, init=False)  # in which it ran
     gave_way: bool = field(default=False, init=False)  # to the head of a long queue, once
     logprobs: list[Any] = field(default_factory=list, init=False)

@@ -69,7 +69,8 @@ def check_blocks(scheduler) -> None:
             assert manager.keys[block_id][1] == array("i", tokens).tobytes()
         elif (index + 1) * manager.block_size > seq.num_computed_tokens:
             assert references[block_id] == 1, "no two sequences may write to one block"
-    host_blocks = sum((seq.host_blocks for seq in sequences), manager.free_host_blocks)
+    host_blocks = sum(manager.host_tables.values(), manager.free_host_blocks)
+    assert manager.host_tables.keys() <= set(sequences)
     assert sorted(host_blocks) == list(range(manager.num_host_blocks))
 
 

@@ -59,6 +59,7 @@ def make_sequence(prompt: list[int], max_tokens: int, name: str = "", n: int = 1
 
 def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching=True,
                    num_host_blocks=0, **policies) -> Scheduler:
+    num_host_blocks *= policies.get("preemption_mode") == "swap"
     manager = BlockManager(num_blocks, block_size, caching, num_host_blocks)
     config = EngineConfig(model="none", max_num_seqs=max_num_seqs,
                           max_num_batched_tokens=max_num_batched_tokens, **policies)
