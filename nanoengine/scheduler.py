@@ -62,7 +62,7 @@ class Scheduler:
         num_tokens = max(seq.max_num_tokens, seq.num_held_tokens)
         num_blocks = beam_width * manager.num_blocks_for(num_tokens)
         if beam_width > self.max_num_seqs or num_blocks > manager.num_blocks:
-            raise ValueError(f"{beam_width=}, {num_tokens} tokens do not fit {manager.num_blocks} "
+            raise ValueError(f"{beam_width=} x {num_tokens} tokens do not fit {manager.num_blocks} "
                              f"blocks of {manager.block_size} tokens and {self.max_num_seqs} seqs")
 
     def add(self, seq: Sequence) -> None:
