@@ -3,7 +3,7 @@
     python bench.py                                     # the bundled model
     python bench.py --config qwen3-0.6b --num-seqs 16   # a real shape, random weights
     python bench.py --engine nanoengine,hf --repeat 3   # A B A B A B, medians and their ratio
-    python bench.py --limit --json result.json          # how far from the matrix products alone
+    python bench.py --limit --json result.json          # also the matrix products alone
 
     python bench.py --compare batching --plot out.png   # variants of a policy on one workload
     python bench.py --compare memory --true-lengths 0.5 --timeline out.png --trace out.json
@@ -13,7 +13,9 @@
 The default workload is nano-vllm's: 256 prompts of 100 to 1024 random tokens, 100 to 1024 new ones
 for each, EOS ignored, temperature 0.6; with --compare, --timeline or --trace 64 prompts of 16 to
 256, and blocks for a third of them. What is timed is one call, from token ids to finished outputs,
-with their text where the model has a tokenizer; loading and a warm-up come before it.
+with their text where the model has a tokenizer; loading and a warm-up come before it. The limit is
+what the same steps would take if weights and keys were read once at the bandwidth of a copy, or the
+products were computed at the rate of a large one, whichever takes longer; both are measured first.
 
 --simulate runs the same scheduler, but a step only costs time on a clock: a constant, and so much
 for each token and each byte of K and V that is read.
@@ -21,6 +23,7 @@ for each token and each byte of K and V that is read.
 
 import argparse
 import dataclasses
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -33,7 +36,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,10 +53,11 @@ from torch import nn
 from tqdm import tqdm
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.attention import BACKENDS
 from nanoengine.block_manager import BlockManager, num_held_tokens
 from nanoengine.config import EngineConfig
 from nanoengine.loader import find_model, load_config, load_tokenizer
-from nanoengine.model_runner import choose_dtype
+from nanoengine.model_runner import choose_device, choose_dtype
 from nanoengine.scheduler import BATCHING, VICTIMS, Batch, Scheduler
 from nanoengine.sequence import RequestMetrics, Sequence
 
@@ -64,7 +68,9 @@ SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"
 POLICIES = {
     "scheduling": str, "scheduling_policy": str, "kv_allocation": str, "preemption_mode": str,
     "preemption_victim": str, "max_waiting": int, "swap_space": float}
-NANOENGINE_OPTIONS = ("load_format", "dtype", *SIZES, *POLICIES, "enable_prefix_caching")
+NANOENGINE_OPTIONS = ("load_format", "dtype", "device", "attention_backend", "run_ahead",
+                      "enforce_eager", "gpu_memory_utilization", *SIZES, *POLICIES,
+                      "enable_prefix_caching")
 VLLM_OPTIONS = ("load_format", *SIZES[:4], "enable_prefix_caching")
 COMPARISONS: dict[str, dict[str, dict[str, Any]]] = {  # the options or sampling of each variant
     "batching": {name: {"scheduling": name} for name in ("static", *list(BATCHING)[:2])},
@@ -82,6 +88,8 @@ ROWS = {  # figure: label, digits behind the point
     "prefill_tokens_per_second": ("prefill tokens/s", 1),
     "decode_tokens_per_second": ("decode tokens/s", 1),
     "seconds": ("seconds", 2),
+    "limit_percent": ("of the limit of this device, %", 1),
+    "idle_percent": ("device idle, %", 1),
     "num_steps": ("steps", 0),
     "mean_batch": ("mean batch", 1),
     "first_token_ms": ("time to first token, median, ms", 1),
@@ -174,6 +182,7 @@ def run_nanoengine(args: argparse.Namespace, workload: Workload, warm_up: Worklo
         run = run_policy(llm, workload, {}, sys.stderr.isatty())
         figures = figures_of(run)
         model = llm.runner.model
+        figures["limit_percent"] = 100 * limit_seconds(llm, run.work) / run.seconds
         figures["weights_mib"] = sum(parameter.nbytes for parameter in model.parameters()) / MIB
         figures["kv_pool_mib"] = llm.runner.caches.nbytes / MIB
         if args.limit and "decode_batch" in figures:
@@ -206,11 +215,12 @@ def run_hf(args: argparse.Namespace, workload: Workload, warm_up: Workload) -> F
     """Hugging Face `generate` over static batches."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    auto_model, dtype = transformers.AutoModelForCausalLM, choose_dtype(args.dtype)
+    auto_model, dtype = transformers.AutoModelForCausalLM, choose_dtype(args.dtype, args.device)
     if args.load_format == "dummy":
         model = auto_model.from_config(load_config(args.folder), dtype=dtype).eval()
+        model.to(args.device)
     else:
-        model = auto_model.from_pretrained(args.folder, dtype=dtype)
+        model = auto_model.from_pretrained(args.folder, dtype=dtype).to(args.device)
     tokenizer = load_tokenizer(args.folder)
     torch.manual_seed(args.seed)
     generate_hf(model, tokenizer, warm_up, batch_size=2)
@@ -231,6 +241,7 @@ def generate_hf(model: Any, tokenizer: Any, workload: Workload, batch_size: int)
         model.generation_config = transformers.GenerationConfig(
             max_new_tokens=max(lengths), eos_token_id=None, pad_token_id=0, top_k=0, top_p=1.0,
             do_sample=workload.temperature > 0, temperature=workload.temperature or 1.0)
+        input_ids, mask = input_ids.to(model.device), mask.to(model.device)
         rows = model.generate(input_ids, attention_mask=mask)[:, width:].tolist()
         outputs = [row[:length] for row, length in zip(rows, lengths)]
         if tokenizer is not None:
@@ -248,6 +259,16 @@ ENGINES = {"nanoengine": run_nanoengine, "hf": run_hf, "vllm": run_vllm}
 
 
 @dataclass
+class Work:
+    """What a step had to do."""
+
+    num_tokens: int
+    num_sampled: int
+    num_keys: int  # that its sequences read, each once
+    num_scores: int  # of a query with a key, in one head of one layer
+
+
+@dataclass
 class Run:
     """One run: its seconds, its steps, and how each request fared."""
 
@@ -259,6 +280,8 @@ class Run:
     num_slots: int  # tokens that the KV pool has room for
     block_size: int
     device_seconds: float | None = None
+    idle_share: float | None = None  # of the time, of a GPU
+    work: list[Work] = field(default_factory=list)
     host_seconds: float | None = None
     num_rejected: int | None = None
     sampled_usage: list[tuple[float, int, int]] = field(default_factory=list)  # without a trace
@@ -297,6 +320,8 @@ def figures_of(run: Run) -> Figures:
     if run.device_seconds is not None:
         idle = sum(end - start for start, end, *_ in run.trace) - run.device_seconds
         figures["host_ms_per_step"] = 1000 * idle / len(run.trace)
+    if run.idle_share is not None:
+        figures["idle_percent"] = 100 * run.idle_share
     if run.host_seconds is not None:
         figures["scheduler_us_per_step"] = 1e6 * run.host_seconds / spent["num_steps"]
     if run.num_rejected is not None:
@@ -318,17 +343,8 @@ def run_policy(llm: LLM, workload: Workload, sampling: dict[str, Any],
     for request, length in zip(requests, workload.lengths):
         for completion in request:
             completion.seq.max_num_tokens = completion.seq.num_prompt_tokens + length
-    before, first_step = Counter(llm.metrics()), len(llm.trace)
-    device_seconds, forward = 0.0, llm.runner.run
-
-    def timed(*inputs: Any) -> Any:
-        nonlocal device_seconds
-        started = time.perf_counter()
-        outputs = forward(*inputs)
-        device_seconds += time.perf_counter() - started
-        return outputs
-
-    with mock.patch.object(llm.runner, "run", timed), \
+    before, first_step = counts(llm), len(llm.trace)
+    with watched(llm) as watch, \
             tqdm(total=sum(workload.lengths), disable=not use_tqdm, unit="tok") as bar:
         started = time.perf_counter()
         for updated in llm._run(requests):
@@ -336,11 +352,77 @@ def run_policy(llm: LLM, workload: Workload, sampling: dict[str, Any],
         seconds = time.perf_counter() - started
     generated = [c.seq.num_tokens - c.seq.num_prompt_tokens for r in requests for c in r]
     workload.check(generated[::len(requests[0])])
-    after, manager = Counter(llm.metrics()), llm.scheduler.block_manager
+    after, manager = counts(llm), llm.scheduler.block_manager
     after.subtract(before)
-    return Run(seconds, llm.trace[first_step:], [r[0].seq.metrics for r in requests], after,
+    trace, done = [], 0.0
+    for start, end, *rest in llm.trace[first_step:]:  # a step that ran ahead begins when it can
+        trace.append((max(start, done), end, *rest))
+        done = end
+    return Run(seconds, trace, [r[0].seq.metrics for r in requests], after,
                sum(generated), manager.num_blocks * manager.block_size, manager.block_size,
-               device_seconds=device_seconds)
+               device_seconds=watch.device_seconds, idle_share=watch.idle_share(), work=watch.work)
+
+
+def counts(llm: LLM) -> Counter:
+    return Counter({name: n for name, n in llm.metrics().items() if not isinstance(n, str)})
+
+
+@dataclass
+class Watch:
+    """What a runner did: the work of each step, and when its device was busy with it."""
+
+    work: list[Work] = field(default_factory=list)
+    device_seconds: float | None = 0.0  # in the model and the sampler; None on a GPU
+    events: list[tuple[Any, Any]] = field(default_factory=list)  # of a GPU: a step begins, and ends
+
+    def idle_share(self) -> float | None:
+        """The share of the time from the first step's begin to the last one's end in between two
+        steps: after all work of one was done, and before any of the next had come."""
+        if not self.events:
+            return None
+        torch.cuda.synchronize()
+        gaps = sum(end.elapsed_time(begin)
+                   for (_, end), (begin, _) in zip(self.events, self.events[1:]))
+        return gaps / self.events[0][0].elapsed_time(self.events[-1][1])
+
+
+@contextmanager
+def watched(llm: LLM) -> Iterator[Watch]:
+    """Watches a runner's steps. On a GPU an event is put behind the inputs' making on the host and
+    before their copy, another behind the step's last work."""
+    watch, runner = Watch(), llm.runner
+    prepare, launch, compute = runner.prepare, runner.launch, runner.compute
+    is_gpu, begins = runner.is_gpu, []
+
+    def prepare_watched(batch: Batch) -> Any:
+        inputs = prepare(batch)
+        if is_gpu:
+            begins.append(torch.cuda.current_stream().record_event(
+                torch.cuda.Event(enable_timing=True)))
+        return inputs
+
+    def launch_watched(batch: Batch) -> Any:
+        computed = [seq.num_computed_tokens for seq in batch.sequences]
+        watch.work.append(Work(
+            sum(batch.num_tokens), len(batch.sampled), sum(computed) + sum(batch.num_tokens),
+            sum(n * c + n * (n + 1) // 2 for c, n in zip(computed, batch.num_tokens))))
+        launched = launch(batch)
+        if is_gpu:
+            end = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+            watch.events.append((begins[-1], end))
+        return launched
+
+    def compute_watched(*inputs: Any) -> Any:
+        started = time.perf_counter()
+        outputs = compute(*inputs)
+        watch.device_seconds += time.perf_counter() - started
+        return outputs
+
+    watch.device_seconds = None if is_gpu else 0.0
+    with mock.patch.object(runner, "prepare", prepare_watched), \
+            mock.patch.object(runner, "launch", launch_watched), \
+            mock.patch.object(runner, "compute", compute if is_gpu else compute_watched):
+        yield watch
 
 
 def reconfigure(llm: LLM, num_kv_blocks: int | None, options: dict[str, Any]) -> None:
@@ -405,7 +487,8 @@ def measured_cost(args: argparse.Namespace) -> Cost:
     drawn, lengths = draw_workload(args, 800)[0].prompts[:64], [10, 20, 30, 40] * 16
     prompts = [prompt[:10 + 3 * number] for number, prompt in enumerate(drawn)]
     workload = Workload(prompts, lengths[:len(drawn)], lengths[:len(drawn)], 0.6)
-    options = given(args, ("load_format", "dtype", *SIZES)) | {"enable_prefix_caching": False}
+    options = given(args, ("load_format", "dtype", "device", *SIZES)) | {
+        "enable_prefix_caching": False, "run_ahead": False}
     with LLM(args.folder, **options, trace=True) as llm:
         run_policy(llm, workload, {})  # a warm-up
         run = run_policy(llm, workload, {})
@@ -631,18 +714,59 @@ def plot_comparison(summary: dict[str, Figures], title: str, path: Path) -> None
 # ---------------------------------------------------------------------- memory and matrices
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(function: Callable[[], Any], repeats: int = 9) -> float:
+    """The median of several calls behind a warm-up."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronize()
+        started = time.perf_counter()
+        function()
+        synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+@functools.cache
+@torch.inference_mode()
+def device_rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
+    """(bytes a second that a copy reads and writes, operations a second of a matrix product)."""
+    size, side = (2**30, 8192) if device == "cuda" else (2**27, 2048)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    left, right = torch.randn(2, side, side, device=device).to(dtype)
+    bandwidth = 2 * size / seconds_of(lambda: target.copy_(source))
+    return bandwidth, 2 * side**3 / seconds_of(lambda: left @ right)
+
+
+def limit_seconds(llm: LLM, work: list[Work]) -> float:
+    """What the steps would take on a device that is never idle and wastes nothing: each the longer
+    of reading weights and keys once at the bandwidth, and computing at the rate of `device_rates`.
+    """
+    runner, config = llm.runner, llm.model_config
+    bandwidth, rate = device_rates(llm.config.device, runner.model.lm_head.weight.dtype)
+    linears = [module for module in runner.model.modules() if isinstance(module, nn.Linear)]
+    weights = sum(linear.weight.numel() for linear in linears)
+    head = runner.model.lm_head.weight
+    queries = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    key_bytes = runner.block_bytes / llm.config.block_size
+    return sum(max(
+        (weights * head.itemsize + key_bytes * step.num_keys) / bandwidth,
+        2 * ((weights - head.numel()) * step.num_tokens + head.numel() * step.num_sampled
+             + 2 * queries * step.num_scores) / rate) for step in work)
+
+
 @torch.inference_mode()
 def time_linears(model: nn.Module, batch_size: int, repeats: int = 15) -> float:
     """Seconds of a decode step's matrix products and nothing else; the median of several."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     inputs = [torch.randn(batch_size, linear.in_features).to(linear.weight) for linear in linears]
-    times = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        for linear, x in zip(linears, inputs):
-            F.linear(x, linear.weight, linear.bias)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])  # the first is a warm-up
+    return seconds_of(lambda: [F.linear(x, linear.weight, linear.bias)
+                               for linear, x in zip(linears, inputs)], repeats)
 
 
 def reset_peak_memory() -> bool:
@@ -688,7 +812,7 @@ def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def dtype_name(args: argparse.Namespace) -> str:
-    return str(choose_dtype(args.dtype)).removeprefix("torch.")
+    return str(choose_dtype(args.dtype, args.device)).removeprefix("torch.")
 
 
 def describe(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
@@ -697,14 +821,19 @@ def describe(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     for package in ("torch", "transformers", "nanoengine", "vllm"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    num_seqs = args.num_seqs if args.simulate else len(workload.prompts)
+    num_seqs, rates = args.num_seqs if args.simulate else len(workload.prompts), {}
+    if not args.simulate:
+        bandwidth, rate = device_rates(args.device, choose_dtype(args.dtype, args.device))
+        rates = {"copy_gb_per_second": bandwidth / 1e9, "matrix_tflop_per_second": rate / 1e12,
+                 "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"}
     scale = num_seqs / len(workload.prompts)
     return {
         "command": shlex.join(sys.argv), "date": datetime.now(timezone.utc).isoformat(),
         "versions": versions, "threads": torch.get_num_threads(),
         "load_average": psutil.getloadavg(), "model": str(args.folder), "dtype": dtype_name(args),
         "num_seqs": num_seqs, "prompt_tokens": round(scale * sum(map(len, workload.prompts))),
-        "output_tokens": round(scale * sum(workload.lengths)), "temperature": workload.temperature}
+        "output_tokens": round(scale * sum(workload.lengths)), "temperature": workload.temperature,
+        **rates}
 
 
 def table(summary: dict[str, Figures], ratios: Figures) -> str:
@@ -749,7 +878,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--true-lengths", type=float, default=1.0, metavar="SHARE",
                         help="of max_tokens, generated on average; default: 1, all of them")
     parser.add_argument("--temperature", type=float, default=0.6, help="default: 0.6")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"),
+                        default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--attention-backend", choices=BACKENDS)
+    parser.add_argument("--run-ahead", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--enforce-eager", action="store_const", const=True)
+    parser.add_argument("--gpu-memory-utilization", type=float)
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     for name, kind in POLICIES.items():
@@ -772,6 +907,12 @@ def parse_arguments() -> argparse.Namespace:
                         help="turn simulated requests away that can't start at once")
     args = parser.parse_args()
     args.studies = bool(args.compare or args.timeline or args.trace or args.simulate)
+    try:
+        args.device = choose_device(args.device)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.studies and args.block_size is None and (args.simulate or args.device == "cpu"):
+        args.block_size = 16  # small prompts, and policies that differ in blocks
     for name, default, small in DEFAULTS:
         name = name.replace("-", "_")
         if getattr(args, name) is None:
@@ -802,7 +943,7 @@ def study(args: argparse.Namespace, workload: Workload,
           warm_up: Workload) -> dict[str, list[Figures]]:
     """The variants of a policy, really or simulated, and pictures of their first runs."""
     if not args.simulate and args.compare and args.num_kv_blocks is None:  # scarce: about a third
-        block_size, most = args.block_size or 16, args.max_num_seqs or 256
+        block_size, most = args.block_size or 256, args.max_num_seqs or 256
         needs = [-(-(len(p) + n) // block_size)
                  for p, n in zip(workload.prompts, workload.max_tokens)]
         args.num_kv_blocks = max(*needs, sum(sorted(needs)[-most:]) // 3)
@@ -821,8 +962,10 @@ def main() -> None:
     workload, warm_up = draw_workload(args, load_config(args.folder).vocab_size)
     about = describe(args, workload)
     report = sys.stderr if args.json == "-" else sys.stdout
-    where = "simulated" if args.simulate else "{model}, {dtype}, {threads} threads, load average " \
-        "{load_average[0]:.1f}"
+    where = "simulated" if args.simulate else (
+        "{model}, {dtype} on {device}, {threads} threads, load average {load_average[0]:.1f}\n"
+        "copy bandwidth {copy_gb_per_second:,.0f} GB/s, matrix products "
+        "{matrix_tflop_per_second:,.2f} TFLOP/s")
     print(("{num_seqs} prompts of {prompt_tokens:,} tokens, {output_tokens:,} to generate\n"
            + where).format(**about), file=report, flush=True)
 

@@ -1,63 +1,148 @@
-"""Attention over the paged KV cache.
+"""Attention over the paged KV cache: one small function for each backend.
 
-A backend owns the layout of the cache: it makes a layer's cache, writes the K and V of a step into
-it, and lets the step's queries attend. What a step consists of comes as `StepInputs`; which model
-asks is not known here.
+Here is the memory of the cache, how the K and V of a step get into it, and how its queries attend.
+What a step consists of comes as `StepInputs`; which model asks is not known here.
 """
 
-from dataclasses import dataclass
+import warnings
+from importlib.util import find_spec
+from types import SimpleNamespace
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoengine.kernels import paged_attention
+from nanoengine.sampling_params import rejected
 
 
-@dataclass
-class StepInputs:
-    """What the device needs for one step: T tokens of S sequences. All tensors are int32."""
+class StepInputs(SimpleNamespace):
+    """What the device needs for one step: T tokens of S sequences, R rows to sample.
 
-    token_ids: Tensor  # (T,)
-    positions: Tensor  # (T,)
-    slots: Tensor  # (T,) where K and V go: block * block_size + offset
-    owners: Tensor  # (T,) which sequence a token belongs to: a row of block_tables
-    block_tables: Tensor  # (S, width), padded with 0
-    sampled_rows: Tensor  # which of the T rows are to be sampled
+    numbers: (R,) float64 in [0, 1), what decides a draw; temperatures: (R,) float32
+    blocks, offsets: (T,) int64, where a token's K and V go: which block, and where in that
+    token_ids: (T,); -1 - i stands for what row i of the step before has sampled
+    positions: (T,); owners: (T,) which sequence a token belongs to
+    query_starts: (S + 1,) where a sequence's tokens begin among T, and T
+    key_starts: (S + 1,) the same for its keys, if all stood in a row
+    lengths: (S,) how many keys it has, those of this step included
+    block_tables: (S, width), padded with 0
+    sampled_rows: (R,) which of the T rows are to be sampled
+    longest_query, longest_keys: the most tokens of a sequence, and the most keys, as numbers
+    bounds: query_starts, key_starts, longest_query, longest_keys
+
+    The other tensors are int32. All are views of one `buffer`, which comes to the device in one
+    copy; `layout` has the two numbers, then name, dtype, shape and words of each tensor.
+    """
+
+    def __init__(self, buffer: Tensor, layout: tuple) -> None:
+        self.buffer = buffer
+        self.longest_query, self.longest_keys, kinds = layout
+        parts = buffer.split([size for *_, size in kinds])
+        for (name, dtype, shape, _), part in zip(kinds, parts):
+            setattr(self, name, part.view(getattr(torch, dtype)).view(shape))
+        self.bounds = self.query_starts, self.key_starts, self.longest_query, self.longest_keys
 
 
-class CPUAttention:
-    """Every token of a step, be it of a prompt or the newest, goes through one paged kernel."""
+def make_caches(config: PretrainedConfig, backend: str, num_blocks: int, block_size: int,
+                dtype: torch.dtype, device: str) -> Tensor:
+    """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
-    def __init__(self, config: PretrainedConfig, block_size: int) -> None:
-        self.config = config
-        self.block_size = block_size
-        group_size = config.num_attention_heads // config.num_key_value_heads
-        self.kernel = paged_attention(config.head_dim, group_size, block_size)
+    In memory the numba kernel has block_size behind kv_heads: a head's keys are adjacent. Block 0,
+    which padded rows read, is zeros; the others are read only where they were written to, and on a
+    CPU are memory only from then on.
+    """
+    shape = [config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads]
+    if backend == "numba":
+        shape[3:] = reversed(shape[3:])
+    caches = torch.empty(*shape, config.head_dim, dtype=dtype, device=device)
+    caches[:, :, 0] = 0
+    return caches.transpose(3, 4) if backend == "numba" else caches
 
-    def make_caches(self, num_blocks: int, dtype: torch.dtype) -> Tensor:
-        """K and V: (layers, 2, num_blocks, kv_heads, block_size, head_dim), zeros.
 
-        NumPy's zeros are memory only once they are written to; torch's are at once.
-        """
-        shape = (self.config.num_hidden_layers, 2, num_blocks, self.config.num_key_value_heads,
-                 self.block_size, self.config.head_dim * dtype.itemsize)
-        return torch.from_numpy(np.zeros(shape, np.uint8)).view(dtype)
+def attend(backend: str, query: Tensor, key: Tensor, value: Tensor, window: int | None,
+           cache: Tensor, step: StepInputs) -> Tensor:
+    """Writes the K and V of the whole step to a layer's cache, then attends with its queries.
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None,
-                 cache: Tensor, step: StepInputs) -> Tensor:
-        """Writes the K and V of the whole step, then attends with its queries.
+    query: (T, heads, head_dim); key, value: (T, kv_heads, head_dim); window: a query sees its last
+    `window` keys, None for all. Returns (T, heads, head_dim).
+    """
+    cache[:, step.blocks, step.offsets] = torch.stack((key, value))
+    return BACKENDS[backend](query, cache, window, step)
 
-        query: (T, heads, head_dim); key, value: (T, kv_heads, head_dim); window: a query sees
-        its last `window` keys, None for all. Returns (T, heads, head_dim).
-        """
-        blocks, offsets = step.slots // self.block_size, step.slots % self.block_size
-        cache[0, blocks, :, offsets] = key
-        cache[1, blocks, :, offsets] = value
-        query = query.to(torch.float32, copy=True).mul_(self.config.head_dim ** -0.5)
-        out = torch.empty_like(query)
-        bits = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache  # for NumPy
-        self.kernel(query.numpy(), *bits.numpy(), step.block_tables.numpy(), step.owners.numpy(),
-                    step.positions.numpy(), window or 2**31 - 1, out.numpy())
-        return out.to(key.dtype)
+
+def numba_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
+    """On a CPU: every token, be it of a prompt or the newest, goes through one paged kernel."""
+    _, _, block_size, kv_heads, head_dim = cache.shape
+    is_bfloat16 = cache.dtype == torch.bfloat16
+    kernel = paged_attention(head_dim, query.shape[1] // kv_heads, block_size, is_bfloat16)
+    bits = cache.view(torch.uint16) if is_bfloat16 else cache  # as NumPy does not know it
+    scaled = query.to(torch.float32, copy=True).mul_(head_dim ** -0.5)
+    out = torch.empty_like(scaled)
+    kernel(scaled.numpy(), *bits.transpose(2, 3).numpy(), step.block_tables.numpy(),
+           step.owners.numpy(), step.positions.numpy(), window or 2**31 - 1, out.numpy())
+    return out.to(query.dtype)
+
+
+def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
+    """flash-attn 2 (Dao, 2023, arXiv:2307.08691).
+
+    In how many parts its decode kernel sums over the keys depends on the width of the block tables,
+    which a CUDA graph fixes at `max_model_len`.
+    """
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+    options = dict(block_table=step.block_tables, causal=True, window_size=((window or 0) - 1, 0))
+    if step.longest_query == 1:
+        return flash_attn_with_kvcache(
+            query[:, None], *cache, cache_seqlens=step.lengths, **options)[:, 0]
+    return flash_attn_varlen_func(query, *cache, *step.bounds, **options)
+
+
+def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
+    """PyTorch's own build of these kernels, which takes block tables from torch 2.12 on."""
+    from torch.nn.attention.varlen import varlen_attn
+    return varlen_attn(  # type: ignore
+        query, *cache, *step.bounds, window_size=((window or 0) - 1, 0), enable_gqa=True,
+        seqused_k=step.lengths, block_table=step.block_tables)
+
+
+def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
+    """In plain PyTorch, slow, but anywhere and in any precision: gathers each sequence's keys.
+
+    It reads lengths on the host, so that CUDA graphs cannot hold it.
+    """
+    out, starts = torch.empty_like(query), step.query_starts.tolist()
+    for seq, length in enumerate(step.lengths.tolist()):
+        rows = slice(starts[seq], starts[seq + 1])
+        keys, values = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length].transpose(1, 2)
+        ages = step.positions[rows, None] - torch.arange(length, device=query.device)
+        mask = (ages >= 0) & (ages < (window or length))
+        out[rows] = F.scaled_dot_product_attention(
+            query[rows].transpose(0, 1), keys, values, mask, enable_gqa=True).transpose(0, 1)
+    return out
+
+
+BACKENDS = {"numba": numba_attention, "flash-attn": flash_attention, "varlen": varlen_attention,
+            "gather": gather_attention}  # the fastest first
+
+
+def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
+    """The backend of that name, or for "auto" the fastest for this device and precision.
+
+    Raises ValueError for one that cannot work here; warns where only the slow one can.
+    """
+    is_fast = device == "cuda" and dtype != torch.float32
+    works = {"numba": device == "cpu" and dtype != torch.float16,
+             "flash-attn": is_fast and find_spec("flash_attn") is not None,
+             "varlen": is_fast and torch.__version__ >= "2.12", "gather": True}  # a TorchVersion
+    names = [known for known in BACKENDS if works[known]]
+    chosen = names[0] if name == "auto" else name
+    if chosen not in names:
+        raise rejected("attention_backend", name, f"one of {names} for {dtype} on {device}")
+    if name == "auto" and chosen == "gather":
+        warnings.warn(f"only slow attention for {dtype} on {device}: take bfloat16 on a GPU, and "
+                      "pip install nanoengine[flash], or torch >= 2.12", stacklevel=2)
+    if chosen in ("flash-attn", "varlen") and block_size % 256:
+        raise rejected("block_size", block_size, f"a multiple of 256 with {chosen} attention")
+    return chosen

@@ -4,10 +4,8 @@ The engine runs beams as it runs any sequences and returns the likeliest next to
 it is decided, for all beams of a prompt at once, which of them go on, fork, end or are dropped.
 """
 
-import math
 from dataclasses import dataclass, replace
 from heapq import nlargest
-from operator import attrgetter, itemgetter
 from typing import Any
 
 from nanoengine.sampler import Logprobs
@@ -58,6 +56,8 @@ class BeamSearch:
 
         They may come in several steps, after the group was preempted.
         """
+        if seq.num_uncomputed_tokens:  # preempted with some, it has gone on by those meanwhile
+            return
         seq.logprobs = [logprobs]
         if all(beam.logprobs and not beam.num_uncomputed_tokens for beam in self.scores):
             self._advance(self._choose())
@@ -86,7 +86,7 @@ class BeamSearch:
         width = self.params.beam_width
         candidates = nlargest(self.seq.params.logprobs or 0, (
             (score + found.logprob, beam, token_id) for beam, score in self.scores.items()
-            for token_id, found in beam.logprobs[0].items()), key=itemgetter(0))
+            for token_id, found in beam.logprobs[0].items()), key=lambda choice: choice[0])
         length = candidates[0][1].num_tokens + 1
         penalty = (length - self.seq.num_prompt_tokens) ** self.params.length_penalty
         chosen = []
@@ -96,8 +96,8 @@ class BeamSearch:
             elif rank < width:
                 tokens = [*beam.token_ids, token_id]
                 self.finished.append(BeamSearchSequence(tokens, score, score / penalty))
-        self.finished = nlargest(width, self.finished, key=attrgetter("score"))
-        worst = self.finished[-1].score if len(self.finished) == width else -math.inf
+        self.finished = nlargest(width, self.finished, key=lambda beam: beam.score)
+        worst = self.finished[-1].score if len(self.finished) == width else float("-inf")
         return chosen[:width] if chosen and chosen[0][0] / penalty > worst else []
 
     def output(self, tokenizer: Any) -> BeamSearchOutput:

@@ -7,20 +7,19 @@ hashes from vLLM.
 
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import xxhash
 
 from nanoengine.sequence import Sequence
 
 
-@dataclass
-class Copies:
-    """Blocks to copy before a step computes, {to: from}, in this order, each all at once."""
+class Copies(SimpleNamespace):
+    """Blocks to copy before a step computes, {to: from}, in this order, each all at once:
+    `swap_out` to the host, `copy_on_write` on the device, `swap_in` from the host."""
 
-    swap_out: dict[int, int] = field(default_factory=dict)  # to the host
-    copy_on_write: dict[int, int] = field(default_factory=dict)
-    swap_in: dict[int, int] = field(default_factory=dict)  # from the host
+    def __init__(self) -> None:
+        super().__init__(swap_out={}, copy_on_write={}, swap_in={})
 
 
 def num_held_tokens(kv_allocation: str, max_num_tokens: int, max_model_len: int) -> int:
@@ -53,15 +52,15 @@ class BlockManager:
     def reset(self) -> None:
         """All blocks are free and blank."""
         self.ref_counts = [0] * (self.num_blocks + 1)  # in how many tables a block stands
-        self.blank = list(range(self.num_blocks, 0, -1))  # a stack: block 1 goes first, 0 never
-        self.cached: OrderedDict[int, None] = OrderedDict()  # as a set, oldest first
+        # Who is taken next comes first: blank ones, then the cached ones, oldest first; never 0.
+        self.free = OrderedDict.fromkeys(range(1, self.num_blocks + 1))
         self.keys: dict[int, tuple[int, bytes]] = {}  # of each findable block: hash and tokens
         self.twins: dict[tuple[int, bytes], dict[int, None]] = {}  # the blocks with the same key
         self.free_host_blocks = list(range(self.num_host_blocks))
         self.host_tables: dict[Sequence, list[int]] = {}  # of those who are swapped out
         self.copies = Copies()  # for the step that is being built
 
-    num_free_blocks = property(lambda self: len(self.blank) + len(self.cached))
+    num_free_blocks = property(lambda self: len(self.free))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -87,7 +86,7 @@ class BlockManager:
         """
         prefix = self.find_prefix(seq, parent)
         for block_id in prefix:  # before any fresh one is taken, which could evict it
-            self.cached.pop(block_id, None)
+            self.free.pop(block_id, None)
             self.ref_counts[block_id] += 1
         fresh = [self.take_fresh() for _ in range(self.num_blocks_to_hold(seq) - len(prefix))]
         seq.block_table = array("i", prefix + fresh)
@@ -108,10 +107,9 @@ class BlockManager:
         """Takes all blocks of a sequence back, tail first, so that prefixes stay cached longest."""
         for block_id in reversed(seq.block_table):
             self.ref_counts[block_id] -= 1
-            if self.ref_counts[block_id] == 0 and block_id in self.keys:
-                self.cached[block_id] = None
-            elif self.ref_counts[block_id] == 0:
-                self.blank.append(block_id)
+            if self.ref_counts[block_id] == 0:
+                self.free[block_id] = None
+                self.free.move_to_end(block_id, last=block_id in self.keys)
         seq.block_table = array("i")
         seq.num_computed_tokens = 0
         self.free_host(seq)
@@ -138,11 +136,8 @@ class BlockManager:
 
     def take_fresh(self) -> int:
         """A free block: a blank one, else the cached one that was not used for longest."""
-        if self.blank:
-            block_id = self.blank.pop()
-        else:
-            block_id, _ = self.cached.popitem(last=False)
-            key = self.keys.pop(block_id)
+        block_id, _ = self.free.popitem(last=False)
+        if key := self.keys.pop(block_id, None):
             del self.twins[key][block_id]
             if not self.twins[key]:
                 del self.twins[key]
@@ -172,7 +167,8 @@ class BlockManager:
 
         To be called when their K and V are in the cache, or will be before anyone can read them who
         is admitted later: the scheduler does so for the tokens of the step it is building, since
-        each layer writes the K and V of the whole batch before it reads any.
+        each layer writes the K and V of the whole batch before it reads any. A pending
+        token has no value yet: `stop` may not be behind it.
         """
         last = stop // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_computed_tokens // self.block_size, last):
@@ -181,9 +177,8 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Forgets every hash. Blocks in use stay in use."""
-        self.blank.extend(self.cached)
-        for known in (self.cached, self.keys, self.twins):
-            known.clear()
+        self.keys.clear()
+        self.twins.clear()
 
     def _key(self, seq: Sequence, index: int) -> tuple[int, bytes]:
         """What a full block is found by: xxh64 over the hash of the block before it and its own

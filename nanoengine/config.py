@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 from nanoengine.sampling_params import STRICT, Count, Float, Int, rejected
 
 BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
+GPU_DEFAULTS = dict(block_size=256, max_num_batched_tokens=8192, scheduling="mixed", run_ahead=True)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -21,7 +22,8 @@ class EngineConfig:
 
     model: a folder with config.json and safetensors, or a Hugging Face id.
     tokenizer: where the tokenizer is, if not with the model.
-    dtype: of weights and KV cache; "auto" on a CPU: bfloat16 where it has such instructions.
+    dtype: of weights and KV cache; "auto": bfloat16 where the device computes in it.
+    device: "cpu" or "cuda"; "auto": the GPU if there is one.
     seed: what the seeds of requests without one are derived from.
     load_format: "dummy" makes random weights and needs only a config.json.
     max_model_len: tokens of prompt and output together; by default what model and cache allow.
@@ -29,9 +31,12 @@ class EngineConfig:
         token budget is smaller.
     max_num_batched_tokens: how many tokens a step computes at most; at least max_num_seqs.
     block_size: tokens of a block of the KV cache.
-    num_kv_blocks: blocks to hand out; by default as many as max_num_seqs sequences of
-        max_model_len can fill, within a quarter of the free memory.
-    gpu_memory_utilization, enforce_eager: of a GPU; a CPU has no graphs and no memory of its own.
+    num_kv_blocks: blocks to hand out; by default on a CPU as many as max_num_seqs sequences of
+        max_model_len can fill, within a quarter of the free memory; on a GPU what fits into
+        gpu_memory_utilization of its memory, beside everything else that was there or is ours.
+    enforce_eager: no CUDA graphs for decode steps.
+    attention_backend: a name in attention.py's `BACKENDS`; "auto": the fastest that there is.
+    run_ahead: launch a step before the tokens of the one before it are known.
     enable_prefix_caching: whether blocks are found again by the hash of their tokens.
     scheduling: "prefill-first" (a step is all prefill or all decode), "mixed" (decodes, and prompts
         in the rest of the step), or "static" (nobody joins until all have finished).
@@ -49,18 +54,21 @@ class EngineConfig:
 
     model: str | Path
     tokenizer: str | Path | None = None
-    dtype: Annotated[Literal["auto", "bfloat16", "float32", "float"], BY_NAME] = "auto"
-    device: Literal["auto", "cpu"] = "auto"
+    dtype: Annotated[Literal["auto", "bfloat16", "float16", "half", "float32", "float"],
+                     BY_NAME] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Int = 0
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: Annotated[Int, Field(ge=2)] | None = None
     max_num_seqs: Count | None = None
     max_num_batched_tokens: Count | None = None
-    block_size: Count = 16
+    block_size: Count = 128
     num_kv_blocks: Count | None = None
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    attention_backend: Literal["auto", "numba", "flash-attn", "varlen", "gather"] = "auto"
+    run_ahead: bool = False
     scheduling: Literal["prefill-first", "mixed", "static"] = "prefill-first"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     kv_allocation: Literal["on-demand", "reserve", "max-length"] = "on-demand"

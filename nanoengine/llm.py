@@ -14,20 +14,21 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from nanoengine.beam_search import BeamSearch, BeamSearchOutput
 from nanoengine.block_manager import BlockManager, num_held_tokens
-from nanoengine.config import EngineConfig
+from nanoengine.config import GPU_DEFAULTS, EngineConfig
 from nanoengine.loader import find_model, load_config, load_defaults, load_tokenizer
-from nanoengine.model_runner import ModelRunner
+from nanoengine.model_runner import ModelRunner, choose_device
 from nanoengine.outputs import Completion, RequestOutput, request_output
 from nanoengine.sampler import build_processors, mix
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams, rejected
 from nanoengine.scheduler import Batch, Scheduler
 from nanoengine.sequence import Sequence
 
-Prompt = str | list[int] | dict[str, Any]
+Prompts = str | dict[str, Any] | list[Any]
 Params = SamplingParams | list[SamplingParams] | None
 Request = list[Completion]  # one of each of its completions
 PROMPTS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
@@ -53,7 +54,9 @@ class LLM(AbstractContextManager):
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self.config = config = EngineConfig(model=model, **options)
+        device = choose_device(options.pop("device", "auto"))
+        defaults: dict[str, Any] = GPU_DEFAULTS if device == "cuda" else {}
+        self.config = config = EngineConfig(model=model, device=device, **(defaults | options))
         config.limits()  # raises before anything is loaded
         folder = find_model(config.model)
         self.model_config = load_config(folder)
@@ -61,19 +64,23 @@ class LLM(AbstractContextManager):
         if config.tokenizer and self.tokenizer is None:
             raise rejected("tokenizer", str(config.tokenizer), "a folder or id with a tokenizer")
         self.defaults, self.eos_token_ids = load_defaults(folder, self.model_config, self.tokenizer)
-        self.runner: Any = ModelRunner(config, self.model_config, folder)
+        try:
+            self.runner: Any = ModelRunner(config, self.model_config, folder)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"{error} Lower gpu_memory_utilization, max_num_batched_tokens or "
+                             "max_num_seqs, or set enforce_eager=True") from error
         self.max_model_len = self.runner.max_model_len
         manager = BlockManager(self.runner.num_kv_blocks, config.block_size,
                                config.enable_prefix_caching, self.runner.num_host_blocks)
         self.scheduler = Scheduler(manager, config)
         self.num_requests = 0
         self.requests: dict[str, list[Any]] = {}  # of the call that is running
+        self.in_flight: tuple[Batch, tuple] | None = None  # and what launching it gave
         self.trace: list[tuple[float, float, Batch, dict[str, Any]]] = []  # see EngineConfig
 
     # ------------------------------------------------------------------------- generating
 
-    def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params = None,
-                 use_tqdm: bool = True,
+    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True,
                  priority: int | list[int] | None = None) -> list[RequestOutput]:
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
@@ -107,7 +114,7 @@ class LLM(AbstractContextManager):
         prompts: list[Any] = [dict(prompt=t, prompt_token_ids=i) for t, i in zip(texts, ids)]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stream(self, prompts: Prompt | list[Prompt], sampling_params: Params = None,
+    def stream(self, prompts: Prompts, sampling_params: Params = None,
                priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it has new tokens.
 
@@ -140,7 +147,7 @@ class LLM(AbstractContextManager):
             for request in requests:
                 self.scheduler.add(request[0].seq)
             yield []
-            while self.scheduler.has_unfinished():
+            while self.scheduler.has_unfinished() or self.in_flight:
                 yield self._step()
         except GeneratorExit:  # dropped between two steps
             self.scheduler.abort()
@@ -148,29 +155,43 @@ class LLM(AbstractContextManager):
             self.scheduler.reset()
             raise
         finally:
-            self.requests = {}
+            self.requests, self.in_flight = {}, None
 
     def _step(self) -> list[Request]:
-        """One step of the engine; returns the requests that have new tokens."""
-        started = time.monotonic()
-        batch = self.scheduler.schedule()
-        step = self.runner.prepare(batch)
-        prepared = time.monotonic()
-        self.runner.copy_blocks(batch.copies)
-        copied = time.monotonic()
-        token_ids, logprobs = self.runner.run(batch, step)
-        self.scheduler.postprocess(batch, token_ids)
-        for (_, seq), found in zip(batch.sampled, logprobs):
-            stop = self.requests[seq.request_id][seq.index].update(seq, found)
+        """One step of the engine; returns the requests that have new tokens.
+
+        Running ahead, it launches a step, and only then reads the tokens of the step before, which
+        the device has ready by then; where a step's tokens must be known for the next, they are
+        read at once.
+        """
+        before, self.in_flight = self.in_flight, None
+        if before:
+            self.scheduler.advance(before[0])
+        if self.scheduler.has_unfinished():
+            batch = self.scheduler.schedule()
+            num_swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
+            self.scheduler.counters["swapped_bytes"] += num_swapped * self.runner.block_bytes
+            self.scheduler.counters["swap_seconds"] += self.runner.copy_blocks(batch.copies)
+            self.in_flight = batch, self.runner.launch(batch)
+        updated = self._take_in(*before) if before else {}
+        if self.in_flight and (self.in_flight[0].is_awaited or not self.config.run_ahead):
+            updated |= self._take_in(*self.in_flight)
+            self.in_flight = None
+        return list(updated.values())
+
+    def _take_in(self, batch: Batch, launched: tuple) -> dict[str, Request]:
+        """Waits for a step's tokens; returns the requests that they belong to."""
+        token_ids, logprobs, wait = launched
+        wait()
+        updated = {}
+        for row, seq in self.scheduler.postprocess(batch, token_ids.tolist()):
+            updated[seq.request_id] = self.requests[seq.request_id]
+            stop = self.requests[seq.request_id][seq.index].update(seq, logprobs[row])
             if stop is not None:
                 self.scheduler.finish(seq, "stop", stop)
-        num_swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
-        self.scheduler.counters.update(
-            swapped_bytes=num_swapped * self.runner.block_bytes,
-            swap_seconds=(copied - prepared) * bool(num_swapped))  # type: ignore[call-overload]
         if self.config.trace:
-            self.trace.append((started, time.monotonic(), batch, self.metrics()))
-        return [self.requests[name] for name in {seq.request_id: 0 for _, seq in batch.sampled}]
+            self.trace.append((batch.started, time.monotonic(), batch, self.metrics()))
+        return updated
 
     # --------------------------------------------------------------------------- requests
 
@@ -178,24 +199,20 @@ class LLM(AbstractContextManager):
         """Checks a whole call, then makes its requests: nothing is queued if one of them is bad."""
         if self.runner is None or self.requests:
             raise RuntimeError("the LLM is closed, or a stream is open: exhaust or drop it first")
-        if isinstance(prompts, (str, dict)):
-            prompts = [prompts]
-        if not isinstance(prompts, (list, tuple)):
+        if not isinstance(prompts, (str, dict, list, tuple)):
             raise rejected("prompts", prompts, PROMPTS)
-        if prompts and all(isinstance(item, Integral) for item in prompts):
-            prompts = [prompts]
+        are_ids = prompts and all(isinstance(item, Integral) for item in prompts)
+        prompts = [prompts] if are_ids or isinstance(prompts, (str, dict)) else prompts
         params = self.defaults if params is None else params
-        all_params = for_each(len(prompts), "sampling_params", params, SamplingParams)
+        params = for_each(len(prompts), "sampling_params", params, SamplingParams)
         priorities = for_each(len(prompts), "priority", priority or 0, int)
         if any(priorities) and self.config.scheduling_policy == "fcfs":
             raise rejected("priority", priority, "0 unless scheduling_policy is 'priority'")
-        requests = list(map(
-            self._make_request, range(len(prompts)), prompts, all_params, priorities))
+        requests = list(map(self._make_request, range(len(prompts)), prompts, params, priorities))
         self.num_requests += len(requests)
         return requests
 
-    def _make_request(self, index: int, prompt: Any, params: SamplingParams,
-                      priority: int) -> Request:
+    def _make_request(self, index: int, prompt: Any, params: Any, priority: int) -> Request:
         """Checks one prompt and its parameters against model, tokenizer and cache."""
         if params.stop or params.bad_words:
             self.get_tokenizer()
@@ -264,15 +281,18 @@ class LLM(AbstractContextManager):
         prompt_tokens, computed_tokens, generation_tokens: admitted, computed, sampled.
         prefix_cache_queries, prefix_cache_hits: tokens looked for on admission, and found.
         num_preemptions: recompute_preemptions + swap_preemptions. recomputed_tokens: for them.
-        swap_out_blocks, swap_in_blocks, swapped_bytes, swap_seconds: to the host and back.
+        swap_out_blocks, swap_in_blocks, swapped_bytes: to the host and back. swap_seconds: for all
+            block copies; on a GPU only to launch them.
         shared_blocks, copy_on_write_blocks: taken over by forks, and copied for them.
+        attention_backend: which one was chosen, by name.
         """
         return self.scheduler.metrics()
 
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""
         self.scheduler.abort()  # what a stream that is open has left
-        self.runner = None
+        self.runner = self.in_flight = None
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -6,7 +6,6 @@ straight to their rows; nothing is missing and nothing is left over.
 
 import json
 import re
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from nanoengine.model import Decoder, FusedLinear, check_supported
+from nanoengine.model import Decoder, check_supported
 from nanoengine.sampling_params import SamplingParams, rejected
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
-def find_model(model: str | PathLike) -> Path:
+def find_model(model: str | Path) -> Path:
     """The folder of a model: itself, or the download of a Hugging Face id."""
     try:
         is_folder = Path(model).is_dir()
@@ -59,16 +58,16 @@ def load_defaults(folder: Path, config: Any, tokenizer: Any) -> tuple[SamplingPa
     return SamplingParams(**{name: found[name] for name in names}), eos_token_ids - {None}
 
 
-def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, dummy: bool) -> Decoder:
+def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str, dummy: bool) -> Decoder:
     """The model with its weights in `dtype`; random ones, always the same, for a dummy."""
     with torch.device("meta"):
         model = Decoder(config).to(dtype)
-    model.to_empty(device="cpu").requires_grad_(False)
+    model.to_empty(device=device).requires_grad_(False)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     targets = checkpoint_tensors(model)
     if dummy:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
         for target in targets.values():  # about the spread of trained weights; norms around 1
             target.uniform_(-0.03, 0.03, generator=generator).add_(target.ndim == 1)
     else:
@@ -80,29 +79,24 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Where each tensor of a checkpoint goes: its name, and a view of (a part of) a parameter."""
     targets = {}
     for name, parameter in model.named_parameters():  # a tied one once, under its first name
-        path, kind = name.rsplit(".", 1)
-        module = model.get_submodule(path)
-        if isinstance(module, FusedLinear):
-            parent = path.rsplit(".", 1)[0]
-            for part, rows in zip(module.parts, parameter.split(list(module.parts.values()))):
-                targets[f"{parent}.{part}.{kind}"] = rows
-        else:
-            targets[name] = parameter
+        parent, own, kind = f".{name}".rsplit(".", 2)
+        parts = getattr(model.get_submodule(name.rsplit(".", 1)[0]), "parts", {own: len(parameter)})
+        for part, rows in zip(parts, parameter.split(list(parts.values()))):
+            targets[f"{parent}.{part}.{kind}"[1:]] = rows
     return targets
 
 
-def load_weights(folder: Path, targets: dict[str, Tensor]) -> None:
-    """Copies the tensors of a checkpoint, sharded or not, to their targets.
+def load_weights(folder: Path, missing: dict[str, Tensor]) -> None:
+    """Copies the tensors of a checkpoint, sharded or not, to where they go; none stays missing.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, left over,
     given twice or of another shape.
     """
-    missing = dict(targets)
     for file in sorted(folder.glob("model*.safetensors")):
         try:
             for full_name in list(safe_open(file, framework="pt").keys()):
                 name = re.sub(r"^model\.|self_attn\.|mlp\.", "", full_name)
-                if name.endswith("inv_freq") or name == "lm_head.weight" and name not in targets:
+                if name.endswith("inv_freq") or name == "lm_head.weight" and name not in missing:
                     continue  # computed here; tied to the embedding
                 # opened anew for each: pages of a mapped file count as memory until it is closed
                 tensor = safe_open(file, framework="pt").get_tensor(full_name)

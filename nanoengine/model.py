@@ -8,7 +8,7 @@ Parameters bear the names of transformers' checkpoints, less "self_attn." and "m
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoengine.attention import CPUAttention, StepInputs
+from nanoengine.attention import StepInputs, attend
 from nanoengine.sampling_params import rejected
 
 
@@ -58,6 +58,12 @@ def rotary_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
 
 
+@cache
+def fused(function: Callable, is_gpu: bool) -> Callable:
+    """On a GPU the function as torch.compile fuses it into one kernel; on a CPU as it stands."""
+    return torch.compile(function, dynamic=True) if is_gpu else function
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns each pair (x[i], x[i + head_dim / 2]) of (tokens, heads, head_dim) by its angle."""
     turned = x.to(torch.float32, copy=True)
@@ -65,13 +71,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.mul_(cos).add_(swapped).to(x.dtype)
 
 
-class RMSNorm(nn.RMSNorm):
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32 and in place, for speed."""
+    scaled = x.to(torch.float32, copy=True)
+    mean = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    return scaled.mul_(mean.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202)."""
+    return F.silu(gate).mul_(up)
+
+
+class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        scaled = x.to(torch.float32, copy=True)
-        mean = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-        return scaled.mul_(mean.add_(self.eps).rsqrt_()).mul_(self.weight).to(x.dtype)
+        return fused(rms_norm, x.is_cuda)(x, self.weight, self.eps)
 
 
 class FusedLinear(nn.Linear):
@@ -105,14 +119,14 @@ class DecoderLayer(nn.Module):
         self.gate_up_proj = FusedLinear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
         self.down_proj = nn.Linear(inner, hidden, mlp_bias)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Callable) -> Tensor:
         parts = self.qkv_proj(self.input_layernorm(hidden))
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        query = rotate(self.q_norm(query), cos, sin)
-        key = rotate(self.k_norm(key), cos, sin)
-        hidden = hidden + self.o_proj(attend(query, key, value, self.window).flatten(1))
+        query = fused(rotate, hidden.is_cuda)(self.q_norm(query), cos, sin)
+        key = fused(rotate, hidden.is_cuda)(self.k_norm(key), cos, sin)
+        hidden = hidden + self.o_proj(attention(query, key, value, self.window).flatten(1))
         gate, up = self.gate_up_proj(self.post_attention_layernorm(hidden))
-        return hidden + self.down_proj(F.silu(gate).mul_(up))
+        return hidden + self.down_proj(fused(swiglu, hidden.is_cuda)(gate, up))
 
 
 class Decoder(nn.Module):
@@ -126,15 +140,15 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, step: StepInputs, rotary: Tensor, attention: CPUAttention,
+    def forward(self, token_ids: Tensor, step: StepInputs, rotary: Tensor, backend: str,
                 caches: Tensor) -> Tensor:
         """Computes the step's T tokens and writes their K and V to the caches, (layers, …).
 
-        rotary: (2, max_model_len, head_dim), see `rotary_table`.
+        token_ids: (T,); rotary: (2, max_model_len, head_dim), see `rotary_table`.
         Returns the logits of the sampled rows alone, (sampled, vocab_size).
         """
         cos, sin = rotary[:, step.positions, None]
-        hidden = self.embed_tokens(step.token_ids)
-        for layer, cache in zip(self.layers, caches):
-            hidden = layer(hidden, cos, sin, partial(attention, cache=cache, step=step))
+        hidden = self.embed_tokens(token_ids)
+        for layer, layer_cache in zip(self.layers, caches):
+            hidden = layer(hidden, cos, sin, partial(attend, backend, cache=layer_cache, step=step))
         return self.lm_head(self.norm(hidden[step.sampled_rows]))

@@ -20,8 +20,6 @@ from transformers.generation import logits_process as hf
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 
-CDF_BLOCK = 64  # tokens of a first, coarse step through the cumulated weights
-
 
 @dataclass
 class Logprob:
@@ -75,28 +73,36 @@ def uniform(seq: Sequence) -> float:
     return (mix(seq.seed, seq.num_tokens) >> 11) * 2.0**-53 * (seq.params.temperature > 0)
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[Logprobs | None]]:
-    """One token for each row of logits (rows, vocab_size), and its logprobs where asked for.
+def is_edited(seq: Sequence) -> bool:
+    """Whether its logits are edited by more than a temperature."""
+    p = seq.params
+    return bool(seq.processors or p.temperature and (p.top_k > 0 or p.top_p < 1 or p.min_p))
 
-    Row i belongs to sequences[i]. Raises ValueError where processors leave no token possible.
+
+def sample(logits: Tensor, temperatures: Tensor, numbers: Tensor, seqs: Any = ()) -> Tensor:
+    """One token for each row of logits, (rows, vocab_size): (rows,) int64.
+
+    temperatures: (rows,) float32, where 0 takes the likeliest token; numbers: (rows,) float64.
+    seqs: the sequences whose processors and truncations edit the rows first. Without them nothing
+    is read on the host: a CUDA graph can end in this. Raises ValueError where processors leave no
+    token.
     """
-    token_ids = logits.max(dim=-1).indices  # several times faster than argmax in bfloat16
-    rows = [row for row, seq in enumerate(sequences) if seq.processors or seq.params.temperature]
-    if rows:
-        drawn = [sequences[row] for row in rows]
-        scores = logits[rows].float()
-        for row, seq in zip(scores, drawn):
-            if seq.processors:
-                row.copy_(apply_processors(row[None], seq)[0])
-        scale_and_truncate(scores, [seq.params for seq in drawn])
-        token_ids[rows] = draw(scores, torch.tensor(list(map(uniform, drawn)), dtype=torch.float64))
-    chosen = token_ids.tolist()
-    return chosen, [logprobs_of(*row) for row in zip(logits, chosen, sequences)]
+    if seqs and not any(seq.processors or seq.params.temperature for seq in seqs):
+        return logits.max(dim=-1).indices  # several times faster than argmax in bfloat16
+    scores = logits.to(torch.float32, copy=True)
+    for row, seq in zip(scores, seqs):
+        if seq.processors:
+            row.copy_(apply_processors(row[None], seq)[0])
+    scores.sub_(scores.amax(dim=-1, keepdim=True))
+    # for greedy rows 1e-30: it leaves weight to the maximum alone, and float32 can divide by it
+    scores.div_(temperatures.clamp(min=1e-30)[:, None])
+    truncate(scores, [seq.params for seq in seqs])
+    return draw(scores, numbers)
 
 
 def apply_processors(scores: Tensor, seq: Sequence) -> Tensor:
     """A row's scores, (1, vocab_size), after its request's processors."""
-    input_ids = torch.tensor([seq.token_ids])
+    input_ids = torch.tensor([seq.token_ids], device=scores.device)
     for processor in seq.processors:
         scores = processor(input_ids, scores)
     scores = scores.clamp(max=torch.finfo(scores.dtype).max)  # +inf is how some force a token
@@ -106,35 +112,24 @@ def apply_processors(scores: Tensor, seq: Sequence) -> Tensor:
     return scores
 
 
-def scale_and_truncate(logits: Tensor, params: list[SamplingParams]) -> None:
-    """In place on (rows, vocab_size) float32: less each row's maximum, over its temperature, and
-    truncated tokens at -inf.
+def truncate(logits: Tensor, params: list[SamplingParams]) -> None:
+    """In place on (rows, vocab_size) float32 with maximum 0: truncated tokens get -inf.
 
-    The order is vLLM's: temperature, min-p, top-k, top-p (of what is left, renormalised).
+    The order is vLLM's: temperature, min-p, top-k, top-p (of what is left, renormalised): nucleus
+    sampling (Holtzman et al., 2019, arXiv:1904.09751) keeps the fewest likeliest tokens that reach
+    top_p together, the one that crosses it included.
     """
-    # for greedy rows 1e-30: it leaves weight to the maximum alone, and float32 can divide by it
-    temperatures = torch.tensor([p.temperature for p in params]).clamp(min=1e-30)
-    logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
-    for row, p in enumerate(params):
+    for row, p in zip(logits, params):
         if p.min_p > 0:
-            logits[row].masked_fill_(logits[row] < math.log(p.min_p), -math.inf)
-        if 0 < p.top_k < logits.shape[1]:
-            least = logits[row].topk(p.top_k).values[-1]
-            logits[row].masked_fill_(logits[row] < least, -math.inf)
+            row.masked_fill_(row < math.log(p.min_p), -math.inf)
+        if 0 < p.top_k < len(row):
+            row.masked_fill_(row < row.topk(p.top_k).values[-1], -math.inf)
         if p.top_p < 1:
-            mask_top_p(logits[row], p.top_p)
-
-
-def mask_top_p(logits: Tensor, top_p: float) -> None:
-    """Nucleus sampling (Holtzman et al., 2019, arXiv:1904.09751), in place on one row.
-
-    Keeps the fewest likeliest tokens that reach top_p together, the one that crosses it included.
-    """
-    probabilities = logits.double().softmax(dim=-1)
-    likely = (probabilities > (1 - top_p) / len(logits)).nonzero()[:, 0]  # the rest can't reach it
-    ordered, order = probabilities[likely].sort(descending=True, stable=True)
-    kept = likely[order[ordered.cumsum(dim=-1) - ordered < top_p]]
-    logits.copy_(torch.full_like(logits, -math.inf).index_copy_(0, kept, logits[kept]))
+            probabilities = row.double().softmax(dim=-1)
+            likely = (probabilities > (1 - p.top_p) / len(row)).nonzero()[:, 0]  # the rest is less
+            ordered, order = probabilities[likely].sort(descending=True, stable=True)
+            kept = likely[order[ordered.cumsum(dim=-1) - ordered < p.top_p]]
+            row.copy_(torch.full_like(row, -math.inf).index_copy_(0, kept, row[kept]))
 
 
 def draw(logits: Tensor, numbers: Tensor) -> Tensor:
@@ -142,31 +137,17 @@ def draw(logits: Tensor, numbers: Tensor) -> Tensor:
 
     logits: (rows, vocab_size) float32 with maximum 0, overwritten.
     numbers: (rows,) float64 in [0, 1).
-    All sums are float64: 152k tokens lose nothing. They are cumulated by blocks first, then inside
-    the one block that is hit. A row's draw does not depend on the other rows.
+    All sums are float64: 152k tokens lose nothing. Rounding may put u * total at the very end: the
+    last token that adds weight is the last that is drawn. A row's draw depends on no other row.
     """
-    rows, vocab_size = logits.shape
-    if vocab_size % CDF_BLOCK:
-        logits = torch.nn.functional.pad(logits, (0, -vocab_size % CDF_BLOCK), value=-math.inf)
-    weights = logits.exp_().view(rows, -1, CDF_BLOCK)
-    blocks = weights.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    targets = numbers[:, None] * blocks[:, -1:]
-    block = first_above(blocks, targets)
-    before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = weights[torch.arange(rows), block[:, 0]].double().cumsum(dim=-1)
-    return (block * CDF_BLOCK + first_above(inside, targets - before))[:, 0]
+    cumulated = logits.exp_().cumsum(dim=-1, dtype=torch.float64)
+    total = cumulated[:, -1:].contiguous()
+    last = torch.searchsorted(cumulated, total)
+    drawn = torch.searchsorted(cumulated, numbers[:, None] * total, right=True)
+    return torch.minimum(drawn, last)[:, 0]
 
 
-def first_above(cumulated: Tensor, targets: Tensor) -> Tensor:
-    """The first index where a row's cumulated weights exceed its target, (rows, 1).
-
-    Clamped to the last index that adds weight: rounding may put a target at the very end.
-    """
-    last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous())
-    return torch.minimum(torch.searchsorted(cumulated, targets, right=True), last)
-
-
-def logprobs_of(logits: Tensor, token_id: int, seq: Sequence) -> Logprobs | None:
+def logprobs_of(logits: Tensor, token: Tensor, seq: Sequence) -> Logprobs | None:
     """From a row of raw logits: the sampled token's, then as many of the likeliest as asked for.
 
     For beams, which are chosen by them, the temperature counts.
@@ -175,7 +156,7 @@ def logprobs_of(logits: Tensor, token_id: int, seq: Sequence) -> Logprobs | None
         return None
     row = (logits.double() / (seq.group and seq.params.temperature or 1)).log_softmax(dim=-1)
     values, indices = row.topk(len(row) if count == -1 else min(count, len(row)))
-    found = {token_id: Logprob(row[token_id].item(), int((row > row[token_id]).sum()) + 1)}
+    found = {int(token): Logprob(row[token].item(), int((row > row[token]).sum()) + 1)}
     for rank, (likely, value) in enumerate(zip(indices.tolist(), values.tolist()), 1):
         found.setdefault(likely, Logprob(value, rank))
     return found

@@ -10,13 +10,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
 
 from nanoengine.block_manager import BlockManager, Copies
 from nanoengine.config import EngineConfig
-from nanoengine.sequence import Sequence
-
-PRIORITY = attrgetter("priority")
+from nanoengine.sequence import PendingToken, Sequence
 
 
 @dataclass
@@ -27,6 +24,8 @@ class Batch:
     `sampled` has the index of each sequence whose last known token is among them, and who gets the
     token drawn there: where forks begin, an index comes several times. `copies` are to be done
     first. `budget`: how many more tokens the step may compute. `preempted`: since the last one.
+    `is_under_way`: whether its tokens count as computed already (`Scheduler.advance`).
+    `is_awaited`: whether the next step depends on what is sampled: for processors, beams and forks.
     """
 
     budget: int
@@ -35,9 +34,13 @@ class Batch:
     sampled: list[tuple[int, Sequence]] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
     preempted: list[tuple[Sequence, str]] = field(default_factory=list)
+    is_under_way: bool = False
+    is_awaited: bool = False
+    started: float = field(default_factory=time.monotonic)
 
     def __len__(self) -> int:
         return len(self.sequences)
+
 
 
 class Scheduler:
@@ -68,7 +71,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queues a sequence. Raises ValueError for one that could never run."""
         self.check_room(seq)
-        insort_right(self.waiting, seq, key=PRIORITY)
+        insort_right(self.waiting, seq, key=attrgetter("priority"))
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -79,7 +82,6 @@ class Scheduler:
         """Chooses the sequences of the next step and gives them the blocks that it needs."""
         manager = self.block_manager
         batch = BATCHING[self.config.scheduling](self)
-        assert batch, "nothing can run: a sequence alone always has its blocks"
         batch.copies, manager.copies = manager.copies, Copies()
         batch.preempted, self.preempted = self.preempted, []
         copied = {f"{name}_blocks": len(blocks) for name, blocks in vars(batch.copies).items()}
@@ -99,22 +101,22 @@ class Scheduler:
         if admit:
             self._overtake()
         batch = Batch(self.max_num_batched_tokens)
-        for seq in candidates:
-            if batch.budget and seq.block_table:  # else it has just been overtaken
+        for seq in candidates:  # but for who has just been overtaken, or waits for other beams
+            if batch.budget and seq.block_table and len(seq.token_ids) > seq.num_computed_tokens:
                 self._place(batch, seq)
         while admit and batch.budget and self.waiting and self._fits(self.waiting[0]):
             for seq in [self.waiting.popleft() for _ in self.waiting[0].members]:
                 self._admit(seq)
-                self._place(batch, seq)
+                if batch.budget:
+                    self._place(batch, seq)
         return batch
 
     def _place(self, batch: Batch, seq: Sequence) -> None:
         """Adds as many of a sequence's tokens to a batch as the budget allows."""
         num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, batch.budget)
-        if not num_tokens:  # a beam that waits for others in its group
-            return
         stop = seq.num_computed_tokens + num_tokens
         if stop == len(seq.token_ids):
+            batch.is_awaited |= bool(seq.processors or seq.group or seq.forks)
             batch.sampled += [(len(batch.sequences), fork) for fork in seq.forks]
             batch.sampled.append((len(batch.sequences), seq))
             seq.forks = []
@@ -122,30 +124,54 @@ class Scheduler:
         batch.num_tokens.append(num_tokens)
         batch.budget -= num_tokens
         seq.last_step = self.counters["num_steps"]
-        self.block_manager.register(seq, stop)
+        is_pending = type(seq.token_ids[stop - 1]) is PendingToken
+        self.block_manager.register(seq, stop - is_pending)
 
-    def postprocess(self, batch: Batch, token_ids: list[int]) -> None:
-        """Appends the sampled tokens, one for each in `batch.sampled`, and ends who is finished.
+    def advance(self, batch: Batch) -> None:
+        """Counts a step that is under way as computed, so that the next can be scheduled.
 
-        Beams are left alone: their tokens are chosen for a whole group (beam_search.py).
+        The tokens that it samples join their sequences as pending ones; who has all its tokens
+        with that is finished. Beams are left alone: their tokens are chosen for a whole group
+        (beam_search.py). Who ended in the meantime (EOS, in the step before) is passed over.
         """
+        batch.is_under_way = True
         for seq, num_tokens in zip(batch.sequences, batch.num_tokens):
-            seq.num_computed_tokens += num_tokens
+            stop = seq.num_computed_tokens + num_tokens
+            if seq.finish_reason:
+                continue
+            if stop % self.block_manager.block_size == 0:
+                self.block_manager.register(seq, stop)  # its last token may have been pending
+            seq.num_computed_tokens = stop
             if seq in self.block_manager.host_tables:
                 self.block_manager.free_host(seq)
+        for row, (index, seq) in enumerate(batch.sampled):
+            if not (seq.group or seq.finish_reason):
+                seq.token_ids.append(PendingToken(row))
+                if seq is not batch.sequences[index]:
+                    self.fork(batch.sequences[index], seq)
+                if len(seq.token_ids) == seq.max_num_tokens:
+                    self.finish(seq, "length")
+
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[tuple[int, Sequence]]:
+        """Takes in the sampled tokens, one for each in `batch.sampled`, and ends who is finished.
+
+        Returns which of them, and whose, count: not those for sequences that had ended before.
+        """
+        if not batch.is_under_way:
+            self.advance(batch)
         now = time.monotonic()
-        for (index, seq), token_id in zip(batch.sampled, token_ids):
+        rows = [(row, seq) for row, (_, seq) in enumerate(batch.sampled)
+                if seq.group or type(seq.token_ids[-1]) is PendingToken]
+        for row, seq in rows:
             seq.metrics.first_token_time = seq.metrics.first_token_time or now
+            seq.metrics.finished_time = now
             if seq.group:
                 continue
-            seq.token_ids.append(token_id)
-            if seq is not batch.sequences[index]:
-                self.fork(batch.sequences[index], seq)
+            token_id = seq.token_ids[-1] = token_ids[row]
             if token_id in seq.end_tokens:
                 self.finish(seq, "stop", seq.end_tokens[token_id])
-            elif seq.num_tokens == seq.max_num_tokens:
-                self.finish(seq, "length")
-        self.counters["generation_tokens"] += len(token_ids)
+        self.counters["generation_tokens"] += len(rows)
+        return rows
 
     # -------------------------------------------------------------- how a sequence moves
 
@@ -177,7 +203,7 @@ class Scheduler:
         if self._fits(child, parent):
             self._admit(child, parent)
         else:
-            insort_left(self.waiting, child, key=PRIORITY)
+            insort_left(self.waiting, child, key=attrgetter("priority"))
 
     def _make_room(self, candidates: Iterable[Sequence]) -> bool:
         """Gives the candidates their next blocks, after preempting until all that are left can
@@ -196,7 +222,7 @@ class Scheduler:
         """Sends a sequence and its group to the front of waiting, without their blocks."""
         for member in reversed(seq.members):
             (self.running if member.block_table else self.waiting).remove(member)
-            insort_left(self.waiting, member, key=PRIORITY)
+            insort_left(self.waiting, member, key=attrgetter("priority"))
             if member.block_table:
                 member.num_preempted_tokens = member.num_computed_tokens
                 mode = "swap" if self.block_manager.swap_out(member) else "recompute"
@@ -227,8 +253,7 @@ class Scheduler:
         if not seq.finish_reason:
             (self.running if seq.block_table else self.waiting).remove(seq)
             self.block_manager.deallocate(seq)
-            seq.metrics.finished_time = time.monotonic()
-            seq.metrics.num_decoded_tokens = seq.num_tokens - seq.num_prompt_tokens - 1
+        seq.metrics.num_decoded_tokens = seq.num_tokens - seq.num_prompt_tokens - 1
         seq.finish_reason, seq.stop_reason = reason, stop_reason
 
     def abort(self) -> None:
@@ -241,7 +266,7 @@ class Scheduler:
         self.waiting, self.running = deque(), deque()
         self.block_manager.reset()
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Counter:
         """Gauges of now and counters since the start; what they mean is said in `LLM.metrics`."""
         manager = self.block_manager
         size = manager.block_size
@@ -250,9 +275,11 @@ class Scheduler:
         return Counter({
             **self.counters, "num_requests_running": len(self.running),
             "num_requests_waiting": len(self.waiting),
+            "attention_backend": self.config.attention_backend,
             "num_requests_swapped": len(manager.host_tables),
             "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
-            "num_blocks_free": manager.num_free_blocks, "num_blocks_cached": len(manager.cached),
+            "num_blocks_free": manager.num_free_blocks,
+            "num_blocks_cached": len(manager.free.keys() & manager.keys),
             "num_host_blocks_used": manager.num_host_blocks - len(manager.free_host_blocks),
             "reserved_waste": sum(unused) - internal, "internal_waste": internal,
             "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"])})

@@ -23,7 +23,7 @@ class RequestMetrics:
     arrival_time: float = field(default_factory=time.monotonic)
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
-    finished_time: float = 0.0  # of the completion that took longest
+    finished_time: float = 0.0  # of the last token, of the completion that took longest
     num_decoded_tokens: int = 0  # after the first ones, of the completion that took longest
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when first admitted
     num_preemptions: int = 0
@@ -35,6 +35,16 @@ class RequestMetrics:
     end_to_end_time = property(lambda self: self.finished_time - self.arrival_time)
 
 
+@dataclass(slots=True)
+class PendingToken:
+    """Stands for a token that is sampled on the device and not yet known here.
+
+    It is no number: hashing it, comparing it or making text of it too early raises a TypeError.
+    """
+
+    row: int  # of those that its step samples
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt and what is generated behind it.
@@ -42,10 +52,11 @@ class Sequence:
     Of its `num_tokens` known tokens the KV cache holds `num_computed_tokens`; a step computes some
     of the rest. Prefill and decode are no states: a decode is the case of one token left. It is
     waiting while it has no blocks, running while it has some, finished once it has a reason.
+    While a step runs on the device, the last of its tokens may be a `PendingToken`.
     """
 
     request_id: str
-    token_ids: list[int]  # the prompt, then every generated token
+    token_ids: list[Any]  # the prompt, then every generated token
     num_prompt_tokens: int
     max_num_tokens: int  # finished ("length") when it has so many
     params: SamplingParams = field(default_factory=SamplingParams)

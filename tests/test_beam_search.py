@@ -58,6 +58,7 @@ def test_tokens_and_scores_equal_transformers(model, width, max_tokens, length_p
 
 @pytest.mark.parametrize("options, happened", [
     (dict(), "recompute_preemptions"),
+    (dict(run_ahead=True), "recompute_preemptions"),
     (dict(enable_prefix_caching=True), "recompute_preemptions"),
     (dict(preemption_mode="swap"), "swap_preemptions"),
     (dict(preemption_mode="swap", enable_prefix_caching=True, scheduling="mixed"),

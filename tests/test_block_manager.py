@@ -120,10 +120,10 @@ def test_the_least_recently_used_goes_first_and_blank_blocks_before_any_cached_o
 def test_a_freed_block_is_revived():
     manager = BlockManager(10, 4)
     first = run_once(manager, range(9))
-    assert manager.num_free_blocks == 10 and len(manager.cached) == 2
+    assert manager.num_free_blocks == 10 and len(manager.free.keys() & manager.keys) == 2
     again = compute(manager, make(range(9)))
     assert list(again.block_table[:2]) == list(first.block_table[:2])
-    assert manager.num_free_blocks == 7 and not manager.cached
+    assert manager.num_free_blocks == 7 and not manager.free.keys() & manager.keys
     check(manager, [again])
 
 
@@ -139,10 +139,10 @@ def test_a_failed_allocation_changes_nothing():
     manager = BlockManager(4, 4)
     run_once(manager, range(8))
     holder = compute(manager, make([70, 71, 72, 73]))
-    state = repr((manager.blank, manager.cached, manager.ref_counts, manager.keys))
+    state = repr((manager.free, manager.ref_counts, manager.keys))
     too_long = make([*range(8), *range(50, 58)])  # two found, two fresh, one free beside those
     assert not allocate(manager, too_long)
-    assert repr((manager.blank, manager.cached, manager.ref_counts, manager.keys)) == state
+    assert repr((manager.free, manager.ref_counts, manager.keys)) == state
     assert not too_long.block_table and too_long.num_computed_tokens == 0
     check(manager, [holder])
 

@@ -93,9 +93,11 @@ def test_shorthands_and_numpy_numbers():
     ("swap_space", -0.5, "greater than or equal to 0"),
     ("swap_space", math.inf, "finite"),
     ("trace", 1, "boolean"),
-    ("dtype", "float16", "'float32' or 'float'"),
-    ("dtype", torch.float16, "'float32' or 'float'"),
-    ("device", "cuda", "'auto' or 'cpu'"),
+    ("dtype", "int8", "'float32' or 'float'"),
+    ("dtype", torch.float64, "'float32' or 'float'"),
+    ("device", "tpu", "'auto', 'cpu' or 'cuda'"),
+    ("attention_backend", "flash", "'numba', 'flash-attn', 'varlen' or 'gather'"),
+    ("run_ahead", 1, "boolean"),
     ("load_format", "pickle", "'dummy'"),
     ("block_size", 0, "greater than or equal to 1"),
     ("num_kv_blocks", 1.5, "integer"),
@@ -103,7 +105,7 @@ def test_shorthands_and_numpy_numbers():
     ("gpu_memory_utilization", 1.5, "less than or equal to 1"),
     ("enable_prefix_caching", "yes", "boolean"),
     *[(name, 1, "Unexpected keyword") for name in (
-        "trust_remote_code", "run_ahead", "tensor_parallel_size", "batch_invariant")],
+        "trust_remote_code", "tensor_parallel_size", "batch_invariant")],
 ])
 def test_bad_engine_options(bundled, name, value, accepted):
     with pytest.raises(ValueError) as error:

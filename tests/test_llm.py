@@ -57,6 +57,7 @@ def alone(tiny):
                 for prompt, params in zip(PROMPTS, PARAMS)]
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("scheduling", ["prefill-first", "mixed", "static"])
 @pytest.mark.parametrize("options, happened", [
     (dict(), lambda m: m["prefix_cache_hits"] > 0 == m["num_preemptions"]),
@@ -85,8 +86,10 @@ def alone(tiny):
      lambda m: m["num_preemptions"] > 0),
     (dict(num_kv_blocks=9, max_waiting=1, max_num_seqs=2), lambda m: m["num_preemptions"] > 0),
 ])
-def test_tokens_do_not_depend_on_the_schedule(tiny, alone, scheduling, options, happened):
-    with LLM(tiny, dtype="float32", scheduling=scheduling, **options) as llm:
+def test_tokens_do_not_depend_on_the_schedule(tiny, alone, scheduling, run_ahead, options,
+                                              happened):
+    options = dict(block_size=16) | options
+    with LLM(tiny, dtype="float32", scheduling=scheduling, run_ahead=run_ahead, **options) as llm:
         assert token_ids(generate(llm, PROMPTS, PARAMS)) == alone
         assert happened(llm.metrics())
         assert token_ids(generate(llm, PROMPTS, PARAMS)) == alone, "with a warm cache"
@@ -101,12 +104,14 @@ SEVERAL = [SamplingParams(n=n, seed=number, max_tokens=15, ignore_eos=True, **mo
                (4, {}), (1, {}), (3, dict(top_k=20)), (2, dict(repetition_penalty=1.2)), (5, {})])]
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("options", [
     dict(), dict(enable_prefix_caching=False), dict(max_num_seqs=2), dict(num_kv_blocks=7),
     dict(num_kv_blocks=25, block_size=3, max_num_batched_tokens=16, scheduling="mixed"),
     dict(num_kv_blocks=7, preemption_mode="swap", enable_prefix_caching=False),
     dict(num_kv_blocks=8, kv_allocation="reserve"), dict(num_kv_blocks=14, scheduling="static")])
-def test_several_completions_do_not_depend_on_the_schedule(tiny, options):
+def test_several_completions_do_not_depend_on_the_schedule(tiny, options, run_ahead):
+    options = dict(block_size=16, run_ahead=run_ahead) | options
     prompts = random_prompts([17, 5, 33, 32, 1], seed=7)
     with LLM(tiny, dtype="float32", enable_prefix_caching=False, max_num_seqs=64) as llm:
         expected = [[c.token_ids for c in o.outputs] for o in generate(llm, prompts, SEVERAL)]
@@ -124,10 +129,78 @@ def test_several_completions_do_not_depend_on_the_schedule(tiny, options):
             assert llm.metrics()["num_preemptions"] == 0
 
 
+def watch(llm, monkeypatch) -> list[str]:
+    """What happens in which order: a step is launched, or its tokens are waited for."""
+    events, launch = [], llm.runner.launch
+
+    def watched(batch):
+        events.append("launch")
+        tokens, logprobs, wait = launch(batch)
+        return tokens, logprobs, lambda: (events.append("wait"), wait())
+
+    monkeypatch.setattr(llm.runner, "launch", watched)
+    return events
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_known(tiny, monkeypatch):
+    prompts, params = random_prompts([5, 9]), SamplingParams(max_tokens=6, ignore_eos=True)
+    with LLM(tiny, dtype="float32", run_ahead=True) as llm:
+        events = watch(llm, monkeypatch)
+        generate(llm, prompts, params)
+        assert events == ["launch", *["launch", "wait"] * 5, "wait"]
+        assert llm.metrics()["computed_tokens"] == 14 + 2 * 5, "no row is wasted on length stops"
+        for must_know in (dict(presence_penalty=0.1), dict(n=2)):
+            events.clear()
+            mixed = [params, SamplingParams(max_tokens=3, ignore_eos=True, **must_know)]
+            generate(llm, prompts, mixed)
+            num_waits = 3 if "presence_penalty" in must_know else 1
+            assert events[:2 * num_waits] == ["launch", "wait"] * num_waits
+            assert events[2 * num_waits:2 * num_waits + 3] == ["launch", "launch", "wait"]
+    with LLM(tiny, dtype="float32") as llm:
+        events = watch(llm, monkeypatch)
+        generate(llm, prompts, params)
+        assert events == ["launch", "wait"] * 6
+
+
+def test_an_early_end_wastes_one_row_at_most(tiny):
+    (prompt,) = random_prompts([5])
+    with LLM(tiny, dtype="float32", run_ahead=True) as llm:
+        (tokens,) = token_ids(generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=9)))
+        end = next(token for token in tokens[3:] if token not in tokens[:3])
+        before = llm.metrics()
+        params = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[end])
+        output = generate(llm, [prompt], params)[0].outputs[0]
+        after, length = llm.metrics(), tokens.index(end) + 1
+        assert output.token_ids == tokens[:length] and output.stop_reason == end
+        assert after["generation_tokens"] - before["generation_tokens"] == length
+        assert after["computed_tokens"] - before["computed_tokens"] == 5 + length
+        check_idle(llm)
+
+
+def test_streams_run_ahead(bundled):
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(bundled, dtype="float32", run_ahead=True) as llm:
+        expected = token_ids(generate(llm, ["47 + 85 =", "Once"], params))
+        seen = {}
+        for output in llm.stream(["47 + 85 =", "Once"], params):
+            ids = output.outputs[0].token_ids
+            assert all(isinstance(token_id, int) for token_id in ids)
+            assert len(ids) == 1 + len(seen.get(output.prompt, [])), "each token once"
+            seen[output.prompt] = ids
+            assert output.finished == (len(ids) == 12)
+        assert list(seen.values()) == expected
+        stream = llm.stream("Once", params)
+        next(stream)
+        del stream  # with a step in flight
+        gc.collect()
+        check_idle(llm)
+        assert token_ids(generate(llm, "Once", params)) == expected[1:]
+
+
 def test_samples_of_one_prompt_share_its_blocks(tiny):
     (prompt,) = random_prompts([460])
     params = SamplingParams(n=16, max_tokens=20, ignore_eos=True)
-    with LLM(tiny, dtype="float32", enable_prefix_caching=False) as llm:
+    with LLM(tiny, dtype="float32", block_size=16, enable_prefix_caching=False) as llm:
         outputs = generate(llm, [prompt], params)
         metrics = llm.metrics()
     assert metrics["prompt_tokens"] == 460 and metrics["computed_tokens"] == 460 + 16 * 19
@@ -200,7 +273,7 @@ def test_a_trace_has_every_step(tiny):
 def test_bfloat16_does_not_depend_on_chunks_and_preemptions_beyond_near_ties(tiny):
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=5)
     results = []
-    for options in (dict(), dict(num_kv_blocks=9, max_num_batched_tokens=16)):
+    for options in (dict(), dict(num_kv_blocks=9, block_size=16, max_num_batched_tokens=16)):
         with LLM(tiny, dtype="bfloat16", **options) as llm:
             results.append([o.outputs[0] for o in generate(llm, PROMPTS, params)])
     for left, right in zip(*results):
@@ -374,6 +447,7 @@ def test_abandoning_a_stream_frees_its_requests(llm, num_read):
 def test_metrics_and_close(bundled):
     with LLM(bundled, dtype="float32", num_kv_blocks=64) as llm:
         before = llm.metrics()
+        assert before.pop("attention_backend") == "numba"
         assert all(isinstance(value, (int, float)) for value in before.values())
         params = SamplingParams(max_tokens=7, ignore_eos=True)
         outputs = generate(llm, ["Once upon a time"] * 3, params)
@@ -427,12 +501,12 @@ def test_bad_input_is_refused_before_anything_is_queued(llm, prompts, params, me
 
 
 def test_a_prompt_larger_than_the_cache(bundled):
-    with LLM(bundled, num_kv_blocks=4) as llm:
+    with LLM(bundled, num_kv_blocks=4, block_size=16) as llm:
         with pytest.raises(ValueError, match="has 65 tokens.*max_model_len=64"):
             llm.generate([[1] * 65])
         generate(llm, [[1] * 63], SamplingParams(max_tokens=9))
     with pytest.raises(ValueError, match="max_model_len=65 .* at most 64"):
-        LLM(bundled, num_kv_blocks=4, max_model_len=65)
+        LLM(bundled, num_kv_blocks=4, block_size=16, max_model_len=65)
 
 
 def test_without_a_tokenizer_prompts_are_token_ids(tiny, bundled):
@@ -452,9 +526,12 @@ def test_without_a_tokenizer_prompts_are_token_ids(tiny, bundled):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("where", ["prepare", "run"])
+@pytest.mark.parametrize("where", ["prepare", "launch"])
 @pytest.mark.parametrize("at_step", [1, 3])
-def test_an_error_in_the_middle_leaves_a_usable_engine(llm, monkeypatch, error, where, at_step):
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_an_error_in_the_middle_leaves_a_usable_engine(llm, monkeypatch, error, where, at_step,
+                                                       run_ahead):
+    monkeypatch.setattr(llm.config, "run_ahead", run_ahead)
     prompts = ["Once upon a time", "47 + 85 ="] * 6
     expected = token_ids(generate(llm, prompts))
     llm.reset_prefix_cache()

@@ -1,54 +1,187 @@
-"""The inputs of a step, and how much memory the KV cache gets."""
+"""The inputs of a step, CUDA graphs with a stand-in, and how much memory the KV cache gets."""
+
+import contextlib
 
 import psutil
 import pytest
+import torch
+from conftest import random_prompts
 
-from nanoengine import model_runner
+from nanoengine import LLM, SamplingParams, model_runner
+from nanoengine.attention import StepInputs
 from nanoengine.config import EngineConfig
-from nanoengine.model_runner import ModelRunner, choose_dtype, size_cache
+from nanoengine.model_runner import (
+    ModelRunner, bucket_sizes, choose_device, choose_dtype, size_cache)
+from nanoengine.sampler import uniform
 from nanoengine.scheduler import Batch
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import PendingToken, Sequence
+
+INT64 = {"blocks", "offsets"}
+TENSORS = ("numbers", "blocks", "offsets", "temperatures", "token_ids", "positions", "owners",
+           "lengths", "query_starts", "key_starts", "block_tables", "sampled_rows")
+
+
+def make_runner(buckets=()) -> ModelRunner:
+    runner = object.__new__(ModelRunner)
+    runner.config = EngineConfig(model="m", block_size=4)
+    runner.is_gpu, runner.buckets, runner.max_model_len = False, list(buckets), 20
+    return runner
+
+
+def make_batch(*rows) -> Batch:
+    batch = Batch(100)
+    for table, tokens, computed, num_tokens in rows:
+        params = SamplingParams(temperature=len(batch) / 2)
+        seq = Sequence("", list(tokens), len(tokens), 99, params, seed=len(batch))
+        seq.block_table.extend(table)
+        seq.num_computed_tokens = computed
+        if computed + num_tokens == len(seq.token_ids):
+            batch.sampled.append((len(batch), seq))
+        batch.sequences.append(seq)
+        batch.num_tokens.append(num_tokens)
+    return batch
 
 
 def test_the_inputs_of_a_step():
-    runner = object.__new__(ModelRunner)
-    runner.block_size = 4
-    batch = Batch(100)
-    for table, tokens, computed, num_tokens in [
-        ([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 0, 2), ([2, 4], range(30, 38), 3, 4),
-    ]:
-        seq = Sequence("", list(tokens), len(tokens), 99)
-        seq.block_table.extend(table)
-        seq.num_computed_tokens = computed
-        batch.sequences.append(seq)
-        batch.num_tokens.append(num_tokens)
-    batch.sampled = [(row, batch.sequences[row]) for row in (0, 1, 1)]
-    step = runner.prepare(batch)
+    batch = make_batch(([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 0, 2),
+                       ([2, 4], range(30, 38), 3, 4))
+    batch.sampled.insert(1, (1, Sequence("", [1], 1, 9, seed=77)))
+    buffer, layout = make_runner().prepare(batch)
+    step = StepInputs(buffer, layout)
+    assert buffer.dtype == torch.int32 and buffer.ndim == 1
     assert step.token_ids.tolist() == [19, 20, 21, 33, 34, 35, 36]
     assert step.positions.tolist() == [9, 0, 1, 3, 4, 5, 6]
     assert step.owners.tolist() == [0, 1, 1, 2, 2, 2, 2]
-    assert step.slots.tolist() == [37, 20, 21, 11, 16, 17, 18]
+    assert step.blocks.tolist() == [9, 5, 5, 2, 4, 4, 4]
+    assert step.offsets.tolist() == [1, 0, 1, 3, 0, 1, 2]
     assert step.block_tables.tolist() == [[7, 3, 9], [5, 0, 0], [2, 4, 0]]
+    assert step.lengths.tolist() == [10, 2, 7]
+    assert step.query_starts.tolist() == [0, 1, 3, 7] and step.longest_query == 4
+    assert step.key_starts.tolist() == [0, 10, 12, 19] and step.longest_keys == 10
     assert step.sampled_rows.tolist() == [0, 2, 2]
-    assert {str(tensor.dtype) for tensor in vars(step).values()} == {"torch.int32"}
+    assert step.temperatures.tolist() == [0.0, 1.0, 0.5]
+    assert step.numbers.tolist() == [uniform(seq) for _, seq in batch.sampled] != [0, 0, 0]
+    for name in TENSORS:
+        tensor = getattr(step, name)
+        wide = {"numbers": torch.float64, "temperatures": torch.float32}
+        assert tensor.dtype == (torch.int64 if name in INT64 else wide.get(name, torch.int32))
+        assert tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), "a view"
+    assert sum(getattr(step, name).nbytes for name in TENSORS) == buffer.nbytes
 
 
-def size(model_limit=1000, block_bytes=2**20, **options):
-    return size_cache(EngineConfig(model="m", **options), model_limit, block_bytes)
+def test_a_buffer_in_flight_is_not_rewritten():
+    runner, batch = make_runner(), make_batch(([7, 3, 9], range(10, 20), 9, 1))
+    first, layout = runner.prepare(batch)
+    before = first.clone()
+    batch.sequences[0].token_ids[9] = 99
+    second, same = runner.prepare(batch)
+    assert torch.equal(first, before) and not torch.equal(first, second) and layout == same
 
 
-def test_the_size_of_the_cache(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**30}))
-    assert size() == (256, 1000), "a quarter of the free memory"
-    assert size(max_num_seqs=2, max_model_len=33) == (6, 33), "two sequences of three blocks"
-    assert size(num_kv_blocks=5) == (5, 80), "what the cache allows"
-    assert size(num_kv_blocks=500, block_size=8) == (500, 1000), "what the model allows"
+def test_a_pending_token_is_looked_up_on_the_device():
+    batch = make_batch(([7, 3], [10, 11, 12, 13, PendingToken(2)], 4, 1),
+                       ([5, 6], [20, 21, 22, 23, 24, PendingToken(0)], 0, 6),
+                       ([8, 1], [30, 31, 32, 33, 34, PendingToken(1)], 0, 4))
+    step = StepInputs(*make_runner().prepare(batch))
+    assert step.token_ids.tolist() == [-3, 20, 21, 22, 23, 24, -1, 30, 31, 32, 33]
+    for use in (hash, int, lambda token: torch.tensor([token]), lambda token: token in {1: 2},
+                lambda token: token + 1):
+        with pytest.raises((TypeError, RuntimeError)):
+            use(PendingToken(0))
+
+
+def test_bucket_sizes():
+    assert bucket_sizes(1) == [1] and bucket_sizes(3) == [1, 2, 3]
+    assert bucket_sizes(8) == [1, 2, 4, 8]
+    assert bucket_sizes(37) == [1, 2, 4, 8, 16, 24, 32, 37]
+    assert bucket_sizes(256)[-3:] == [240, 248, 256]
+
+
+def test_a_decode_step_is_filled_up_to_a_bucket():
+    runner = make_runner(bucket_sizes(6))
+    rows = [([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 1, 1), ([2], [30], 0, 1)]
+    step = StepInputs(*runner.prepare(make_batch(*rows)))
+    assert step.token_ids.tolist() == [19, 21, 30, 0] and step.positions.tolist() == [9, 1, 0, 0]
+    assert step.blocks.tolist() == [9, 5, 2, 0] and step.offsets.tolist() == [1, 1, 0, 0]
+    assert step.lengths.tolist() == [10, 2, 1, 1] and step.sampled_rows.tolist() == [0, 1, 2, 3]
+    assert step.query_starts.tolist() == [0, 1, 2, 3, 4] and step.longest_query == 1
+    assert step.block_tables.shape == (4, 5) and step.longest_keys == 20, "room for max_model_len"
+    assert step.block_tables[3].tolist() == [0] * 5
+    layouts = {runner.prepare(make_batch(*rows[:count] * 2))[1] for count in (1, 2)}
+    assert len(layouts) == 2 and runner.prepare(make_batch(*rows[:2]))[1] in layouts
+    for other in ([([7, 3, 9], range(10, 20), 8, 2)], [([7, 3, 9], range(10, 20), 8, 1)]):
+        assert StepInputs(*runner.prepare(make_batch(*other))).block_tables.shape == (1, 3)
+
+
+class Replayed:
+    """Stands in for a CUDA graph: what was captured is computed again, over the same inputs."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+        logits, tokens = self.runner.compute(self.step)
+        self.outputs[0].copy_(logits)
+        self.outputs[1].copy_(tokens)
+
+
+PARAMS = [SamplingParams(temperature=0, max_tokens=12), SamplingParams(max_tokens=9, seed=1),
+          SamplingParams(max_tokens=30, seed=2, top_p=0.9), SamplingParams(max_tokens=17, seed=3),
+          SamplingParams(max_tokens=11, seed=4, repetition_penalty=1.3)]
+
+
+@pytest.mark.parametrize("options", [
+    dict(run_ahead=True), dict(), dict(run_ahead=True, scheduling="mixed", num_kv_blocks=10),
+    dict(run_ahead=True, max_num_batched_tokens=9, num_kv_blocks=12, preemption_mode="swap")])
+def test_decode_steps_run_in_graphs(tiny, monkeypatch, options):
+    """With graphs that are stand-ins, the runner's logic around them is the same."""
+    prompts = random_prompts([3, 17, 40, 9, 22])
+    with LLM(tiny, dtype="float32", max_num_seqs=1) as llm:
+        alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+                 for prompt, params in zip(prompts, PARAMS)]
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
+    with LLM(tiny, dtype="float32", max_num_seqs=5, block_size=8, max_model_len=70,
+             **options) as llm:
+        runner = llm.runner
+        runner.buckets = bucket_sizes(5)
+        runner.capture()
+        assert [len(step.token_ids) for _, step, _ in runner.graphs.values()] == [5, 4, 2, 1]
+        for graph, step, outputs in runner.graphs.values():
+            graph.runner, graph.step, graph.outputs = runner, step, outputs
+        runs = [llm.generate(prompts, PARAMS, use_tqdm=False) for _ in range(2)]
+        assert sum(graph.replays for graph, *_ in runner.graphs.values()) > 25
+        if "num_kv_blocks" in options:
+            assert llm.metrics()["num_preemptions"] > 0
+    for outputs in runs:
+        assert [output.outputs[0].token_ids for output in outputs] == alone
+
+
+def size(model_limit=1000, block_bytes=2**20, free_bytes=2**28, **options):
+    return size_cache(EngineConfig(model="m", block_size=16, **options), model_limit, block_bytes,
+                      free_bytes)
+
+
+def test_the_size_of_the_cache():
+    assert size() == (256, 1000), "all that is free"
+    assert size(free_bytes=-1, num_kv_blocks=5) == (5, 80), "what the cache allows"
+    assert size(num_kv_blocks=500) == (500, 1000), "what the model allows"
     with pytest.raises(ValueError, match="max_model_len=1001 .* at most 1000"):
         size(max_model_len=1001)
     with pytest.raises(ValueError, match="max_model_len=81 .* at most 80, .*5 blocks of 16 tokens"):
         size(max_model_len=81, num_kv_blocks=5)
     with pytest.raises(ValueError, match="at most 0"):
-        size(block_bytes=2**30)
+        size(free_bytes=-5)
+
+
+def test_the_free_memory_of_a_cpu(tiny, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**22}))
+    with LLM(tiny, dtype="float32", block_size=16) as llm:
+        assert llm.runner.num_kv_blocks == 2**20 // llm.runner.block_bytes, "a quarter"
+    with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=2, max_model_len=33) as llm:
+        assert llm.runner.num_kv_blocks == 6, "what two sequences of three blocks can use"
 
 
 @pytest.mark.parametrize("features, dtype", [
@@ -56,5 +189,18 @@ def test_the_size_of_the_cache(monkeypatch):
 ])
 def test_dtype(monkeypatch, features, dtype):
     monkeypatch.setattr(model_runner, "get_host_cpu_features", lambda: features)
-    assert str(choose_dtype("auto")) == dtype
-    assert str(choose_dtype("float32")) == "torch.float32"
+    assert str(choose_dtype("auto", "cpu")) == dtype
+    assert str(choose_dtype("auto", "cuda")) == "torch.bfloat16"
+    assert str(choose_dtype("float32", "cuda")) == str(choose_dtype("float", "cpu"))
+
+
+def test_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == "cpu"
+    with pytest.raises(ValueError, match="device='cuda' .* no GPU"):
+        choose_device("cuda")
+    with pytest.raises(ValueError, match="device"):
+        LLM("none", device="tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto") == choose_device("cuda") == "cuda"
+    assert choose_device("cpu") == "cpu"

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from nanoengine.sampler import build_processors, draw, mix, sample, scale_and_truncate
+from nanoengine import sampler
+from nanoengine.sampler import build_processors, draw, logprobs_of, mix, uniform
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 
@@ -14,6 +15,22 @@ def make(prompt=(1, 2, 3), output=(), seed=0, end_tokens=(), **params) -> Sequen
     sampling = SamplingParams(**params)
     processors = build_processors(sampling, len(prompt), list(end_tokens), None)
     return Sequence("7", [*prompt, *output], len(prompt), 100, sampling, seed, processors)
+
+
+def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
+    """Tokens, and logprobs where asked for, as the runner gets them."""
+    temperatures = torch.tensor([float(seq.params.temperature) for seq in seqs])
+    numbers = torch.tensor([uniform(seq) for seq in seqs], dtype=torch.float64)
+    tokens = sampler.sample(logits, temperatures, numbers, seqs)
+    if not any(map(sampler.is_edited, seqs)):  # as a CUDA graph does it
+        assert torch.equal(sampler.sample(logits, temperatures, numbers), tokens)
+    return tokens.tolist(), [logprobs_of(*row) for row in zip(logits, tokens, seqs)]
+
+
+def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
+    scores = logits - logits.amax(dim=-1, keepdim=True)
+    sampler.truncate(scores, [SamplingParams(**params)] * len(scores))
+    return scores
 
 
 def draws(logits: torch.Tensor, count: int, **params) -> torch.Tensor:
@@ -118,9 +135,10 @@ def test_rows_that_need_nothing_pay_nothing(monkeypatch):
     refuse = pytest.fail
     monkeypatch.setattr(torch.Tensor, "sort", lambda *_, **__: refuse("sorted without top-p"))
     sample(logits, [make(), make(top_k=3), make(min_p=0.1), make(temperature=0)])
-    for name in ("exp_", "softmax", "log_softmax", "float"):
+    for name in ("exp_", "softmax", "log_softmax", "float", "to"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: refuse("computed for greedy rows"))
-    assert sample(logits, [make(temperature=0)] * 4)[0] == logits.argmax(-1).tolist()
+    tokens = sampler.sample(logits, torch.zeros(4), torch.zeros(4), [make(temperature=0)] * 4)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
 # -------------------------------------------------------------------------------- processors
@@ -188,13 +206,6 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert sample(logits, [make(temperature=0)])[1] == [None]
 
 
-def test_scaling_leaves_the_largest_at_zero():
-    logits = torch.randn(3, 50) * 30
-    order = logits.argsort(-1)
-    scale_and_truncate(logits, [SamplingParams(temperature=t) for t in (0.1, 1.0, 7.0)])
-    assert logits.amax(-1).tolist() == [0, 0, 0] and torch.equal(logits.argsort(-1), order)
-
-
 @pytest.mark.parametrize("temperature", [0, 0.5, 3.0])
 def test_an_infinite_score_forces_a_token(temperature):
     def force(input_ids, scores):
@@ -212,5 +223,5 @@ def test_top_p_keeps_the_nucleus_of_a_large_vocabulary():
         logits = torch.randn(1, 5000) * spread
         expected, order = logits[0].double().softmax(-1).sort(descending=True)
         kept = order[(expected.cumsum(-1) - expected) < top_p]
-        scale_and_truncate(logits, [SamplingParams(top_p=top_p)])
+        logits = truncated(logits, top_p=top_p)
         assert set(logits[0].isfinite().nonzero().flatten().tolist()) == set(kept.tolist())

@@ -18,7 +18,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.sampler import Logprob
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.scheduler import BATCHING, VICTIMS, Batch, Scheduler
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import PendingToken, Sequence
 
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
@@ -71,6 +71,7 @@ class ShadowCache:
     """For each slot, the tokens up to and including the one whose K and V it holds."""
 
     block_size: int
+    sampled: list[int] = field(default_factory=list)  # in the last step
     slots: dict[int, int] = field(default_factory=dict)
     host_slots: dict[int, int] = field(default_factory=dict)
 
@@ -81,17 +82,25 @@ class ShadowCache:
         self.copy(copies.swap_in, self.host_slots, self.slots)
         ends = [seq.num_computed_tokens + n for seq, n in zip(batch.sequences, batch.num_tokens)]
         written = set()
+        tokens = {seq: self.tokens(seq) for seq in batch.sequences}
         for seq, end in zip(batch.sequences, ends):
             for position in range(seq.num_computed_tokens, end):
                 slot = self.slot(seq, position)
                 assert slot not in written, "two write to one slot"
                 written.add(slot)
-                self.slots[slot] = hash(tuple(seq.token_ids[:position + 1]))
+                self.slots[slot] = hash(tuple(tokens[seq][:position + 1]))
         for seq, end in zip(batch.sequences, ends):
             for position in range(end):
                 held = self.slots.get(self.slot(seq, position))
-                assert held == hash(tuple(seq.token_ids[:position + 1])), "reads another's K and V"
-        return [next_token(seq.token_ids, seq.seed) for _, seq in batch.sampled]
+                assert held == hash(tuple(tokens[seq][:position + 1])), "reads another's K and V"
+        self.sampled = [next_token(tokens[batch.sequences[index]], seq.seed)
+                        for index, seq in batch.sampled]
+        return self.sampled
+
+    def tokens(self, seq: Sequence) -> list[int]:
+        """What the device knows: what it has sampled in the step before is there already."""
+        *known, last = seq.token_ids
+        return [*known, self.sampled[last.row] if isinstance(last, PendingToken) else last]
 
     def copy(self, blocks: dict[int, int], source: dict[int, int], target: dict[int, int]) -> None:
         target.update({new * self.block_size + i: source.get(old * self.block_size + i)
@@ -191,11 +200,16 @@ def run_workload(seed: int, **policies) -> dict[str, int]:
         arriving.append(seq)
     everyone = [completion for seq in arriving for completion in (seq, *seq.forks)]
     aborted: set[str] = set()
-    has_decoded = False
-    while arriving or scheduler.has_unfinished():
+    has_decoded, run_ahead, in_flight = False, rng.random() < 0.5, None
+
+    def take_in(batch: Batch, tokens: list[int]) -> None:
+        scheduler.postprocess(batch, tokens)
+        update_beams(searches, batch)
+
+    while arriving or scheduler.has_unfinished() or in_flight:
         while arriving and (rng.random() < 0.3 or not scheduler.has_unfinished()):
             scheduler.add(arriving.pop(0))
-        if rng.random() < 0.02:
+        if rng.random() < 0.02 and scheduler.has_unfinished():
             victim = rng.choice([*scheduler.waiting, *scheduler.running])
             aborted.add(victim.request_id)
             for seq in [*scheduler.waiting, *scheduler.running]:
@@ -204,11 +218,20 @@ def run_workload(seed: int, **policies) -> dict[str, int]:
             searches.pop(victim.request_id, None)
             check_blocks(scheduler)
             continue
-        before = list(scheduler.running), list(scheduler.waiting)
-        batch = scheduler.schedule()
-        has_decoded = check_batch(scheduler, batch, *before, has_decoded)
-        scheduler.postprocess(batch, cache.run(batch))
-        update_beams(searches, batch)
+        if in_flight:
+            scheduler.advance(in_flight[0])
+        before, launched = (list(scheduler.running), list(scheduler.waiting)), None
+        if scheduler.has_unfinished():
+            batch = scheduler.schedule()
+            has_decoded = check_batch(scheduler, batch, *before, has_decoded)
+            launched = batch, cache.run(batch)
+        if in_flight:
+            take_in(*in_flight)
+        in_flight = launched
+        if in_flight and (batch.is_awaited or not run_ahead):
+            take_in(*in_flight)
+            in_flight = None
+        assert not any(isinstance(seq.token_ids[-1], PendingToken) for seq in everyone)
         check_blocks(scheduler)
         assert scheduler.counters["num_steps"] < 20_000, "a livelock"
     assert manager.num_free_blocks == manager.num_blocks

@@ -1,0 +1,186 @@
+"""Every attention backend against the same computation in plain torch."""
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanoengine import attention
+from nanoengine.attention import StepInputs, attend, choose_backend, make_caches
+
+
+def reference(query, cache, positions, owners, block_tables, window):
+    """Gathers every token's keys and values from the cache; softmax in float64."""
+    rows = []
+    for token, (position, owner) in enumerate(zip(positions.tolist(), owners.tolist())):
+        blocks = cache[:, block_tables[owner].long()].flatten(1, 2).double()
+        first = 0 if window is None else max(0, position + 1 - window)
+        keys, values = blocks[:, first:position + 1].transpose(1, 2)
+        group_size = query.shape[1] // keys.shape[0]
+        keys, values = (part.repeat_interleave(group_size, 0) for part in (keys, values))
+        scores = torch.einsum("hd,hnd->hn", query[token].double(), keys) / math.sqrt(keys.shape[-1])
+        rows.append(torch.einsum("hn,hnd->hd", scores.softmax(-1), values))
+    return torch.stack(rows)
+
+
+def make_step(num_tokens, computed, block_size):
+    """A step over sequences that lie scattered in a cache, `num_tokens` behind `computed` each."""
+    lengths = torch.tensor(num_tokens) + torch.tensor(computed)
+    width = -(-int(lengths.max()) // block_size)
+    tables = (torch.randperm(len(lengths) * width).view(len(lengths), width) + 1).int()
+    owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(num_tokens))
+    positions = torch.cat([torch.arange(c, c + n) for c, n in zip(computed, num_tokens)])
+    step = StepInputs.__new__(StepInputs)
+    step.__dict__.update(
+        owners=owners.int(), positions=positions.int(), block_tables=tables, lengths=lengths.int(),
+        blocks=tables[owners, positions // block_size].long(), offsets=positions % block_size,
+        query_starts=F.pad(torch.tensor(num_tokens).cumsum(0), (1, 0)).int(),
+        longest_query=max(num_tokens))
+    key_starts = F.pad(lengths.cumsum(0), (1, 0)).int()
+    step.bounds = step.query_starts, key_starts, max(num_tokens), int(lengths.max())
+    return step
+
+
+def random_cache(backend, num_heads, head_dim, block_size, step, dtype, scale=1.0):
+    config = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=num_heads, head_dim=head_dim)
+    num_blocks = int(step.block_tables.max()) + 1
+    cache = make_caches(config, backend, num_blocks, block_size, dtype, "cpu")[0]
+    assert cache.shape == (2, num_blocks, block_size, num_heads, head_dim)
+    assert not cache[:, 0].any()
+    return cache.copy_(torch.randn(cache.shape) * scale)
+
+
+SHAPES = pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window", [
+    (2, 1, 32, 16, None), (1, 2, 64, 16, 7), (2, 4, 80, 5, None), (1, 8, 128, 16, 300),
+    (3, 3, 24, 1, 40)])
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("backend", ["numba", "gather", "flash-attn", "varlen"])
+@pytest.mark.parametrize("num_tokens", [[1, 1, 9, 1, 40, 2], [1] * 6])
+@SHAPES
+def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window, num_tokens,
+                             backend, dtype, tolerance, stand_ins):
+    torch.manual_seed(0)
+    step = make_step(num_tokens, [0, 700, 0, 15, 260, 31], block_size)
+    cache = random_cache(backend, kv_heads, head_dim, block_size, step, dtype)
+    query = torch.randn(sum(num_tokens), kv_heads * group_size, head_dim).to(dtype)
+    key, value = (torch.randn(sum(num_tokens), kv_heads, head_dim).to(dtype) for _ in range(2))
+    before = cache.clone()
+    out = attend(backend, query, key, value, window, cache, step)
+    expected = reference(query, cache, step.positions, step.owners, step.block_tables, window)
+    assert out.dtype == dtype and out.shape == query.shape
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(cache[0, step.blocks, step.offsets], key)
+    assert torch.equal(cache[1, step.blocks, step.offsets], value)
+    before[:, step.blocks, step.offsets] = torch.stack((key, value))
+    assert torch.equal(cache, before), "and nothing else was written"
+    decodes = "flash_attn_with_kvcache" if max(num_tokens) == 1 else "flash_attn_varlen_func"
+    called = {"flash-attn": [decodes], "varlen": ["varlen_attn"]}
+    assert stand_ins == called.get(backend, [])
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """The GPU kernels' signatures (flash-attn 2.8.3, torch 2.13), computed in plain torch."""
+    calls = []
+
+    def paged(query, cache, starts, lengths, tables, window):
+        """query: (T, heads, head_dim); causal, aligned to the bottom right."""
+        assert all(t.dtype == torch.int32 for t in (starts, lengths, tables))
+        counts = starts.diff()
+        owners = torch.arange(len(counts)).repeat_interleave(counts)
+        ends = (lengths - starts[1:])[owners]
+        positions = torch.arange(len(query)) + ends
+        window = None if window[0] < 0 else window[0] + 1
+        out = reference(query, torch.stack(cache), positions, owners, tables, window)
+        return out.to(query.dtype)
+
+    def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None,
+                                rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+                                cache_leftpad=None, block_table=None, softmax_scale=None,
+                                causal=False, window_size=(-1, -1)):
+        calls.append("flash_attn_with_kvcache")
+        assert q.ndim == 4 and q.shape[1] == 1 and causal and window_size[1] == 0
+        starts = torch.arange(len(q) + 1, dtype=torch.int32)
+        out = paged(q[:, 0], (k_cache, v_cache), starts, cache_seqlens, block_table, window_size)
+        return out[:, None]
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                               dropout_p=0.0, softmax_scale=None, causal=False,
+                               window_size=(-1, -1), block_table=None):
+        calls.append("flash_attn_varlen_func")
+        lengths = cu_seqlens_k.diff()
+        assert causal and window_size[1] == 0 and cu_seqlens_k.dtype == torch.int32
+        assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == lengths.max()
+        return paged(q, (k, v), cu_seqlens_q, lengths, block_table, window_size)
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None,
+                    scale=None, window_size=(-1, -1), enable_gqa=False, seqused_k=None,
+                    block_table=None, num_splits=None):
+        calls.append("varlen_attn")
+        assert enable_gqa and window_size[1] == 0 and torch.equal(cu_seq_k.diff(), seqused_k)
+        assert max_q == cu_seq_q.diff().max() and max_k == seqused_k.max()
+        return paged(query, (key, value), cu_seq_q, seqused_k, block_table, window_size)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(
+        __spec__=True, flash_attn_with_kvcache=flash_attn_with_kvcache,
+        flash_attn_varlen_func=flash_attn_varlen_func))
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen",
+                        SimpleNamespace(varlen_attn=varlen_attn))
+    return calls
+
+
+def test_large_scores_do_not_overflow():
+    step = make_step([1], [600], 16)
+    cache = random_cache("numba", 1, 32, 16, step, torch.float32, scale=100)
+    query = torch.randn(1, 1, 32) * 100
+    out = attend("numba", query, query, query, None, cache, step)
+    expected = reference(query, cache, step.positions, step.owners, step.block_tables, None)
+    torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-4)
+
+
+def test_a_token_has_the_same_bits_alone_and_in_any_batch():
+    torch.manual_seed(0)
+    step = make_step([30, 1, 50], [0, 99, 270], 16)
+    cache = random_cache("numba", 2, 64, 16, step, torch.bfloat16)
+    query = torch.randn(81, 8, 64).bfloat16()
+    key, value = torch.randn(2, 81, 2, 64).bfloat16()
+    whole = attend("numba", query, key, value, None, cache, step)
+    for rows in (slice(0, 1), slice(7, 12), slice(30, 31), slice(60, 81)):
+        part = StepInputs.__new__(StepInputs)
+        part.__dict__.update({name: getattr(step, name)[rows] for name in (
+            "positions", "owners", "blocks", "offsets")}, block_tables=step.block_tables)
+        alone = attend("numba", query[rows], key[rows], value[rows], None, cache, part)
+        assert torch.equal(alone, whole[rows])
+
+
+@pytest.mark.parametrize("device, dtype, flash, version, expected", [
+    ("cpu", torch.float32, True, "2.13.0", "numba"),
+    ("cpu", torch.bfloat16, True, "2.13.0", "numba"),
+    ("cuda", torch.bfloat16, True, "2.11.0", "flash-attn"),
+    ("cuda", torch.float16, False, "2.12.0", "varlen"),
+    ("cuda", torch.bfloat16, False, "2.9.1", "gather"),
+    ("cuda", torch.float32, True, "2.13.0", "gather"),
+    ("cpu", torch.float16, True, "2.13.0", "gather"),
+])
+def test_the_choice_of_a_backend(monkeypatch, recwarn, device, dtype, flash, version, expected):
+    monkeypatch.setattr(attention, "find_spec", lambda name: flash or None)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    assert choose_backend("auto", device, dtype, 256) == expected
+    warnings = [str(warning.message) for warning in recwarn]
+    assert len(warnings) == (expected == "gather")
+    assert all("nanoengine[flash]" in warning for warning in warnings)
+    assert choose_backend("gather", device, dtype, 16) == "gather", "it can always be asked for"
+    assert len(recwarn) == len(warnings), "and then there is no warning"
+    assert choose_backend(expected, device, dtype, 256) == expected
+    for name in attention.BACKENDS.keys() - {expected, "gather"}:
+        if not (name == "varlen" and expected == "flash-attn" and version >= "2.12"):
+            with pytest.raises(ValueError, match=f"attention_backend='{name}' .* one of"):
+                choose_backend(name, device, dtype, 256)
+    if expected in ("flash-attn", "varlen"):
+        with pytest.raises(ValueError, match="block_size=16 .* multiple of 256"):
+            choose_backend("auto", device, dtype, 16)
