@@ -39,6 +39,12 @@ def exp(x):
     return power * np.uint32((np.int32(n) + 127) << 23).view(np.float32)
 
 
+@njit(inline="always")
+def as_float32(x, is_bfloat16):
+    """A float32, or the bits of a bfloat16, which are the upper half of one."""
+    return np.uint32(np.uint32(x) << 16).view(np.float32) if is_bfloat16 else np.float32(x)
+
+
 @functools.cache
 def paged_attention(head_dim: int, group_size: int, block_size: int, is_bfloat16: bool) -> Callable:
     """The kernel for a shape; as constants these let LLVM unroll and vectorise.
@@ -53,11 +59,6 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, is_bfloat16
     Each (kv head, token) is one task; heads are split over threads first, since tokens far down a
     prompt take longer. It takes all scores first, then one softmax, then the values.
     """
-
-    @njit(inline="always")
-    def as_float32(x):
-        """bfloat16 is the upper half of a float32."""
-        return np.uint32(np.uint32(x) << 16).view(np.float32) if is_bfloat16 else np.float32(x)
 
     @njit(parallel=True, fastmath=True, error_model="numpy", cache=True)
     def kernel(query, key_cache, value_cache, block_tables, owners, positions, window, out):
@@ -74,7 +75,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, is_bfloat16
                 for g in range(group_size):
                     score = np.float32(0)
                     for d in range(head_dim):
-                        score += query[row, first_head + g, d] * as_float32(key[d])
+                        score += query[row, first_head + g, d] * as_float32(key[d], is_bfloat16)
                     weights[g, i] = score
             for g in range(group_size):
                 maximum, denominator = weights[g].max(), np.float32(0)
@@ -88,7 +89,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, is_bfloat16
                 value = value_cache[table[block], kv_head, offset]
                 for g in range(group_size):
                     for d in range(head_dim):
-                        total[g, d] += weights[g, i] * as_float32(value[d])
+                        total[g, d] += weights[g, i] * as_float32(value[d], is_bfloat16)
             out[row, first_head:first_head + group_size] = total
 
     return kernel

@@ -23,7 +23,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.loader import load_model
 from nanoengine.model import rotary_table
 from nanoengine.sampler import Logprobs, is_edited, logprobs_of, sample, uniform
-from nanoengine.sampling_params import SamplingParams, rejected
+from nanoengine.sampling_params import rejected
 from nanoengine.scheduler import Batch
 from nanoengine.sequence import PendingToken, Sequence
 
@@ -62,13 +62,12 @@ class ModelRunner:
         free = 0 if config.num_kv_blocks else self.free_bytes()
         self.num_kv_blocks, self.max_model_len = size_cache(config, limit, self.block_bytes, free)
         self.caches = caches(num_blocks=self.num_kv_blocks + 1)
+        self.blocks = self.caches.movedim(2, 0)  # (num_kv_blocks + 1, layers, 2, …)
         swap_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
         self.num_host_blocks = int(swap_bytes // self.block_bytes)
         self.host_blocks = torch.empty(self.num_host_blocks, *self.blocks.shape[1:], dtype=dtype,
                                        pin_memory=self.is_gpu)
         self.capture()
-
-    blocks = property(lambda self: self.caches.movedim(2, 0))  # those of a block in all layers
 
     def free_bytes(self) -> int:
         """What the KV cache may take: on a CPU a quarter of the free memory, or what can be used.
@@ -90,8 +89,7 @@ class ModelRunner:
 
     def dummy_batch(self, num_seqs: int, length: int) -> Batch:
         """Sequences of nobody, to measure and to capture: they read and write block 0."""
-        # top-p takes the most memory
-        seq = Sequence("", [0] * length, length, length, SamplingParams(top_p=0.9))
+        seq = Sequence("", [0] * length, length, length)
         return Batch(0, [seq] * num_seqs, [length] * num_seqs, [(i, seq) for i in range(num_seqs)])
 
     @torch.inference_mode()
@@ -137,7 +135,7 @@ class ModelRunner:
             logits, tokens = self.compute(step, seqs)
         tokens = tokens[:len(seqs)]
         self.tokens[:len(seqs)] = tokens[:self.max_num_seqs]  # more only where forks begin
-        logprobs = [logprobs_of(*row) for row in zip(logits, tokens, seqs)]
+        logprobs = [logprobs_of(logits, tokens, row, seq) for row, seq in enumerate(seqs)]
         on_host = tokens.to("cpu", non_blocking=True, copy=True)  # pinned
         if self.is_gpu:
             return on_host, logprobs, torch.cuda.current_stream().record_event().synchronize
@@ -188,8 +186,8 @@ class ModelRunner:
             blocks=block_tables[owners, positions // size].astype(np.int64),
             temperatures=np.array([seq.params.temperature for _, seq in sampled], np.float32),
             token_ids=int32(token_ids), positions=int32(positions), owners=int32(owners),
-            query_starts=int32([0, *stops]), key_starts=int32([0, *lengths.cumsum()]),
-            lengths=int32(lengths), block_tables=block_tables,
+            query_starts=int32(np.append(0, stops)), lengths=int32(lengths),
+            key_starts=int32(np.append(0, lengths.cumsum())), block_tables=block_tables,
             sampled_rows=int32(stops[[row for row, _ in sampled]] - 1))
         parts = [array.view(np.int32).ravel() for array in arrays.values()]
         kinds = tuple((name, array.dtype.name, array.shape, len(part))

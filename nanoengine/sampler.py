@@ -70,7 +70,7 @@ def mix(seed: int, number: int) -> int:
 
 def uniform(seq: Sequence) -> float:
     """The number in [0, 1) that decides a sequence's next token; 0 for greedy ones."""
-    return (mix(seq.seed, seq.num_tokens) >> 11) * 2.0**-53 * (seq.params.temperature > 0)
+    return seq.params.temperature and (mix(seq.seed, len(seq.token_ids)) >> 11) * 2.0**-53
 
 
 def is_edited(seq: Sequence) -> bool:
@@ -90,13 +90,13 @@ def sample(logits: Tensor, temperatures: Tensor, numbers: Tensor, seqs: Any = ()
     if seqs and not any(seq.processors or seq.params.temperature for seq in seqs):
         return logits.max(dim=-1).indices  # several times faster than argmax in bfloat16
     scores = logits.to(torch.float32, copy=True)
-    for row, seq in zip(scores, seqs):
-        if seq.processors:
-            row.copy_(apply_processors(row[None], seq)[0])
+    for row in [row for row, seq in enumerate(seqs) if seq.processors]:
+        scores[row] = apply_processors(scores[row, None], seqs[row])[0]
     scores.sub_(scores.amax(dim=-1, keepdim=True))
     # for greedy rows 1e-30: it leaves weight to the maximum alone, and float32 can divide by it
     scores.div_(temperatures.clamp(min=1e-30)[:, None])
-    truncate(scores, [seq.params for seq in seqs])
+    for row in [row for row, seq in enumerate(seqs) if is_edited(seq)]:
+        truncate(scores[row], seqs[row].params)
     return draw(scores, numbers)
 
 
@@ -112,24 +112,23 @@ def apply_processors(scores: Tensor, seq: Sequence) -> Tensor:
     return scores
 
 
-def truncate(logits: Tensor, params: list[SamplingParams]) -> None:
-    """In place on (rows, vocab_size) float32 with maximum 0: truncated tokens get -inf.
+def truncate(logits: Tensor, p: SamplingParams) -> None:
+    """In place on a row of (vocab_size,) float32 with maximum 0: truncated tokens get -inf.
 
     The order is vLLM's: temperature, min-p, top-k, top-p (of what is left, renormalised): nucleus
     sampling (Holtzman et al., 2019, arXiv:1904.09751) keeps the fewest likeliest tokens that reach
     top_p together, the one that crosses it included.
     """
-    for row, p in zip(logits, params):
-        if p.min_p > 0:
-            row.masked_fill_(row < math.log(p.min_p), -math.inf)
-        if 0 < p.top_k < len(row):
-            row.masked_fill_(row < row.topk(p.top_k).values[-1], -math.inf)
-        if p.top_p < 1:
-            probabilities = row.double().softmax(dim=-1)
-            likely = (probabilities > (1 - p.top_p) / len(row)).nonzero()[:, 0]  # the rest is less
-            ordered, order = probabilities[likely].sort(descending=True, stable=True)
-            kept = likely[order[ordered.cumsum(dim=-1) - ordered < p.top_p]]
-            row.copy_(torch.full_like(row, -math.inf).index_copy_(0, kept, row[kept]))
+    if p.min_p > 0:
+        logits.masked_fill_(logits < math.log(p.min_p), -math.inf)
+    if 0 < p.top_k < len(logits):
+        logits.masked_fill_(logits < logits.topk(p.top_k).values[-1], -math.inf)
+    if p.top_p < 1:
+        probabilities = logits.double().softmax(dim=-1)
+        likely = (probabilities > (1 - p.top_p) / len(logits)).nonzero()[:, 0]  # the rest is less
+        ordered, order = probabilities[likely].sort(descending=True, stable=True)
+        kept = likely[order[ordered.cumsum(dim=-1) - ordered < p.top_p]]
+        logits.copy_(torch.full_like(logits, -math.inf).index_copy_(0, kept, logits[kept]))
 
 
 def draw(logits: Tensor, numbers: Tensor) -> Tensor:
@@ -147,16 +146,18 @@ def draw(logits: Tensor, numbers: Tensor) -> Tensor:
     return torch.minimum(drawn, last)[:, 0]
 
 
-def logprobs_of(logits: Tensor, token: Tensor, seq: Sequence) -> Logprobs | None:
-    """From a row of raw logits: the sampled token's, then as many of the likeliest as asked for.
+def logprobs_of(logits: Tensor, tokens: Tensor, index: int, seq: Sequence) -> Logprobs | None:
+    """From row `index` of raw logits: those of the sampled token, then as many of the likeliest as
+    asked for.
 
     For beams, which are chosen by them, the temperature counts.
     """
     if (count := seq.params.logprobs) is None:
         return None
-    row = (logits.double() / (seq.group and seq.params.temperature or 1)).log_softmax(dim=-1)
+    row, token = logits[index].double(), int(tokens[index])
+    row = (row / (seq.group and seq.params.temperature or 1)).log_softmax(dim=-1)
     values, indices = row.topk(len(row) if count == -1 else min(count, len(row)))
-    found = {int(token): Logprob(row[token].item(), int((row > row[token]).sum()) + 1)}
+    found = {token: Logprob(row[token].item(), int((row > row[token]).sum()) + 1)}
     for rank, (likely, value) in enumerate(zip(indices.tolist(), values.tolist()), 1):
         found.setdefault(likely, Logprob(value, rank))
     return found

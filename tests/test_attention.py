@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from nanoengine import attention
 from nanoengine.attention import StepInputs, attend, choose_backend, make_caches
+from nanoengine.kernels import paged_attention
 
 
 def reference(query, cache, positions, owners, block_tables, window):
@@ -184,3 +185,9 @@ def test_the_choice_of_a_backend(monkeypatch, recwarn, device, dtype, flash, ver
     if expected in ("flash-attn", "varlen"):
         with pytest.raises(ValueError, match="block_size=16 .* multiple of 256"):
             choose_backend("auto", device, dtype, 16)
+
+
+def test_the_compiled_kernel_can_be_kept_on_disk():
+    """numba finds it again only if what it closes over is the same in every process."""
+    kernel = paged_attention(32, 2, 16, True)
+    assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__} == {int, bool}

@@ -24,12 +24,14 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
     tokens = sampler.sample(logits, temperatures, numbers, seqs)
     if not any(map(sampler.is_edited, seqs)):  # as a CUDA graph does it
         assert torch.equal(sampler.sample(logits, temperatures, numbers), tokens)
-    return tokens.tolist(), [logprobs_of(*row) for row in zip(logits, tokens, seqs)]
+    return tokens.tolist(), [
+        logprobs_of(logits, tokens, row, seq) for row, seq in enumerate(seqs)]
 
 
 def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
     scores = logits - logits.amax(dim=-1, keepdim=True)
-    sampler.truncate(scores, [SamplingParams(**params)] * len(scores))
+    for row in scores:
+        sampler.truncate(row, SamplingParams(**params))
     return scores
 
 

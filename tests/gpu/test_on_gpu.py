@@ -1,0 +1,243 @@
+"""What only a GPU can show: kernels, graphs and memory. `tests/gpu/run.sh` runs these."""
+
+import gc
+import math
+
+import pytest
+import torch
+from conftest import ROOT, greedy_reference, random_prompts
+
+from nanoengine import LLM, SamplingParams, sampler
+from nanoengine.attention import BACKENDS, choose_backend
+from nanoengine.model import fused, rms_norm, rotate, swiglu
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SMALL = dict(gpu_memory_utilization=0.3, max_model_len=1024, max_num_seqs=20)
+PROMPTS = random_prompts([1, 3, 40, 255, 256, 257, 300, 513, 700, 20, 20, 90])
+GREEDY = SamplingParams(temperature=0, max_tokens=40, logprobs=5, ignore_eos=True)
+
+
+def fast_backends() -> list[str]:
+    found = []
+    for name in BACKENDS:
+        try:
+            found.append(choose_backend(name, "cuda", torch.bfloat16, 256))
+        except ValueError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def small(make_model):
+    """A model whose heads the trimmed build of flash-attn has kernels for."""
+    return make_model(head_dim=64, max_position_embeddings=2048, initializer_range=0.05)
+
+
+def run(llm: LLM, prompts=PROMPTS, params=GREEDY) -> list:
+    return [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def assert_alike(ours: list, theirs: list) -> None:
+    """The rule for bfloat16: at the first difference, each token is in the other's top 5."""
+    for number, (left, right) in enumerate(zip(ours, theirs)):
+        assert len(left.token_ids) == len(right.token_ids)
+        for position, (a, b) in enumerate(zip(left.token_ids, right.token_ids)):
+            if a != b:
+                assert a in right.logprobs[position], (number, position)
+                assert b in left.logprobs[position], (number, position)
+                break
+
+
+@pytest.fixture(scope="module")
+def plain(small) -> list:
+    """The slow backend, one request at a time, nothing ahead."""
+    with LLM(small[0], dtype="bfloat16", attention_backend="gather", run_ahead=False,
+             **SMALL | dict(max_num_seqs=1)) as llm:
+        return run(llm)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("backend", ["flash-attn", "varlen", "gather"])
+def test_backends_graphs_and_running_ahead(small, plain, backend, enforce_eager, run_ahead):
+    if backend not in fast_backends():
+        pytest.skip(f"{backend} is not installed")
+    with LLM(small[0], dtype="bfloat16", attention_backend=backend, enforce_eager=enforce_eager,
+             run_ahead=run_ahead, **SMALL) as llm:
+        assert len(llm.runner.graphs) == (0 if enforce_eager or backend == "gather" else 6)
+        assert llm.metrics()["attention_backend"] == backend
+        assert_alike(run(llm), plain)
+
+
+@pytest.mark.parametrize("batch_size", range(1, 21))
+def test_every_batch_size(small, plain, batch_size, request):
+    """One engine with graphs, as many requests at once as it takes."""
+    llm = request.getfixturevalue("with_graphs")
+    numbers = [number % len(PROMPTS) for number in range(batch_size)]
+    assert_alike(run(llm, [PROMPTS[n] for n in numbers]), [plain[n] for n in numbers])
+
+
+@pytest.fixture(scope="module")
+def with_graphs(small):
+    with LLM(small[0], dtype="bfloat16", enable_prefix_caching=False, **SMALL) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("options", [
+    dict(num_kv_blocks=6), dict(num_kv_blocks=6, preemption_mode="swap", swap_space=0.5),
+    dict(max_num_batched_tokens=64), dict(scheduling="prefill-first"),
+    dict(max_num_batched_tokens=48, num_kv_blocks=7, max_waiting=1)])
+def test_preemption_chunks_and_prefix_hits_under_graphs(small, plain, options):
+    options = SMALL | dict(max_num_seqs=8) | options
+    with LLM(small[0], dtype="bfloat16", **options) as llm:
+        assert_alike(run(llm), plain)
+        assert_alike(run(llm), plain)  # with a warm cache
+        metrics = llm.metrics()
+    assert metrics["prefix_cache_hits"] > 0
+    if "num_kv_blocks" in options:
+        assert metrics["num_preemptions"] > 0
+    if "preemption_mode" in options:
+        assert metrics["swap_in_blocks"] > 0
+
+
+@pytest.mark.parametrize("architecture, changes", [
+    ("Llama", {}), ("Mistral", dict(sliding_window=50)), ("Qwen2", dict(head_dim=None)),
+    ("Qwen3", {})])
+def test_logits_are_those_of_transformers(make_model, architecture, changes):
+    changes = dict(head_dim=64, hidden_size=256, max_position_embeddings=2048) | changes
+    folder, reference = make_model(architecture, **changes)
+    check_logits(folder, reference, 0.15)
+
+
+def test_logits_of_the_06b_shape(tmp_path):
+    import transformers
+    config = transformers.AutoConfig.from_pretrained(ROOT / "configs/qwen3-0.6b")
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    reference.save_pretrained(tmp_path)
+    check_logits(str(tmp_path), reference, 0.1)
+
+
+def check_logits(folder, reference, tolerance: float) -> None:
+    """bfloat16 against transformers on the GPU: log-probabilities behind prompts and decodes."""
+    reference = reference.to("cuda", torch.bfloat16)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=-1, ignore_eos=True)
+    prompts = PROMPTS[:8]
+    with LLM(folder, dtype="bfloat16", **SMALL) as llm:
+        outputs = run(llm, prompts, params)
+    for prompt, completion in zip(prompts, outputs):
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + completion.token_ids[:-1]], device="cuda")
+            expected = reference(ids).logits[0, -4:].double().log_softmax(-1).cpu()
+        for row, at in zip(expected, completion.logprobs):
+            found = torch.tensor([at[i].logprob for i in range(len(row))], dtype=torch.float64)
+            assert (found - row).abs().max() < tolerance
+
+
+def test_float32_is_exact(small):
+    folder, reference = small
+    reference = reference.to("cuda", torch.float32)
+    params = [GREEDY, SamplingParams(seed=1, max_tokens=40, ignore_eos=True)]
+    with LLM(folder, dtype="float32", **SMALL) as llm:
+        assert llm.metrics()["attention_backend"] == "gather"
+        together = [output.token_ids for p in params for output in run(llm, params=p)]
+    with LLM(folder, dtype="float32", block_size=16, num_kv_blocks=64, max_num_batched_tokens=100,
+             run_ahead=False, **SMALL | dict(max_model_len=800)) as llm:
+        assert [output.token_ids for p in params for output in run(llm, params=p)] == together
+        assert llm.metrics()["num_preemptions"] > 0
+    for prompt, tokens in zip(PROMPTS, together):
+        ids = torch.tensor([prompt], device="cuda")
+        expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40,
+                                      do_sample=False, eos_token_id=None)[0, len(prompt):]
+        assert tokens == expected.tolist()
+    assert greedy_reference(reference.cpu(), PROMPTS[2], 5) == together[2][:5]
+
+
+def test_draws_on_the_gpu_are_those_on_the_cpu():
+    torch.manual_seed(0)
+    logits = torch.randn(500, 20_000) * 3
+    temperatures = torch.linspace(0, 2, 500)
+    numbers = torch.rand(500, dtype=torch.float64)
+    on_cpu = sampler.sample(logits, temperatures, numbers)
+    on_gpu = sampler.sample(logits.cuda(), temperatures.cuda(), numbers.cuda()).cpu()
+    assert (on_cpu != on_gpu).sum() <= 1, "float32 exponentials differ in their last bit"
+
+
+def test_drawn_tokens_do_not_depend_on_graphs(small):
+    params = [SamplingParams(seed=n, max_tokens=30, temperature=0.05, ignore_eos=True, logprobs=5,
+                             top_p=0.9 if n % 3 == 0 else 1.0, top_k=20 if n % 4 == 0 else 0)
+              for n in range(len(PROMPTS))]
+    results = []
+    for enforce_eager in (False, True):
+        with LLM(small[0], dtype="bfloat16", enforce_eager=enforce_eager, **SMALL) as llm:
+            results.append(run(llm, params=params))
+    assert_alike(*results)
+
+
+def test_fused_functions_are_their_definitions():
+    torch.manual_seed(0)
+    x = torch.randn(70, 4, 64, device="cuda", dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, 70, 1, 64, device="cuda")
+    for function, inputs in ((rotate, (x, cos, sin)), (swiglu, (x.clone(), x)),
+                             (rms_norm, (x, torch.ones(64, device="cuda").bfloat16(), 1e-6))):
+        for rows in (1, 2, 70):
+            parts = [part[:rows] if isinstance(part, torch.Tensor) and part.shape[0] == 70
+                     else part for part in inputs]
+            torch.testing.assert_close(fused(function, True)(*parts), function(*parts))
+
+
+def free_bytes() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_the_cache_gets_what_the_utilization_leaves(small):
+    total, before = torch.cuda.mem_get_info()[1], free_bytes()
+    options = dict(max_model_len=1024, max_num_seqs=64)
+    with LLM(small[0], dtype="bfloat16", gpu_memory_utilization=0.5, **options) as llm:
+        num_blocks = llm.runner.num_kv_blocks
+        run(llm, random_prompts([500] * 64), SamplingParams(top_p=0.9, max_tokens=20))
+        used = total - torch.cuda.mem_get_info()[0]
+        assert 0.45 * total < used < 0.52 * total
+    taken = torch.empty(10 * 2**30, dtype=torch.uint8, device="cuda")
+    with LLM(small[0], dtype="bfloat16", gpu_memory_utilization=0.5, **options) as llm:
+        missing = (num_blocks - llm.runner.num_kv_blocks) * llm.runner.block_bytes
+        assert math.isclose(missing, taken.nbytes, rel_tol=0.1), "others' memory counts"
+    del taken
+    assert before - free_bytes() < 300 * 2**20
+    with pytest.raises(ValueError, match="KV cache has room for 0 blocks"):
+        LLM(small[0], dtype="bfloat16", gpu_memory_utilization=0.001)
+
+
+def test_out_of_memory_says_what_helps(small):
+    with pytest.raises(ValueError, match="out of memory.*[0-9] GiB.*max_num_batched_tokens"):
+        LLM(small[0], dtype="bfloat16", num_kv_blocks=10**8)
+    with LLM(small[0], dtype="bfloat16", **SMALL) as llm:
+        assert len(run(llm)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("count, enforce_eager", [(30, True), (3, False)])
+def test_engines_leave_nothing_behind(small, count, enforce_eager):
+    left = []
+    for number in range(count):
+        llm = LLM(small[0], dtype="bfloat16", num_kv_blocks=40, enforce_eager=enforce_eager,
+                  max_num_seqs=16, max_model_len=1024)
+        run(llm, PROMPTS[:3])
+        if number % 2:
+            llm.close()
+        del llm
+        left.append(free_bytes())
+    assert left[0] - left[-1] < 64 * 2**20
+
+
+def test_a_stream_that_is_dropped_with_a_step_in_flight(with_graphs, plain):
+    stream = with_graphs.stream(PROMPTS, GREEDY)
+    for _ in range(3):
+        next(stream)
+    del stream
+    gc.collect()
+    assert_alike(run(with_graphs), plain)
