@@ -177,6 +177,25 @@ def test_an_early_end_wastes_one_row_at_most(tiny):
         check_idle(llm)
 
 
+def test_every_way_to_end_is_the_same_running_ahead(bundled):
+    params = [SamplingParams(max_tokens=60, seed=number, logprobs=2 * (number % 2), **more)
+              for number, more in enumerate([
+                  dict(stop=[" and", "the"]), dict(min_tokens=20, stop=["a"]), dict(n=3), dict(),
+                  dict(stop=["."], include_stop_str_in_output=True), dict(temperature=0),
+                  dict(top_p=0.8), dict(top_k=3, stop_token_ids=[50, 60, 70]), dict(stop=["e"])])]
+    prompts = ["Once upon a time", "47 + 85 =", "Long ago"] * 3
+    results = []
+    for run_ahead in (False, True):
+        with LLM(bundled, dtype="float32", run_ahead=run_ahead, max_num_seqs=6) as llm:
+            results.append([
+                (c.text, c.token_ids, c.finish_reason, c.stop_reason, [*map(list, c.logprobs)])
+                for output in generate(llm, prompts, params) for c in output.outputs])
+            check_idle(llm)
+    assert results[0] == results[1]
+    ends = {(reason, stop) for _, _, reason, stop, _ in results[1]}
+    assert {("stop", None), ("length", None)} < ends and len(ends) > 4
+
+
 def test_streams_run_ahead(bundled):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(bundled, dtype="float32", run_ahead=True) as llm:
