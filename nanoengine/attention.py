@@ -49,15 +49,15 @@ def make_caches(config: PretrainedConfig, backend: str, num_blocks: int, block_s
                 dtype: torch.dtype, device: str) -> Tensor:
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
-    In memory the numba kernel has block_size behind kv_heads: a head's keys are adjacent. Block 0,
-    which padded rows read, is zeros; the others are read only where they were written to, and on a
-    CPU are memory only from then on.
+    In memory the numba kernel has block_size behind kv_heads: a head's keys are adjacent. Zeros on
+    a GPU; on a CPU only block 0 is, which padded rows read: the others are read only where they
+    were written to, and are memory only from then on.
     """
     shape = [config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads]
     if backend == "numba":
         shape[3:] = reversed(shape[3:])
     caches = torch.empty(*shape, config.head_dim, dtype=dtype, device=device)
-    caches[:, :, 0] = 0
+    (caches if device == "cuda" else caches[:, :, 0]).zero_()
     return caches.transpose(3, 4) if backend == "numba" else caches
 
 

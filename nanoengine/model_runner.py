@@ -94,7 +94,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """A CUDA graph for each bucket, the largest first: the others fit into its memory."""
+        """A CUDA graph for each bucket, the largest first: the others fit into its memory.
+
+        Only their logits are kept apart, for rows that need more than a temperature.
+        """
         pool = torch.cuda.graph_pool_handle() if self.buckets else None
         for size in reversed(self.buckets):
             buffer, layout = self.prepare(self.dummy_batch(size, 1))

@@ -196,6 +196,18 @@ def test_every_way_to_end_is_the_same_running_ahead(bundled):
     assert {("stop", None), ("length", None)} < ends and len(ends) > 4
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_generated_blocks_are_found_again(tiny, run_ahead):
+    """A block is findable once its last token is known, also where that was pending for a step."""
+    (prompt,) = random_prompts([6])
+    params = SamplingParams(temperature=0, max_tokens=21, ignore_eos=True)
+    with LLM(tiny, dtype="float32", block_size=4, run_ahead=run_ahead) as llm:
+        (tokens,) = token_ids(generate(llm, [prompt], params))
+        longer = generate(llm, [prompt + tokens], params)[0]
+        assert longer.num_cached_tokens == 24, "of 26 that were computed"
+        assert len(llm.scheduler.block_manager.keys) == (27 + 20) // 4
+
+
 def test_streams_run_ahead(bundled):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(bundled, dtype="float32", run_ahead=True) as llm:
