@@ -160,7 +160,7 @@ def draw_workload(args: argparse.Namespace, vocab_size: int) -> tuple[Workload, 
     lengths = [max(1, round(most * rng.uniform(low, high))) for most in max_tokens]
     first_ids = {prompt[0] for prompt in prompts}
     unused = next((token_id for token_id in range(vocab_size) if token_id not in first_ids), 0)
-    warm_up = Workload([[unused, *range(7)], [unused, *range(1, 8)]], [4, 4], [4, 4],
+    warm_up = Workload([[unused, *range(7)], [unused, *range(1, 8)]], [4, 5], [4, 5],
                        args.temperature)
     return Workload(prompts, lengths, max_tokens, args.temperature), warm_up
 

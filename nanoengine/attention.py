@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoengine.kernels import paged_attention
 from nanoengine.sampling_params import rejected
 
 
@@ -39,8 +38,7 @@ class StepInputs(SimpleNamespace):
     def __init__(self, buffer: Tensor, layout: tuple) -> None:
         self.buffer = buffer
         self.longest_query, self.longest_keys, kinds = layout
-        parts = buffer.split([size for *_, size in kinds])
-        for (name, dtype, shape, _), part in zip(kinds, parts):
+        for (name, dtype, shape, _), part in zip(kinds, buffer.split([size for *_, size in kinds])):
             setattr(self, name, part.view(getattr(torch, dtype)).view(shape))
         self.bounds = self.query_starts, self.key_starts, self.longest_query, self.longest_keys
 
@@ -74,6 +72,7 @@ def attend(backend: str, query: Tensor, key: Tensor, value: Tensor, window: int 
 
 def numba_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
     """On a CPU: every token, be it of a prompt or the newest, goes through one paged kernel."""
+    from nanoengine.kernels import paged_attention  # a GPU does without numba
     _, _, block_size, kv_heads, head_dim = cache.shape
     is_bfloat16 = cache.dtype == torch.bfloat16
     kernel = paged_attention(head_dim, query.shape[1] // kv_heads, block_size, is_bfloat16)
@@ -89,10 +88,12 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
     """flash-attn 2 (Dao, 2023, arXiv:2307.08691).
 
     In how many parts its decode kernel sums over the keys depends on the width of the block tables,
-    which a CUDA graph fixes at `max_model_len`.
+    which a CUDA graph fixes at `max_model_len`. It reads the keys once for all heads of a group
+    only where no window is given.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-    options = dict(block_table=step.block_tables, causal=True, window_size=((window or 0) - 1, 0))
+    options = dict(block_table=step.block_tables, causal=True,
+                   window_size=(window - 1, 0) if window else (-1, -1))
     if step.longest_query == 1:
         return flash_attn_with_kvcache(
             query[:, None], *cache, cache_seqlens=step.lengths, **options)[:, 0]
@@ -103,8 +104,9 @@ def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     """PyTorch's own build of these kernels, which takes block tables from torch 2.12 on."""
     from torch.nn.attention.varlen import varlen_attn
     return varlen_attn(  # type: ignore
-        query, *cache, *step.bounds, window_size=((window or 0) - 1, 0), enable_gqa=True,
-        seqused_k=step.lengths, block_table=step.block_tables)
+        query, *cache, *step.bounds, enable_gqa=True, seqused_k=step.lengths,
+        window_size=((window or 0) - 1, 0 if window or step.longest_query > 1 else -1),
+        block_table=step.block_tables)
 
 
 def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:

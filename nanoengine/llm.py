@@ -223,7 +223,7 @@ class LLM(AbstractContextManager):
         longest = min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
         stops: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
         ends = stops | dict.fromkeys(self.eos_token_ids)
-        processors = build_processors(params, length, list(ends), self.tokenizer)
+        processors = build_processors(params, length, [*ends], self.tokenizer, self.config.device)
         seed = mix(self.config.seed, number) if params.seed is None else params.seed
         held = num_held_tokens(self.config.kv_allocation, longest, self.max_model_len)
         seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,

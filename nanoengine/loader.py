@@ -58,15 +58,15 @@ def load_defaults(folder: Path, config: Any, tokenizer: Any) -> tuple[SamplingPa
     return SamplingParams(**{name: found[name] for name in names}), eos_token_ids - {None}
 
 
-def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str, dummy: bool) -> Decoder:
-    """The model with its weights in `dtype`; random ones, always the same, for a dummy."""
+def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str, form: str) -> Decoder:
+    """The model with its weights in `dtype`; random ones, always the same, in the form "dummy"."""
     with torch.device("meta"):
         model = Decoder(config).to(dtype)
     model.to_empty(device=device).requires_grad_(False)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     targets = checkpoint_tensors(model)
-    if dummy:
+    if form == "dummy":
         generator = torch.Generator(device).manual_seed(0)
         for target in targets.values():  # about the spread of trained weights; norms around 1
             target.uniform_(-0.03, 0.03, generator=generator).add_(target.ndim == 1)

@@ -49,8 +49,7 @@ class ModelRunner:
         has_graphs = self.is_gpu and backend != "gather" and not config.enforce_eager
         self.buckets = bucket_sizes(self.max_num_seqs) if has_graphs else []
         self.graphs: dict[Any, Any] = {}  # by the layout of their inputs
-        is_dummy = config.load_format == "dummy"
-        self.model = load_model(folder, model_config, dtype, config.device, is_dummy)
+        self.model = load_model(folder, model_config, dtype, config.device, config.load_format)
         limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.rotary = rotary_table(model_config, self.max_model_len).to(config.device)
@@ -80,8 +79,8 @@ class ModelRunner:
             return min(psutil.virtual_memory().available // 4, blocks * self.block_bytes)
         torch.cuda.empty_cache()  # what engines before this one have left
         length = min(-(-self.max_num_batched_tokens // self.max_num_seqs), self.max_model_len)
+        self.capture()  # first, as it gives back what the allocator keeps
         self.launch(self.dummy_batch(self.max_num_seqs, length))
-        self.capture()
         free, total = torch.cuda.mem_get_info()
         self.graphs.clear()
         torch.cuda.empty_cache()

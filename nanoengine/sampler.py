@@ -36,7 +36,7 @@ Logprobs = dict[int, Logprob]  # by token id
 
 
 def build_processors(p: SamplingParams, prompt_length: int, end_tokens: list[int],
-                     tokenizer: Any) -> list[Callable]:
+                     tokenizer: Any, device: str = "cpu") -> list[Callable]:
     """Everything in a request that edits logits, as one list, in vLLM's order."""
     allowed = p.allowed_token_ids or []
     texts = [space + (word.lstrip() or word) for word in p.bad_words for space in ("", " ")]
@@ -46,7 +46,7 @@ def build_processors(p: SamplingParams, prompt_length: int, end_tokens: list[int
         allowed and hf.PrefixConstrainedLogitsProcessor(lambda row, input_ids: allowed, 1),
         banned and hf.NoBadWordsLogitsProcessor(banned),
         p.min_tokens and end_tokens
-        and hf.MinNewTokensLengthLogitsProcessor(prompt_length, p.min_tokens, end_tokens),
+        and hf.MinNewTokensLengthLogitsProcessor(prompt_length, p.min_tokens, end_tokens, device),
         bias and hf.SequenceBiasLogitsProcessor(bias),
         p.repetition_penalty != 1 and hf.RepetitionPenaltyLogitsProcessor(p.repetition_penalty),
         (p.presence_penalty or p.frequency_penalty) and partial(penalize_output, p, prompt_length),

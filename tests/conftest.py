@@ -11,6 +11,13 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(autouse=True)
+def on_a_cpu(request, monkeypatch) -> None:
+    """A test that is not marked `gpu` is for a CPU, on any machine."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def bundled() -> str:
     return str(ROOT / "models" / "tiny-qwen3")

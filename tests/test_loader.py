@@ -42,7 +42,7 @@ def test_sharded_checkpoints_give_the_same_model(make_model, tiny, tmp_path):
 
 def test_every_parameter_is_loaded_exactly_once(make_model):
     folder, reference = make_model("Qwen2", head_dim=None)
-    model = load_model(Path(folder), load_config(Path(folder)), torch.float32, "cpu", False)
+    model = load_model(Path(folder), load_config(Path(folder)), torch.float32, "cpu", "auto")
     targets = checkpoint_tensors(model)
     expected = {re.sub("model.|self_attn.|mlp.", "", name): parameter
                 for name, parameter in reference.state_dict().items()}

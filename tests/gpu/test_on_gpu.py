@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT, greedy_reference, random_prompts
 
 from nanoengine import LLM, SamplingParams, sampler
@@ -81,7 +82,8 @@ def test_every_batch_size(small, plain, batch_size, request):
 
 @pytest.fixture(scope="module")
 def with_graphs(small):
-    with LLM(small[0], dtype="bfloat16", enable_prefix_caching=False, **SMALL) as llm:
+    with LLM(small[0], dtype="bfloat16", enable_prefix_caching=False, num_kv_blocks=200,
+             **SMALL) as llm:  # few blocks, as it is there until the last test
         yield llm
 
 
@@ -95,7 +97,7 @@ def test_preemption_chunks_and_prefix_hits_under_graphs(small, plain, options):
         assert_alike(run(llm), plain)
         assert_alike(run(llm), plain)  # with a warm cache
         metrics = llm.metrics()
-    assert metrics["prefix_cache_hits"] > 0
+    assert metrics["prefix_cache_hits"] > 0 or "max_waiting" in options
     if "num_kv_blocks" in options:
         assert metrics["num_preemptions"] > 0
     if "preemption_mode" in options:
@@ -106,23 +108,23 @@ def test_preemption_chunks_and_prefix_hits_under_graphs(small, plain, options):
     ("Llama", {}), ("Mistral", dict(sliding_window=50)), ("Qwen2", dict(head_dim=None)),
     ("Qwen3", {})])
 def test_logits_are_those_of_transformers(make_model, architecture, changes):
-    changes = dict(head_dim=64, hidden_size=256, max_position_embeddings=2048) | changes
-    folder, reference = make_model(architecture, **changes)
-    check_logits(folder, reference, 0.15)
+    changes = dict(head_dim=64, hidden_size=256, max_position_embeddings=2048,
+                   initializer_range=0.05) | changes  # a spread at which bfloat16 is good to 0.05
+    check_logits(make_model(architecture, **changes)[0], 0.1)
 
 
 def test_logits_of_the_06b_shape(tmp_path):
-    import transformers
     config = transformers.AutoConfig.from_pretrained(ROOT / "configs/qwen3-0.6b")
     torch.manual_seed(0)
     reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     reference.save_pretrained(tmp_path)
-    check_logits(str(tmp_path), reference, 0.1)
+    check_logits(str(tmp_path), 0.15)
 
 
-def check_logits(folder, reference, tolerance: float) -> None:
+def check_logits(folder: str, tolerance: float) -> None:
     """bfloat16 against transformers on the GPU: log-probabilities behind prompts and decodes."""
-    reference = reference.to("cuda", torch.bfloat16)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    reference = reference.to("cuda").eval()
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=-1, ignore_eos=True)
     prompts = PROMPTS[:8]
     with LLM(folder, dtype="bfloat16", **SMALL) as llm:
@@ -166,7 +168,7 @@ def test_draws_on_the_gpu_are_those_on_the_cpu():
 
 
 def test_drawn_tokens_do_not_depend_on_graphs(small):
-    params = [SamplingParams(seed=n, max_tokens=30, temperature=0.05, ignore_eos=True, logprobs=5,
+    params = [SamplingParams(seed=n, max_tokens=30, temperature=0.05, ignore_eos=True, logprobs=50,
                              top_p=0.9 if n % 3 == 0 else 1.0, top_k=20 if n % 4 == 0 else 0)
               for n in range(len(PROMPTS))]
     results = []
@@ -176,8 +178,45 @@ def test_drawn_tokens_do_not_depend_on_graphs(small):
     assert_alike(*results)
 
 
+@pytest.mark.parametrize("backend", ["flash-attn", "varlen"])
+def test_nothing_is_lost_with_steps_really_in_flight(small, backend):
+    """Without logprobs nothing waits: the same engine, ahead or not, gives the same tokens."""
+    if backend not in fast_backends():
+        pytest.skip(f"{backend} is not installed")
+    params = [SamplingParams(temperature=0.7 * (n % 2), seed=n, max_tokens=100 + 9 * n,
+                             ignore_eos=True) for n in range(len(PROMPTS))]
+    results = []
+    for run_ahead in (False, True):
+        with LLM(small[0], dtype="bfloat16", attention_backend=backend, run_ahead=run_ahead,
+                 **SMALL) as llm:
+            results.append([output.token_ids for output in run(llm, params=params)])
+            stream = llm.stream(PROMPTS, params)
+            for _ in range(5):
+                next(stream)
+            del stream
+            gc.collect()
+            llm.reset_prefix_cache()
+            assert [output.token_ids for output in run(llm, params=params)] == results[-1]
+    assert results[0] == results[1]
+
+
+def test_every_logits_processor_works_on_the_gpu(small):
+    params = SamplingParams(
+        temperature=0.5, seed=1, max_tokens=12, min_tokens=6, stop_token_ids=[3],
+        presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2, min_p=0.01, top_k=50,
+        top_p=0.9, logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 300)),
+        logits_processors=[lambda input_ids, scores: scores - (input_ids.sum() * 0)])
+    results = []
+    for device in ("cuda", "cpu"):
+        with LLM(small[0], dtype="float32", device=device, num_kv_blocks=30, max_model_len=1024,
+                 max_num_seqs=8) as llm:
+            results.append([output.token_ids for output in run(llm, params=params)])
+    assert results[0] == results[1]
+
+
 def test_fused_functions_are_their_definitions():
     torch.manual_seed(0)
+    torch._dynamo.reset()  # or a limit of recompilations would leave the plain functions
     x = torch.randn(70, 4, 64, device="cuda", dtype=torch.bfloat16)
     cos, sin = torch.randn(2, 70, 1, 64, device="cuda")
     for function, inputs in ((rotate, (x, cos, sin)), (swiglu, (x.clone(), x)),
