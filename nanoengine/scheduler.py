@@ -26,6 +26,7 @@ class Batch:
     first. `budget`: how many more tokens the step may compute. `preempted`: since the last one.
     `is_under_way`: whether its tokens count as computed already (`Scheduler.advance`).
     `is_awaited`: whether the next step depends on what is sampled: for processors, beams and forks.
+    `started`: when it was begun to be built, of `time.monotonic()`.
     """
 
     budget: int
@@ -40,7 +41,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.sequences)
-
 
 
 class Scheduler:
