@@ -128,7 +128,7 @@ class Replayed:
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=19), SamplingParams(max_tokens=21, seed=1),
           SamplingParams(max_tokens=11, seed=2, top_p=0.9), SamplingParams(max_tokens=27, seed=3),
-          SamplingParams(max_tokens=9, seed=4, repetition_penalty=1.3)]  # three are left, plain ones
+          SamplingParams(max_tokens=9, seed=4, repetition_penalty=1.3)]  # three plain ones are left
 
 
 @pytest.mark.parametrize("options", [
