@@ -475,6 +475,15 @@ def test_abandoning_a_stream_frees_its_requests(llm, num_read):
     generate(llm, "Once upon a time")
 
 
+def test_out_of_memory_at_start_says_what_helps(bundled, monkeypatch):
+    def exhausted(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. 2.00 GiB is free.")
+
+    monkeypatch.setattr(ModelRunner, "capture", exhausted)
+    with pytest.raises(ValueError, match="2.00 GiB is free. Lower gpu_memory_utilization, max_num"):
+        LLM(bundled)
+
+
 def test_metrics_and_close(bundled):
     with LLM(bundled, dtype="float32", num_kv_blocks=64) as llm:
         before = llm.metrics()
