@@ -184,7 +184,7 @@ class ModelRunner:
         positions = np.arange(len(token_ids)) + (lengths - stops)[owners]
         int32 = partial(np.asarray, dtype=np.int32)
         arrays = dict(
-            numbers=np.array([uniform(seq) for _, seq in sampled]), offsets=positions % size,
+            numbers=np.array([uniform(seq) for _, seq in sampled], float), offsets=positions % size,
             blocks=block_tables[owners, positions // size].astype(np.int64),
             temperatures=np.array([seq.params.temperature for _, seq in sampled], np.float32),
             token_ids=int32(token_ids), positions=int32(positions), owners=int32(owners),
