@@ -138,7 +138,8 @@ class Workload:
 def draw_workload(args: argparse.Namespace, vocab_size: int) -> tuple[Workload, Workload]:
     """The prompts and lengths of --workload, and a warm-up that shares no prefix with them.
 
-    "uniform" is nano-vllm's, drawn in its order.
+    "uniform" is nano-vllm's, drawn in its order; all but the "heavy" ones differ from it only
+    in numbers and lengths, and in a prefix that comes first.
     """
     rng = random.Random(args.seed)
     n = min(args.num_seqs, 1024) if args.simulate else args.num_seqs  # these repeat them
@@ -149,9 +150,7 @@ def draw_workload(args: argparse.Namespace, vocab_size: int) -> tuple[Workload, 
         prompts = [[rng.randint(0, 10000) % vocab_size for _ in range(size)] for size, _ in sizes]
         max_tokens = [size for _, size in sizes]
     else:
-        prefix = []
-        if args.workload == "shared-prefix":
-            prefix = [rng.randint(0, 10000) % vocab_size for _ in range(args.max_input)]
+        prefix = [rng.randint(0, 10000) % vocab_size for _ in range(args.prefix_length)]
         prompts = [prefix + [rng.randint(0, 10000) % vocab_size
                              for _ in range(rng.randint(args.min_input, args.max_input))]
                    for _ in range(n)]
@@ -529,7 +528,7 @@ def simulate(args: argparse.Namespace, workload: Workload, cost: Cost, options: 
             now += rng.expovariate(args.rate) if args.rate else 0.0
             kind = number % len(workload.prompts)
             prompt, most = workload.prompts[kind][:], workload.max_tokens[kind]
-            prompt[args.max_input if args.workload == "shared-prefix" else 0] = number
+            prompt[args.prefix_length] = number
             held = num_held_tokens(config.kv_allocation, len(prompt) + most, longest)
             yield Sequence(
                 str(number), prompt, len(prompt), len(prompt) + workload.lengths[kind], params,
@@ -849,8 +848,18 @@ def table(summary: dict[str, Figures], ratios: Figures) -> str:
     return "\n".join(lines)
 
 
-DEFAULTS = (("num-seqs", 256, 64), ("min-input", 100, 16), ("max-input", 1024, 256),
-            ("min-output", 100, 16), ("max-output", 1024, 256))  # with --compare the smaller ones
+DEFAULTS = {"num_seqs": 256, "min_input": 100, "max_input": 1024, "min_output": 100,
+            "max_output": 1024, "prefix_length": 0, "temperature": 0.6}
+SMALL = {"num_seqs": 64, "min_input": 16, "max_input": 256, "min_output": 16,
+         "max_output": 256}  # with --compare
+WORKLOADS: dict[str, dict[str, float]] = {  # what differs from DEFAULTS or SMALL
+    "uniform": {}, "prefill-heavy": {}, "decode-heavy": {}, "shared-prefix": {},
+    "cpu-mixed": {"num_seqs": 32, "min_input": 100, "max_input": 256, "min_output": 32,
+                  "max_output": 128, "temperature": 0.0},
+    "cpu-decode": {"num_seqs": 16, "min_input": 64, "max_input": 64, "min_output": 256,
+                   "max_output": 256, "temperature": 0.0},
+    "cpu-prefix": {"num_seqs": 32, "min_input": 32, "max_input": 32, "min_output": 32,
+                   "max_output": 32, "prefix_length": 512, "temperature": 0.0}}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -865,11 +874,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", default="nanoengine", metavar="NAMES",
                         help="nanoengine, hf, vllm, or several: nanoengine,hf")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each engine, in turn")
-    for name, default, small in DEFAULTS:
-        parser.add_argument(f"--{name}", type=int, help=f"default: {default}, or {small}")
+    for name, small in SMALL.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int,
+                            help=f"default: {DEFAULTS[name]}, or {small}, or the workload's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workload", default="uniform",
-                        choices=("uniform", "prefill-heavy", "decode-heavy", "shared-prefix"))
+    parser.add_argument("--workload", default="uniform", choices=WORKLOADS,
+                        help="cpu-*: with numbers and lengths of their own, greedy")
+    parser.add_argument("--prefix-length", type=int, help="ids that all prompts begin with; "
+                        "default: 0, or the workload's, of shared-prefix --max-input")
     parser.add_argument("--n-k", type=float, default=1, metavar="N",
                         help="prefill-heavy: N thousand tokens in, one out; decode-heavy: reversed")
     parser.add_argument("--kilo", type=int, default=1000, help="how many tokens a thousand are")
@@ -877,7 +889,7 @@ def parse_arguments() -> argparse.Namespace:
                         help="of prefill- and decode-heavy workloads")
     parser.add_argument("--true-lengths", type=float, default=1.0, metavar="SHARE",
                         help="of max_tokens, generated on average; default: 1, all of them")
-    parser.add_argument("--temperature", type=float, default=0.6, help="default: 0.6")
+    parser.add_argument("--temperature", type=float, help="default: 0.6, or the workload's")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"),
                         default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -913,10 +925,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(str(error))
     if args.studies and args.block_size is None and (args.simulate or args.device == "cpu"):
         args.block_size = 16  # small prompts, and policies that differ in blocks
-    for name, default, small in DEFAULTS:
-        name = name.replace("-", "_")
+    small = SMALL if args.studies and not args.simulate else {}
+    for name, default in (DEFAULTS | small | WORKLOADS[args.workload]).items():
         if getattr(args, name) is None:
-            setattr(args, name, small if args.studies and not args.simulate else default)
+            setattr(args, name, default)
     if not 0 < args.true_lengths <= 1:
         parser.error("--true-lengths must be above 0 and at most 1")
     if (args.plot or args.timeline) and importlib.util.find_spec("matplotlib") is None:
@@ -933,6 +945,8 @@ def parse_arguments() -> argparse.Namespace:
     for kind in ("input", "output"):
         if not 1 <= getattr(args, f"min_{kind}") <= getattr(args, f"max_{kind}"):
             parser.error(f"--min-{kind} must be from 1 to --max-{kind}")
+    if args.workload == "shared-prefix":
+        args.prefix_length = args.prefix_length or args.max_input
     if args.config:
         args.model, args.load_format = HERE / "configs" / args.config, "dummy"
     args.folder = find_model(args.model)

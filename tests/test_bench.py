@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import random
 import sys
 
 import pytest
@@ -87,6 +89,25 @@ def test_workloads(bench, monkeypatch):
     shared = draw("--workload", "shared-prefix", "--num-seqs", 4, "--max-input", 200)
     assert len({tuple(prompt[:200]) for prompt in shared.prompts}) == 1
     assert len({tuple(prompt) for prompt in shared.prompts}) == 4
+
+
+def test_workloads_for_a_cpu(bench, monkeypatch):
+    def draw(*flags):
+        return bench.draw_workload(arguments(bench, monkeypatch, "--workload", *flags), 20_000)
+
+    random.seed(0)  # nano-vllm's order: all prompts, then all lengths
+    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 256))]
+               for _ in range(32)]
+    mixed, _ = draw("cpu-mixed")
+    assert mixed.prompts == prompts and mixed.temperature == 0
+    assert mixed.lengths == [random.randint(32, 128) for _ in range(32)] == mixed.max_tokens
+    decode, _ = draw("cpu-decode")
+    assert [*map(len, decode.prompts)] == [64] * 16 and decode.lengths == [256] * 16
+    prefix, warm_up = draw("cpu-prefix")
+    assert [*map(len, prefix.prompts)] == [544] * 32 and prefix.lengths == [32] * 32
+    assert os.path.commonprefix(prefix.prompts) == prefix.prompts[0][:512]
+    assert warm_up.prompts[0][0] != prefix.prompts[0][0]
+    assert draw("cpu-decode", "--num-seqs", 2, "--temperature", 1)[0].temperature == 1
 
 
 def test_lanes_and_the_chrome_trace(bench, monkeypatch, tmp_path):
