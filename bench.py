@@ -4,6 +4,7 @@
     python bench.py --config qwen3-0.6b --num-seqs 16   # a real shape, random weights
     python bench.py --engine nanoengine,hf --repeat 3   # A B A B A B, medians and their ratio
     python bench.py --limit --json result.json          # also the matrix products alone
+    python bench.py --engine nanoengine,vllm --python vllm=/other/venv/bin/python
 
     python bench.py --compare batching --plot out.png   # variants of a policy on one workload
     python bench.py --compare memory --true-lengths 0.5 --timeline out.png --trace out.json
@@ -17,6 +18,9 @@ with their text where the model has a tokenizer; loading and a warm-up come befo
 what the same steps would take if weights and keys were read once at the bandwidth of a copy, or the
 products were computed at the rate of a large one, whichever takes longer; both are measured first.
 
+An engine that wants an environment of its own is measured by this script in a process that --python
+says how to start, each run in a new one; `--python "vllm=env NAME=VALUE … python"` sets variables.
+
 --simulate runs the same scheduler, but a step only costs time on a clock: a constant, and so much
 for each token and each byte of K and V that is read.
 """
@@ -29,10 +33,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import random
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -191,11 +198,21 @@ def run_nanoengine(args: argparse.Namespace, workload: Workload, warm_up: Worklo
 
 
 def run_vllm(args: argparse.Namespace, workload: Workload, warm_up: Workload) -> Figures:
+    """vLLM as it comes: compiled, with prefix caching. On a CPU with 4 GiB for K and V."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     vllm = importlib.import_module("vllm")
-    llm = vllm.LLM(str(args.folder), dtype=dtype_name(args), **given(args, VLLM_OPTIONS),
+    longest = max(len(p) + n for p, n in zip(workload.prompts, workload.max_tokens))
+    options = {"max_model_len": max(2048, longest), "load_format": "auto",
+               "enable_prefix_caching": True} | given(args, VLLM_OPTIONS)
+    # Else its workers would import this script, and vLLM 0.32 can't start beside our numba.
+    vars(sys.modules["__main__"]).pop("__file__", None)
+    llm = vllm.LLM(str(args.folder), dtype=dtype_name(args), **options,
                    skip_tokenizer_init=load_tokenizer(args.folder) is None)
     generate(llm, vllm.SamplingParams, warm_up)
-    return {"seconds": generate(llm, vllm.SamplingParams, workload)}
+    seconds = generate(llm, vllm.SamplingParams, workload)
+    workers = psutil.Process().children(recursive=True)
+    peaks = [peak_bytes(process.pid) for process in (psutil.Process(), *workers)]
+    return {"seconds": seconds, "peak_memory_mib": sum(peaks) / MIB}
 
 
 def generate(llm: Any, params: Callable, workload: Workload, use_tqdm: bool = False) -> float:
@@ -252,6 +269,7 @@ def generate_hf(model: Any, tokenizer: Any, workload: Workload, batch_size: int)
 
 
 ENGINES = {"nanoengine": run_nanoengine, "hf": run_hf, "vllm": run_vllm}
+MODULES = {"vllm": "vllm"}  # that an engine needs beside our own
 
 
 # ------------------------------------------------------------------------------- the figures
@@ -777,12 +795,16 @@ def reset_peak_memory() -> bool:
     return True
 
 
+def peak_bytes(pid: int) -> int:
+    """The most that has been resident of a process, on Linux."""
+    return 1024 * int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0])
+
+
 def peak_memory(was_reset: bool, after_imports: int) -> Figures:
     """The peak since the reset, or since the start where there was none; and less `after_imports`,
     the bytes that were resident before any engine was made."""
     if was_reset:
-        status = Path("/proc/self/status").read_text()
-        name, peak = "peak_memory_mib", 1024 * int(status.split("VmHWM:")[1].split()[0])
+        name, peak = "peak_memory_mib", peak_bytes(os.getpid())
     else:
         import resource  # not on Windows
         unit = 1 if sys.platform == "darwin" else 1024
@@ -794,6 +816,8 @@ def peak_memory(was_reset: bool, after_imports: int) -> Figures:
 def measure(engine: str, args: argparse.Namespace, workload: Workload, warm_up: Workload,
             after_imports: int) -> Figures:
     """One run of one engine, from loading to freeing."""
+    if engine in args.python:
+        return measure_elsewhere(engine, args)
     gc.collect()  # what the engine before has left
     was_reset = reset_peak_memory()
     figures = ENGINES[engine](args, workload, warm_up)
@@ -801,6 +825,20 @@ def measure(engine: str, args: argparse.Namespace, workload: Workload, warm_up: 
     if engine != "vllm":  # it works in processes of its own
         figures |= peak_memory(was_reset, after_imports)
     return figures
+
+
+def measure_elsewhere(engine: str, args: argparse.Namespace) -> Figures:
+    """The same in a process of its own, by this script with the same arguments and a few more."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [*shlex.split(args.python[engine]), *sys.argv, "--engine", engine, "--repeat",
+                   "1", "--json", str(result), "--python"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise SystemExit(f"{done.stdout}\n{shlex.join(command)} failed")
+        found = json.loads(result.read_text())
+    args.versions[engine] = found["versions"]
+    return found["runs"][engine][0]
 
 
 # ------------------------------------------------------------------------------- the command
@@ -817,7 +855,7 @@ def dtype_name(args: argparse.Namespace) -> str:
 def describe(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """What is run, with what and on what: enough to run it again."""
     versions = {"nanoengine": "not installed, from its sources"}
-    for package in ("torch", "transformers", "nanoengine", "vllm"):
+    for package in ("torch", "transformers", "nanoengine", "vllm-cpu", "vllm", "llama-cpp-python"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     num_seqs, rates = args.num_seqs if args.simulate else len(workload.prompts), {}
@@ -872,7 +910,9 @@ def parse_arguments() -> argparse.Namespace:
                         help="configs/NAME with random weights")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"))
     parser.add_argument("--engine", default="nanoengine", metavar="NAMES",
-                        help="nanoengine, hf, vllm, or several: nanoengine,hf")
+                        help=f"of {', '.join(ENGINES)}; or several: nanoengine,hf")
+    parser.add_argument("--python", nargs="*", default=[], metavar="ENGINE=COMMAND",
+                        help="measure an engine in a process started by this command")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each engine, in turn")
     for name, small in SMALL.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int,
@@ -940,8 +980,11 @@ def parse_arguments() -> argparse.Namespace:
     args.engines = args.engine.split(",")
     if not set(args.engines) <= ENGINES.keys() or len(set(args.engines)) < len(args.engines):
         parser.error(f"--engine {args.engine}: different ones of {', '.join(ENGINES)}")
-    if "vllm" in args.engines and importlib.util.find_spec("vllm") is None:
-        parser.error("--engine vllm: vLLM is not installed here (pip install vllm)")
+    args.python, args.versions = dict(item.split("=", 1) for item in args.python), {}
+    for engine, module in MODULES.items():
+        is_here = engine not in args.engines or engine in args.python
+        if not is_here and importlib.util.find_spec(module) is None:
+            parser.error(f"--engine {engine}: {module} is not installed here; see --python")
     for kind in ("input", "output"):
         if not 1 <= getattr(args, f"min_{kind}") <= getattr(args, f"max_{kind}"):
             parser.error(f"--min-{kind} must be from 1 to --max-{kind}")
@@ -1006,6 +1049,7 @@ def main() -> None:
         title = "{num_seqs} prompts of {prompt_tokens:,} tokens, {output_tokens:,} to generate"
         plot_comparison(summary, f"{args.compare}: {title.format(**about)}", args.plot)
     if args.json:
+        about["versions"] |= args.versions
         results = {**about, "medians": summary, "ratios": ratios, "runs": runs}
         text = json.dumps(results, indent=2)
         print(text) if args.json == "-" else Path(args.json).write_text(text + "\n")
