@@ -29,6 +29,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -268,8 +269,138 @@ def generate_hf(model: Any, tokenizer: Any, workload: Workload, batch_size: int)
     return seconds
 
 
-ENGINES = {"nanoengine": run_nanoengine, "hf": run_hf, "vllm": run_vllm}
-MODULES = {"vllm": "vllm"}  # that an engine needs beside our own
+class LlamaCpp:
+    """llama.cpp through its C interface: greedy, all prompts of a workload at once."""
+
+    def __init__(self, file: Path, workload: Workload, is_float: bool) -> None:
+        self.api = api = importlib.import_module("llama_cpp.llama_cpp")
+        self.log = api.llama_log_callback(lambda *_: None)  # kept, as C has a pointer to it
+        api.llama_log_set(self.log, None)
+        self.model = api.llama_model_load_from_file(
+            str(file).encode(), api.llama_model_default_params())
+        params = api.llama_context_default_params()
+        longest = max(len(p) + n for p, n in zip(workload.prompts, workload.lengths))
+        params.n_seq_max = len(workload.prompts)
+        params.n_ctx = len(workload.prompts) * -(-longest // 256) * 256
+        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        # One buffer for all is slower, but they can share a prefix there without copying it.
+        params.kv_unified = bool(os.path.commonprefix(workload.prompts))
+        if is_float:
+            params.type_k = params.type_v = api.GGML_TYPE_F32
+        self.chunk = params.n_batch
+        self.context = api.llama_init_from_model(self.model, params)
+        self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
+        self.batch = api.llama_batch_init(self.chunk, 0, 1)
+
+    def step(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Computes rows of (token, position, sequence, is sampled); returns the sampled tokens."""
+        sampled: list[int] = []
+        batch = self.batch
+        for start in range(0, len(rows), self.chunk):
+            chunk = rows[start:start + self.chunk]
+            batch.n_tokens = len(chunk)
+            for i, (token, position, seq, is_sampled) in enumerate(chunk):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_sampled
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq
+            if self.api.llama_decode(self.context, batch):
+                raise SystemExit("llama_decode has failed")
+            if num_sampled := sum(row[3] for row in chunk):
+                logits = np.ctypeslib.as_array(self.api.llama_get_logits(self.context),
+                                               (num_sampled, self.vocab_size))
+                sampled += logits.argmax(axis=1).tolist()
+        return sampled
+
+    def generate(self, workload: Workload) -> float:
+        """Seconds. What all prompts begin with is computed once, and given to all sequences.
+
+        The longest outputs come first: llama.cpp reads the weights once for every run of adjacent
+        sequences, so that this is the order which it is fastest in.
+        """
+        started = time.perf_counter()
+        order = sorted(zip(workload.lengths, workload.prompts), key=lambda pair: -pair[0])
+        prompts, memory = [prompt for _, prompt in order], self.api.llama_get_memory(self.context)
+        self.api.llama_memory_clear(memory, False)
+        shared = min(len(os.path.commonprefix(prompts)), *(len(prompt) - 1 for prompt in prompts))
+        if shared:
+            self.step([(token, i, 0, False) for i, token in enumerate(prompts[0][:shared])])
+            for seq in range(1, len(prompts)):
+                self.api.llama_memory_seq_cp(memory, 0, seq, -1, -1)
+        tokens = self.step([(prompt[i], i, seq, i == len(prompt) - 1)
+                            for seq, prompt in enumerate(prompts)
+                            for i in range(shared, len(prompt))])
+        lengths = [*map(len, prompts)]
+        for num_outputs in range(1, order[0][0]):
+            num_running = sum(length > num_outputs for length, _ in order)
+            tokens = self.step([(tokens[seq], lengths[seq] + num_outputs - 1, seq, True)
+                                for seq in range(num_running)])
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self.api.llama_batch_free(self.batch)
+        self.api.llama_free(self.context)
+        self.api.llama_model_free(self.model)
+
+
+def run_llama_cpp(args: argparse.Namespace, workload: Workload, warm_up: Workload) -> Figures:
+    """llama.cpp with random weights of the model's shape."""
+    if workload.temperature:
+        raise SystemExit("--engine llama.cpp is greedy: --temperature 0")
+    is_float = choose_dtype(args.dtype, args.device) == torch.float32
+    with closing(LlamaCpp(write_gguf(args), workload, is_float)) as engine:
+        engine.generate(warm_up)
+        return {"seconds": engine.generate(workload)}
+
+
+def write_gguf(args: argparse.Namespace) -> Path:
+    """A file with random weights for llama.cpp, kept in the temporary folder for the next run."""
+    gguf = importlib.import_module("gguf")
+    config, dtype = load_config(args.folder), choose_dtype(args.dtype, args.device)
+    digest = hashlib.sha256((args.folder / "config.json").read_bytes()).hexdigest()[:8]
+    file = Path(tempfile.gettempdir(), f"bench-{args.folder.name}-{digest}-{dtype_name(args)}.gguf")
+    if file.exists():
+        return file
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = (head_dim * n for n in (config.num_attention_heads, config.num_key_value_heads))
+    shapes = {"token_embd": (config.vocab_size, hidden), "output_norm": (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes["output"] = config.vocab_size, hidden
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,), "attn_q": (queries, hidden), "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden), "attn_output": (hidden, queries), "ffn_norm": (hidden,),
+        "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+    if config.model_type == "qwen3":
+        layer |= {"attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
+    for number in range(config.num_hidden_layers):
+        shapes |= {f"blk.{number}.{name}": shape for name, shape in layer.items()}
+    writer = gguf.GGUFWriter(file.with_suffix(".part"), config.model_type)
+    writer.add_tokenizer_model("no_vocab")
+    for name, value in (
+            ("vocab_size", config.vocab_size), ("context_length", config.max_position_embeddings),
+            ("embedding_length", hidden), ("feed_forward_length", inner),
+            ("block_count", config.num_hidden_layers), ("head_count", config.num_attention_heads),
+            ("head_count_kv", config.num_key_value_heads), ("key_length", head_dim),
+            ("value_length", head_dim), ("rope_dimension_count", head_dim),
+            ("rope_freq_base", config.rope_parameters["rope_theta"]),
+            ("layer_norm_rms_eps", config.rms_norm_eps)):
+        getattr(writer, f"add_{name}")(value)
+    for name, shape in shapes.items():
+        weight = torch.empty(shape).uniform_(-0.03, 0.03)
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", (weight + 1).numpy())
+        else:
+            kind = gguf.GGMLQuantizationType["F32" if dtype == torch.float32 else "BF16"]
+            writer.add_tensor(f"{name}.weight", weight.to(dtype).view(torch.uint8).numpy(),
+                              raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file.with_suffix(".part").rename(file)
+
+
+ENGINES = {"nanoengine": run_nanoengine, "hf": run_hf, "vllm": run_vllm,
+           "llama.cpp": run_llama_cpp}
+MODULES = {"vllm": "vllm", "llama.cpp": "llama_cpp"}  # that an engine needs beside our own
 
 
 # ------------------------------------------------------------------------------- the figures
@@ -831,13 +962,13 @@ def measure_elsewhere(engine: str, args: argparse.Namespace) -> Figures:
     """The same in a process of its own, by this script with the same arguments and a few more."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [*shlex.split(args.python[engine]), *sys.argv, "--engine", engine, "--repeat",
-                   "1", "--json", str(result), "--python"]
+        command = [*shlex.split(args.python[engine]), __file__, *sys.argv[1:], "--engine", engine,
+                   "--repeat", "1", "--json", str(result), "--python"]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             raise SystemExit(f"{done.stdout}\n{shlex.join(command)} failed")
         found = json.loads(result.read_text())
-    args.versions[engine] = found["versions"]
+    args.elsewhere[engine] = {name: found[name] for name in ("versions", "threads", "dtype")}
     return found["runs"][engine][0]
 
 
@@ -980,7 +1111,7 @@ def parse_arguments() -> argparse.Namespace:
     args.engines = args.engine.split(",")
     if not set(args.engines) <= ENGINES.keys() or len(set(args.engines)) < len(args.engines):
         parser.error(f"--engine {args.engine}: different ones of {', '.join(ENGINES)}")
-    args.python, args.versions = dict(item.split("=", 1) for item in args.python), {}
+    args.python, args.elsewhere = dict(item.split("=", 1) for item in args.python), {}
     for engine, module in MODULES.items():
         is_here = engine not in args.engines or engine in args.python
         if not is_here and importlib.util.find_spec(module) is None:
@@ -1049,7 +1180,7 @@ def main() -> None:
         title = "{num_seqs} prompts of {prompt_tokens:,} tokens, {output_tokens:,} to generate"
         plot_comparison(summary, f"{args.compare}: {title.format(**about)}", args.plot)
     if args.json:
-        about["versions"] |= args.versions
+        about["elsewhere"] = args.elsewhere
         results = {**about, "medians": summary, "ratios": ratios, "runs": runs}
         text = json.dumps(results, indent=2)
         print(text) if args.json == "-" else Path(args.json).write_text(text + "\n")

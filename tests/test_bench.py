@@ -137,6 +137,14 @@ def test_pictures(bench, monkeypatch, tmp_path):
     assert (tmp_path / "timeline-swap.png").stat().st_size > 10_000
 
 
+def test_an_engine_in_a_process_of_its_own(bench, monkeypatch, tmp_path):
+    found = run(bench, monkeypatch, tmp_path, *SMALL, "--workload", "cpu-prefix", "--repeat", 2,
+                "--python", f"nanoengine=env OMP_NUM_THREADS=1 {sys.executable}")
+    assert len(found["runs"]["nanoengine"]) == 2
+    assert found["medians"]["nanoengine"]["prefix_cache_hits"] == 7 * 512
+    assert found["elsewhere"]["nanoengine"]["threads"] == 1
+
+
 @pytest.mark.parametrize("flags", [
     ("--simulate", "--compare", "sampling"), ("--true-lengths", 0), ("--compare", "nothing"),
     ("--min-input", 9, "--max-input", 8)])
