@@ -5,6 +5,7 @@
     python bench.py --engine nanoengine,hf --repeat 3   # A B A B A B, medians and their ratio
     python bench.py --limit --json result.json          # also the matrix products alone
     python bench.py --engine nanoengine,vllm --python vllm=/other/venv/bin/python
+    python bench.py --config qwen3-0.6b --decode-grid --plot out.png    # steps by batch, context
 
     python bench.py --compare batching --plot out.png   # variants of a policy on one workload
     python bench.py --compare memory --true-lengths 0.5 --timeline out.png --trace out.json
@@ -17,6 +18,7 @@ for each, EOS ignored, temperature 0.6; with --compare, --timeline or --trace 64
 with their text where the model has a tokenizer; loading and a warm-up come before it. The limit is
 what the same steps would take if weights and keys were read once at the bandwidth of a copy, or the
 products were computed at the rate of a large one, whichever takes longer; both are measured first.
+--decode-grid times single steps; its limits are at the bandwidth of a sum, which only reads.
 
 An engine that wants an environment of its own is measured by this script in a process that --python
 says how to start, each run in a new one; `--python "vllm=env NAME=VALUE … python"` sets variables.
@@ -891,20 +893,29 @@ def device_rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
     return bandwidth, 2 * side**3 / seconds_of(lambda: left @ right)
 
 
-def limit_seconds(llm: LLM, work: list[Work]) -> float:
+def weight_counts(config: Any) -> tuple[int, int]:
+    """How many weights the matrix products have: of all layers together, and of the head."""
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    return config.num_hidden_layers * layer, config.vocab_size * config.hidden_size
+
+
+def limit_seconds(llm: LLM, work: list[Work], bandwidth: float | None = None) -> float:
     """What the steps would take on a device that is never idle and wastes nothing: each the longer
-    of reading weights and keys once at the bandwidth, and computing at the rate of `device_rates`.
+    of reading weights and keys once at the bandwidth, or at that of a copy, and computing at the
+    rate of `device_rates`.
     """
     runner, config = llm.runner, llm.model_config
-    bandwidth, rate = device_rates(llm.config.device, runner.model.lm_head.weight.dtype)
-    linears = [module for module in runner.model.modules() if isinstance(module, nn.Linear)]
-    weights = sum(linear.weight.numel() for linear in linears)
-    head = runner.model.lm_head.weight
+    dtype = runner.caches.dtype
+    copying, rate = device_rates(llm.config.device, dtype)
+    in_layers, in_head = weight_counts(config)
     queries = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     key_bytes = runner.block_bytes / llm.config.block_size
     return sum(max(
-        (weights * head.itemsize + key_bytes * step.num_keys) / bandwidth,
-        2 * ((weights - head.numel()) * step.num_tokens + head.numel() * step.num_sampled
+        ((in_layers + in_head) * dtype.itemsize + key_bytes * step.num_keys)
+        / (bandwidth or copying),
+        2 * (in_layers * step.num_tokens + in_head * step.num_sampled
              + 2 * queries * step.num_scores) / rate) for step in work)
 
 
@@ -970,6 +981,94 @@ def measure_elsewhere(engine: str, args: argparse.Namespace) -> Figures:
         found = json.loads(result.read_text())
     args.elsewhere[engine] = {name: found[name] for name in ("versions", "threads", "dtype")}
     return found["runs"][engine][0]
+
+
+# ------------------------------------------------------------------------------ decode steps
+
+BATCHES, CONTEXTS = [2**n for n in range(9)], [128, 512, 2048, 8192]
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes a second that a sum over 1 GiB of int64 reads, with all threads."""
+    numbers = torch.ones(2**27, dtype=torch.int64, device=device)
+    return numbers.nbytes / seconds_of(numbers.sum)
+
+
+def time_decode_steps(args: argparse.Namespace, bandwidth: float) -> list[dict[str, float]]:
+    """The median time of a decode step by batch and context, those of which K and V fit, beside
+    what it would take to read weights, K and V once, or to compute."""
+    block_size, options = args.block_size or 128, given(args, NANOENGINE_OPTIONS)
+    if args.device == "cpu" and args.num_kv_blocks is None:
+        config, dtype = load_config(args.folder), choose_dtype(args.dtype, args.device)
+        weights = dtype.itemsize * sum(weight_counts(config))
+        block_bytes = 2 * block_size * dtype.itemsize * (
+            config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
+        free = 0.75 * psutil.virtual_memory().available - 2 * weights
+        most = max(BATCHES) * -(-max(CONTEXTS) // block_size)
+        options["num_kv_blocks"] = min(int(free // block_bytes), most)
+    found = []
+    with LLM(args.folder, **options | {"max_num_seqs": max(BATCHES)}) as llm:
+        runner = llm.runner
+        runner.caches.zero_()  # makes all of it real memory
+        for context in CONTEXTS:
+            for batch_size in BATCHES:
+                width = -(-context // llm.config.block_size)
+                if batch_size * width > runner.num_kv_blocks or context > runner.max_model_len:
+                    continue
+                batch = decode_batch(batch_size, context, width)
+                seconds = seconds_of(lambda: runner.launch(batch)[2](), 5)  # noqa: B023
+                num_keys = batch_size * context
+                limit = limit_seconds(
+                    llm, [Work(batch_size, batch_size, num_keys, num_keys)], bandwidth)
+                found.append({"batch": batch_size, "context": context, "ms": 1000 * seconds,
+                              "limit_ms": 1000 * limit})
+    return found
+
+
+def decode_batch(batch_size: int, context: int, width: int) -> Batch:
+    """Sequences of `context` tokens, the last of which is to be computed, in blocks of their own.
+
+    What is in the blocks makes no difference to the time.
+    """
+    seqs = []
+    for number in range(batch_size):
+        seq = Sequence(str(number), [number] * context, context, context + 1,
+                       SamplingParams(temperature=0))
+        seq.num_computed_tokens = context - 1
+        seq.block_table.extend(range(1 + number * width, 1 + (number + 1) * width))
+        seqs.append(seq)
+    return Batch(0, seqs, [1] * batch_size, list(enumerate(seqs)))
+
+
+def decode_table(found: list[dict[str, float]]) -> str:
+    lines = ["ms of a decode step (and its limit), by batch and context",
+             "batch" + "".join(f"{context:>22,}" for context in CONTEXTS)]
+    cells = {(row["batch"], row["context"]): f"{row['ms']:,.1f} ({row['limit_ms']:,.1f})"
+             for row in found}
+    lines += [f"{batch:>5}" + "".join(f"{cells.get((batch, context), '-'):>22}"
+                                      for context in CONTEXTS) for batch in BATCHES]
+    return "\n".join(lines)
+
+
+def plot_decode_steps(found: list[dict[str, float]], title: str, path: Path) -> None:
+    """Time over batch, a line for each context, and dashed what the device would allow."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axis = pyplot.subplots(figsize=(8, 5.5), constrained_layout=True)
+    for context in dict.fromkeys(row["context"] for row in found):
+        rows = [row for row in found if row["context"] == context]
+        batches = [row["batch"] for row in rows]
+        line, = axis.plot(batches, [row["ms"] for row in rows], "o-", label=f"{context:,} tokens")
+        axis.plot(batches, [row["limit_ms"] for row in rows], "--", color=line.get_color())
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set(xlabel="sequences", ylabel="ms of a decode step; dashed: its limit", title=title)
+    axis.xaxis.set_major_formatter("{x:.0f}")
+    axis.grid(which="both", alpha=0.3)
+    axis.legend(title="context")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 # ------------------------------------------------------------------------------- the command
@@ -1079,7 +1178,10 @@ def parse_arguments() -> argparse.Namespace:
                         help="also time the matrix products of a decode step alone")
     parser.add_argument("--json", metavar="FILE", help="- is stdout; the table is on stderr then")
     parser.add_argument("--compare", choices=COMPARISONS, help="variants of a policy")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="a chart of --compare")
+    parser.add_argument("--decode-grid", action="store_true",
+                        help="times single decode steps by batch and context, beside their limits")
+    parser.add_argument("--plot", type=Path, metavar="PNG",
+                        help="a chart of --compare or --decode-grid")
     parser.add_argument("--timeline", type=Path, metavar="PNG", help="a picture of each step")
     parser.add_argument("--trace", type=Path, metavar="JSON", help="the same for Perfetto")
     parser.add_argument("--simulate", action="store_true", help="with a cost model for a model")
@@ -1104,8 +1206,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--true-lengths must be above 0 and at most 1")
     if (args.plot or args.timeline) and importlib.util.find_spec("matplotlib") is None:
         parser.error('pictures need matplotlib: pip install ".[bench]"')
-    if args.plot and not args.compare:
-        parser.error("--plot is a chart of --compare")
+    if args.plot and not (args.compare or args.decode_grid):
+        parser.error("--plot is a chart of --compare or --decode-grid")
     if args.simulate and args.compare == "sampling":
         parser.error("--simulate has no tokens: --compare sampling needs a model")
     args.engines = args.engine.split(",")
@@ -1154,9 +1256,20 @@ def main() -> None:
         "{model}, {dtype} on {device}, {threads} threads, load average {load_average[0]:.1f}\n"
         "copy bandwidth {copy_gb_per_second:,.0f} GB/s, matrix products "
         "{matrix_tflop_per_second:,.2f} TFLOP/s")
-    print(("{num_seqs} prompts of {prompt_tokens:,} tokens, {output_tokens:,} to generate\n"
-           + where).format(**about), file=report, flush=True)
+    title = "{num_seqs} prompts of {prompt_tokens:,} tokens, {output_tokens:,} to generate"
+    title = "single decode steps" if args.decode_grid else title.format(**about)
+    print(title, where.format(**about), sep="\n", file=report, flush=True)
 
+    if args.decode_grid:
+        bandwidth = read_bandwidth(args.device)
+        found = time_decode_steps(args, bandwidth)
+        print(f"read bandwidth {bandwidth / 1e9:,.0f} GB/s", decode_table(found), sep="\n",
+              file=report)
+        if args.plot:
+            plot_decode_steps(found, f"{args.folder.name}, {about['dtype']}", args.plot)
+        write_json(args, {**about, "read_gb_per_second": bandwidth / 1e9,
+                          "decode_steps": found})
+        return
     if args.studies:
         runs = study(args, workload, warm_up)
     else:
@@ -1177,13 +1290,17 @@ def main() -> None:
               for name, rate in zip(list(summary)[1:], rates)}
     print(table(summary, ratios), file=report)
     if args.plot:
-        title = "{num_seqs} prompts of {prompt_tokens:,} tokens, {output_tokens:,} to generate"
-        plot_comparison(summary, f"{args.compare}: {title.format(**about)}", args.plot)
-    if args.json:
-        about["elsewhere"] = args.elsewhere
-        results = {**about, "medians": summary, "ratios": ratios, "runs": runs}
-        text = json.dumps(results, indent=2)
-        print(text) if args.json == "-" else Path(args.json).write_text(text + "\n")
+        plot_comparison(summary, f"{args.compare}: {title}", args.plot)
+    write_json(args, {**about, "elsewhere": args.elsewhere, "medians": summary, "ratios": ratios,
+                      "runs": runs})
+
+
+def write_json(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    text = json.dumps(results, indent=2)
+    if args.json == "-":
+        print(text)
+    elif args.json:
+        Path(args.json).write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -137,6 +137,15 @@ def test_pictures(bench, monkeypatch, tmp_path):
     assert (tmp_path / "timeline-swap.png").stat().st_size > 10_000
 
 
+def test_decode_steps(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "BATCHES", [1, 4])
+    monkeypatch.setattr(bench, "CONTEXTS", [64, 300])
+    found = run(bench, monkeypatch, tmp_path, "--decode-grid", "--num-kv-blocks", 9)
+    steps = found["decode_steps"]
+    assert [(row["batch"], row["context"]) for row in steps] == [(1, 64), (4, 64), (1, 300)]
+    assert all(row["ms"] > row["limit_ms"] > 0 for row in steps)
+
+
 def test_an_engine_in_a_process_of_its_own(bench, monkeypatch, tmp_path):
     found = run(bench, monkeypatch, tmp_path, *SMALL, "--workload", "cpu-prefix", "--repeat", 2,
                 "--python", f"nanoengine=env OMP_NUM_THREADS=1 {sys.executable}")
