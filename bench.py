@@ -57,7 +57,6 @@ from unittest import mock
 import numpy as np
 import psutil
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 from tqdm import tqdm
@@ -923,9 +922,9 @@ def limit_seconds(llm: LLM, work: list[Work], bandwidth: float | None = None) ->
 def time_linears(model: nn.Module, batch_size: int, repeats: int = 15) -> float:
     """Seconds of a decode step's matrix products and nothing else; the median of several."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    inputs = [torch.randn(batch_size, linear.in_features).to(linear.weight) for linear in linears]
-    return seconds_of(lambda: [F.linear(x, linear.weight, linear.bias)
-                               for linear, x in zip(linears, inputs)], repeats)
+    inputs = [torch.randn(batch_size, linear.in_features, device=model.embed_tokens.weight.device)
+              .to(linear.weight.dtype) for linear in linears]
+    return seconds_of(lambda: [linear(x) for linear, x in zip(linears, inputs)], repeats)
 
 
 def reset_peak_memory() -> bool:

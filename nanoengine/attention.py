@@ -48,14 +48,13 @@ def make_caches(config: PretrainedConfig, backend: str, num_blocks: int, block_s
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
     In memory the numba kernel has block_size behind kv_heads: a head's keys are adjacent. Zeros on
-    a GPU; on a CPU only block 0 is, which padded rows read: the others are read only where they
-    were written to, and are memory only from then on.
+    a GPU, where padded rows read block 0; on a CPU memory only once it is written to.
     """
     shape = [config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads]
     if backend == "numba":
         shape[3:] = reversed(shape[3:])
-    caches = torch.empty(*shape, config.head_dim, dtype=dtype, device=device)
-    (caches if device == "cuda" else caches[:, :, 0]).zero_()
+    make = torch.zeros if device == "cuda" else torch.empty
+    caches = make(*shape, config.head_dim, dtype=dtype, device=device)
     return caches.transpose(3, 4) if backend == "numba" else caches
 
 
@@ -66,22 +65,24 @@ def attend(backend: str, query: Tensor, key: Tensor, value: Tensor, window: int 
     query: (T, heads, head_dim); key, value: (T, kv_heads, head_dim); window: a query sees its last
     `window` keys, None for all. Returns (T, heads, head_dim).
     """
+    if backend == "numba":
+        return numba_attention(query, key, value, window, cache, step)
     cache[:, step.blocks, step.offsets] = torch.stack((key, value))
-    return BACKENDS[backend](query, cache, window, step)
+    return BACKENDS[backend](query, cache, window, step)  # type: ignore[operator]
 
 
-def numba_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
+def numba_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: Tensor,
+                    step: StepInputs) -> Tensor:
     """On a CPU: every token, be it of a prompt or the newest, goes through one paged kernel."""
     from nanoengine.kernels import paged_attention  # a GPU does without numba
-    _, _, block_size, kv_heads, head_dim = cache.shape
-    is_bfloat16 = cache.dtype == torch.bfloat16
-    kernel = paged_attention(head_dim, query.shape[1] // kv_heads, block_size, is_bfloat16)
-    bits = cache.view(torch.uint16) if is_bfloat16 else cache  # as NumPy does not know it
-    scaled = query.to(torch.float32, copy=True).mul_(head_dim ** -0.5)
-    out = torch.empty_like(scaled)
-    kernel(scaled.numpy(), *bits.transpose(2, 3).numpy(), step.block_tables.numpy(),
-           step.owners.numpy(), step.positions.numpy(), window or 2**31 - 1, out.numpy())
-    return out.to(query.dtype)
+    _, _, block_size, groups, head_dim = cache.shape
+    bits = torch.uint16 if cache.itemsize == 2 else torch.uint32  # NumPy knows no bfloat16
+    kernel = paged_attention(head_dim, query.shape[1] // groups, block_size, 32 - 8 * bits.itemsize)
+    out = torch.empty_like(query)
+    kernel(*(x.view(bits).numpy() for x in (query, key, value, cache.transpose(2, 3))),
+           step.block_tables.numpy(), step.owners.numpy(), step.positions.numpy(),
+           window or 2**31 - 1, out.view(bits).numpy())
+    return out
 
 
 def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
@@ -143,8 +144,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     if chosen not in names:
         raise rejected("attention_backend", name, f"one of {names} for {dtype} on {device}")
     if name == "auto" and chosen == "gather":
-        warnings.warn(f"only slow attention for {dtype} on {device}: take bfloat16 on a GPU, and "
-                      "pip install nanoengine[flash], or torch >= 2.12", stacklevel=2)
+        warnings.warn("slow attention: bfloat16 and nanoengine[flash] are fast", stacklevel=2)
     if chosen in ("flash-attn", "varlen") and block_size % 256:
         raise rejected("block_size", block_size, f"a multiple of 256 with {chosen} attention")
     return chosen

@@ -48,6 +48,9 @@ class EngineConfig:
     preemption_victim: who gives way when blocks run out, a name in scheduler.py's `VICTIMS`.
     max_waiting: with more waiting than that, a prompt that does not fit may take the place of the
         longest running request, once.
+    batch_invariant: make sure that logits and tokens have the same bits whatever runs beside a
+        request, and however it was chunked, preempted or cached. On a CPU with packed weights that
+        costs nothing and always is so; where it could not be kept, True is an error.
     trace: keep a record of each step in `LLM.trace`: when it began and ended (seconds of
         `time.monotonic()`), its `Batch`, and what `metrics()` gave behind it.
     """
@@ -77,6 +80,7 @@ class EngineConfig:
                                "random"] = "youngest"
     max_waiting: Annotated[Int, Field(ge=0)] | None = None
     swap_space: Annotated[Float, Field(ge=0)] = 4.0
+    batch_invariant: bool = False
     trace: bool = False
 
     def limits(self) -> tuple[int, int]:

@@ -4,7 +4,7 @@ The kernel walks the block table, so nothing is gathered, padded or repeated. Ea
 be it one of a prompt or the newest, attends on its own to the keys up to its position, in an order
 that depends on that position alone: its result has the same bits whatever runs beside it, and in
 however many chunks its prompt came. What the kernel computes is written in plain torch in
-`tests/test_kernels.py`, which compares the two.
+`tests/test_attention.py`, which compares the two.
 
 numba runs its loops on OpenMP where it can. On Linux that is the very libgomp that torch has
 loaded, so that there is one pool of threads and the two never fight over the cores.
@@ -31,51 +31,59 @@ def exp(x):
     2^t = 2^n * 2^f with n the integer next to t, made by shifting n into a float's exponent.
     """
     t = max(x * np.float32(math.log2(math.e)), np.float32(-126))
-    n = math.floor(t + np.float32(0.5))
-    f = np.float32(t - n)
+    n = np.int32(t - np.float32(0.5))
+    f = t - np.float32(n)
     power = EXP2_SERIES[6]
     for k in (5, 4, 3, 2, 1, 0):
         power = power * f + EXP2_SERIES[k]
-    return power * np.uint32((np.int32(n) + 127) << 23).view(np.float32)
+    return power * np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @njit(inline="always")
-def as_float32(x, is_bfloat16):
-    """A float32, or the bits of a bfloat16, which are the upper half of one."""
-    return np.uint32(np.uint32(x) << 16).view(np.float32) if is_bfloat16 else np.float32(x)
+def to_float32(bits, shift):
+    """A number from its bits, which are the upper ones of a float32: bfloat16 lacks the last 16."""
+    return np.uint32(np.uint32(bits) << shift).view(np.float32)
 
 
 @functools.cache
-def paged_attention(head_dim: int, group_size: int, block_size: int, is_bfloat16: bool) -> Callable:
+def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int) -> Callable:
     """The kernel for a shape; as constants these let LLVM unroll and vectorise.
 
-    kernel(query, key_cache, value_cache, block_tables, owners, positions, window, out):
-        query: (tokens, heads, head_dim) float32, scaled by head_dim ** -0.5
-        key_cache, value_cache: (blocks, kv_heads, block_size, head_dim) float32, or uint16 for bf16
+    kernel(query, key, value, cache, block_tables, owners, positions, window, out), with numbers
+    as their bits, uint32 of float32 (shift 0), or uint16 of bfloat16 (shift 16):
+        query, out: (tokens, heads, head_dim), out is written
+        key, value: (tokens, kv_heads, head_dim), written to the cache
+        cache: (2, blocks, kv_heads, block_size, head_dim)
         block_tables: (sequences, width) int32; owners: (tokens,) int32, rows of block_tables
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
-        out: (tokens, heads, head_dim) float32, written
 
     Each (kv head, token) is one task; heads are split over threads first, since tokens far down a
     prompt take longer. It takes all scores first, then one softmax, then the values.
     """
 
     @njit(parallel=True, fastmath=True, error_model="numpy", cache=True)
-    def kernel(query, key_cache, value_cache, block_tables, owners, positions, window, out):
-        num_tokens = query.shape[0]
-        for task in prange(num_tokens * key_cache.shape[1]):
+    def kernel(query, key, value, cache, block_tables, owners, positions, window, out):
+        num_tokens = len(query)
+        for row in prange(num_tokens):
+            index, offset = divmod(positions[row], block_size)
+            block = cache[:, block_tables[owners[row], index]]
+            block[0, :, offset] = key[row]
+            block[1, :, offset] = value[row]
+        for task in prange(num_tokens * cache.shape[2]):
             kv_head, row = task // num_tokens, task % num_tokens
             first_head, last = kv_head * group_size, positions[row]
             table = block_tables[owners[row]]
             start = max(0, last + 1 - window)
+            group = query[row, first_head:first_head + group_size].astype(np.uint32) << shift
+            scaled = group.astype(np.uint32).view(np.float32) * np.float32(head_dim ** -0.5)
             weights = np.empty((group_size, last + 1 - start), np.float32)
             for i in range(last + 1 - start):
-                block, offset = divmod(start + i, block_size)
-                key = key_cache[table[block], kv_head, offset]
+                index, offset = divmod(start + i, block_size)
+                numbers = cache[0, table[index], kv_head, offset]
                 for g in range(group_size):
                     score = np.float32(0)
                     for d in range(head_dim):
-                        score += query[row, first_head + g, d] * as_float32(key[d], is_bfloat16)
+                        score += scaled[g, d] * to_float32(numbers[d], shift)
                     weights[g, i] = score
             for g in range(group_size):
                 maximum, denominator = weights[g].max(), np.float32(0)
@@ -85,11 +93,13 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, is_bfloat16
                 weights[g] /= denominator
             total = np.zeros((group_size, head_dim), np.float32)
             for i in range(last + 1 - start):
-                block, offset = divmod(start + i, block_size)
-                value = value_cache[table[block], kv_head, offset]
+                index, offset = divmod(start + i, block_size)
+                numbers = cache[1, table[index], kv_head, offset]
                 for g in range(group_size):
                     for d in range(head_dim):
-                        total[g, d] += weights[g, i] * as_float32(value[d], is_bfloat16)
-            out[row, first_head:first_head + group_size] = total
+                        total[g, d] += weights[g, i] * to_float32(numbers[d], shift)
+            bits = total.view(np.uint32)  # to the nearest, ties to even
+            to_nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 if shift else bits + 0
+            out[row, first_head:first_head + group_size] = to_nearest
 
     return kernel

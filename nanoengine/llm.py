@@ -67,8 +67,7 @@ class LLM(AbstractContextManager):
         try:
             self.runner: Any = ModelRunner(config, self.model_config, folder)
         except torch.OutOfMemoryError as error:
-            raise ValueError(f"{error} Lower gpu_memory_utilization, max_num_batched_tokens or "
-                             "max_num_seqs, or set enforce_eager=True") from error
+            raise ValueError(f"{error} Lower max_num_batched_tokens or max_num_seqs") from error
         self.max_model_len = self.runner.max_model_len
         manager = BlockManager(self.runner.num_kv_blocks, config.block_size,
                                config.enable_prefix_caching, self.runner.num_host_blocks)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from nanoengine.model import Decoder, check_supported
+from nanoengine.model import Decoder, Linear, check_supported
 from nanoengine.sampling_params import SamplingParams, rejected
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -72,6 +72,9 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str, form:
             target.uniform_(-0.03, 0.03, generator=generator).add_(target.ndim == 1)
     else:
         load_weights(folder, targets)
+    for module in model.modules():
+        if isinstance(module, Linear) and device == "cpu":
+            module.pack()
     return model
 
 

@@ -7,6 +7,7 @@ Parameters bear the names of transformers' checkpoints, less "self_attn." and "m
 `loader.py` fills them.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -79,8 +80,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202)."""
-    return F.silu(gate).mul_(up)
+    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202), gate is overwritten.
+
+    On a CPU in parts that PyTorch gives to one thread each: where it cuts a row in two, it takes
+    the last numbers before the cut one by one, with another exp, and other bits, than vectors.
+    """
+    for part in gate.split(max(1, 2**15 // gate.shape[1]) if gate.is_cpu else len(gate)):
+        F.silu(part, inplace=True)
+    return gate * up
 
 
 class RMSNorm(nn.RMSNorm):
@@ -88,15 +95,34 @@ class RMSNorm(nn.RMSNorm):
         return fused(rms_norm, x.is_cuda)(x, self.weight, self.eps)
 
 
-class FusedLinear(nn.Linear):
-    """Several projections of one input as one product: rows of `parts` (name: size), stacked."""
+class Linear(nn.Linear):
+    """One or several projections of one input as one product: rows of `parts` (name: size).
 
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
+    On a CPU its weight is packed, in an order of oneDNN's own: there is nothing left to reorder in
+    each product, and a row has the same bits whatever rows are beside it.
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts = parts
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return super().forward(x).split(list(self.parts.values()), dim=-1)
+    def pack(self) -> None:
+        """Packs the weight, as inductor's freezing does with operators that are private: where this
+        torch or this CPU lacks them, it warns, and products stay as they are in PyTorch."""
+        plain = self.weight
+        try:
+            self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(plain), False)
+            self(plain.new_zeros(2, self.in_features))  # not all that can be packed is multiplied
+        except (AttributeError, RuntimeError) as error:
+            self.weight = plain
+            warnings.warn(f"slower products, as weights can't be packed: {error}", stacklevel=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.weight.is_mkldnn:
+            return super().forward(x)
+        rows = x.expand(2, -1) if len(x) == 1 else x  # one alone would be summed up differently
+        product = torch.ops.mkldnn._linear_pointwise
+        return product(rows, self.weight, self.bias, "none", [], "")[:len(x)]
 
 
 class DecoderLayer(nn.Module):
@@ -111,22 +137,23 @@ class DecoderLayer(nn.Module):
         head_norm = RMSNorm if config.model_type == "qwen3" else nn.Identity
         self.input_layernorm = RMSNorm(hidden, eps)
         parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        self.qkv_proj = FusedLinear(hidden, parts, bias or config.model_type == "qwen2")
+        self.qkv_proj = Linear(hidden, parts, bias or config.model_type == "qwen2")
         self.q_norm = head_norm(config.head_dim, eps)
         self.k_norm = head_norm(config.head_dim, eps)
-        self.o_proj = nn.Linear(queries, hidden, bias)
+        self.o_proj = Linear(queries, {"o_proj": hidden}, bias)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.gate_up_proj = FusedLinear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
-        self.down_proj = nn.Linear(inner, hidden, mlp_bias)
+        self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
+        self.down_proj = Linear(inner, {"down_proj": hidden}, mlp_bias)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Callable) -> Tensor:
-        parts = self.qkv_proj(self.input_layernorm(hidden))
+        sizes = list(self.qkv_proj.parts.values())
+        parts = self.qkv_proj(self.input_layernorm(hidden)).split(sizes, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         query = fused(rotate, hidden.is_cuda)(self.q_norm(query), cos, sin)
         key = fused(rotate, hidden.is_cuda)(self.k_norm(key), cos, sin)
         hidden = hidden + self.o_proj(attention(query, key, value, self.window).flatten(1))
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(hidden))
-        return hidden + self.down_proj(fused(swiglu, hidden.is_cuda)(gate, up))
+        gate_up = self.gate_up_proj(self.post_attention_layernorm(hidden))
+        return hidden + self.down_proj(fused(swiglu, hidden.is_cuda)(*gate_up.chunk(2, dim=-1)))
 
 
 class Decoder(nn.Module):
@@ -138,7 +165,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size})
 
     def forward(self, token_ids: Tensor, step: StepInputs, rotary: Tensor, backend: str,
                 caches: Tensor) -> Tensor:

@@ -50,6 +50,9 @@ class ModelRunner:
         self.buckets = bucket_sizes(self.max_num_seqs) if has_graphs else []
         self.graphs: dict[Any, Any] = {}  # by the layout of their inputs
         self.model = load_model(folder, model_config, dtype, config.device, config.load_format)
+        is_invariant = backend == "numba" and self.model.lm_head.weight.is_mkldnn
+        if config.batch_invariant and not is_invariant:
+            raise rejected("batch_invariant", True, "False without packed weights, numba and a CPU")
         limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.rotary = rotary_table(model_config, self.max_model_len).to(config.device)
@@ -139,9 +142,8 @@ class ModelRunner:
         self.tokens[:len(seqs)] = tokens[:self.max_num_seqs]  # more only where forks begin
         logprobs = [logprobs_of(logits, tokens, row, seq) for row, seq in enumerate(seqs)]
         on_host = tokens.to("cpu", non_blocking=True, copy=True)  # pinned
-        if self.is_gpu:
-            return on_host, logprobs, torch.cuda.current_stream().record_event().synchronize
-        return on_host, logprobs, lambda: None
+        done = torch.cuda.current_stream().record_event() if self.is_gpu else None
+        return on_host, logprobs, done.synchronize if done else lambda: None
 
     def copy_blocks(self, copies: Copies) -> float:
         """Does the block copies of a step, in the order that they are meant in.
@@ -232,6 +234,5 @@ def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) ->
     num_blocks = config.num_kv_blocks or max(0, free // block_bytes)
     capacity = num_blocks * config.block_size
     if (config.max_model_len or 2) > capacity:
-        raise rejected("max_model_len", max_model_len, f"at most {capacity}, as the KV cache has "
-                       f"room for {num_blocks} blocks of {config.block_size} tokens")
+        raise rejected("max_model_len", max_model_len, f"at most {capacity}: {num_blocks} blocks")
     return num_blocks, min(max_model_len, capacity)

@@ -50,7 +50,6 @@ def random_cache(backend, num_heads, head_dim, block_size, step, dtype, scale=1.
     num_blocks = int(step.block_tables.max()) + 1
     cache = make_caches(config, backend, num_blocks, block_size, dtype, "cpu")[0]
     assert cache.shape == (2, num_blocks, block_size, num_heads, head_dim)
-    assert not cache[:, 0].any()
     return cache.copy_(torch.randn(cache.shape) * scale)
 
 
@@ -191,5 +190,5 @@ def test_the_choice_of_a_backend(monkeypatch, recwarn, device, dtype, flash, ver
 
 def test_the_compiled_kernel_can_be_kept_on_disk():
     """numba finds it again only if what it closes over is the same in every process."""
-    kernel = paged_attention(32, 2, 16, True)
-    assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__} == {int, bool}
+    kernel = paged_attention(32, 2, 16, 16)
+    assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__} == {int}

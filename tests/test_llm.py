@@ -480,7 +480,7 @@ def test_out_of_memory_at_start_says_what_helps(bundled, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. 2.00 GiB is free.")
 
     monkeypatch.setattr(ModelRunner, "capture", exhausted)
-    with pytest.raises(ValueError, match="2.00 GiB is free. Lower gpu_memory_utilization, max_num"):
+    with pytest.raises(ValueError, match="2.00 GiB is free. Lower max_num_batched_tokens"):
         LLM(bundled)
 
 

@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import checkpoint_tensors, find_model, load_config, load_model
+from nanoengine.model import Linear
 
 PROMPTS = random_prompts([5, 30])
 
@@ -40,7 +42,8 @@ def test_sharded_checkpoints_give_the_same_model(make_model, tiny, tmp_path):
     assert tokens(tmp_path) == tokens(tiny)
 
 
-def test_every_parameter_is_loaded_exactly_once(make_model):
+def test_every_parameter_is_loaded_exactly_once(make_model, monkeypatch):
+    monkeypatch.setattr(Linear, "pack", lambda self: None)  # these have no rows to compare
     folder, reference = make_model("Qwen2", head_dim=None)
     model = load_model(Path(folder), load_config(Path(folder)), torch.float32, "cpu", "auto")
     targets = checkpoint_tensors(model)
@@ -49,6 +52,40 @@ def test_every_parameter_is_loaded_exactly_once(make_model):
     assert targets.keys() == expected.keys()
     assert all(torch.equal(targets[name], expected[name]) for name in targets)
     assert sum(t.numel() for t in targets.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_weights_are_packed(make_model):
+    folder, reference = make_model("Llama", tie_word_embeddings=True)
+    model = load_model(Path(folder), load_config(Path(folder)), torch.float32, "cpu", "auto")
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    assert len(linears) == 13 and all(linear.weight.is_mkldnn for linear in linears)
+    assert not model.embed_tokens.weight.is_mkldnn, "whose rows are looked up"
+    down_proj = reference.state_dict()["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(model.layers[1].down_proj.weight.to_dense(), down_proj)
+
+
+class Missing:
+    """A torch that no longer has these operators."""
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+
+def refuse(*arguments):
+    raise RuntimeError("mkldnn_linear: bf16 path needs a newer CPU")
+
+
+@pytest.mark.parametrize("operators", [
+    Missing(),
+    SimpleNamespace(_reorder_linear_weight=torch.ops.mkldnn._reorder_linear_weight,
+                    _linear_pointwise=refuse)])
+def test_without_packed_weights_products_are_slower_and_the_same(tiny, monkeypatch, operators):
+    expected = tokens(tiny)
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    with pytest.warns(UserWarning, match="weights can't be packed"):
+        assert tokens(tiny) == expected
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="batch_invariant=True"):
+        LLM(tiny, batch_invariant=True)
 
 
 def test_dummy_weights_need_only_a_config_and_are_always_the_same(copy, tmp_path):

@@ -1,0 +1,88 @@
+"""Logits have the same bits under every schedule, on a CPU: compared bit for bit."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, random_prompts
+
+from nanoengine import LLM, SamplingParams
+
+LENGTHS = [40, 3, 97, 130, 1, 64, 33, 150]
+SHARED = random_prompts([70])[0]
+PROMPTS = [SHARED[:len(prompt) // 2] + prompt for prompt in random_prompts(LENGTHS)]
+SCHEDULES = {
+    "batched": {},
+    "chunked": {"max_num_batched_tokens": 24, "max_num_seqs": 8, "scheduling": "mixed"},
+    "preempted": {"num_kv_blocks": 24, "enable_prefix_caching": False},
+    "swapped": {"num_kv_blocks": 24, "preemption_mode": "swap", "swap_space": 0.01},
+    "small steps": {"max_num_batched_tokens": 3},
+}
+
+
+def logits_of(llm: LLM, prompts: list[list[int]], max_tokens: int = 20) -> dict:
+    """(prompt, number of tokens before): the logits there, of all tokens that were sampled."""
+    found, first = {}, llm.num_requests
+    launch, compute, newest = llm.runner.launch, llm.runner.compute, []
+
+    def compute_watched(step, seqs=()):
+        newest.append(compute(step, seqs))
+        return newest[-1]
+
+    def launch_watched(batch):
+        keys = [(int(seq.request_id) - first, seq.num_tokens) for _, seq in batch.sampled]
+        launched = launch(batch)
+        for key, row in zip(keys, newest[-1][0]):
+            found[key] = row.clone()
+        return launched
+
+    llm.runner.launch, llm.runner.compute = launch_watched, compute_watched
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+                 use_tqdm=False)
+    llm.runner.launch, llm.runner.compute = launch, compute
+    return found
+
+
+def check(folder: str, prompts: list[list[int]], schedules: dict, **options) -> None:
+    options |= {"batch_invariant": True}
+    with LLM(folder, enable_prefix_caching=False, **options) as llm:
+        alone = [logits_of(llm, [prompt]) for prompt in prompts]
+    expected = {(index, length): row for index, rows in enumerate(alone)
+                for (_, length), row in rows.items()}
+    for name, schedule in schedules.items():
+        with LLM(folder, **(options | schedule)) as llm:
+            for run in ("first", "with what the prefix cache has"):
+                found = logits_of(llm, prompts)
+                assert found.keys() == expected.keys()
+                for key, row in found.items():
+                    assert torch.equal(row, expected[key]), (name, run, key)
+            counters = llm.metrics()
+            assert ("pre" in name or "swap" in name) == (counters["num_preemptions"] > 0)
+            assert name != "swapped" or counters["swap_in_blocks"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture, changes", [
+    ("Qwen3", {}), ("Llama", {"num_key_value_heads": 4, "intermediate_size": 224}),
+    ("Qwen2", {"head_dim": None, "num_key_value_heads": 1})])
+def test_same_bits_under_every_schedule(make_model, architecture, changes, dtype):
+    folder, _ = make_model(architecture, **changes)
+    check(folder, PROMPTS, SCHEDULES, dtype=dtype, block_size=16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_with_products_as_large_as_real_ones(tmp_path, dtype):
+    """The shape of Qwen3-0.6B, with two of its layers and a smaller vocabulary."""
+    text = (ROOT / "configs/qwen3-0.6b/config.json").read_text()
+    text = text.replace('"num_hidden_layers": 28', '"num_hidden_layers": 2')
+    (Path(tmp_path) / "config.json").write_text(text.replace("151936", "5000"))
+    prompts = [[random.Random(n).randrange(5000) for _ in range(n)] for n in (300, 5, 128, 77)]
+    schedules = {"batched": {}, "chunked": {"max_num_batched_tokens": 100, "max_num_seqs": 8},
+                 "preempted": {"num_kv_blocks": 5, "enable_prefix_caching": False}}
+    check(str(tmp_path), prompts, schedules, dtype=dtype, load_format="dummy", max_model_len=512)
+
+
+def test_where_it_cannot_be_kept_it_is_refused(tiny):
+    with pytest.raises(ValueError, match="batch_invariant=True .* without packed weights"):
+        LLM(tiny, batch_invariant=True, attention_backend="gather")
