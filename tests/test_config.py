@@ -105,7 +105,7 @@ def test_shorthands_and_numpy_numbers():
     ("gpu_memory_utilization", 1.5, "less than or equal to 1"),
     ("enable_prefix_caching", "yes", "boolean"),
     *[(name, 1, "Unexpected keyword") for name in (
-        "trust_remote_code", "tensor_parallel_size", "tensor_parallel_size")],
+        "trust_remote_code", "tensor_parallel_size")],
 ])
 def test_bad_engine_options(bundled, name, value, accepted):
     with pytest.raises(ValueError) as error:
