@@ -65,7 +65,7 @@ def attend(backend: str, query: Tensor, key: Tensor, value: Tensor, window: int 
     query: (T, heads, head_dim); key, value: (T, kv_heads, head_dim); window: a query sees its last
     `window` keys, None for all. Returns (T, heads, head_dim).
     """
-    if backend == "numba":
+    if backend == "numba":  # whose kernel writes them itself
         return numba_attention(query, key, value, window, cache, step)
     cache[:, step.blocks, step.offsets] = torch.stack((key, value))
     return BACKENDS[backend](query, cache, window, step)  # type: ignore[operator]

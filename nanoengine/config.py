@@ -49,8 +49,8 @@ class EngineConfig:
     max_waiting: with more waiting than that, a prompt that does not fit may take the place of the
         longest running request, once.
     batch_invariant: make sure that logits and tokens have the same bits whatever runs beside a
-        request, and however it was chunked, preempted or cached. On a CPU with packed weights that
-        costs nothing and always is so; where it could not be kept, True is an error.
+        request, and however it was chunked, preempted or cached. With the numba
+        kernel and packed weights it is so anyway; elsewhere True is an error.
     trace: keep a record of each step in `LLM.trace`: when it began and ended (seconds of
         `time.monotonic()`), its `Batch`, and what `metrics()` gave behind it.
     """

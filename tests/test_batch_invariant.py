@@ -1,7 +1,6 @@
 """Logits have the same bits under every schedule, on a CPU: compared bit for bit."""
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -58,8 +57,10 @@ def check(folder: str, prompts: list[list[int]], schedules: dict, **options) -> 
                 for key, row in found.items():
                     assert torch.equal(row, expected[key]), (name, run, key)
             counters = llm.metrics()
-            assert ("pre" in name or "swap" in name) == (counters["num_preemptions"] > 0)
-            assert name != "swapped" or counters["swap_in_blocks"] > 0
+            assert (name in ("preempted", "swapped")) == (counters["num_preemptions"] > 0)
+            assert (name == "swapped") == (counters["swap_in_blocks"] > 0)
+            is_cached = llm.config.enable_prefix_caching
+            assert is_cached == (counters["prefix_cache_hits"] > 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -76,7 +77,7 @@ def test_same_bits_with_products_as_large_as_real_ones(tmp_path, dtype):
     """The shape of Qwen3-0.6B, with two of its layers and a smaller vocabulary."""
     text = (ROOT / "configs/qwen3-0.6b/config.json").read_text()
     text = text.replace('"num_hidden_layers": 28', '"num_hidden_layers": 2')
-    (Path(tmp_path) / "config.json").write_text(text.replace("151936", "5000"))
+    (tmp_path / "config.json").write_text(text.replace("151936", "5000"))
     prompts = [[random.Random(n).randrange(5000) for _ in range(n)] for n in (300, 5, 128, 77)]
     schedules = {"batched": {}, "chunked": {"max_num_batched_tokens": 100, "max_num_seqs": 8},
                  "preempted": {"num_kv_blocks": 5, "enable_prefix_caching": False}}
