@@ -6,7 +6,6 @@ checks that need a vocabulary or a tokenizer happen when a request is made (`llm
 """
 
 from collections.abc import Callable
-from dataclasses import field
 from typing import Annotated, Any
 
 import numpy as np
@@ -68,18 +67,18 @@ class SamplingParams:
     seed: Annotated[Int | None, BeforeValidator(lambda v: None if v == -1 else v)] = None
     max_tokens: Count | None = 16
     min_tokens: Int = 0
-    stop: Texts = field(default_factory=list)
-    stop_token_ids: Annotated[list[TokenId], AS_LIST] = field(default_factory=list)
+    stop: Texts = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], AS_LIST] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: Annotated[Int, Field(ge=-1)] | None = None
     presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[Float, Field(gt=0)] = 1.0
-    bad_words: Texts = field(default_factory=list)
+    bad_words: Texts = Field(default_factory=list)
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     logit_bias: dict[TokenId, Float] | None = None
-    logits_processors: Annotated[list[Callable], AS_LIST] = field(default_factory=list)
+    logits_processors: Annotated[list[Callable], AS_LIST] = Field(default_factory=list)
     skip_special_tokens: bool = True
     detokenize: bool = True
 
