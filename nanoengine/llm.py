@@ -135,8 +135,7 @@ class LLM(AbstractContextManager):
             temperature=params.temperature, max_tokens=params.max_tokens, detokenize=False,
             ignore_eos=params.ignore_eos, logprobs=num_candidates))
         searches = [BeamSearch(request[0].seq, params, self.scheduler) for request in requests]
-        with closing(self._run([[search] for search in searches])) as steps:
-            list(steps)  # runs them all
+        list(self._run([[search] for search in searches]))  # runs them all
         return [search.output(self.tokenizer) for search in searches]
 
     def _run(self, requests: list[Any]) -> Generator[list[Request], None, None]:
