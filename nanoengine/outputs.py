@@ -62,9 +62,8 @@ class Completion:
         is_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
         piece = self._decode() if self.tokenizer and is_text else ""  # the end is no text
         self.pieces += [piece] if piece else []
-        if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
-            return None
-        return self._find_stop(len(piece))
+        num_generated = seq.num_tokens - seq.num_prompt_tokens
+        return self._find_stop(len(piece)) if num_generated > seq.params.min_tokens else None
 
     def _decode(self) -> str:
         """The text that the newest token completes: none in the middle of a character."""
