@@ -212,8 +212,7 @@ class LLM(AbstractContextManager):
 
     def _make_request(self, index: int, prompt: Any, params: Any, priority: int) -> Request:
         """Checks one prompt and its parameters against model, tokenizer and cache."""
-        if params.stop or params.bad_words:
-            self.get_tokenizer()
+        tokenizer = self.get_tokenizer() if params.stop or params.bad_words else self.tokenizer
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
         text, token_ids = self._parse_prompt(f"prompts[{index}]", prompt)
@@ -221,14 +220,14 @@ class LLM(AbstractContextManager):
         longest = min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
         stops: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
         ends = stops | dict.fromkeys(self.eos_token_ids)
-        processors = build_processors(params, length, [*ends], self.tokenizer, self.config.device)
+        processors = build_processors(params, length, [*ends], tokenizer, self.config.device)
         seed = mix(self.config.seed, number) if params.seed is None else params.seed
         held = num_held_tokens(self.config.kv_allocation, longest, self.max_model_len)
         seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
                        stops if params.ignore_eos else ends, priority, held)
         seq.forks = [replace(seq, token_ids=token_ids[:], seed=mix(~seed, index), index=index)
                      for index in range(1, params.n)]
-        tokenizer = self.tokenizer if params.detokenize else None
+        tokenizer = tokenizer if params.detokenize else None
         return [Completion(text, completion, tokenizer) for completion in (seq, *seq.forks)]
 
     def _parse_prompt(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
