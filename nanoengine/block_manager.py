@@ -7,6 +7,7 @@ hashes from vLLM.
 
 from array import array
 from collections import OrderedDict
+from itertools import takewhile
 from types import SimpleNamespace
 
 import xxhash
@@ -154,13 +155,9 @@ class BlockManager:
         """
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
-        prefix: list[int] = []
-        for index in range((seq.num_tokens - 1) // self.block_size):
-            twins = self.twins.get(self._key(seq, index))
-            if not twins:
-                break
-            prefix.append(next(iter(twins)))
-        return prefix
+        last = (seq.num_tokens - 1) // self.block_size
+        found = (self.twins.get(self._key(seq, index), {}) for index in range(last))
+        return [next(iter(twins)) for twins in takewhile(bool, found)]
 
     def register(self, seq: Sequence, stop: int) -> None:
         """Makes the blocks findable that a sequence's tokens from the computed ones to `stop` fill.
