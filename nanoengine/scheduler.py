@@ -306,8 +306,7 @@ def static(scheduler: Scheduler) -> Batch:
 
     What engines did before continuous batching (Orca: Yu et al., OSDI 2022); to be compared with.
     """
-    scheduler.is_closed = scheduler.is_closed and bool(scheduler.running)
-    batch = prompts(scheduler, admit=not scheduler.is_closed)
+    batch = prompts(scheduler, admit=not (scheduler.is_closed and scheduler.running))
     scheduler.is_closed = not batch
     return batch or scheduler.build(scheduler.running, admit=False)
 
