@@ -83,6 +83,7 @@ class Scheduler:
         manager = self.block_manager
         batch = BATCHING[self.config.scheduling](self)
         batch.copies, manager.copies = manager.copies, Copies()
+        manager.free_host_blocks += batch.copies.swap_in.values()  # for the next step to write
         batch.preempted, self.preempted = self.preempted, []
         copied = {f"{name}_blocks": len(blocks) for name, blocks in vars(batch.copies).items()}
         self.counters.update(copied, num_steps=1, batched_sequences=len(batch),
@@ -142,8 +143,6 @@ class Scheduler:
             if stop % self.block_manager.block_size == 0:
                 self.block_manager.register(seq, stop)  # its last token may have been pending
             seq.num_computed_tokens = stop
-            if seq in self.block_manager.host_tables:
-                self.block_manager.free_host(seq)
         for row, (index, seq) in enumerate(batch.sampled):
             if not (seq.group or seq.finish_reason):
                 seq.token_ids.append(PendingToken(row))
