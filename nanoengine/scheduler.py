@@ -137,12 +137,11 @@ class Scheduler:
         """
         batch.is_under_way = True
         for seq, num_tokens in zip(batch.sequences, batch.num_tokens):
-            stop = seq.num_computed_tokens + num_tokens
-            if seq.finish_reason:
-                continue
-            if stop % self.block_manager.block_size == 0:
-                self.block_manager.register(seq, stop)  # its last token may have been pending
-            seq.num_computed_tokens = stop
+            if not seq.finish_reason:
+                stop = seq.num_computed_tokens + num_tokens
+                if stop % self.block_manager.block_size == 0:
+                    self.block_manager.register(seq, stop)  # its last token may have been pending
+                seq.num_computed_tokens = stop
         for row, (index, seq) in enumerate(batch.sampled):
             if not (seq.group or seq.finish_reason):
                 seq.token_ids.append(PendingToken(row))
@@ -164,11 +163,10 @@ class Scheduler:
         for row, seq in rows:
             seq.metrics.first_token_time = seq.metrics.first_token_time or now
             seq.metrics.finished_time = now
-            if seq.group:
-                continue
-            token_id = seq.token_ids[-1] = token_ids[row]
-            if token_id in seq.end_tokens:
-                self.finish(seq, "stop", seq.end_tokens[token_id])
+            if not seq.group:
+                token_id = seq.token_ids[-1] = token_ids[row]
+                if token_id in seq.end_tokens:
+                    self.finish(seq, "stop", seq.end_tokens[token_id])
         self.counters["generation_tokens"] += len(rows)
         return rows
 
