@@ -228,11 +228,9 @@ def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) ->
     the bytes that all may take. Raises ValueError where an explicit max_model_len is more than the
     model or the cache allows.
     """
-    max_model_len = config.max_model_len or limit
-    if max_model_len > limit:
-        raise rejected("max_model_len", max_model_len, f"at most {limit}, the model's own")
     num_blocks = config.num_kv_blocks or max(0, free // block_bytes)
-    capacity = num_blocks * config.block_size
-    if (config.max_model_len or 2) > capacity:
-        raise rejected("max_model_len", max_model_len, f"at most {capacity}: {num_blocks} blocks")
-    return num_blocks, min(max_model_len, capacity)
+    longest = min(limit, num_blocks * config.block_size)
+    if (config.max_model_len or 2) > longest:
+        raise rejected("max_model_len", config.max_model_len or limit, f"at most {longest}: "
+                       f"{num_blocks} blocks of {config.block_size}, and the model's own {limit}")
+    return num_blocks, config.max_model_len or longest
