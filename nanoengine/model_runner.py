@@ -133,8 +133,7 @@ class ModelRunner:
             step.buffer.copy_(buffer, non_blocking=True)
             graph.replay()
             if any(map(is_edited, seqs)):
-                rows = slice(len(seqs))
-                tokens = sample(logits[rows], step.temperatures[rows], step.numbers[rows], seqs)
+                tokens = sample(logits, step.temperatures, step.numbers, seqs)
         else:
             step = StepInputs(buffer.to(self.config.device, non_blocking=True), layout)
             logits, tokens = self.compute(step, seqs)
