@@ -170,18 +170,17 @@ class ModelRunner:
             missing = min(size - len(seqs) for size in self.buckets if size >= len(seqs))
             seqs = seqs + self.dummy_batch(missing, 1).sequences
             counts, sampled, longest_keys = [1] * len(seqs), [*enumerate(seqs)], self.max_model_len
-        num_tokens = np.array(counts)
-        lengths = num_tokens + [seq.num_computed_tokens for seq in seqs]
+        lengths = np.add(counts, [seq.num_computed_tokens for seq in seqs])
         longest_keys = longest_keys or int(lengths.max())
         block_tables = np.zeros((len(seqs), -(-longest_keys // size)), np.int32)
         token_ids: list[Any] = []
-        for table, seq, count in zip(block_tables, seqs, counts):
+        for table, seq, length in zip(block_tables, seqs, lengths.tolist()):
             table[:len(seq.block_table)] = seq.block_table[:len(table)]
-            token_ids += seq.token_ids[seq.num_computed_tokens:seq.num_computed_tokens + count]
+            token_ids += seq.token_ids[seq.num_computed_tokens:length]
             if type(token_ids[-1]) is PendingToken:
                 token_ids[-1] = -1 - token_ids[-1].row
-        stops = num_tokens.cumsum()
-        owners = np.repeat(np.arange(len(seqs)), num_tokens)
+        stops = np.cumsum(counts)
+        owners = np.repeat(np.arange(len(seqs)), counts)
         positions = np.arange(len(token_ids)) + (lengths - stops)[owners]
         int32 = partial(np.asarray, dtype=np.int32)
         arrays = dict(
