@@ -7,6 +7,7 @@ hashes from vLLM.
 
 from array import array
 from collections import OrderedDict
+from itertools import takewhile
 from types import SimpleNamespace
 
 import xxhash
@@ -96,8 +97,9 @@ class BlockManager:
                 self.copies.copy_on_write[fresh[0]] = parent.block_table[len(prefix)]
             seq.num_computed_tokens = parent.num_computed_tokens
             seq.block_keys = parent.block_keys[:]
-        elif seq in self.host_tables:
-            self.copies.swap_in.update(zip(fresh, self.host_tables[seq][len(prefix):]))
+        elif host_blocks := self.host_tables.pop(seq, []):
+            self.copies.swap_in.update(zip(fresh, host_blocks[len(prefix):]))
+            self.free_host_blocks += host_blocks[:len(prefix)]
             num_swapped = min(seq.num_preempted_tokens, seq.num_tokens - 1)  # the last for logits
             self.register(seq, num_swapped)
             seq.num_computed_tokens = max(num_hits, num_swapped)
@@ -112,7 +114,7 @@ class BlockManager:
                 self.free.move_to_end(block_id, last=block_id in self.keys)
         seq.block_table = array("i")
         seq.num_computed_tokens = 0
-        self.free_host(seq)
+        self.free_host_blocks += self.host_tables.pop(seq, [])
 
     def swap_out(self, seq: Sequence) -> bool:
         """Takes all blocks of a sequence back, with copies of the computed ones on the host.
@@ -129,10 +131,6 @@ class BlockManager:
         if is_kept:
             self.host_tables[seq] = host_blocks
         return is_kept
-
-    def free_host(self, seq: Sequence) -> None:
-        """To be called once a sequence is back: not before the step that reads these copies."""
-        self.free_host_blocks += self.host_tables.pop(seq, [])
 
     def take_fresh(self) -> int:
         """A free block: a blank one, else the cached one that was not used for longest."""
@@ -154,13 +152,9 @@ class BlockManager:
         """
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
-        prefix: list[int] = []
-        for index in range((seq.num_tokens - 1) // self.block_size):
-            twins = self.twins.get(self._key(seq, index))
-            if not twins:
-                break
-            prefix.append(next(iter(twins)))
-        return prefix
+        last = (seq.num_tokens - 1) // self.block_size
+        found = (self.twins.get(self._key(seq, index), {}) for index in range(last))
+        return [next(iter(twins)) for twins in takewhile(bool, found)]
 
     def register(self, seq: Sequence, stop: int) -> None:
         """Makes the blocks findable that a sequence's tokens from the computed ones to `stop` fill.

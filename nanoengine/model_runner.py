@@ -133,8 +133,7 @@ class ModelRunner:
             step.buffer.copy_(buffer, non_blocking=True)
             graph.replay()
             if any(map(is_edited, seqs)):
-                rows = slice(len(seqs))
-                tokens = sample(logits[rows], step.temperatures[rows], step.numbers[rows], seqs)
+                tokens = sample(logits, step.temperatures, step.numbers, seqs)
         else:
             step = StepInputs(buffer.to(self.config.device, non_blocking=True), layout)
             logits, tokens = self.compute(step, seqs)
@@ -171,18 +170,17 @@ class ModelRunner:
             missing = min(size - len(seqs) for size in self.buckets if size >= len(seqs))
             seqs = seqs + self.dummy_batch(missing, 1).sequences
             counts, sampled, longest_keys = [1] * len(seqs), [*enumerate(seqs)], self.max_model_len
-        num_tokens = np.array(counts)
-        lengths = num_tokens + [seq.num_computed_tokens for seq in seqs]
+        lengths = np.add(counts, [seq.num_computed_tokens for seq in seqs])
         longest_keys = longest_keys or int(lengths.max())
         block_tables = np.zeros((len(seqs), -(-longest_keys // size)), np.int32)
         token_ids: list[Any] = []
-        for table, seq, count in zip(block_tables, seqs, counts):
+        for table, seq, length in zip(block_tables, seqs, lengths.tolist()):
             table[:len(seq.block_table)] = seq.block_table[:len(table)]
-            token_ids += seq.token_ids[seq.num_computed_tokens:seq.num_computed_tokens + count]
+            token_ids += seq.token_ids[seq.num_computed_tokens:length]
             if type(token_ids[-1]) is PendingToken:
                 token_ids[-1] = -1 - token_ids[-1].row
-        stops = num_tokens.cumsum()
-        owners = np.repeat(np.arange(len(seqs)), num_tokens)
+        stops = np.cumsum(counts)
+        owners = np.repeat(np.arange(len(seqs)), counts)
         positions = np.arange(len(token_ids)) + (lengths - stops)[owners]
         int32 = partial(np.asarray, dtype=np.int32)
         arrays = dict(
@@ -228,11 +226,9 @@ def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) ->
     the bytes that all may take. Raises ValueError where an explicit max_model_len is more than the
     model or the cache allows.
     """
-    max_model_len = config.max_model_len or limit
-    if max_model_len > limit:
-        raise rejected("max_model_len", max_model_len, f"at most {limit}, the model's own")
     num_blocks = config.num_kv_blocks or max(0, free // block_bytes)
-    capacity = num_blocks * config.block_size
-    if (config.max_model_len or 2) > capacity:
-        raise rejected("max_model_len", max_model_len, f"at most {capacity}: {num_blocks} blocks")
-    return num_blocks, min(max_model_len, capacity)
+    longest = min(limit, num_blocks * config.block_size)
+    if (config.max_model_len or 2) > longest:
+        raise rejected("max_model_len", config.max_model_len or limit, f"at most {longest}: "
+                       f"{num_blocks} blocks of {config.block_size}, and the model's own {limit}")
+    return num_blocks, config.max_model_len or longest

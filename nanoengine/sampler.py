@@ -83,9 +83,9 @@ def sample(logits: Tensor, temperatures: Tensor, numbers: Tensor, seqs: Any = ()
     """One token for each row of logits, (rows, vocab_size): (rows,) int64.
 
     temperatures: (rows,) float32, where 0 takes the likeliest token; numbers: (rows,) float64.
-    seqs: the sequences whose processors and truncations edit the rows first. Without them nothing
-    is read on the host: a CUDA graph can end in this. Raises ValueError where processors leave no
-    token.
+    seqs: the sequences whose processors and truncations edit the rows first; behind theirs may be
+    rows of nobody. Without them nothing is read on the host: a CUDA graph can end in this. Raises
+    ValueError where processors leave no token.
     """
     if seqs and not any(seq.processors or seq.params.temperature for seq in seqs):
         return logits.max(dim=-1).indices  # several times faster than argmax in bfloat16

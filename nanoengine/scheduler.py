@@ -83,6 +83,7 @@ class Scheduler:
         manager = self.block_manager
         batch = BATCHING[self.config.scheduling](self)
         batch.copies, manager.copies = manager.copies, Copies()
+        manager.free_host_blocks += batch.copies.swap_in.values()  # for the next step to write
         batch.preempted, self.preempted = self.preempted, []
         copied = {f"{name}_blocks": len(blocks) for name, blocks in vars(batch.copies).items()}
         self.counters.update(copied, num_steps=1, batched_sequences=len(batch),
@@ -136,14 +137,11 @@ class Scheduler:
         """
         batch.is_under_way = True
         for seq, num_tokens in zip(batch.sequences, batch.num_tokens):
-            stop = seq.num_computed_tokens + num_tokens
-            if seq.finish_reason:
-                continue
-            if stop % self.block_manager.block_size == 0:
-                self.block_manager.register(seq, stop)  # its last token may have been pending
-            seq.num_computed_tokens = stop
-            if seq in self.block_manager.host_tables:
-                self.block_manager.free_host(seq)
+            if not seq.finish_reason:
+                stop = seq.num_computed_tokens + num_tokens
+                if stop % self.block_manager.block_size == 0:
+                    self.block_manager.register(seq, stop)  # its last token may have been pending
+                seq.num_computed_tokens = stop
         for row, (index, seq) in enumerate(batch.sampled):
             if not (seq.group or seq.finish_reason):
                 seq.token_ids.append(PendingToken(row))
@@ -165,11 +163,10 @@ class Scheduler:
         for row, seq in rows:
             seq.metrics.first_token_time = seq.metrics.first_token_time or now
             seq.metrics.finished_time = now
-            if seq.group:
-                continue
-            token_id = seq.token_ids[-1] = token_ids[row]
-            if token_id in seq.end_tokens:
-                self.finish(seq, "stop", seq.end_tokens[token_id])
+            if not seq.group:
+                token_id = seq.token_ids[-1] = token_ids[row]
+                if token_id in seq.end_tokens:
+                    self.finish(seq, "stop", seq.end_tokens[token_id])
         self.counters["generation_tokens"] += len(rows)
         return rows
 
@@ -306,8 +303,7 @@ def static(scheduler: Scheduler) -> Batch:
 
     What engines did before continuous batching (Orca: Yu et al., OSDI 2022); to be compared with.
     """
-    scheduler.is_closed = scheduler.is_closed and bool(scheduler.running)
-    batch = prompts(scheduler, admit=not scheduler.is_closed)
+    batch = prompts(scheduler, admit=not (scheduler.is_closed and scheduler.running))
     scheduler.is_closed = not batch
     return batch or scheduler.build(scheduler.running, admit=False)
 
