@@ -73,15 +73,19 @@ def attend(backend: str, query: Tensor, key: Tensor, value: Tensor, window: int 
 
 def numba_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: Tensor,
                     step: StepInputs) -> Tensor:
-    """On a CPU: every token, be it of a prompt or the newest, goes through one paged kernel."""
+    """On a CPU: every token, be it of a prompt or the newest, goes through one paged kernel.
+
+    What it gets is contiguous: for strided tensors numba would compile another one, whose sums
+    LLVM might order in another way.
+    """
     from nanoengine.kernels import paged_attention  # a GPU does without numba
     _, _, block_size, groups, head_dim = cache.shape
     bits = torch.uint16 if cache.itemsize == 2 else torch.uint32  # NumPy knows no bfloat16
     kernel = paged_attention(head_dim, query.shape[1] // groups, block_size, 32 - 8 * bits.itemsize)
     out = torch.empty_like(query)
-    kernel(*(x.view(bits).numpy() for x in (query, key, value, cache.transpose(2, 3))),
-           step.block_tables.numpy(), step.owners.numpy(), step.positions.numpy(),
-           window or 2**31 - 1, out.view(bits).numpy())
+    kernel(*(x.contiguous().view(bits).numpy() for x in (query, key, value, cache.transpose(2, 3))),
+           step.blocks.numpy(), step.offsets.numpy(), step.block_tables.numpy(),
+           step.owners.numpy(), step.positions.numpy(), window or 2**31 - 1, out.view(bits).numpy())
     return out
 
 

@@ -16,9 +16,24 @@ from collections.abc import Callable
 
 import numba
 import numpy as np
-from numba import njit, prange
+from llvmlite import ir
+from numba import carray, njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
+
+
+@intrinsic(prefer_literal=True)
+def registers(typing_context, size):
+    """Room for `size` float32 numbers that LLVM sees every use of, and so can keep in registers.
+
+    Sums in an array of NumPy's it has to write back after each addition: others might read there.
+    """
+    def generate(context, builder, signature, arguments):
+        return cgutils.alloca_once(builder, ir.FloatType(), size=size.literal_value)
+    return types.CPointer(types.float32)(size), generate
+
 
 # ln(2)^k / k!: the Taylor series of 2^x, good to 1e-7 for |x| <= 1/2
 EXP2_SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7))
@@ -49,41 +64,50 @@ def to_float32(bits, shift):
 def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int) -> Callable:
     """The kernel for a shape; as constants these let LLVM unroll and vectorise.
 
-    kernel(query, key, value, cache, block_tables, owners, positions, window, out), with numbers
-    as their bits, uint32 of float32 (shift 0), or uint16 of bfloat16 (shift 16):
+    kernel(query, key, value, cache, blocks, offsets, tables, owners, positions, window, out), with
+    numbers as their bits, uint32 of float32 (shift 0), or uint16 of bfloat16 (shift 16):
         query, out: (tokens, heads, head_dim), out is written
         key, value: (tokens, kv_heads, head_dim), written to the cache
         cache: (2, blocks, kv_heads, block_size, head_dim)
-        block_tables: (sequences, width) int32; owners: (tokens,) int32, rows of block_tables
+        blocks, offsets: (tokens,) int64, where in the cache a token's K and V go
+        tables: (sequences, width) int32, of blocks; owners: (tokens,) int32, rows of tables
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
 
     Each (kv head, token) is one task; heads are split over threads first, since tokens far down a
-    prompt take longer. It takes all scores first, then one softmax, then the values.
+    prompt take longer. It takes all scores first, then one softmax, then the values. What it sums
+    up and multiplies with stays in registers; only the scores go through memory.
     """
+    size = group_size * head_dim
 
     @njit(parallel=True, fastmath=True, error_model="numpy", cache=True)
-    def kernel(query, key, value, cache, block_tables, owners, positions, window, out):
+    def kernel(query, key, value, cache, blocks, offsets, tables, owners, positions, window, out):
         num_tokens = len(query)
         for row in prange(num_tokens):
-            index, offset = divmod(positions[row], block_size)
-            block = cache[:, block_tables[owners[row], index]]
-            block[0, :, offset] = key[row]
-            block[1, :, offset] = value[row]
+            cache[0, blocks[row], :, offsets[row]] = key[row]
+            cache[1, blocks[row], :, offsets[row]] = value[row]
         for task in prange(num_tokens * cache.shape[2]):
             kv_head, row = task // num_tokens, task % num_tokens
             first_head, last = kv_head * group_size, positions[row]
-            table = block_tables[owners[row]]
+            table = tables[owners[row]]
             start = max(0, last + 1 - window)
-            group = query[row, first_head:first_head + group_size].astype(np.uint32) << shift
-            scaled = group.astype(np.uint32).view(np.float32) * np.float32(head_dim ** -0.5)
+            queries = carray(registers(size), (group_size, head_dim), np.float32)
+            numbers = carray(registers(head_dim), (head_dim,), np.float32)
+            total = carray(registers(size), (group_size, head_dim), np.float32)
+            for g in range(group_size):
+                for d in range(head_dim):
+                    number = to_float32(query[row, first_head + g, d], shift)
+                    queries[g, d] = number * np.float32(head_dim ** -0.5)
+                    total[g, d] = 0
             weights = np.empty((group_size, last + 1 - start), np.float32)
             for i in range(last + 1 - start):
                 index, offset = divmod(start + i, block_size)
-                numbers = cache[0, table[index], kv_head, offset]
+                line = cache[0, table[index], kv_head, offset]
+                for d in range(head_dim):
+                    numbers[d] = to_float32(line[d], shift)
                 for g in range(group_size):
                     score = np.float32(0)
                     for d in range(head_dim):
-                        score += scaled[g, d] * to_float32(numbers[d], shift)
+                        score += queries[g, d] * numbers[d]
                     weights[g, i] = score
             for g in range(group_size):
                 maximum, denominator = weights[g].max(), np.float32(0)
@@ -91,15 +115,16 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
                     weights[g, i] = exp(weights[g, i] - maximum)
                     denominator += weights[g, i]
                 weights[g] /= denominator
-            total = np.zeros((group_size, head_dim), np.float32)
             for i in range(last + 1 - start):
                 index, offset = divmod(start + i, block_size)
-                numbers = cache[1, table[index], kv_head, offset]
+                line = cache[1, table[index], kv_head, offset]
                 for g in range(group_size):
                     for d in range(head_dim):
-                        total[g, d] += weights[g, i] * to_float32(numbers[d], shift)
-            bits = total.view(np.uint32)  # to the nearest, ties to even
-            to_nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 if shift else bits + 0
-            out[row, first_head:first_head + group_size] = to_nearest
+                        total[g, d] += weights[g, i] * to_float32(line[d], shift)
+            for g in range(group_size):
+                for d in range(head_dim):
+                    bits = np.float32(total[g, d]).view(np.uint32)  # to the nearest, ties to even
+                    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+                    out[row, first_head + g, d] = nearest if shift else bits
 
     return kernel

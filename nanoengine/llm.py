@@ -227,7 +227,6 @@ class LLM(AbstractContextManager):
                        stops if params.ignore_eos else ends, priority, held)
         seq.forks = [replace(seq, token_ids=token_ids[:], seed=mix(~seed, index), index=index)
                      for index in range(1, params.n)]
-        tokenizer = tokenizer if params.detokenize else None
         return [Completion(text, completion, tokenizer) for completion in (seq, *seq.forks)]
 
     def _parse_prompt(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:

@@ -49,7 +49,8 @@ class Completion:
         self.seq = seq
         self.pieces: list[str] = []  # of its text, none of them empty
         self.longest_stop = max(map(len, seq.params.stop), default=1)
-        self.tokenizer: Any = tokenizer and tokenizer.backend_tokenizer  # None: no text is wanted
+        wants_text = tokenizer and seq.params.detokenize
+        self.tokenizer: Any = tokenizer.backend_tokenizer if wants_text else None
         self.context = seq.token_ids[-6:]  # the tokens before, that the next are decoded with
         self.pending: list[int] = []  # tokens in the middle of a character
 

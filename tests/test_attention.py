@@ -192,3 +192,18 @@ def test_the_compiled_kernel_can_be_kept_on_disk():
     """numba finds it again only if what it closes over is the same in every process."""
     kernel = paged_attention(32, 2, 16, 16)
     assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__} == {int}
+
+
+def test_one_compiled_kernel_for_one_token_and_many():
+    """A tensor of one row is contiguous whatever its strides: numba would compile for it anew."""
+    kernel = paged_attention(16, 1, 4, 0)
+    for num_tokens in (1, 3):
+        tables = torch.arange(num_tokens, dtype=torch.int32)[:, None]
+        indices = torch.arange(num_tokens)
+        step = SimpleNamespace(blocks=indices, offsets=indices * 0, block_tables=tables,
+                               owners=indices.int(), positions=indices.int() * 0)
+        query, key, value = torch.randn(num_tokens, 6, 16).split(2, dim=1)
+        cache = torch.zeros(2, 3, 2, 4, 16).transpose(2, 3)
+        out = attention.numba_attention(query, key, value, None, cache, step)
+        assert torch.allclose(out, value), "each sees itself alone"
+    assert len(kernel.signatures) == 1
