@@ -43,19 +43,16 @@ class StepInputs(SimpleNamespace):
         self.bounds = self.query_starts, self.key_starts, self.longest_query, self.longest_keys
 
 
-def make_caches(config: PretrainedConfig, backend: str, num_blocks: int, block_size: int,
-                dtype: torch.dtype, device: str) -> Tensor:
+def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtype: torch.dtype,
+                device: str) -> Tensor:
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
-    In memory the numba kernel has block_size behind kv_heads: a head's keys are adjacent. Zeros on
-    a GPU, where padded rows read block 0; on a CPU memory only once it is written to.
+    In memory block_size is behind kv_heads: a head's keys are adjacent. Zeros on a GPU, where
+    padded rows read block 0; on a CPU memory only once it is written to.
     """
-    shape = [config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads]
-    if backend == "numba":
-        shape[3:] = reversed(shape[3:])
+    shape = config.num_hidden_layers, 2, num_blocks, config.num_key_value_heads, block_size
     make = torch.zeros if device == "cuda" else torch.empty
-    caches = make(*shape, config.head_dim, dtype=dtype, device=device)
-    return caches.transpose(3, 4) if backend == "numba" else caches
+    return make(*shape, config.head_dim, dtype=dtype, device=device).transpose(3, 4)
 
 
 def attend(backend: str, query: Tensor, key: Tensor, value: Tensor, window: int | None,

@@ -145,13 +145,16 @@ class DecoderLayer(nn.Module):
         self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
         self.down_proj = Linear(inner, {"down_proj": hidden}, mlp_bias)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Callable) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Callable,
+                rows: Tensor | slice) -> Tensor:
+        """From (T, hidden_size) to (rows, hidden_size): all K and V, but only these rows go on."""
         sizes = list(self.qkv_proj.parts.values())
         parts = self.qkv_proj(self.input_layernorm(hidden)).split(sizes, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         query = fused(rotate, hidden.is_cuda)(self.q_norm(query), cos, sin)
         key = fused(rotate, hidden.is_cuda)(self.k_norm(key), cos, sin)
-        hidden = hidden + self.o_proj(attention(query, key, value, self.window).flatten(1))
+        attended = attention(query, key, value, self.window).flatten(1)
+        hidden = hidden[rows] + self.o_proj(attended[rows])
         gate_up = self.gate_up_proj(self.post_attention_layernorm(hidden))
         return hidden + self.down_proj(fused(swiglu, hidden.is_cuda)(*gate_up.chunk(2, dim=-1)))
 
@@ -177,5 +180,7 @@ class Decoder(nn.Module):
         cos, sin = rotary[:, step.positions, None]
         hidden = self.embed_tokens(token_ids)
         for layer, layer_cache in zip(self.layers, caches):
-            hidden = layer(hidden, cos, sin, partial(attend, backend, cache=layer_cache, step=step))
-        return self.lm_head(self.norm(hidden[step.sampled_rows]))
+            attention = partial(attend, backend, cache=layer_cache, step=step)
+            rows = step.sampled_rows if layer is self.layers[-1] else slice(None)
+            hidden = layer(hidden, cos, sin, attention, rows)
+        return self.lm_head(self.norm(hidden))

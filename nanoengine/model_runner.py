@@ -57,8 +57,8 @@ class ModelRunner:
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.rotary = rotary_table(model_config, self.max_model_len).to(config.device)
         self.tokens = torch.zeros(self.max_num_seqs, dtype=torch.int32, device=config.device)
-        caches = partial(make_caches, model_config, backend, block_size=config.block_size,
-                         dtype=dtype, device=config.device)
+        caches = partial(make_caches, model_config, block_size=config.block_size, dtype=dtype,
+                         device=config.device)
         self.caches = caches(num_blocks=1)
         self.block_bytes = self.caches.nbytes
         free = 0 if config.num_kv_blocks else self.free_bytes()

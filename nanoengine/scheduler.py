@@ -118,8 +118,7 @@ class Scheduler:
         stop = seq.num_computed_tokens + num_tokens
         if stop == len(seq.token_ids):
             batch.is_awaited |= bool(seq.processors or seq.group or seq.forks)
-            batch.sampled += [(len(batch.sequences), fork) for fork in seq.forks]
-            batch.sampled.append((len(batch.sequences), seq))
+            batch.sampled += [(len(batch.sequences), each) for each in (*seq.forks, seq)]
             seq.forks = []
         batch.sequences.append(seq)
         batch.num_tokens.append(num_tokens)

@@ -45,10 +45,10 @@ def make_step(num_tokens, computed, block_size):
     return step
 
 
-def random_cache(backend, num_heads, head_dim, block_size, step, dtype, scale=1.0):
+def random_cache(num_heads, head_dim, block_size, step, dtype, scale=1.0):
     config = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=num_heads, head_dim=head_dim)
     num_blocks = int(step.block_tables.max()) + 1
-    cache = make_caches(config, backend, num_blocks, block_size, dtype, "cpu")[0]
+    cache = make_caches(config, num_blocks, block_size, dtype, "cpu")[0]
     assert cache.shape == (2, num_blocks, block_size, num_heads, head_dim)
     return cache.copy_(torch.randn(cache.shape) * scale)
 
@@ -66,7 +66,7 @@ def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window,
                              backend, dtype, tolerance, stand_ins):
     torch.manual_seed(0)
     step = make_step(num_tokens, [0, 700, 0, 15, 260, 31], block_size)
-    cache = random_cache(backend, kv_heads, head_dim, block_size, step, dtype)
+    cache = random_cache(kv_heads, head_dim, block_size, step, dtype)
     query = torch.randn(sum(num_tokens), kv_heads * group_size, head_dim).to(dtype)
     key, value = (torch.randn(sum(num_tokens), kv_heads, head_dim).to(dtype) for _ in range(2))
     before = cache.clone()
@@ -138,7 +138,7 @@ def stand_ins(monkeypatch):
 
 def test_large_scores_do_not_overflow():
     step = make_step([1], [600], 16)
-    cache = random_cache("numba", 1, 32, 16, step, torch.float32, scale=100)
+    cache = random_cache(1, 32, 16, step, torch.float32, scale=100)
     query = torch.randn(1, 1, 32) * 100
     out = attend("numba", query, query, query, None, cache, step)
     expected = reference(query, cache, step.positions, step.owners, step.block_tables, None)
@@ -148,7 +148,7 @@ def test_large_scores_do_not_overflow():
 def test_a_token_has_the_same_bits_alone_and_in_any_batch():
     torch.manual_seed(0)
     step = make_step([30, 1, 50], [0, 99, 270], 16)
-    cache = random_cache("numba", 2, 64, 16, step, torch.bfloat16)
+    cache = random_cache(2, 64, 16, step, torch.bfloat16)
     query = torch.randn(81, 8, 64).bfloat16()
     key, value = torch.randn(2, 81, 2, 64).bfloat16()
     whole = attend("numba", query, key, value, None, cache, step)
