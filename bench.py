@@ -281,8 +281,8 @@ class LlamaCpp:
             str(file).encode(), api.llama_model_default_params())
         params = api.llama_context_default_params()
         longest = max(len(p) + n for p, n in zip(workload.prompts, workload.lengths))
-        params.n_seq_max = len(workload.prompts)
-        params.n_ctx = len(workload.prompts) * -(-longest // 256) * 256
+        params.n_seq_max = max(2, len(workload.prompts))  # the warm-up has two
+        params.n_ctx = params.n_seq_max * -(-longest // 256) * 256
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
         # One buffer for all is slower, but they can share a prefix there without copying it.
         params.kv_unified = bool(os.path.commonprefix(workload.prompts))

@@ -120,7 +120,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.weight.is_mkldnn:
             return super().forward(x)
-        rows = x.expand(2, -1) if len(x) == 1 else x  # one alone would be summed up differently
+        rows = x.expand(4, -1) if len(x) == 1 else x  # one would be summed up in another order
         product = torch.ops.mkldnn._linear_pointwise
         return product(rows, self.weight, self.bias, "none", [], "")[:len(x)]
 
