@@ -1162,7 +1162,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"),
                         default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--attention-backend", choices=BACKENDS)
+    parser.add_argument("--attention-backend", choices=["numba", *BACKENDS])
     parser.add_argument("--run-ahead", action=argparse.BooleanOptionalAction)
     parser.add_argument("--enforce-eager", action="store_const", const=True)
     parser.add_argument("--gpu-memory-utilization", type=float)

@@ -1,10 +1,13 @@
 """Attention over the paged KV cache: one small function for each backend.
 
-Here is the memory of the cache, how the K and V of a step get into it, and how its queries attend.
-What a step consists of comes as `StepInputs`; which model asks is not known here.
+Here is the memory of the cache, how queries and keys come by their positions, how the K and V of a
+step get into the cache, and how its queries attend. What a step consists of comes as `StepInputs`;
+which model asks is not known here.
 """
 
+import functools
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -55,34 +58,59 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
     return make(*shape, config.head_dim, dtype=dtype, device=device).transpose(3, 4)
 
 
-def attend(backend: str, query: Tensor, key: Tensor, value: Tensor, window: int | None,
-           cache: Tensor, step: StepInputs) -> Tensor:
-    """Writes the K and V of the whole step to a layer's cache, then attends with its queries.
+@functools.cache
+def fused(function: Callable, is_gpu: bool) -> Callable:
+    """On a GPU the function as torch.compile fuses it into one kernel; on a CPU as it stands."""
+    return torch.compile(function, dynamic=True) if is_gpu else function
 
-    query: (T, heads, head_dim); key, value: (T, kv_heads, head_dim); window: a query sees its last
-    `window` keys, None for all. Returns (T, heads, head_dim).
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turns each pair (x[i], x[i + head_dim / 2]) of (tokens, heads, head_dim) by its angle.
+
+    RoPE (Su et al., 2021, arXiv:2104.09864); angles: their cos and sin, (2, tokens, head_dim / 2).
     """
-    if backend == "numba":  # whose kernel writes them itself
-        return numba_attention(query, key, value, window, cache, step)
+    cos, sin = angles[:, :, None]
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+def attend(backend: str, qkv: Tensor, norms: tuple[Callable, Callable], angles: Tensor,
+           window: int | None, cache: Tensor, step: StepInputs) -> Tensor:
+    """Norms and rotates queries and keys, writes K and V to a layer's cache, and attends.
+
+    qkv: (T, heads + 2 * kv_heads, head_dim), queries, then keys, then values, may be overwritten
+    norms: of the heads of queries and of those of keys: RMSNorm, or nn.Identity
+    angles: (2, T, head_dim / 2), see `rotate`
+    window: a query sees its last `window` keys, None for all
+
+    Returns (T, heads, head_dim).
+    """
+    if backend == "numba":  # whose kernel does all of that
+        return numba_attention(qkv, norms, angles, window, cache, step)
+    query, key, value = qkv.tensor_split((-2 * cache.shape[3], -cache.shape[3]), dim=1)
+    query = fused(rotate, qkv.is_cuda)(norms[0](query), angles)
+    key = fused(rotate, qkv.is_cuda)(norms[1](key), angles)
     cache[:, step.blocks, step.offsets] = torch.stack((key, value))
-    return BACKENDS[backend](query, cache, window, step)  # type: ignore[operator]
+    return BACKENDS[backend](query, cache, window, step)
 
 
-def numba_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: Tensor,
-                    step: StepInputs) -> Tensor:
+def numba_attention(qkv: Tensor, norms: tuple[Callable, Callable], angles: Tensor,
+                    window: int | None, cache: Tensor, step: StepInputs) -> Tensor:
     """On a CPU: every token, be it of a prompt or the newest, goes through one paged kernel.
 
-    What it gets is contiguous: for strided tensors numba would compile another one, whose sums
-    LLVM might order in another way.
+    All that it gets is contiguous, as a product is: for strided tensors numba would compile another
+    one, whose sums LLVM might order in another way.
     """
     from nanoengine.kernels import paged_attention  # a GPU does without numba
-    _, _, block_size, groups, head_dim = cache.shape
+    _, _, block_size, kv_heads, head_dim = cache.shape
+    weights = torch.stack([getattr(norm, "weight", torch.ones(head_dim)) for norm in norms]).float()
+    out = torch.empty_like(qkv[:, 2 * kv_heads:])
     bits = torch.uint16 if cache.itemsize == 2 else torch.uint32  # NumPy knows no bfloat16
-    kernel = paged_attention(head_dim, query.shape[1] // groups, block_size, 32 - 8 * bits.itemsize)
-    out = torch.empty_like(query)
-    kernel(*(x.contiguous().view(bits).numpy() for x in (query, key, value, cache.transpose(2, 3))),
-           step.blocks.numpy(), step.offsets.numpy(), step.block_tables.numpy(),
-           step.owners.numpy(), step.positions.numpy(), window or 2**31 - 1, out.view(bits).numpy())
+    kernel = paged_attention(head_dim, out.shape[1] // kv_heads, block_size, 32 - 8 * bits.itemsize)
+    indices = step.blocks, step.offsets, step.block_tables, step.owners, step.positions
+    kernel(*(x.view(bits).numpy() for x in (qkv, cache.transpose(2, 3), out)),
+           *(x.numpy() for x in (weights, angles, *indices)),
+           getattr(norms[0], "eps", -1.0), window or 2**31 - 1)
     return out
 
 
@@ -127,8 +155,8 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     return out
 
 
-BACKENDS = {"numba": numba_attention, "flash-attn": flash_attention, "varlen": varlen_attention,
-            "gather": gather_attention}  # the fastest first
+# besides "numba", which does more than these
+BACKENDS = {"flash-attn": flash_attention, "varlen": varlen_attention, "gather": gather_attention}
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
@@ -140,7 +168,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     works = {"numba": device == "cpu" and dtype != torch.float16,
              "flash-attn": is_fast and find_spec("flash_attn") is not None,
              "varlen": is_fast and torch.__version__ >= "2.12", "gather": True}  # a TorchVersion
-    names = [known for known in BACKENDS if works[known]]
+    names = [known for known, is_usable in works.items() if is_usable]  # the fastest first
     chosen = names[0] if name == "auto" else name
     if chosen not in names:
         raise rejected("attention_backend", name, f"one of {names} for {dtype} on {device}")

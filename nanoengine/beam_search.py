@@ -6,7 +6,6 @@ it is decided, for all beams of a prompt at once, which of them go on, fork, end
 
 from dataclasses import dataclass, replace
 from heapq import nlargest
-from typing import Any
 
 from nanoengine.sampler import Logprobs
 from nanoengine.sampling_params import BeamSearchParams
@@ -99,8 +98,3 @@ class BeamSearch:
         self.finished = nlargest(width, self.finished, key=lambda beam: beam.score)
         worst = self.finished[-1].score if len(self.finished) == width else float("-inf")
         return chosen[:width] if chosen and chosen[0][0] / penalty > worst else []
-
-    def output(self, tokenizer: Any) -> BeamSearchOutput:
-        for beam in self.finished:
-            beam.text = tokenizer and tokenizer.decode(beam.tokens, skip_special_tokens=True)
-        return BeamSearchOutput(self.finished)

@@ -35,7 +35,7 @@ class EngineConfig:
         max_model_len can fill, within a quarter of the free memory; on a GPU what fits into
         gpu_memory_utilization of its memory, beside everything else that was there or is ours.
     enforce_eager: no CUDA graphs for decode steps.
-    attention_backend: a name in attention.py's `BACKENDS`; "auto": the fastest that there is.
+    attention_backend: a function of attention.py by its name; "auto": the fastest that there is.
     run_ahead: launch a step before the tokens of the one before it are known.
     enable_prefix_caching: whether blocks are found again by the hash of their tokens.
     scheduling: "prefill-first" (a step is all prefill or all decode), "mixed" (decodes, and prompts

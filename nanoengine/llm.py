@@ -136,7 +136,9 @@ class LLM(AbstractContextManager):
             ignore_eos=params.ignore_eos, logprobs=num_candidates))
         searches = [BeamSearch(request[0].seq, params, self.scheduler) for request in requests]
         list(self._run([[search] for search in searches]))  # runs them all
-        return [search.output(self.tokenizer) for search in searches]
+        for beam in [beam for search in searches for beam in search.finished]:
+            beam.text = self.tokenizer and self.tokenizer.decode(beam.tokens, True)
+        return [BeamSearchOutput(search.finished) for search in searches]
 
     def _run(self, requests: list[Any]) -> Generator[list[Request], None, None]:
         """Queues the requests, then steps until all are finished; yields those with new tokens."""

@@ -53,9 +53,8 @@ def load_defaults(folder: Path, config: Any, tokenizer: Any) -> tuple[SamplingPa
     found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     names = [name for name in ("temperature", "top_p", "top_k") if found.get(name) is not None]
     eos = found.get("eos_token_id", config.eos_token_id)
-    eos_token_ids = {*(eos if isinstance(eos, list) else [eos])}
-    eos_token_ids.add(tokenizer and tokenizer.eos_token_id)
-    return SamplingParams(**{name: found[name] for name in names}), eos_token_ids - {None}
+    ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer and tokenizer.eos_token_id}
+    return SamplingParams(**{name: found[name] for name in names}), ends - {None}
 
 
 def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str, form: str) -> Decoder:

@@ -9,7 +9,7 @@ Parameters bear the names of transformers' checkpoints, less "self_attn." and "m
 
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoengine.attention import StepInputs, attend
+from nanoengine.attention import StepInputs, attend, fused
 from nanoengine.sampling_params import rejected
 
 
@@ -38,38 +38,23 @@ def check_supported(config: PretrainedConfig) -> None:
             raise rejected(f"the model's {name}", value, " or ".join(map(str, supported)))
 
 
-def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
+def window_of(config: PretrainedConfig, index: int) -> int | None:
     """How many keys back a layer's queries see: `sliding_window` where that layer has one."""
-    if config.model_type.startswith("qwen"):
-        return config.sliding_window if "sliding" in config.layer_types[layer_index] else None
-    return config.sliding_window if config.model_type == "mistral" else None
+    kind = config.layer_types[index] if config.model_type.startswith("qwen") else config.model_type
+    return config.sliding_window if kind in ("sliding_attention", "mistral") else None
 
 
-def rotary_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
-    """cos and signed sin of every position's angles, (2, max_model_len, head_dim) float32.
+def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
+    """cos and sin of every position's angles, (2, max_model_len, head_dim / 2) float32.
 
-    RoPE (Su et al., 2021, arXiv:2104.09864); its scaled variants are transformers' own.
+    For `rotate`; the scaled variants are transformers' own.
     """
     rope_type = config.rope_parameters["rope_type"]
     if rope_type == "default":  # which is linear scaling by 1
         rope_type, config.rope_parameters["factor"] = "linear", 1.0
     frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
-    cos, sin = angles.cos() * factor, angles.sin() * factor
-    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
-
-
-@cache
-def fused(function: Callable, is_gpu: bool) -> Callable:
-    """On a GPU the function as torch.compile fuses it into one kernel; on a CPU as it stands."""
-    return torch.compile(function, dynamic=True) if is_gpu else function
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (x[i], x[i + head_dim / 2]) of (tokens, heads, head_dim) by its angle."""
-    turned = x.to(torch.float32, copy=True)
-    swapped = turned.roll(x.shape[-1] // 2, dims=-1).mul_(sin)
-    return turned.mul_(cos).add_(swapped).to(x.dtype)
+    return torch.stack((angles.cos(), angles.sin())) * factor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -146,16 +131,11 @@ class DecoderLayer(nn.Module):
         self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
         self.down_proj = Linear(inner, {"down_proj": hidden}, mlp_bias)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Callable,
-                rows: Tensor | slice) -> Tensor:
+    def forward(self, hidden: Tensor, attention: Callable, rows: Tensor | slice) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size): all K and V, but only these rows go on."""
-        sizes = list(self.qkv_proj.parts.values())
-        parts = self.qkv_proj(self.input_layernorm(hidden)).split(sizes, dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        query = fused(rotate, hidden.is_cuda)(self.q_norm(query), cos, sin)
-        key = fused(rotate, hidden.is_cuda)(self.k_norm(key), cos, sin)
-        attended = attention(query, key, value, self.window).flatten(1)
-        hidden = hidden[rows] + self.o_proj(attended[rows])
+        qkv = self.qkv_proj(self.input_layernorm(hidden)).unflatten(-1, (-1, self.head_dim))
+        attended = attention(qkv, (self.q_norm, self.k_norm), window=self.window)
+        hidden = hidden[rows] + self.o_proj(attended.flatten(1)[rows])
         gate_up = self.gate_up_proj(self.post_attention_layernorm(hidden))
         return hidden + self.down_proj(fused(swiglu, hidden.is_cuda)(*gate_up.chunk(2, dim=-1)))
 
@@ -171,17 +151,16 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size})
 
-    def forward(self, token_ids: Tensor, step: StepInputs, rotary: Tensor, backend: str,
+    def forward(self, token_ids: Tensor, step: StepInputs, rope: Tensor, backend: str,
                 caches: Tensor) -> Tensor:
         """Computes the step's T tokens and writes their K and V to the caches, (layers, …).
 
-        token_ids: (T,); rotary: (2, max_model_len, head_dim), see `rotary_table`.
+        token_ids: (T,); rope: (2, max_model_len, head_dim / 2), see `rope_table`.
         Returns the logits of the sampled rows alone, (sampled, vocab_size).
         """
-        cos, sin = rotary[:, step.positions, None]
-        hidden = self.embed_tokens(token_ids)
+        hidden, angles = self.embed_tokens(token_ids), rope[:, step.positions]
         for layer, layer_cache in zip(self.layers, caches):
-            attention = partial(attend, backend, cache=layer_cache, step=step)
+            attention = partial(attend, backend, angles=angles, cache=layer_cache, step=step)
             rows = step.sampled_rows if layer is self.layers[-1] else slice(None)
-            hidden = layer(hidden, cos, sin, attention, rows)
+            hidden = layer(hidden, attention, rows)
         return self.lm_head(self.norm(hidden))

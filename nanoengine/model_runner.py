@@ -21,7 +21,7 @@ from nanoengine.attention import StepInputs, choose_backend, make_caches
 from nanoengine.block_manager import Copies
 from nanoengine.config import EngineConfig
 from nanoengine.loader import load_model
-from nanoengine.model import rotary_table
+from nanoengine.model import rope_table
 from nanoengine.sampler import Logprobs, is_edited, logprobs_of, sample, uniform
 from nanoengine.sampling_params import rejected
 from nanoengine.scheduler import Batch
@@ -55,7 +55,7 @@ class ModelRunner:
             raise rejected("batch_invariant", True, "False without packed weights, numba and a CPU")
         limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
-        self.rotary = rotary_table(model_config, self.max_model_len).to(config.device)
+        self.rope = rope_table(model_config, self.max_model_len).to(config.device)
         self.tokens = torch.zeros(self.max_num_seqs, dtype=torch.int32, device=config.device)
         caches = partial(make_caches, model_config, block_size=config.block_size, dtype=dtype,
                          device=config.device)
@@ -115,8 +115,7 @@ class ModelRunner:
         graph can hold it: tokens are then sampled by temperature alone."""
         before = self.tokens[(-1 - step.token_ids).clamp(min=0)]
         token_ids = torch.where(step.token_ids < 0, before, step.token_ids)
-        logits = self.model(token_ids, step, self.rotary, self.config.attention_backend,
-                            self.caches)
+        logits = self.model(token_ids, step, self.rope, self.config.attention_backend, self.caches)
         return logits, sample(logits, step.temperatures, step.numbers, seqs)
 
     @torch.inference_mode()

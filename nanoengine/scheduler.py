@@ -269,9 +269,8 @@ class Scheduler:
         unused = [max(0, len(seq.block_table) * size - seq.num_tokens) for seq in self.running]
         internal = sum(num_tokens % size for num_tokens in unused)
         return Counter({
-            **self.counters, "num_requests_running": len(self.running),
-            "num_requests_waiting": len(self.waiting),
-            "attention_backend": self.config.attention_backend,
+            **self.counters, "attention_backend": self.config.attention_backend,
+            "num_requests_running": len(self.running), "num_requests_waiting": len(self.waiting),
             "num_requests_swapped": len(manager.host_tables),
             "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
             "num_blocks_free": manager.num_free_blocks,

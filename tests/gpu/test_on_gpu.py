@@ -9,8 +9,8 @@ import transformers
 from conftest import ROOT, greedy_reference, random_prompts
 
 from nanoengine import LLM, SamplingParams, sampler
-from nanoengine.attention import BACKENDS, choose_backend
-from nanoengine.model import fused, rms_norm, rotate, swiglu
+from nanoengine.attention import BACKENDS, choose_backend, fused, rotate
+from nanoengine.model import rms_norm, swiglu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -218,12 +218,12 @@ def test_fused_functions_are_their_definitions():
     torch.manual_seed(0)
     torch._dynamo.reset()  # or a limit of recompilations would leave the plain functions
     x = torch.randn(70, 4, 64, device="cuda", dtype=torch.bfloat16)
-    cos, sin = torch.randn(2, 70, 1, 64, device="cuda")
-    for function, inputs in ((rotate, (x, cos, sin)), (swiglu, (x, x + 1)),
+    angles = torch.randn(2, 70, 32, device="cuda")
+    for function, inputs in ((rotate, (x, angles)), (swiglu, (x, x + 1)),
                              (rms_norm, (x, torch.ones(64, device="cuda").bfloat16(), 1e-6))):
         for rows in (1, 2, 70):
-            first, *others = [part[:rows] if isinstance(part, torch.Tensor) and len(part) == 70
-                              else part for part in inputs]
+            first, *others = [part if not isinstance(part, torch.Tensor) or part.ndim == 1 else
+                              part[:rows] if len(part) == 70 else part[:, :rows] for part in inputs]
             expected = function(first.clone(), *others)  # swiglu overwrites it
             torch.testing.assert_close(fused(function, True)(first.clone(), *others), expected)
 
