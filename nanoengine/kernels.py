@@ -1,10 +1,11 @@
-"""Paged attention for the CPU, compiled by numba.
+"""Paged attention for the CPU, compiled by numba, with what its heads go through before.
 
 The kernel walks the block table, so nothing is gathered, padded or repeated. Each token of a step,
 be it one of a prompt or the newest, attends on its own to the keys up to its position, in an order
 that depends on that position alone: its result has the same bits whatever runs beside it, and in
 however many chunks its prompt came. What the kernel computes is written in plain torch in
-`tests/test_attention.py`, which compares the two.
+`tests/test_attention.py`, which compares the two; norm and rotation also in `rms_norm` (model.py)
+and `rotate` (attention.py), of which each operation would go through memory on its own.
 
 numba runs its loops on OpenMP where it can. On Linux that is the very libgomp that torch has
 loaded, so that there is one pool of threads and the two never fight over the cores.
@@ -82,9 +83,10 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
         eps: of the norms; -1 for a model that has none
 
-    Each (kv head, token) is one task; heads are split over threads first, since tokens far down a
+    First a token after the other is normed, rotated and stored, in one pass over its heads. Then
+    each (kv head, token) is one task; heads are split over threads first, since tokens far down a
     prompt take longer. It takes all scores first, then one softmax, then the values. What it sums
-    up and multiplies with stays in registers; only the scores go through memory.
+    up and its queries stay in registers; only the scores go through memory.
     """
     size, half = group_size * head_dim, head_dim // 2
 

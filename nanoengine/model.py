@@ -84,8 +84,8 @@ class Linear(nn.Linear):
     """One or several projections of one input as one product: rows of `parts` (name: size).
 
     On a CPU its weight is packed, in an order of oneDNN's own: there is nothing left to reorder in
-    each product, and a row has the same bits whatever rows are beside it. One alone is padded to
-    four: it would be summed up in another order, and two take longer than four.
+    each product, and a row has the same bits whatever rows are beside it. Fewer than four are
+    padded: one alone would be summed up in another order, and two take longer than four.
     """
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
@@ -106,7 +106,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.weight.is_mkldnn:
             return super().forward(x)
-        rows = x.expand(4, -1) if len(x) == 1 else x
+        rows = F.pad(x, (0, 0, 0, 4 - len(x))) if len(x) < 4 else x
         product = torch.ops.mkldnn._linear_pointwise
         return product(rows, self.weight, self.bias, "none", [], "")[:len(x)]
 
