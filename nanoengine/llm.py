@@ -74,7 +74,7 @@ class LLM(AbstractContextManager):
         self.scheduler = Scheduler(manager, config)
         self.num_requests = 0
         self.requests: dict[str, list[Any]] = {}  # of the call that is running
-        self.in_flight: tuple[Batch, tuple] | None = None  # and what launching it gave
+        self.in_flight: list[tuple] = []  # batches, and what launching them gave
         self.trace: list[tuple[float, float, Batch, dict[str, Any]]] = []  # see EngineConfig
 
     # ------------------------------------------------------------------------- generating
@@ -155,7 +155,7 @@ class LLM(AbstractContextManager):
             self.scheduler.reset()
             raise
         finally:
-            self.requests, self.in_flight = {}, None
+            self.requests, self.in_flight = {}, []
 
     def _step(self) -> list[Request]:
         """One step of the engine; returns the requests that have new tokens.
@@ -164,34 +164,27 @@ class LLM(AbstractContextManager):
         the device has ready by then; where a step's tokens must be known for the next, they are
         read at once.
         """
-        before, self.in_flight = self.in_flight, None
-        if before:
-            self.scheduler.advance(before[0])
+        if self.in_flight:
+            self.scheduler.advance(self.in_flight[0][0])
+        num_ahead = 0
         if self.scheduler.has_unfinished():
             batch = self.scheduler.schedule()
             num_swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
             self.scheduler.counters["swapped_bytes"] += num_swapped * self.runner.block_bytes
             self.scheduler.counters["swap_seconds"] += self.runner.copy_blocks(batch.copies)
-            self.in_flight = batch, self.runner.launch(batch)
-        updated = self._take_in(*before) if before else {}
-        if self.in_flight and (self.in_flight[0].is_awaited or not self.config.run_ahead):
-            updated |= self._take_in(*self.in_flight)
-            self.in_flight = None
-        return list(updated.values())
-
-    def _take_in(self, batch: Batch, launched: tuple) -> dict[str, Request]:
-        """Waits for a step's tokens; returns the requests that they belong to."""
-        token_ids, logprobs, wait = launched
-        wait()
+            self.in_flight.append((batch, *self.runner.launch(batch)))
+            num_ahead = int(self.config.run_ahead and not batch.is_awaited)
         updated = {}
-        for row, seq in self.scheduler.postprocess(batch, token_ids.tolist()):
-            updated[seq.request_id] = self.requests[seq.request_id]
-            stop = self.requests[seq.request_id][seq.index].update(seq, logprobs[row])
-            if stop is not None:
-                self.scheduler.finish(seq, "stop", stop)
-        if self.config.trace:
-            self.trace.append((batch.started, time.monotonic(), batch, self.metrics()))
-        return updated
+        while len(self.in_flight) > num_ahead:
+            batch, token_ids, logprobs, wait = self.in_flight.pop(0)
+            wait()
+            for row, seq in self.scheduler.postprocess(batch, token_ids.tolist()):
+                updated[seq.request_id] = self.requests[seq.request_id]
+                if stop := self.requests[seq.request_id][seq.index].update(seq, logprobs[row]):
+                    self.scheduler.finish(seq, "stop", stop)
+            if self.config.trace:
+                self.trace.append((batch.started, time.monotonic(), batch, self.metrics()))
+        return list(updated.values())
 
     # --------------------------------------------------------------------------- requests
 
@@ -289,7 +282,7 @@ class LLM(AbstractContextManager):
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""
         self.scheduler.abort()  # what a stream that is open has left
-        self.runner = self.in_flight = None
+        self.runner, self.in_flight = None, []
         torch.cuda.empty_cache()  # does nothing where there is no GPU
 
     def __exit__(self, *exception: object) -> None:
