@@ -73,9 +73,8 @@ class BlockManager:
 
     def num_blocks_to_allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
         """How many free blocks `allocate` would take."""
-        prefix = self.find_prefix(seq, parent)
-        num_revived = sum(self.ref_counts[block_id] == 0 for block_id in prefix)
-        return self.num_blocks_to_hold(seq) - len(prefix) + num_revived
+        num_used = sum(block_id not in self.free for block_id in self.find_prefix(seq, parent))
+        return self.num_blocks_to_hold(seq) - num_used
 
     def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
         """Gives a sequence its blocks, for all tokens it knows or more.
@@ -121,16 +120,15 @@ class BlockManager:
 
         False, and nothing is copied, where nothing is computed, or there is no room for all of it.
         """
-        num_blocks = self.num_blocks_for(seq.num_computed_tokens)
-        is_kept = 0 < num_blocks <= len(self.free_host_blocks)
-        host_blocks = [self.free_host_blocks.pop() for _ in range(num_blocks * is_kept)]
-        for host_block, block_id in zip(host_blocks, seq.block_table):
-            # A fork may not have run yet: what it is to hold is still in its parent's block.
-            self.copies.swap_out[host_block] = self.copies.copy_on_write.get(block_id, block_id)
+        computed = seq.block_table[:self.num_blocks_for(seq.num_computed_tokens)]
         self.deallocate(seq)
-        if is_kept:
-            self.host_tables[seq] = host_blocks
-        return is_kept
+        if not 0 < len(computed) <= len(self.free_host_blocks):
+            return False
+        host_blocks = self.host_tables[seq] = [self.free_host_blocks.pop() for _ in computed]
+        # A fork may not have run yet: what it is to hold is still in its parent's block.
+        origins = [self.copies.copy_on_write.get(block_id, block_id) for block_id in computed]
+        self.copies.swap_out.update(zip(host_blocks, origins))
+        return True
 
     def take_fresh(self) -> int:
         """A free block: a blank one, else the cached one that was not used for longest."""

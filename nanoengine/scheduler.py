@@ -179,13 +179,10 @@ class Scheduler:
         num_blocks = sum(manager.num_blocks_to_allocate(member, parent) for member in seq.members)
         return num_blocks <= manager.num_free_blocks
 
-    def _admit(self, seq: Sequence, parent: Sequence | None = None) -> None:
+    def _admit(self, seq: Sequence) -> None:
         """Moves a sequence to the tail of running, with all its blocks."""
-        num_hits = self.block_manager.allocate(seq, parent)
+        num_hits = self.block_manager.allocate(seq)
         self.running.append(seq)
-        if parent:
-            self.counters.update(shared_blocks=num_hits // self.block_manager.block_size)
-            return
         num_lost = max(0, seq.num_preempted_tokens - seq.num_computed_tokens)
         self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
                              recomputed_tokens=num_lost)
@@ -197,7 +194,9 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets `child` run on from where `parent` is, or wait, if there is no room for it."""
         if self._fits(child, parent):
-            self._admit(child, parent)
+            num_shared = self.block_manager.allocate(child, parent)
+            self.running.append(child)
+            self.counters["shared_blocks"] += num_shared // self.block_manager.block_size
         else:
             insort_left(self.waiting, child, key=attrgetter("priority"))
 
