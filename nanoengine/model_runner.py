@@ -57,13 +57,12 @@ class ModelRunner:
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.rope = rope_table(model_config, self.max_model_len).to(config.device)
         self.tokens = torch.zeros(self.max_num_seqs, dtype=torch.int32, device=config.device)
-        caches = partial(make_caches, model_config, block_size=config.block_size, dtype=dtype,
-                         device=config.device)
-        self.caches = caches(num_blocks=1)
+        self.caches = make_caches(model_config, 1, config.block_size, dtype, config.device)
         self.block_bytes = self.caches.nbytes
         free = 0 if config.num_kv_blocks else self.free_bytes()
         self.num_kv_blocks, self.max_model_len = size_cache(config, limit, self.block_bytes, free)
-        self.caches = caches(num_blocks=self.num_kv_blocks + 1)
+        self.caches = make_caches(model_config, self.num_kv_blocks + 1, config.block_size, dtype,
+                                  config.device)
         self.blocks = self.caches.movedim(2, 0)  # (num_kv_blocks + 1, layers, 2, …)
         swap_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
         self.num_host_blocks = int(swap_bytes // self.block_bytes)
