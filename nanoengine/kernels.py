@@ -9,6 +9,9 @@ and `rotate` (attention.py), of which each operation would go through memory on 
 
 numba runs its loops on OpenMP where it can. On Linux that is the very libgomp that torch has
 loaded, so that there is one pool of threads and the two never fight over the cores.
+
+What numba keeps on disk it has optimised once more than what it runs at first, and sums may then be
+in another order: at its level "max", where all is optimised twice, both are the same code.
 """
 
 import functools
@@ -22,6 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
+numba.config.OPT = type(numba.config.OPT)("max")  # type: ignore
 
 
 @intrinsic(prefer_literal=True)

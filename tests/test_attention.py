@@ -1,7 +1,10 @@
 """Every attention backend against the same computation in plain torch."""
 
 import math
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -225,6 +228,27 @@ def test_the_compiled_kernel_can_be_kept_on_disk():
     """numba finds it again only if what it closes over is the same in every process."""
     kernel = paged_attention(32, 2, 16, 16)
     assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__} == {int}
+
+
+BITS = """
+import hashlib, torch
+from tests.test_attention import RMSNorm, attend, make_step, random_cache
+torch.manual_seed(0)
+step = make_step([200] * 4, [0] * 4, 128)
+norms = [RMSNorm(128, 1e-6).bfloat16().requires_grad_(False) for _ in range(2)]
+qkv, angles = torch.randn(800, 32, 128).bfloat16(), torch.rand(2, 800, 64)
+cache = random_cache(8, 128, 128, step, torch.bfloat16)
+out = attend("numba", qkv, norms, angles, None, cache, step)
+print(hashlib.sha1(torch.cat((qkv[:, :16], out)).view(torch.int16).numpy()).hexdigest())
+"""
+
+
+def test_same_bits_from_a_kernel_just_compiled_and_from_one_kept_on_disk(tmp_path):
+    folder = Path(__file__).parents[1]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(folder)}
+    first, second = (subprocess.check_output(
+        [sys.executable, "-c", BITS], env=environment, cwd=folder) for _ in range(2))
+    assert [*tmp_path.rglob("*paged_attention*.nbc")] and first == second
 
 
 def test_one_compiled_kernel_for_one_token_and_many():
