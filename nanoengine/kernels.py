@@ -117,6 +117,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
             table, last = tables[owners[row]], positions[row]
             start = max(0, last + 1 - window)
             queries = carray(registers(size), (group_size, head_dim), np.float32)
+            numbers = carray(registers(head_dim), (head_dim,), np.float32)
             total = carray(registers(size), (group_size, head_dim), np.float32)
             for g in range(group_size):
                 for d in range(head_dim):
@@ -127,10 +128,12 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
             for i in range(last + 1 - start):
                 index, offset = divmod(start + i, block_size)
                 line = kv[0, table[index], kv_head, offset]
+                for d in range(head_dim):
+                    numbers[d] = to_float32(line[d], shift)
                 for g in range(group_size):
                     score = np.float32(0)
                     for d in range(head_dim):
-                        score += queries[g, d] * to_float32(line[d], shift)
+                        score += queries[g, d] * numbers[d]
                     weights[g, i] = score
             for g in range(group_size):
                 maximum, denominator = weights[g].max(), np.float32(0)
