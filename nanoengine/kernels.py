@@ -90,7 +90,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
     First a token after the other is normed, rotated and stored, in one pass over its heads. Then
     each (kv head, token) is one task; heads are split over threads first, since tokens far down a
     prompt take longer. It takes all scores first, then one softmax, then the values. What it sums
-    up and its queries stay in registers; only the scores go through memory.
+    up, its queries and the key of the moment stay in registers; only scores go through memory.
     """
     size, half = group_size * head_dim, head_dim // 2
 

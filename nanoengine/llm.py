@@ -166,7 +166,7 @@ class LLM(AbstractContextManager):
         """
         if self.in_flight:
             self.scheduler.advance(self.in_flight[0][0])
-        num_ahead = 0
+        num_ahead = 0  # steps that stay in flight
         if self.scheduler.has_unfinished():
             batch = self.scheduler.schedule()
             num_swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
