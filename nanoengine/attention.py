@@ -1,150 +1,189 @@
-"""Attention over the paged KV cache: one small function for each backend.
+"""Attention over the paged KV cache: its memory, the inputs of a step, and the backends.
 
-Here is the memory of the cache, how queries and keys come by their positions, how the K and V of a
-step get into the cache, and how its queries attend. What a step consists of comes as `StepInputs`;
-which model asks is not known here.
+A backend is one function. The runner chooses it, and the model calls it (`model.py`). Which model
+asks is not known here, nor why a step consists of the tokens that it has.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
-from types import SimpleNamespace
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from nanoengine.sampling_params import rejected
 
+# longest_query, longest_keys, then (name, dtype, shape, number of words) of each tensor
+Layout = tuple[int, int, tuple[tuple[str, str, tuple[int, ...], int], ...]]
 
-class StepInputs(SimpleNamespace):
+
+@dataclass
+class StepInputs:
     """What the device needs for one step: T tokens of S sequences, R rows to sample.
 
-    numbers: (R,) float64 in [0, 1), what decides a draw; temperatures: (R,) float32
-    blocks, offsets: (T,) int64, where a token's K and V go: which block, and where in that
-    token_ids: (T,); -1 - i stands for what row i of the step before has sampled
-    positions: (T,); owners: (T,) which sequence a token belongs to
-    query_starts: (S + 1,) where a sequence's tokens begin among T, and T
-    key_starts: (S + 1,) the same for its keys, if all stood in a row
-    lengths: (S,) how many keys it has, those of this step included
-    block_tables: (S, width), padded with 0
-    sampled_rows: (R,) which of the T rows are to be sampled
-    longest_query, longest_keys: the most tokens of a sequence, and the most keys, as numbers
-    bounds: query_starts, key_starts, longest_query, longest_keys
+    uniforms: (R,) float64 in [0, 1), each decides a draw.
+    temperatures: (R,) float32.
+    slot_blocks, slot_offsets: (T,) int64, the block into which a token's K and V go, and the place
+        in it (the slot mapping).
+    token_ids: (T,); -1 - i stands for the token that was sampled in row i of the step before.
+    positions: (T,), of the tokens in their sequences.
+    sequence_of_token: (T,), rows of `block_tables`.
+    query_starts: (S + 1,), where the tokens of each sequence begin, and T (cu_seqlens_q).
+    key_starts: (S + 1,), cumulative key counts (cu_seqlens_k).
+    lengths: (S,), how many keys each sequence has, with those of this step (cache_seqlens).
+    block_tables: (S, width), padded with 0.
+    sampled_rows: (R,), which of the T rows are sampled.
+    longest_query, longest_keys: the most tokens, and the most keys, of a sequence (max_seqlen).
 
-    The other tensors are int32. All are views of one `buffer`, which comes to the device in one
-    copy; `layout` has the two numbers, then name, dtype, shape and words of each tensor.
+    The other tensors are int32. All are views of `buffer`, which crosses to the device in one copy.
+
+    An example, with blocks of 4 tokens: a chunk of sequence 0 (its tokens 4 to 6, not its last)
+    beside a decode of sequence 1 (its ninth token).
+
+        token_ids          51 52 53 | 17        query_starts   0  3  4
+        positions           4  5  6 |  8        lengths        7  9
+        sequence_of_token   0  0  0 |  1        key_starts     0  7 16
+        slot_blocks         8  8  8 |  6        block_tables   [3 8 0], [5 2 6]
+        slot_offsets        0  1  2 |  0        sampled_rows   3
     """
 
-    def __init__(self, buffer: Tensor, layout: tuple) -> None:
-        self.buffer = buffer
-        self.longest_query, self.longest_keys, kinds = layout
-        for (name, dtype, shape, _), part in zip(kinds, buffer.split([size for *_, size in kinds])):
-            setattr(self, name, part.view(getattr(torch, dtype)).view(shape))
-        self.bounds = self.query_starts, self.key_starts, self.longest_query, self.longest_keys
+    uniforms: Tensor
+    temperatures: Tensor
+    slot_blocks: Tensor
+    slot_offsets: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    sequence_of_token: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    lengths: Tensor
+    block_tables: Tensor
+    sampled_rows: Tensor
+    longest_query: int
+    longest_keys: int
+    buffer: Tensor
+
+    @property
+    def ranges(self) -> tuple[Tensor, Tensor, int, int]:
+        """Where queries and keys begin, and the most of each: what varlen kernels want."""
+        return self.query_starts, self.key_starts, self.longest_query, self.longest_keys
+
+
+def pack(arrays: dict[str, np.ndarray], longest_query: int, longest_keys: int,
+         pin_memory: bool) -> tuple[Tensor, Layout]:
+    """The arrays of a step, one behind the other in one int32 buffer, and how to unpack it.
+
+    Arrays of 64-bit numbers come first, so that theirs are aligned. On a GPU the buffer is pinned:
+    PyTorch reuses one only when the copy from it is done, so that none is rewritten in flight.
+    """
+    words = [array.view(np.int32).ravel() for array in arrays.values()]
+    buffer = torch.empty(sum(map(len, words)), dtype=torch.int32, pin_memory=pin_memory)
+    np.concatenate(words, out=buffer.numpy())
+    fields = tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
+                   for name, array in arrays.items())
+    return buffer, (longest_query, longest_keys, fields)
+
+
+def unpack(buffer: Tensor, layout: Layout) -> StepInputs:
+    """The inputs of a step as views of the buffer, on whatever device that is."""
+    longest_query, longest_keys, fields = layout
+    parts = buffer.split([num_words for *_, num_words in fields])
+    views = {name: part.view(getattr(torch, dtype)).view(shape)
+             for (name, dtype, shape, _), part in zip(fields, parts)}
+    return StepInputs(
+        **views, longest_query=longest_query, longest_keys=longest_keys, buffer=buffer)
 
 
 def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtype: torch.dtype,
                 device: str) -> Tensor:
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
-    In memory block_size is behind kv_heads: a head's keys are adjacent. Zeros on a GPU, where
-    padded rows read block 0; on a CPU memory only once it is written to.
+    In memory block_size is behind kv_heads: the keys of a head are adjacent. On a GPU the cache is
+    zeros, since padded rows read block 0. On a CPU it becomes memory when it is written to.
     """
-    shape = config.num_hidden_layers, 2, num_blocks, config.num_key_value_heads, block_size
     make = torch.zeros if device == "cuda" else torch.empty
+    shape = config.num_hidden_layers, 2, num_blocks, config.num_key_value_heads, block_size
     return make(*shape, config.head_dim, dtype=dtype, device=device).transpose(3, 4)
 
 
-@functools.cache
-def fused(function: Callable, is_gpu: bool) -> Callable:
-    """On a GPU the function as torch.compile fuses it into one kernel; on a CPU as it stands."""
-    return torch.compile(function, dynamic=True) if is_gpu else function
+# -------------------------------------------------------------------------------- backends
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns each pair (x[i], x[i + head_dim / 2]) of (tokens, heads, head_dim) by its angle.
+def cpu_attention(qkv: Tensor, norms: tuple[nn.Module, nn.Module], angles: Tensor, cache: Tensor,
+                  window: int | None, step: StepInputs) -> Tensor:
+    """On a CPU one kernel of our own does all between the projections: head norms, rotation, cache
+    and attention, for tokens of prompts and decodes alike.
 
-    RoPE (Su et al., 2021, arXiv:2104.09864); angles: their cos and sin, (2, tokens, head_dim / 2).
+    qkv: (T, heads + 2 * kv_heads, head_dim), is overwritten
+    norms: of the heads of queries and of keys: RMSNorm, or nn.Identity
+    angles: (2, T, head_dim / 2), cos and sin
+
+    Returns (T, heads, head_dim). All that the kernel gets is contiguous: for strided tensors numba
+    would compile another kernel, in which LLVM might order sums in another way.
     """
-    cos, sin = angles[:, :, None]
-    left, right = x.float().chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
-
-
-def attend(backend: str, qkv: Tensor, norms: tuple[Callable, Callable], angles: Tensor,
-           window: int | None, cache: Tensor, step: StepInputs) -> Tensor:
-    """Norms and rotates queries and keys, writes K and V to a layer's cache, and attends.
-
-    qkv: (T, heads + 2 * kv_heads, head_dim), queries, then keys, then values, may be overwritten
-    norms: of the heads of queries and of those of keys: RMSNorm, or nn.Identity
-    angles: (2, T, head_dim / 2), see `rotate`
-    window: a query sees its last `window` keys, None for all
-
-    Returns (T, heads, head_dim).
-    """
-    if backend == "numba":  # whose kernel does all of that
-        return numba_attention(qkv, norms, angles, window, cache, step)
-    query, key, value = qkv.tensor_split((-2 * cache.shape[3], -cache.shape[3]), dim=1)
-    query = fused(rotate, qkv.is_cuda)(norms[0](query), angles)
-    key = fused(rotate, qkv.is_cuda)(norms[1](key), angles)
-    cache[:, step.blocks, step.offsets] = torch.stack((key, value))
-    return BACKENDS[backend](query, cache, window, step)
-
-
-def numba_attention(qkv: Tensor, norms: tuple[Callable, Callable], angles: Tensor,
-                    window: int | None, cache: Tensor, step: StepInputs) -> Tensor:
-    """On a CPU: every token, be it of a prompt or the newest, goes through one paged kernel.
-
-    All that it gets is contiguous, as a product is: for strided tensors numba would compile another
-    one, whose sums LLVM might order in another way.
-    """
-    from nanoengine.kernels import paged_attention  # a GPU does without numba
+    # a GPU does without numba
+    from nanoengine.kernels.paged_attention import paged_attention
     _, _, block_size, kv_heads, head_dim = cache.shape
-    weights = torch.stack([getattr(norm, "weight", torch.ones(head_dim)) for norm in norms]).float()
+    ones = torch.ones(head_dim)
+    weights = torch.stack([getattr(norm, "weight", ones) for norm in norms]).float()
     out = torch.empty_like(qkv[:, 2 * kv_heads:])
-    bits = torch.uint16 if cache.itemsize == 2 else torch.uint32  # NumPy knows no bfloat16
-    kernel = paged_attention(head_dim, out.shape[1] // kv_heads, block_size, 32 - 8 * bits.itemsize)
-    indices = step.blocks, step.offsets, step.block_tables, step.owners, step.positions
-    kernel(*(x.view(bits).numpy() for x in (qkv, cache.transpose(2, 3), out)),
-           *(x.numpy() for x in (weights, angles, *indices)),
-           getattr(norms[0], "eps", -1.0), window or 2**31 - 1)
+    # NumPy knows no bfloat16
+    bits = torch.uint16 if cache.itemsize == 2 else torch.uint32
+    kernel = paged_attention(
+        head_dim, out.shape[1] // kv_heads, block_size, shift=32 - 8 * bits.itemsize)
+    kernel(qkv.view(bits).numpy(), cache.transpose(2, 3).view(bits).numpy(),
+           out.view(bits).numpy(), weights.numpy(), angles.numpy(), step.slot_blocks.numpy(),
+           step.slot_offsets.numpy(), step.block_tables.numpy(), step.sequence_of_token.numpy(),
+           step.positions.numpy(), getattr(norms[0], "eps", -1.0), window or 2**31 - 1)
     return out
 
 
 def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
     """flash-attn 2 (Dao, 2023, arXiv:2307.08691).
 
-    In how many parts its decode kernel sums over the keys depends on the width of the block tables,
-    which a CUDA graph fixes at `max_model_len`. It reads the keys once for all heads of a group
-    only where no window is given.
+    query: (T, heads, head_dim), rotated; cache: of a layer, with K and V of this step in it
+    window: a query sees its last `window` keys, None for all
+
+    Returns (T, heads, head_dim). The number of parts in which its decode kernel sums over the keys
+    depends on the width of the block tables, which a CUDA graph fixes at `max_model_len`. The
+    kernel reads the keys once for all heads of a group only where no window is given.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+    keys, values = cache
     options = dict(block_table=step.block_tables, causal=True,
                    window_size=(window - 1, 0) if window else (-1, -1))
     if step.longest_query == 1:
         return flash_attn_with_kvcache(
-            query[:, None], *cache, cache_seqlens=step.lengths, **options)[:, 0]
-    return flash_attn_varlen_func(query, *cache, *step.bounds, **options)
+            query[:, None], keys, values, cache_seqlens=step.lengths, **options)[:, 0]
+    return flash_attn_varlen_func(query, keys, values, *step.ranges, **options)
 
 
 def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """PyTorch's own build of these kernels, which takes block tables from torch 2.12 on."""
+    """PyTorch's own build of these kernels, which takes block tables from torch 2.12 on.
+
+    Arguments and result are those of `flash_attention`.
+    """
     from torch.nn.attention.varlen import varlen_attn
+    keys, values = cache
+    # (keys to the left, keys to the right); a decode sees all keys anyway
+    window_size = (window - 1, 0) if window else (-1, 0 if step.longest_query > 1 else -1)
     return varlen_attn(  # type: ignore
-        query, *cache, *step.bounds, enable_gqa=True, seqused_k=step.lengths,
-        window_size=((window or 0) - 1, 0 if window or step.longest_query > 1 else -1),
-        block_table=step.block_tables)
+        query, keys, values, *step.ranges, enable_gqa=True, seqused_k=step.lengths,
+        window_size=window_size, block_table=step.block_tables)
 
 
 def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """In plain PyTorch, slow, but anywhere and in any precision: gathers each sequence's keys.
+    """Plain PyTorch, slow, but anywhere and in any precision: it gathers each sequence's keys.
 
-    It reads lengths on the host, so that CUDA graphs cannot hold it.
+    Arguments and result are those of `flash_attention`. It reads lengths on the host, so that CUDA
+    graphs cannot hold it.
     """
-    out, starts = torch.empty_like(query), step.query_starts.tolist()
+    out = torch.empty_like(query)
+    starts = step.query_starts.tolist()
     for seq, length in enumerate(step.lengths.tolist()):
         rows = slice(starts[seq], starts[seq + 1])
         keys, values = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length].transpose(1, 2)
@@ -155,23 +194,27 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     return out
 
 
-# besides "numba", which does more than these
-BACKENDS = {"flash-attn": flash_attention, "varlen": varlen_attention, "gather": gather_attention}
+# the fastest first
+BACKENDS: dict[str, Callable[..., Tensor]] = {
+    "numba": cpu_attention, "flash-attn": flash_attention, "varlen": varlen_attention,
+    "gather": gather_attention}
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
     """The backend of that name, or for "auto" the fastest for this device and precision.
 
-    Raises ValueError for one that cannot work here; warns where only the slow one can.
+    Raises ValueError for a backend that cannot work here; warns where only the slow one can.
     """
     is_fast = device == "cuda" and dtype != torch.float32
     works = {"numba": device == "cpu" and dtype != torch.float16,
              "flash-attn": is_fast and find_spec("flash_attn") is not None,
-             "varlen": is_fast and torch.__version__ >= "2.12", "gather": True}  # a TorchVersion
-    names = [known for known, is_usable in works.items() if is_usable]  # the fastest first
-    chosen = names[0] if name == "auto" else name
-    if chosen not in names:
-        raise rejected("attention_backend", name, f"one of {names} for {dtype} on {device}")
+             # compared as versions
+             "varlen": is_fast and torch.__version__ >= "2.12",
+             "gather": True}
+    usable = [backend for backend in BACKENDS if works[backend]]
+    chosen = usable[0] if name == "auto" else name
+    if chosen not in usable:
+        raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
     if name == "auto" and chosen == "gather":
         warnings.warn("slow attention: bfloat16 and nanoengine[flash] are fast", stacklevel=2)
     if chosen in ("flash-attn", "varlen") and block_size % 256:

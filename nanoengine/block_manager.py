@@ -1,45 +1,45 @@
-"""`BlockManager`: who holds which block of the KV cache, and what can be found there again.
+"""`BlockManager`: which sequence holds which block of the KV cache, and what can be found again.
 
 Plain Python over block numbers; the memory itself belongs to `model_runner.py`. Paging and copy on
-write are from PagedAttention (Kwon et al., 2023, arXiv:2309.06180), the prefix cache by chained
-hashes from vLLM.
+write are from PagedAttention (Kwon et al., 2023, arXiv:2309.06180), the prefix cache with chained
+hashes is from vLLM.
+
+The life of a block:
+
+                 take_fresh                    deallocate, and it has no hash
+    free, blank ────────────▶ used (a table ──────────────────────────────────▶ free, blank
+                              or several     ─────────────────────▶ free, cached ──┐
+                              refer to it)   deallocate, with a hash               │
+                                   ▲  ▲                                            │
+                                   │  └── allocate: a hit revives it ──────────────┤
+                                   └───── take_fresh: it loses its hash, ──────────┘
+                                          once no blank block is left
+
+Blank blocks are reused first, then cached ones, the least recently used first. Two blocks with the
+same tokens ("twins") arise when two sequences compute the same prompt side by side; both stay
+findable, so that evicting one never loses the other.
 """
 
 from array import array
 from collections import OrderedDict
 from itertools import takewhile
-from types import SimpleNamespace
 
 import xxhash
 
+from nanoengine.batch import Copies
 from nanoengine.sequence import Sequence
 
-
-class Copies(SimpleNamespace):
-    """Blocks to copy before a step computes, {to: from}, in this order, each all at once:
-    `swap_out` to the host, `copy_on_write` on the device, `swap_in` from the host."""
-
-    def __init__(self) -> None:
-        super().__init__(swap_out={}, copy_on_write={}, swap_in={})
-
-
-def num_held_tokens(kv_allocation: str, max_num_tokens: int, max_model_len: int) -> int:
-    """How many tokens' blocks a sequence holds at least, from its admission on.
-
-    "on-demand": only those of the tokens it has; "reserve": of all that it may come to have, so
-    that it is never preempted; "max-length": of the most that any may have, as before paging.
-    """
-    return {"on-demand": 0, "reserve": max_num_tokens, "max-length": max_model_len}[kv_allocation]
+BlockHash = tuple[int, bytes]
 
 
 class BlockManager:
     """Hands out blocks 1 to `num_blocks` of `block_size` tokens each.
 
-    A block is used (referenced by a table) or free. A free block without a hash is blank; one with
-    a hash is cached: it waits in least-recently-used order, is revived by a hit, and is taken for
-    something else only when there are no blank ones. Every operation is O(1) per block.
+    A block is used (a block table refers to it) or free. A free block with a hash is cached, one
+    without is blank. Block 0 is never handed out: padded rows of a CUDA graph write there. Every
+    operation is O(1) per block.
 
-    The host pool of `num_host_blocks` takes copies of the blocks of sequences that are swapped out.
+    The host pool has `num_host_blocks`, for copies of the blocks of swapped sequences.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
@@ -51,15 +51,17 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """All blocks are free and blank."""
-        self.ref_counts = [0] * (self.num_blocks + 1)  # in how many tables a block stands
-        # Who is taken next comes first: blank ones, then the cached ones, oldest first; never 0.
+        """Makes all blocks free and blank."""
+        # in how many block tables a block stands
+        self.ref_counts = [0] * (self.num_blocks + 1)
+        # in the order of reuse: blank blocks, then cached ones, the least recently used first
         self.free = OrderedDict.fromkeys(range(1, self.num_blocks + 1))
-        self.keys: dict[int, tuple[int, bytes]] = {}  # of each findable block: hash and tokens
-        self.twins: dict[tuple[int, bytes], dict[int, None]] = {}  # the blocks with the same key
+        self.hash_of_block: dict[int, BlockHash] = {}
+        self.blocks_by_hash: dict[BlockHash, dict[int, None]] = {}
         self.free_host_blocks = list(range(self.num_host_blocks))
-        self.host_tables: dict[Sequence, list[int]] = {}  # of those who are swapped out
-        self.copies = Copies()  # for the step that is being built
+        self.host_tables: dict[Sequence, list[int]] = {}
+        # for the step that is being scheduled
+        self.copies = Copies()
 
     num_free_blocks = property(lambda self: len(self.free))
 
@@ -67,118 +69,160 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_to_hold(self, seq: Sequence) -> int:
+        """How many blocks a running sequence has: for its tokens, or for those it reserves."""
         return self.num_blocks_for(max(seq.num_tokens, seq.num_held_tokens))
 
-    # ------------------------------------------------------------------ taking and giving back
+    # --------------------------------------------------------------------- taking blocks
 
-    def num_blocks_to_allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
-        """How many free blocks `allocate` would take."""
-        num_used = sum(block_id not in self.free for block_id in self.find_prefix(seq, parent))
-        return self.num_blocks_to_hold(seq) - num_used
+    def can_allocate(self, group: list[Sequence], parent: Sequence | None = None) -> bool:
+        """Whether there are free blocks to `allocate` for all sequences of a group."""
+        shared = [block for seq in group for block in self.find_shared(seq, parent)]
+        num_used = sum(block not in self.free for block in shared)
+        return sum(map(self.num_blocks_to_hold, group)) - num_used <= len(self.free)
 
     def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
-        """Gives a sequence its blocks, for all tokens it knows or more.
+        """Gives a sequence blocks for all the tokens that it has, or more.
 
-        First those that others have too: the longest prefix in the cache, or, for a fork, all full
-        blocks of its parent. Into the next ones goes what is left of the parent's last block
-        (it is the only one that both would write to), or of the copies on the host.
-        `seq.num_computed_tokens` is what came so; returns how much of it the prefix cache had.
+        First it takes a share in the blocks that others have, too (`find_shared`), then fresh ones.
+        What goes into the first fresh blocks depends on where it comes from:
+
+        1. From waiting: nothing. These tokens have to be computed.
+        2. From the host: the copies that were made when it was swapped out.
+        3. From a parent (n > 1, beams): a copy of the parent's last block, if that is partial. It
+           is the only block that both sequences would otherwise write to, both in the next step.
+
+        With 300 prompt tokens, blocks of 128 and n = 4, the third case is:
+
+            parent 0   [ 4 ] [ 9 ] [ 2 ]       children 1 to 3 share blocks 4 and 9
+            child 1    [ 4 ] [ 9 ] [ 7 ]       (4 references each) and get copies
+            child 2    [ 4 ] [ 9 ] [ 5 ]       of block 2:
+            child 3    [ 4 ] [ 9 ] [ 8 ]       copy_on_write = {7: 2, 5: 2, 8: 2}
+
+        `seq.num_computed_tokens` then counts the tokens in the cache. Returns the number of tokens
+        in shared blocks.
         """
-        prefix = self.find_prefix(seq, parent)
-        for block_id in prefix:  # before any fresh one is taken, which could evict it
-            self.free.pop(block_id, None)
-            self.ref_counts[block_id] += 1
-        fresh = [self.take_fresh() for _ in range(self.num_blocks_to_hold(seq) - len(prefix))]
-        seq.block_table = array("i", prefix + fresh)
-        num_hits = seq.num_computed_tokens = len(prefix) * self.block_size
+        shared = self.find_shared(seq, parent)
+        # before any fresh one is taken, which could evict them
+        for block in shared:
+            self.free.pop(block, None)
+            self.ref_counts[block] += 1
+        fresh = [self._take_fresh() for _ in range(self.num_blocks_to_hold(seq) - len(shared))]
+        seq.block_table = array("i", shared + fresh)
+        num_shared_tokens = seq.num_computed_tokens = len(shared) * self.block_size
         if parent:
-            if parent.num_computed_tokens > num_hits:
-                self.copies.copy_on_write[fresh[0]] = parent.block_table[len(prefix)]
+            if parent.num_computed_tokens > num_shared_tokens:
+                self.copies.copy_on_write[fresh[0]] = parent.block_table[len(shared)]
             seq.num_computed_tokens = parent.num_computed_tokens
-            seq.block_keys = parent.block_keys[:]
-        elif host_blocks := self.host_tables.pop(seq, []):
-            self.copies.swap_in.update(zip(fresh, host_blocks[len(prefix):]))
-            self.free_host_blocks += host_blocks[:len(prefix)]
-            num_swapped = min(seq.num_preempted_tokens, seq.num_tokens - 1)  # the last for logits
+            seq.block_hashes = parent.block_hashes[:]
+        elif seq in self.host_tables:
+            host_blocks = self.host_tables.pop(seq)
+            self.copies.swap_in.update(zip(fresh, host_blocks[len(shared):]))
+            self.free_host_blocks += host_blocks[:len(shared)]
+            # The last token is computed again: its logits are not on the host.
+            num_swapped = min(seq.num_preempted_tokens, seq.num_tokens - 1)
             self.register(seq, num_swapped)
-            seq.num_computed_tokens = max(num_hits, num_swapped)
-        return num_hits
+            seq.num_computed_tokens = max(num_shared_tokens, num_swapped)
+        return num_shared_tokens
+
+    def can_append(self, num_seqs: int) -> bool:
+        """Whether so many running sequences can have one block more each."""
+        return num_seqs <= len(self.free)
+
+    def may_append(self, seq: Sequence) -> None:
+        """Gives a running sequence the block that its newest token needs."""
+        seq.block_table.append(self._take_fresh())
+
+    def _take_fresh(self) -> int:
+        """The free block that is first in the order of reuse. It loses its hash."""
+        block, _ = self.free.popitem(last=False)
+        if block_hash := self.hash_of_block.pop(block, None):
+            twins = self.blocks_by_hash[block_hash]
+            del twins[block]
+            if not twins:
+                del self.blocks_by_hash[block_hash]
+        self.ref_counts[block] = 1
+        return block
+
+    # --------------------------------------------------------------------- giving them back
 
     def deallocate(self, seq: Sequence) -> None:
-        """Takes all blocks of a sequence back, tail first, so that prefixes stay cached longest."""
-        for block_id in reversed(seq.block_table):
-            self.ref_counts[block_id] -= 1
-            if self.ref_counts[block_id] == 0:
-                self.free[block_id] = None
-                self.free.move_to_end(block_id, last=block_id in self.keys)
+        """Takes back all blocks of a sequence, the last one first: prefixes stay cached longest."""
+        for block in reversed(seq.block_table):
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                self.free[block] = None
+                self.free.move_to_end(block, last=block in self.hash_of_block)
         seq.block_table = array("i")
         seq.num_computed_tokens = 0
         self.free_host_blocks += self.host_tables.pop(seq, [])
 
-    def swap_out(self, seq: Sequence) -> bool:
-        """Takes all blocks of a sequence back, with copies of the computed ones on the host.
+    def can_swap_out(self, seq: Sequence) -> bool:
+        """Whether a sequence has computed blocks, and the host pool has room for all of them."""
+        num_computed = self.num_blocks_for(seq.num_computed_tokens)
+        return 0 < num_computed <= len(self.free_host_blocks)
 
-        False, and nothing is copied, where nothing is computed, or there is no room for all of it.
-        """
+    def swap_out(self, seq: Sequence) -> None:
+        """Takes back all blocks of a sequence, and has the computed ones copied to the host."""
         computed = seq.block_table[:self.num_blocks_for(seq.num_computed_tokens)]
         self.deallocate(seq)
-        if not 0 < len(computed) <= len(self.free_host_blocks):
-            return False
-        host_blocks = self.host_tables[seq] = [self.free_host_blocks.pop() for _ in computed]
-        # A fork may not have run yet: what it is to hold is still in its parent's block.
-        origins = [self.copies.copy_on_write.get(block_id, block_id) for block_id in computed]
+        host_blocks = [self.free_host_blocks.pop() for _ in computed]
+        self.host_tables[seq] = host_blocks
+        # The copy for a fork made in this step is not done yet: its parent's block is read instead.
+        origins = [self.copies.copy_on_write.get(block, block) for block in computed]
         self.copies.swap_out.update(zip(host_blocks, origins))
-        return True
 
-    def take_fresh(self) -> int:
-        """A free block: a blank one, else the cached one that was not used for longest."""
-        block_id, _ = self.free.popitem(last=False)
-        if key := self.keys.pop(block_id, None):
-            del self.twins[key][block_id]
-            if not self.twins[key]:
-                del self.twins[key]
-        self.ref_counts[block_id] = 1
-        return block_id
+    def take_copies(self) -> Copies:
+        """The copies for the step that has been scheduled. The host blocks that it reads are free
+        from the next step on."""
+        copies, self.copies = self.copies, Copies()
+        self.free_host_blocks += copies.swap_in.values()
+        return copies
 
-    # -------------------------------------------------------------------------- prefix cache
+    # --------------------------------------------------------------------- prefix cache
 
-    def find_prefix(self, seq: Sequence, parent: Sequence | None = None) -> list[int]:
-        """The blocks that hold the beginning of a sequence: for a fork, the full ones of `parent`,
-        else as many as the cache has in a row.
+    def find_shared(self, seq: Sequence, parent: Sequence | None = None) -> list[int]:
+        """The blocks that a sequence can share: all full ones of its parent, or the cached blocks
+        with which it begins, as many as there are in a row.
 
-        Never all of its tokens: the last is always computed, for its logits.
+        A hit never covers the last token, since its logits are needed. So when a prompt of whole
+        blocks is cached, its whole last block is computed again, into a twin: no sequence ever
+        writes to a shared block.
         """
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
-        last = (seq.num_tokens - 1) // self.block_size
-        found = (self.twins.get(self._key(seq, index), {}) for index in range(last))
+        num_full = (seq.num_tokens - 1) // self.block_size
+        found = (self.blocks_by_hash.get(self._hash(seq, i), {}) for i in range(num_full))
         return [next(iter(twins)) for twins in takewhile(bool, found)]
 
     def register(self, seq: Sequence, stop: int) -> None:
-        """Makes the blocks findable that a sequence's tokens from the computed ones to `stop` fill.
+        """Makes the blocks findable that the tokens from the computed ones up to `stop` fill.
 
-        To be called when their K and V are in the cache, or will be before anyone can read them who
-        is admitted later: the scheduler does so for the tokens of the step it is building, since
-        each layer writes the K and V of the whole batch before it reads any. A pending
-        token has no value yet: `stop` may not be behind it.
+        Call this once K and V are written, or are sure to be written before any sequence admitted
+        later reads them. That holds for the tokens of the step that is being scheduled: each layer
+        writes the K and V of the whole batch before it reads any.
         """
-        last = stop // self.block_size if self.enable_prefix_caching else 0
-        for index in range(seq.num_computed_tokens // self.block_size, last):
-            key = self.keys[seq.block_table[index]] = self._key(seq, index)
-            self.twins.setdefault(key, {})[seq.block_table[index]] = None
+        num_full = stop // self.block_size if self.enable_prefix_caching else 0
+        for index in range(seq.num_computed_tokens // self.block_size, num_full):
+            block = seq.block_table[index]
+            block_hash = self._hash(seq, index)
+            self.hash_of_block[block] = block_hash
+            self.blocks_by_hash.setdefault(block_hash, {})[block] = None
 
     def reset_prefix_cache(self) -> None:
         """Forgets every hash. Blocks in use stay in use."""
-        self.keys.clear()
-        self.twins.clear()
+        self.hash_of_block.clear()
+        self.blocks_by_hash.clear()
 
-    def _key(self, seq: Sequence, index: int) -> tuple[int, bytes]:
-        """What a full block is found by: xxh64 over the hash of the block before it and its own
-        tokens; and, as hashes may collide, the tokens. Kept in the sequence."""
-        for missing in range(len(seq.block_keys), index + 1):
-            before = seq.block_keys[-1][0] if missing else 0
-            token_ids = seq.token_ids[missing * self.block_size:(missing + 1) * self.block_size]
-            data = array("i", token_ids).tobytes()
-            key = xxhash.xxh64_intdigest(before.to_bytes(8, "little") + data), data
-            seq.block_keys.append(key)
-        return seq.block_keys[index]
+    def _hash(self, seq: Sequence, index: int) -> BlockHash:
+        """What a full block is found by: a hash, and its tokens, since hashes may collide.
+
+        The hash is xxh64 over the hash of the block before and the block's own token ids, so that
+        it stands for the whole prefix. The sequence keeps the hashes of its blocks.
+        """
+        for missing in range(len(seq.block_hashes), index + 1):
+            before = seq.block_hashes[-1][0] if missing else 0
+            start = missing * self.block_size
+            tokens = array("i", seq.token_ids[start:start + self.block_size]).tobytes()
+            digest = xxhash.xxh64_intdigest(before.to_bytes(8, "little") + tokens)
+            seq.block_hashes.append((digest, tokens))
+        return seq.block_hashes[index]

@@ -26,7 +26,8 @@ def find_model(model: str | Path) -> Path:
     try:
         is_folder = Path(model).is_dir()
         return Path(model if is_folder else snapshot_download(str(model), allow_patterns=FILES))
-    except Exception as error:  # no valid id, an unknown one, no network, no space, …
+    # no valid id, an unknown one, no network, no space, …
+    except Exception as error:
         raise rejected("model", str(model), f"a folder, or a Hugging Face id: {error}") from error
 
 
@@ -57,17 +58,19 @@ def load_defaults(folder: Path, config: Any, tokenizer: Any) -> tuple[SamplingPa
     return SamplingParams(**{name: found[name] for name in names}), ends - {None}
 
 
-def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str, form: str) -> Decoder:
-    """The model with its weights in `dtype`; random ones, always the same, in the form "dummy"."""
+def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str,
+               load_format: str) -> Decoder:
+    """The model with its weights in `dtype`; "dummy": random ones, always the same."""
     with torch.device("meta"):
         model = Decoder(config).to(dtype)
     model.to_empty(device=device).requires_grad_(False)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     targets = checkpoint_tensors(model)
-    if form == "dummy":
+    if load_format == "dummy":
         generator = torch.Generator(device).manual_seed(0)
-        for target in targets.values():  # about the spread of trained weights; norms around 1
+        # about the spread of trained weights; norms around 1
+        for target in targets.values():
             target.uniform_(-0.03, 0.03, generator=generator).add_(target.ndim == 1)
     else:
         load_weights(folder, targets)
@@ -78,13 +81,18 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str, form:
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Where each tensor of a checkpoint goes: its name, and a view of (a part of) a parameter."""
+    """Where each tensor of a checkpoint goes: its name, and a view of (a part of) a parameter.
+
+    The rows of "layers.0.qkv_proj.weight" are those of "layers.0.q_proj.weight", then of k and v.
+    """
     targets = {}
-    for name, parameter in model.named_parameters():  # a tied one once, under its first name
-        parent, own, kind = f".{name}".rsplit(".", 2)
-        parts = getattr(model.get_submodule(name.rsplit(".", 1)[0]), "parts", {own: len(parameter)})
+    # a tied one once, under its first name
+    for name, parameter in model.named_parameters():
+        path, kind = name.rsplit(".", 1)
+        parent, dot, own = path.rpartition(".")
+        parts = getattr(model.get_submodule(path), "parts", {own: len(parameter)})
         for part, rows in zip(parts, parameter.split(list(parts.values()))):
-            targets[f"{parent}.{part}.{kind}"[1:]] = rows
+            targets[f"{parent}{dot}{part}.{kind}"] = rows
     return targets
 
 
@@ -99,7 +107,8 @@ def load_weights(folder: Path, missing: dict[str, Tensor]) -> None:
             for full_name in list(safe_open(file, framework="pt").keys()):
                 name = re.sub(r"^model\.|self_attn\.|mlp\.", "", full_name)
                 if name.endswith("inv_freq") or name == "lm_head.weight" and name not in missing:
-                    continue  # computed here; tied to the embedding
+                    # computed here; tied to the embedding
+                    continue
                 # opened anew for each: pages of a mapped file count as memory until it is closed
                 tensor = safe_open(file, framework="pt").get_tensor(full_name)
                 target = missing.pop(name, None)

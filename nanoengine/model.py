@@ -2,14 +2,15 @@
 
 It reads top to bottom like the papers: Llama (Touvron et al., 2023, arXiv:2302.13971) with
 grouped-query attention, rotary positions, RMSNorm and SwiGLU. Hidden states are (tokens of the
-step, hidden_size): there is no batch dimension, the attention backend knows which token is whose.
-Parameters bear the names of transformers' checkpoints, less "self_attn." and "mlp.";
-`loader.py` fills them.
+step, hidden_size). There is no batch dimension: the attention backend knows which token belongs to
+which sequence. Parameters bear the names of transformers' checkpoints, less "self_attn." and
+"mlp."; `loader.py` fills them. A new model of the family is a row in `FAMILIES`.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
-from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,46 +18,73 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoengine.attention import StepInputs, attend, fused
+from nanoengine.attention import StepInputs, cpu_attention
 from nanoengine.sampling_params import rejected
+
+# -------------------------------------------------------------------------------- families
+
+
+class Family(NamedTuple):
+    """What one family of models has and another lacks.
+
+    qkv_bias, o_bias, mlp_bias: whether these projections have a bias: "always", "never", or as the
+        switch of that name in the model's config says.
+    head_norms: whether each head of queries and keys has an RMSNorm.
+    windows: whether a layer sees only the last `sliding_window` keys: "always", "never", or where
+        the config's "layer_types" say "sliding_attention".
+    """
+
+    qkv_bias: str = "never"
+    o_bias: str = "never"
+    mlp_bias: str = "never"
+    head_norms: bool = False
+    windows: str = "never"
+
+
+FAMILIES = {
+    "llama": Family("attention_bias", "attention_bias", "mlp_bias"),
+    "mistral": Family(windows="always"),
+    "qwen2": Family("always", windows="layer_types"),
+    "qwen3": Family("attention_bias", "attention_bias", head_norms=True, windows="layer_types")}
 
 
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that this decoder would not compute exactly."""
     rope = getattr(config, "rope_parameters", None) or {}
+    has_types = FAMILIES.get(config.model_type, Family()).windows == "layer_types"
     for name, value, supported in (
-        ("architectures", config.architectures,
-         [[f"{name}ForCausalLM"] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")]),
+        ("architectures", config.architectures, [[f"{n.title()}ForCausalLM"] for n in FAMILIES]),
+        ("model_type", config.model_type, list(FAMILIES)),
         ("hidden_act", getattr(config, "hidden_act", None), ["silu"]),
         ("rope_type", rope.get("rope_type"), ["default", "linear", "llama3", "yarn"]),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
         ("quantization_config", getattr(config, "quantization_config", None), [None]),
-        ("layer_types", bool(getattr(config, "layer_types", None)) and config.model_type,
-         [False, "qwen2", "qwen3"]),
+        ("layer_types", not has_types and getattr(config, "layer_types", None), [False, None, []]),
     ):
         if value not in supported:
             raise rejected(f"the model's {name}", value, " or ".join(map(str, supported)))
 
 
-def window_of(config: PretrainedConfig, index: int) -> int | None:
-    """How many keys back a layer's queries see: `sliding_window` where that layer has one."""
-    kind = config.layer_types[index] if config.model_type.startswith("qwen") else config.model_type
-    return config.sliding_window if kind in ("sliding_attention", "mistral") else None
+def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
+    """How many keys back the queries of a layer see; None for all."""
+    windows = FAMILIES[config.model_type].windows
+    kind = config.layer_types[layer_index] if windows == "layer_types" else windows
+    return config.sliding_window if kind in ("always", "sliding_attention") else None
 
 
-def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
-    """cos and sin of every position's angles, (2, max_model_len, head_dim / 2) float32.
-
-    For `rotate`; the scaled variants are transformers' own.
-    """
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type == "default":  # which is linear scaling by 1
-        rope_type, config.rope_parameters["factor"] = "linear", 1.0
-    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-    angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
-    return torch.stack((angles.cos(), angles.sin())) * factor
+# ------------------------------------------------------------------------------ operations
 
 
+def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """On a GPU torch.compile makes one kernel of the function; on a CPU it runs as it stands."""
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
+
+    def run(x: Tensor, *arguments: Tensor | float) -> Tensor:
+        return (compiled() if x.is_cuda else function)(x, *arguments)
+    return functools.wraps(function)(run)
+
+
+@fused
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32 and in place, for speed."""
     scaled = x.to(torch.float32, copy=True)
@@ -64,20 +92,50 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return scaled.mul_(mean.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202), gate is overwritten.
+@fused
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turns each pair (x[i], x[i + head_dim / 2]) of (tokens, heads, head_dim) by its angle.
 
-    On a CPU in parts that PyTorch gives to one thread each: where it cuts a row in two, it takes
-    the last numbers before the cut one by one, with another exp, and other bits, than vectors.
+    RoPE (Su et al., 2021, arXiv:2104.09864). angles: cos and sin, (2, tokens, head_dim / 2).
+    """
+    cos, sin = angles[:, :, None]
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+@fused
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202); gate is overwritten.
+
+    On a CPU it goes in parts, each of which PyTorch gives to one thread. Where PyTorch cuts a row
+    in two, it takes the last numbers before the cut one by one, by another exp with other bits.
     """
     for part in gate.split(max(1, 2**15 // gate.shape[1]) if gate.is_cpu else len(gate)):
         F.silu(part, inplace=True)
     return gate * up
 
 
+def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
+    """cos and sin of the angles of every position, (2, max_model_len, head_dim / 2) float32.
+
+    The scaled variants are transformers' own.
+    """
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type == "default":
+        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        frequencies, factor = 1 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+    else:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin())) * factor
+
+
+# --------------------------------------------------------------------------------- modules
+
+
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return fused(rms_norm, x.is_cuda)(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Linear(nn.Linear):
@@ -98,7 +156,8 @@ class Linear(nn.Linear):
         plain = self.weight
         try:
             self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(plain), False)
-            self(plain.new_zeros(2, self.in_features))  # not all that can be packed is multiplied
+            # not all that can be packed is multiplied
+            self(plain.new_zeros(2, self.in_features))
         except (AttributeError, RuntimeError) as error:
             self.weight = plain
             warnings.warn(f"slower products, as weights can't be packed: {error}", stacklevel=2)
@@ -112,32 +171,58 @@ class Linear(nn.Linear):
 
 
 class DecoderLayer(nn.Module):
+    """Attention, then an MLP, each behind a norm and with a residual connection."""
+
     def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
         super().__init__()
-        self.head_dim, self.window = config.head_dim, window_of(config, layer_index)
+        family = FAMILIES[config.model_type]
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        queries = config.num_attention_heads * config.head_dim
-        keys = config.num_key_value_heads * config.head_dim
-        bias = config.model_type in ("llama", "qwen3") and config.attention_bias
-        mlp_bias = config.model_type == "llama" and config.mlp_bias
-        head_norm = RMSNorm if config.model_type == "qwen3" else nn.Identity
+        self.window = window_of(config, layer_index)
+        self.head_dim = config.head_dim
+        self.num_heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
+        queries, keys, values = (self.head_dim * heads for heads in self.num_heads)
+        qkv_bias, o_bias, mlp_bias = (
+            switch == "always" or getattr(config, switch, False) for switch in family[:3])
+        head_norm = RMSNorm if family.head_norms else nn.Identity
+
         self.input_layernorm = RMSNorm(hidden, eps)
-        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        self.qkv_proj = Linear(hidden, parts, bias or config.model_type == "qwen2")
-        self.q_norm = head_norm(config.head_dim, eps)
-        self.k_norm = head_norm(config.head_dim, eps)
-        self.o_proj = Linear(queries, {"o_proj": hidden}, bias)
+        qkv = {"q_proj": queries, "k_proj": keys, "v_proj": values}
+        self.qkv_proj = Linear(hidden, qkv, qkv_bias)
+        self.q_norm = head_norm(self.head_dim, eps)
+        self.k_norm = head_norm(self.head_dim, eps)
+        self.o_proj = Linear(queries, {"o_proj": hidden}, o_bias)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
         self.down_proj = Linear(inner, {"down_proj": hidden}, mlp_bias)
 
-    def forward(self, hidden: Tensor, attention: Callable, rows: Tensor | slice) -> Tensor:
-        """From (T, hidden_size) to (rows, hidden_size): all K and V, but only these rows go on."""
-        qkv = self.qkv_proj(self.input_layernorm(hidden)).unflatten(-1, (-1, self.head_dim))
-        attended = attention(qkv, (self.q_norm, self.k_norm), window=self.window)
+    def forward(self, hidden: Tensor, angles: Tensor, cache: Tensor, step: StepInputs,
+                backend: Callable, rows: Tensor | slice) -> Tensor:
+        """From (T, hidden_size) to (rows, hidden_size).
+
+        K and V of all T tokens are written to the cache; only `rows` go on behind attention.
+        """
+        attended = self.attend(self.input_layernorm(hidden), angles, cache, step, backend)
         hidden = hidden[rows] + self.o_proj(attended.flatten(1)[rows])
         gate_up = self.gate_up_proj(self.post_attention_layernorm(hidden))
-        return hidden + self.down_proj(fused(swiglu, hidden.is_cuda)(*gate_up.chunk(2, dim=-1)))
+        gate, up = gate_up.chunk(2, dim=-1)
+        return hidden + self.down_proj(swiglu(gate, up))
+
+    def attend(self, hidden: Tensor, angles: Tensor, cache: Tensor, step: StepInputs,
+               backend: Callable) -> Tensor:
+        """From (T, hidden_size) to (T, heads, head_dim).
+
+        angles: (2, T, head_dim / 2), of the tokens' positions; cache: K and V of this layer.
+        """
+        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        # one kernel for all the steps below
+        if backend is cpu_attention:
+            return cpu_attention(
+                qkv, (self.q_norm, self.k_norm), angles, cache, self.window, step)
+        query, key, value = qkv.split(self.num_heads, dim=1)
+        query = rotate(self.q_norm(query), angles)
+        key = rotate(self.k_norm(key), angles)
+        cache[:, step.slot_blocks, step.slot_offsets] = torch.stack((key, value))
+        return backend(query, cache, self.window, step)
 
 
 class Decoder(nn.Module):
@@ -151,16 +236,17 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size})
 
-    def forward(self, token_ids: Tensor, step: StepInputs, rope: Tensor, backend: str,
-                caches: Tensor) -> Tensor:
-        """Computes the step's T tokens and writes their K and V to the caches, (layers, …).
+    def forward(self, token_ids: Tensor, step: StepInputs, rope: Tensor, caches: Tensor,
+                backend: Callable) -> Tensor:
+        """Computes the step's T tokens and writes their K and V to the caches.
 
-        token_ids: (T,); rope: (2, max_model_len, head_dim / 2), see `rope_table`.
-        Returns the logits of the sampled rows alone, (sampled, vocab_size).
+        token_ids: (T,); rope: (2, max_model_len, head_dim / 2), see `rope_table`; caches: see
+        `make_caches`; backend: one of attention.py's. Returns the logits of the sampled rows alone,
+        (R, vocab_size).
         """
-        hidden, angles = self.embed_tokens(token_ids), rope[:, step.positions]
-        for layer, layer_cache in zip(self.layers, caches):
-            attention = partial(attend, backend, angles=angles, cache=layer_cache, step=step)
+        hidden = self.embed_tokens(token_ids)
+        angles = rope[:, step.positions]
+        for layer, cache in zip(self.layers, caches):
             rows = step.sampled_rows if layer is self.layers[-1] else slice(None)
-            hidden = layer(hidden, attention, rows)
+            hidden = layer(hidden, angles, cache, step, backend, rows)
         return self.lm_head(self.norm(hidden))

@@ -1,7 +1,7 @@
 """What a user gets back: `RequestOutput`, `CompletionOutput`, and the text in them.
 
 Text is made token by token, as in vLLM: a token adds what the tokenizer decodes more with it than
-without, in the context of the tokens before; half a character is held back until it is whole.
+without it, in the context of the tokens before. Half a character is held back until it is whole.
 """
 
 from dataclasses import dataclass
@@ -42,57 +42,64 @@ class RequestOutput:
 
 
 class Completion:
-    """A sequence in the engine, the prompt that it completes, and the text of it so far."""
+    """A sequence in the engine, and the text of it so far."""
 
-    def __init__(self, prompt: str | None, seq: Sequence, tokenizer: Any) -> None:
-        self.prompt = prompt
+    def __init__(self, seq: Sequence, tokenizer: Any) -> None:
         self.seq = seq
-        self.pieces: list[str] = []  # of its text, none of them empty
+        self.text = ""
+        has_text = tokenizer is not None and seq.params.detokenize
+        self.tokenizer: Any = tokenizer.backend_tokenizer if has_text else None
+        # the tokens before the next ones, which are decoded together with them
+        self.context = seq.token_ids[-6:]
+        # tokens in the middle of a character
+        self.pending: list[int] = []
         self.longest_stop = max(map(len, seq.params.stop), default=1)
-        wants_text = tokenizer and seq.params.detokenize
-        self.tokenizer: Any = tokenizer.backend_tokenizer if wants_text else None
-        self.context = seq.token_ids[-6:]  # the tokens before, that the next are decoded with
-        self.pending: list[int] = []  # tokens in the middle of a character
 
-    def update(self, seq: Sequence, logprobs: Logprobs | None) -> str | None:
+    def update(self) -> str | None:
         """Takes in the newest token; returns the stop string that its text completes, if any."""
-        if logprobs is not None:
-            for token_id, found in logprobs.items():
-                found.decoded_token = self.tokenizer and self.tokenizer.decode([token_id], False)
-            seq.logprobs.append(logprobs)
+        seq = self.seq
+        if self.tokenizer and seq.logprobs:
+            for token_id, found in seq.logprobs[-1].items():
+                found.decoded_token = self.tokenizer.decode([token_id], False)
         is_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
-        piece = self._decode() if self.tokenizer and is_text else ""  # the end is no text
-        self.pieces += [piece] if piece else []
-        num_generated = seq.num_tokens - seq.num_prompt_tokens
-        return self._find_stop(len(piece)) if num_generated > seq.params.min_tokens else None
+        piece = self._decode() if self.tokenizer and is_text else ""
+        self.text += piece
+        can_stop = seq.num_tokens - seq.num_prompt_tokens > seq.params.min_tokens
+        return self._find_stop(len(piece)) if piece and can_stop else None
 
     def _decode(self) -> str:
         """The text that the newest token completes: none in the middle of a character."""
         skip = self.seq.params.skip_special_tokens
         self.pending.append(self.seq.token_ids[-1])
         before = self.tokenizer.decode(self.context, skip)
-        piece = self.tokenizer.decode(self.context + self.pending, skip)[len(before):]
+        after = self.tokenizer.decode(self.context + self.pending, skip)
+        piece = after[len(before):]
         if piece.endswith("\ufffd"):
             return ""
-        self.context = self.pending if piece else self.context  # a special token has no text
+        # a special token may have no text
+        if piece:
+            self.context = self.pending
         self.pending = []
         return piece
 
-    def _find_stop(self, new: int) -> str | None:
-        """Of the stop strings that end in the `new` last letters the first; cuts the text there."""
+    def _find_stop(self, num_new: int) -> str | None:
+        """Of the stop strings that end in the newest letters the first; cuts the text there."""
         params = self.seq.params
-        tail = "".join(self.pieces[-self.longest_stop:])
-        starts = [(tail.find(stop, 1 - new - len(stop)), stop) for stop in params.stop if new]
-        index, stop = min((match for match in starts if match[0] >= 0), default=(0, None))
-        if stop is not None:
-            end = index + len(stop) * params.include_stop_str_in_output
-            self.pieces[-self.longest_stop:] = [tail[:end]]
+        matches = []
+        for stop in params.stop:
+            index = self.text.find(stop, max(0, len(self.text) - num_new - len(stop) + 1))
+            if index >= 0:
+                matches.append((index, stop))
+        if not matches:
+            return None
+        index, stop = min(matches)
+        self.text = self.text[:index + len(stop) * params.include_stop_str_in_output]
         return stop
 
     def output(self) -> CompletionOutput:
-        """How it stands now; what may yet become a stop string is held back."""
+        """The completion as it stands now; what may yet become a stop string is held back."""
         seq = self.seq
-        text = "".join(self.pieces)
+        text = self.text
         if not (seq.finish_reason or seq.params.include_stop_str_in_output):
             text = text[:max(0, len(text) - self.longest_stop + 1)]
         token_ids = seq.token_ids[seq.num_prompt_tokens:]
@@ -102,10 +109,26 @@ class Completion:
             seq.index, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
 
 
-def request_output(completions: list[Completion]) -> RequestOutput:
-    """A request as it stands now, from its completions in order."""
-    prompt, seq = completions[0].prompt, completions[0].seq
-    outputs = [completion.output() for completion in completions]
-    return RequestOutput(
-        seq.request_id, prompt, seq.token_ids[:seq.num_prompt_tokens], outputs,
-        all(output.finish_reason for output in outputs), seq.metrics.num_cached_tokens, seq.metrics)
+@dataclass
+class Request:
+    """A prompt in the engine, and its completions.
+
+    prompt: the text, None where only token ids were given.
+    """
+
+    prompt: str | None
+    completions: list[Completion]
+
+    seq = property(lambda self: self.completions[0].seq)
+    is_finished = property(lambda self: all(c.seq.finish_reason for c in self.completions))
+
+    def update(self, seq: Sequence) -> str | None:
+        """Takes in the newest token of a completion; returns a stop string that it completes."""
+        return self.completions[seq.index].update()
+
+    def output(self) -> RequestOutput:
+        """The request as it stands now."""
+        seq = self.seq
+        outputs = [completion.output() for completion in self.completions]
+        return RequestOutput(seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
+                             outputs, self.is_finished, seq.metrics.num_cached_tokens, seq.metrics)

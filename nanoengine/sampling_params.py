@@ -22,7 +22,8 @@ def rejected(name: str, value: Any, accepted: str) -> ValueError:
 
 # vLLM's shorthands: one text stands for a list of it, None for an empty list
 AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
-NUMPY = BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)  # as good as ours
+# as good as ours
+NUMPY = BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)
 Int = Annotated[int, NUMPY]
 Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
 Count = Annotated[Int, Field(ge=1)]
@@ -84,7 +85,8 @@ class SamplingParams:
 
     @model_validator(mode="after")
     def check_together(self) -> "SamplingParams":
-        if not 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens):  # in vLLM's words
+        # in vLLM's words
+        if not 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens):
             raise ValueError("min_tokens must be greater than or equal to 0; min_tokens must be "
                              f"less than or equal to max_tokens, got {self.min_tokens}")
         if self.stop and not self.detokenize:

@@ -1,148 +1,208 @@
-"""`Scheduler`: who runs in the next step, for how many tokens, and who gives way.
+"""`Scheduler`: which sequences run in the next step, for how many tokens, and which give way.
 
 Two deques, waiting and running, and one `Batch` a step. Plain Python: it knows tokens and blocks,
-but no tensor and no text. The policies are the small functions and tables at the end.
+but no tensor and no text. The policies are small functions and tables at the end.
+
+                 admit: gets blocks for all its tokens                  finish: frees its blocks
+    add ──▶ waiting ─────────────────────────────────▶ running ──────────────────────────▶ done
+               ▲   swapped in, from the prefix cache      │
+               │   or computed again                      │
+               └──────────────── preempt ─────────────────┘
+                 to the front; loses its blocks, keeps its tokens; what was computed is swapped
+                 out, or dropped (then the prefix cache may still have it when it comes back)
 """
 
 import time
 from bisect import insort_left, insort_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from operator import attrgetter
 
-from nanoengine.block_manager import BlockManager, Copies
+from nanoengine.batch import Batch
+from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.sequence import PendingToken, Sequence
 
-
-@dataclass
-class Batch:
-    """The whole message from scheduler to runner.
-
-    `num_tokens[i]` tokens of `sequences[i]` are to be computed, from its `num_computed_tokens` on.
-    `sampled` has the index of each sequence whose last known token is among them, and who gets the
-    token drawn there: where forks begin, an index comes several times. `copies` are to be done
-    first. `budget`: how many more tokens the step may compute. `preempted`: since the last one.
-    `is_under_way`: whether its tokens count as computed already (`Scheduler.advance`).
-    `is_awaited`: whether the next step depends on what is sampled: for processors, beams and forks.
-    `started`: when it was begun to be built, of `time.monotonic()`.
-    """
-
-    budget: int
-    sequences: list[Sequence] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    sampled: list[tuple[int, Sequence]] = field(default_factory=list)
-    copies: Copies = field(default_factory=Copies)
-    preempted: list[tuple[Sequence, str]] = field(default_factory=list)
-    is_under_way: bool = False
-    is_awaited: bool = False
-    started: float = field(default_factory=time.monotonic)
-
-    def __len__(self) -> int:
-        return len(self.sequences)
+BY_PRIORITY = attrgetter("priority")
 
 
 class Scheduler:
-    """Decides each step's batch, and takes in what came of it.
+    """Decides each step's batch, and takes in the tokens that come of it.
 
-    config: how many sequences run and how many tokens a step computes at most (those that the
-        prefix cache has are not computed and do not count), and the policies by name.
+    config: how many sequences run and how many tokens a step computes at most (tokens from the
+        prefix cache are not computed and do not count), and the policies by name.
+    max_model_len: the most tokens of any sequence.
+    clock: gives the time in seconds.
     """
 
-    def __init__(self, block_manager: BlockManager, config: EngineConfig) -> None:
-        self.block_manager, self.config = block_manager, config
-        self.max_num_seqs, self.max_num_batched_tokens = config.limits()
-        self.is_closed = False  # to prompts, once a static batch decodes
-        self.waiting: deque[Sequence] = deque()  # by priority
-        self.running: deque[Sequence] = deque()  # as admitted
-        self.counters: Counter[str] = Counter()  # see LLM.metrics
-        self.preempted: list[tuple[Sequence, str]] = []  # since the last step, and how
+    def __init__(self, block_manager: BlockManager, config: EngineConfig, max_model_len: int,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.block_manager = block_manager
+        self.config = config
+        self.max_model_len = max_model_len
+        self.clock = clock
+        # sorted by priority, then by arrival
+        self.waiting: deque[Sequence] = deque()
+        # in the order of admission
+        self.running: deque[Sequence] = deque()
+        # what each of them counts is said in LLM.metrics
+        self.counters: Counter[str] = Counter()
+        # since the last step
+        self.preempted: list[tuple[Sequence, str]] = []
+        # for "static": a batch that has begun to decode admits no more
+        self.is_decoding = False
 
-    def check_room(self, seq: Sequence, beam_width: int = 1) -> None:
-        """Raises ValueError for a sequence that would not fit with all its beams, even alone."""
-        manager = self.block_manager
-        num_tokens = max(seq.max_num_tokens, seq.num_held_tokens)
-        num_blocks = beam_width * manager.num_blocks_for(num_tokens)
-        if beam_width > self.max_num_seqs or num_blocks > manager.num_blocks:
-            raise ValueError(f"{beam_width=} x {num_tokens} tokens do not fit {manager.num_blocks} "
-                             f"blocks of {manager.block_size} tokens and {self.max_num_seqs} seqs")
+    def num_held_tokens(self, seq: Sequence) -> int:
+        """For how many tokens a sequence holds blocks at least, from its admission on.
+
+        "on-demand": for those that it has, and then it may have to be preempted; "reserve": for all
+        that it may come to have, so that only `max_waiting` can preempt it; "max-length": for the
+        most that any sequence may have, as engines did before paging.
+        """
+        return {"on-demand": 0, "reserve": seq.max_num_tokens,
+                "max-length": self.max_model_len}[self.config.kv_allocation]
+
+    def check_fits(self, seq: Sequence, num_beams: int = 1) -> None:
+        """Raises ValueError for a sequence that with all its beams would not fit, even alone."""
+        manager, max_num_seqs = self.block_manager, self.config.max_num_seqs
+        num_tokens = max(seq.max_num_tokens, self.num_held_tokens(seq))
+        num_blocks = num_beams * manager.num_blocks_for(num_tokens)
+        if num_beams > max_num_seqs or num_blocks > manager.num_blocks:
+            raise ValueError(f"{num_beams} x {num_tokens} tokens do not fit: {max_num_seqs=}, "
+                             f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence. Raises ValueError for one that could never run."""
-        self.check_room(seq)
-        insort_right(self.waiting, seq, key=attrgetter("priority"))
+        """Queues a sequence and its forks. Raises ValueError if one could never run."""
+        self.check_fits(seq)
+        for each in (seq, *seq.forks):
+            each.num_held_tokens = self.num_held_tokens(each)
+        insort_right(self.waiting, seq, key=BY_PRIORITY)
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    # ----------------------------------------------------------------------------- one step
+    # ---------------------------------------------------------------------- building a step
 
     def schedule(self) -> Batch:
-        """Chooses the sequences of the next step and gives them the blocks that it needs."""
-        manager = self.block_manager
+        """Chooses the sequences of the next step and gives them the blocks that they need."""
         batch = BATCHING[self.config.scheduling](self)
-        batch.copies, manager.copies = manager.copies, Copies()
-        manager.free_host_blocks += batch.copies.swap_in.values()  # for the next step to write
+        batch.copies = self.block_manager.take_copies()
         batch.preempted, self.preempted = self.preempted, []
-        copied = {f"{name}_blocks": len(blocks) for name, blocks in vars(batch.copies).items()}
+        copied = {f"{name}_blocks": len(pairs) for name, pairs in vars(batch.copies).items()}
         self.counters.update(copied, num_steps=1, batched_sequences=len(batch),
                              computed_tokens=sum(batch.num_tokens))
-        num_used = manager.num_blocks - manager.num_free_blocks
+        num_used = self.block_manager.num_blocks - self.block_manager.num_free_blocks
         self.counters["max_blocks_used"] = max(num_used, self.counters["max_blocks_used"])
         return batch
 
-    def build(self, candidates: Iterable[Sequence], admit: bool) -> Batch:
-        """A batch of running sequences and, if asked, of the prompts at the head of waiting.
+    def build(self, candidates: list[Sequence], admit: bool) -> Batch:
+        """A batch of running sequences and, if asked for, of prompts from the head of waiting.
 
-        First all candidates get their blocks, then the batch is filled: a victim is never in it.
-        A step that preempts admits nobody.
+        1. All candidates get the blocks that they need, if need be by preempting others. So a
+           preempted sequence is never in the batch.
+        2. The batch is filled with decodes, then with prompts that were begun.
+        3. Waiting prompts are admitted, unless the step has preempted.
         """
+        batch = Batch(self.config.max_num_batched_tokens, self.clock())
         admit = not self._make_room(candidates) and admit
         if admit:
             self._overtake()
-        batch = Batch(self.max_num_batched_tokens)
-        for seq in candidates:  # but for who has just been overtaken, or waits for other beams
-            if batch.budget and seq.block_table and len(seq.token_ids) > seq.num_computed_tokens:
+
+        prefills = []
+        for seq in candidates:
+            num_left = len(seq.token_ids) - seq.num_computed_tokens
+            if num_left == 1 and seq.block_table:
                 self._place(batch, seq)
-        while admit and batch.budget and self.waiting and self._fits(self.waiting[0]):
-            for seq in [self.waiting.popleft() for _ in self.waiting[0].members]:
+            elif num_left > 1 and seq.block_table:
+                prefills.append(seq)
+        for seq in prefills:
+            self._place(batch, seq)
+
+        while admit and batch.budget and self._can_admit_head():
+            for seq in self._pop_head():
                 self._admit(seq)
-                if batch.budget:
-                    self._place(batch, seq)
+                self._place(batch, seq)
         return batch
 
     def _place(self, batch: Batch, seq: Sequence) -> None:
-        """Adds as many of a sequence's tokens to a batch as the budget allows."""
-        num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, batch.budget)
-        stop = seq.num_computed_tokens + num_tokens
+        """Adds as many of a sequence's next tokens to a batch as its budget allows."""
+        start = seq.num_computed_tokens
+        num_tokens = min(len(seq.token_ids) - start, batch.budget)
+        if not num_tokens:
+            return
+        stop = start + num_tokens
         if stop == len(seq.token_ids):
-            batch.is_awaited |= bool(seq.processors or seq.group or seq.forks)
-            batch.sampled += [(len(batch.sequences), each) for each in (*seq.forks, seq)]
+            batch.next_step_needs_tokens |= bool(seq.forks or seq.group or seq.processors)
+            # The parent comes last: it may finish at once, and its forks share its blocks before.
+            batch.sampled += [(len(batch), each) for each in (*seq.forks, seq)]
             seq.forks = []
+        # a sequence that is admitted in this very step can share these blocks
+        if num_tokens > 1:
+            self.block_manager.register(seq, min(stop, seq.num_known_tokens))
         batch.sequences.append(seq)
+        batch.starts.append(start)
         batch.num_tokens.append(num_tokens)
         batch.budget -= num_tokens
         seq.last_step = self.counters["num_steps"]
-        is_pending = type(seq.token_ids[stop - 1]) is PendingToken
-        self.block_manager.register(seq, stop - is_pending)
+
+    def _make_room(self, candidates: list[Sequence]) -> bool:
+        """Gives each candidate the block that its newest token needs, if it needs one.
+
+        Sequences are preempted until all candidates that are left can have theirs. Returns whether
+        any was.
+        """
+        manager = self.block_manager
+        size = manager.block_size
+        has_preempted = False
+        lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
+        while not manager.can_append(len(lacking)):
+            self.preempt(VICTIMS[self.config.preemption_victim](self.running))
+            lacking = [seq for seq in lacking if seq.is_running]
+            has_preempted = True
+        for seq in lacking:
+            manager.may_append(seq)
+        return has_preempted
+
+    def _overtake(self) -> None:
+        """In a long queue, a head that does not fit takes the place of the longest sequence.
+
+        The victim goes to the front, right behind the head. A sequence gives way only once, so
+        that this comes to an end.
+        """
+        limit, manager = self.config.max_waiting, self.block_manager
+        if limit is None or len(self.waiting) <= limit or self._can_admit_head():
+            return
+        head = self.waiting[0]
+        num_missing = manager.num_blocks_to_hold(head) - manager.num_free_blocks
+        victims = [seq for seq in self.running if not seq.gave_way
+                   and seq.priority >= head.priority and len(seq.block_table) >= num_missing]
+        if victims:
+            victim = max(victims, key=attrgetter("num_tokens"))
+            victim.gave_way = True
+            group = self._pop_head()
+            self.preempt(victim)
+            self.waiting.extendleft(reversed(group))
+
+    # ---------------------------------------------------------------------- after a step
 
     def advance(self, batch: Batch) -> None:
-        """Counts a step that is under way as computed, so that the next can be scheduled.
+        """Counts a step that was launched as computed, so that the next one can be scheduled.
 
-        The tokens that it samples join their sequences as pending ones; who has all its tokens
-        with that is finished. Beams are left alone: their tokens are chosen for a whole group
-        (beam_search.py). Who ended in the meantime (EOS, in the step before) is passed over.
+        The tokens that it samples join their sequences as pending ones; a sequence that thereby
+        reaches its maximum length is finished. Two kinds of sequences are passed over: beams, whose
+        tokens are chosen for the whole group (beam_search.py), and sequences that have finished
+        since the step was scheduled.
         """
-        batch.is_under_way = True
-        for seq, num_tokens in zip(batch.sequences, batch.num_tokens):
+        batch.is_advanced = True
+        for seq, start, num_tokens in zip(batch.sequences, batch.starts, batch.num_tokens):
             if not seq.finish_reason:
-                stop = seq.num_computed_tokens + num_tokens
+                stop = start + num_tokens
+                # this block became full
                 if stop % self.block_manager.block_size == 0:
-                    self.block_manager.register(seq, stop)  # its last token may have been pending
+                    self.block_manager.register(seq, stop)
                 seq.num_computed_tokens = stop
         for row, (index, seq) in enumerate(batch.sampled):
-            if not (seq.group or seq.finish_reason):
+            if not (seq.finish_reason or seq.group):
                 seq.token_ids.append(PendingToken(row))
                 if seq is not batch.sequences[index]:
                     self.fork(batch.sequences[index], seq)
@@ -150,34 +210,37 @@ class Scheduler:
                     self.finish(seq, "length")
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[tuple[int, Sequence]]:
-        """Takes in the sampled tokens, one for each in `batch.sampled`, and ends who is finished.
+        """Takes in the sampled tokens, one for each of `batch.sampled`, and ends sequences.
 
-        Returns which of them, and whose, count: not those for sequences that had ended before.
+        Returns (row, sequence) for each token that counts. The tokens of sequences that had ended
+        before do not.
         """
-        if not batch.is_under_way:
+        if not batch.is_advanced:
             self.advance(batch)
-        now = time.monotonic()
-        rows = [(row, seq) for row, (_, seq) in enumerate(batch.sampled)
-                if seq.group or type(seq.token_ids[-1]) is PendingToken]
-        for row, seq in rows:
+        now = self.clock()
+        taken = [(row, seq) for row, (_, seq) in enumerate(batch.sampled)
+                 if seq.group or type(seq.token_ids[-1]) is PendingToken]
+        for row, seq in taken:
             seq.metrics.first_token_time = seq.metrics.first_token_time or now
             seq.metrics.finished_time = now
             if not seq.group:
                 token_id = seq.token_ids[-1] = token_ids[row]
                 if token_id in seq.end_tokens:
                     self.finish(seq, "stop", seq.end_tokens[token_id])
-        self.counters["generation_tokens"] += len(rows)
-        return rows
+        self.counters["generation_tokens"] += len(taken)
+        return taken
 
-    # -------------------------------------------------------------- how a sequence moves
+    # ---------------------------------------------------------------------- one sequence
 
-    def _fits(self, seq: Sequence, parent: Sequence | None = None) -> bool:
-        """Whether there are places and blocks for a sequence with all its group."""
-        if len(self.running) + len(seq.members) > self.max_num_seqs:
-            return False
-        manager = self.block_manager
-        num_blocks = sum(manager.num_blocks_to_allocate(member, parent) for member in seq.members)
-        return num_blocks <= manager.num_free_blocks
+    def _can_admit_head(self) -> bool:
+        """Whether there are places and blocks for the head of waiting, with all its group."""
+        group = self.waiting[0].group_or_self if self.waiting else []
+        has_places = 0 < len(group) <= self.config.max_num_seqs - len(self.running)
+        return has_places and self.block_manager.can_allocate(group)
+
+    def _pop_head(self) -> list[Sequence]:
+        """Takes the head of waiting out, with all its group."""
+        return [self.waiting.popleft() for _ in self.waiting[0].group_or_self]
 
     def _admit(self, seq: Sequence) -> None:
         """Moves a sequence to the tail of running, with all its blocks."""
@@ -187,135 +250,106 @@ class Scheduler:
         self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
                              recomputed_tokens=num_lost)
         if not seq.metrics.first_scheduled_time:
-            seq.metrics.first_scheduled_time = time.monotonic()
+            seq.metrics.first_scheduled_time = self.clock()
             seq.metrics.num_cached_tokens = num_hits
             self.counters["prompt_tokens"] += seq.num_prompt_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets `child` run on from where `parent` is, or wait, if there is no room for it."""
-        if self._fits(child, parent):
-            num_shared = self.block_manager.allocate(child, parent)
+        has_place = len(self.running) < self.config.max_num_seqs
+        if has_place and self.block_manager.can_allocate([child], parent):
+            num_shared_tokens = self.block_manager.allocate(child, parent)
             self.running.append(child)
-            self.counters["shared_blocks"] += num_shared // self.block_manager.block_size
+            self.counters["shared_blocks"] += num_shared_tokens // self.block_manager.block_size
         else:
-            insort_left(self.waiting, child, key=attrgetter("priority"))
-
-    def _make_room(self, candidates: Iterable[Sequence]) -> bool:
-        """Gives the candidates their next blocks, after preempting until all that are left can
-        have them; returns whether anybody was preempted."""
-        manager, num_running = self.block_manager, len(self.running)
-        size = manager.block_size
-        lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
-        while len(lacking) > manager.num_free_blocks:
-            self.preempt(max(reversed(self.running), key=VICTIMS[self.config.preemption_victim]))
-            lacking = [seq for seq in lacking if seq.block_table]
-        for seq in lacking:
-            seq.block_table.append(manager.take_fresh())
-        return len(self.running) < num_running
+            insort_left(self.waiting, child, key=BY_PRIORITY)
 
     def preempt(self, seq: Sequence) -> None:
         """Sends a sequence and its group to the front of waiting, without their blocks."""
-        for member in reversed(seq.members):
-            (self.running if member.block_table else self.waiting).remove(member)
-            insort_left(self.waiting, member, key=attrgetter("priority"))
-            if member.block_table:
+        manager = self.block_manager
+        for member in reversed(seq.group_or_self):
+            (self.running if member.is_running else self.waiting).remove(member)
+            insort_left(self.waiting, member, key=BY_PRIORITY)
+            if member.is_running:
                 member.num_preempted_tokens = member.num_computed_tokens
-                mode = "swap" if self.block_manager.swap_out(member) else "recompute"
-                self.counters.update(["num_preemptions", f"{mode}_preemptions"])
+                can_swap = self.config.preemption_mode == "swap" and manager.can_swap_out(member)
+                (manager.swap_out if can_swap else manager.deallocate)(member)
+                mode = "swap" if can_swap else "recompute"
                 self.preempted.append((member, mode))
+                self.counters.update(["num_preemptions", f"{mode}_preemptions"])
                 member.metrics.num_preemptions += 1
 
-    def _overtake(self) -> None:
-        """In a long queue, a head that does not fit takes the place of the longest running one.
-
-        That one goes to the front, behind it. Nobody gives way twice, so this comes to an end.
-        """
-        limit, manager = self.config.max_waiting, self.block_manager
-        if limit is None or len(self.waiting) <= limit or self._fits(self.waiting[0]):
-            return
-        head = self.waiting[0]
-        num_missing = manager.num_blocks_to_hold(head) - manager.num_free_blocks
-        victims = [seq for seq in self.running if not seq.gave_way
-                   and seq.priority >= head.priority and len(seq.block_table) >= num_missing]
-        if victims:
-            victim = max(victims, key=lambda seq: seq.num_tokens)
-            victim.gave_way = True
-            self.preempt(victim)
-            self.preempt(head)  # which has no blocks: it only moves ahead
-
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence wherever it is, and frees its blocks."""
+        """Ends a sequence wherever it is, and frees its blocks.
+
+        A sequence that ended by its length is ended again if its last token, which was pending
+        then, turns out to be EOS or to complete a stop string: "stop" replaces "length".
+        """
         if not seq.finish_reason:
-            (self.running if seq.block_table else self.waiting).remove(seq)
+            (self.running if seq.is_running else self.waiting).remove(seq)
             self.block_manager.deallocate(seq)
         seq.metrics.num_decoded_tokens = seq.num_tokens - seq.num_prompt_tokens - 1
-        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        seq.finish_reason = reason
+        seq.stop_reason = stop_reason
 
     def abort(self) -> None:
-        """Ends all sequences, between two steps. What the prefix cache knows stays."""
+        """Ends all sequences, between two steps. The prefix cache stays as it is."""
         for seq in [*self.waiting, *self.running]:
             self.finish(seq, "abort")
 
     def reset(self) -> None:
-        """Drops all sequences and forgets all blocks, whatever a broken step has left of them."""
-        self.waiting, self.running = deque(), deque()
+        """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
+        self.waiting.clear()
+        self.running.clear()
         self.block_manager.reset()
 
-    def metrics(self) -> Counter:
-        """Gauges of now and counters since the start; what they mean is said in `LLM.metrics`."""
-        manager = self.block_manager
-        size = manager.block_size
-        unused = [max(0, len(seq.block_table) * size - seq.num_tokens) for seq in self.running]
-        internal = sum(num_tokens % size for num_tokens in unused)
-        return Counter({
-            **self.counters, "attention_backend": self.config.attention_backend,
-            "num_requests_running": len(self.running), "num_requests_waiting": len(self.waiting),
-            "num_requests_swapped": len(manager.host_tables),
-            "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
-            "num_blocks_free": manager.num_free_blocks,
-            "num_blocks_cached": len(manager.free.keys() & manager.keys),
-            "num_host_blocks_used": manager.num_host_blocks - len(manager.free_host_blocks),
-            "reserved_waste": sum(unused) - internal, "internal_waste": internal,
-            "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"])})
 
-
-# ---------------------------------------------------------------------------------- policies
+# -------------------------------------------------------------------------------- policies
 
 
 def prefill_first(scheduler: Scheduler) -> Batch:
     """Prompts before anything else: a step is all prefill or all decode, as in nano-vllm."""
-    return prompts(scheduler, admit=True) or scheduler.build(scheduler.running, admit=False)
+    batch = prefills(scheduler, admit=True)
+    return batch or scheduler.build(list(scheduler.running), admit=False)
 
 
 def mixed(scheduler: Scheduler) -> Batch:
-    """Running sequences first, what is left of the budget to prompts in chunks.
+    """Decodes first; what is left of the budget goes to prompts, in chunks.
 
-    Decodes never wait for a prompt: Sarathi-Serve (Agrawal et al., 2024, arXiv:2403.02310).
+    So decodes never wait for a prompt: Sarathi-Serve (Agrawal et al., 2024, arXiv:2403.02310).
     """
-    return scheduler.build(scheduler.running, admit=True)
+    return scheduler.build(list(scheduler.running), admit=True)
 
 
 def static(scheduler: Scheduler) -> Batch:
-    """A batch is filled until its first decode, then nobody joins until all have finished.
+    """A batch is filled until its first decode; the next one begins when all of it has finished.
 
-    What engines did before continuous batching (Orca: Yu et al., OSDI 2022); to be compared with.
+    So engines worked before continuous batching (Orca: Yu et al., OSDI 2022); to be compared with.
     """
-    batch = prompts(scheduler, admit=not (scheduler.is_closed and scheduler.running))
-    scheduler.is_closed = not batch
-    return batch or scheduler.build(scheduler.running, admit=False)
+    batch = prefills(scheduler, admit=not (scheduler.is_decoding and scheduler.running))
+    scheduler.is_decoding = batch is None
+    return batch or scheduler.build(list(scheduler.running), admit=False)
 
 
-def prompts(scheduler: Scheduler, admit: bool) -> Batch:
-    """A batch of prefills alone; they have all blocks from the start, so this preempts nobody."""
+def prefills(scheduler: Scheduler, admit: bool) -> Batch | None:
+    """A batch of prompts alone, if there are any. They have had all their blocks since their
+    admission, so that only `max_waiting` can make a sequence give way to them."""
     begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
-    return scheduler.build(begun, admit)
+    batch = scheduler.build(begun, admit)
+    return batch if batch.sequences else None
+
+
+def highest(rank: Callable[[Sequence], float]) -> Callable[[deque[Sequence]], Sequence]:
+    """Of the running sequences the one with the highest rank; of several, the youngest."""
+    return lambda running: max(reversed(running), key=rank)
 
 
 BATCHING = {"prefill-first": prefill_first, "mixed": mixed, "static": static}
-VICTIMS: dict[str, Callable[[Sequence], int]] = {  # who ranks highest; if equal, the youngest
-    "youngest": lambda seq: 0,
-    "longest": lambda seq: seq.num_tokens,
-    "lowest-priority": lambda seq: seq.priority,
-    "least-recently-run": lambda seq: -seq.last_step,
-    "random": lambda seq: hash((seq.seed, seq.num_tokens)),
-}
+
+# which running sequence is preempted; `running` is in the order of admission
+VICTIMS: dict[str, Callable[[deque[Sequence]], Sequence]] = {
+    "youngest": lambda running: running[-1],
+    "longest": highest(lambda seq: seq.num_tokens),
+    "lowest-priority": highest(lambda seq: seq.priority),
+    "least-recently-run": highest(lambda seq: -seq.last_step),
+    "random": highest(lambda seq: hash((seq.seed, seq.num_tokens)))}

@@ -1,12 +1,19 @@
-"""`Sequence`: the tokens of one completion, where their K and V are, and how far it has come.
+"""`Sequence`: the tokens of one completion, the blocks with their K and V, and its progress.
 
 Plain Python: nothing here knows a tensor, a model or a policy.
+
+    token_ids    Once upon a | time there was | a fox        num_tokens = 8
+    computed     ─────────────────────────────▶              num_computed_tokens = 6
+    block_table  [   4      ] [      9       ] [  2     ]    blocks of 3 tokens
+
+A step computes the next tokens of those that are left: here "a", or "a fox". A decode is the case
+of one token left, a prefill the case of several.
 """
 
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoengine.sampling_params import SamplingParams
@@ -14,72 +21,121 @@ from nanoengine.sampling_params import SamplingParams
 
 @dataclass
 class RequestMetrics:
-    """How a request fared, all its completions together.
+    """How a request fared, with all its completions together.
 
-    Times are seconds of `time.monotonic()`, 0 for not yet. `queue_time`, `time_to_first_token`,
-    `time_per_output_token` and `end_to_end_time` are seconds between two of them.
+    Times are seconds of `time.monotonic()`, and 0 until the event. `queue_time`,
+    `time_to_first_token`, `time_per_output_token` and `end_to_end_time` are seconds between two.
+
+    finished_time: of the last token of the longest completion.
+    num_decoded_tokens: tokens of the longest completion, without its first.
+    num_cached_tokens: tokens of the prompt that the prefix cache had at the first admission.
     """
 
     arrival_time: float = field(default_factory=time.monotonic)
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
-    finished_time: float = 0.0  # of the last token, of the completion that took longest
-    num_decoded_tokens: int = 0  # after the first ones, of the completion that took longest
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when first admitted
+    finished_time: float = 0.0
+    num_decoded_tokens: int = 0
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
 
-    queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
-    time_to_first_token = property(lambda self: self.first_token_time - self.arrival_time)
-    time_per_output_token = property(lambda self: (
-        (self.finished_time - self.first_token_time) / max(1, self.num_decoded_tokens)))
-    end_to_end_time = property(lambda self: self.finished_time - self.arrival_time)
+    queue_time = property(lambda m: m.first_scheduled_time - m.arrival_time)
+    time_to_first_token = property(lambda m: m.first_token_time - m.arrival_time)
+    end_to_end_time = property(lambda m: m.finished_time - m.arrival_time)
 
-
-@dataclass(slots=True)
-class PendingToken:
-    """Stands for a token that is sampled on the device and not yet known here.
-
-    It is no number: hashing it, comparing it or making text of it too early raises a TypeError.
-    """
-
-    row: int  # of those that its step samples
+    @property
+    def time_per_output_token(self) -> float:
+        return (self.finished_time - self.first_token_time) / max(1, self.num_decoded_tokens)
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
-    """A prompt and what is generated behind it.
+class PendingToken:
+    """Stands for a token that the device samples, and whose value the host does not know yet.
 
-    Of its `num_tokens` known tokens the KV cache holds `num_computed_tokens`; a step computes some
-    of the rest. Prefill and decode are no states: a decode is the case of one token left. It is
-    waiting while it has no blocks, running while it has some, finished once it has a reason.
-    While a step runs on the device, the last of its tokens may be a `PendingToken`.
+    Its whole life, when the engine runs ahead (`engine.py`):
+
+    1. Step N is launched. `Scheduler.advance` appends a PendingToken to each sequence that the
+       step samples, so that step N+1 can be scheduled as if the token were known.
+    2. Step N+1 is launched. Its input for this token is -1 - row, and the device looks up what it
+       has sampled in that row of step N.
+    3. The tokens of step N reach the host. `Scheduler.postprocess` puts the number in its place.
+
+    row: the row of the token among those that its step samples.
+
+    A pending token is no number: hashing, comparing or packing it raises a TypeError.
+    """
+
+    row: int
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("a pending token has no value yet")
+
+
+def state(make: Callable) -> Any:
+    """A field of the engine's, which a fork does not take over: `make` gives its first value."""
+    return field(default_factory=make, init=False)
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Sequence:
+    """A prompt and what is generated behind it: one completion.
+
+    A sequence is waiting while it has no blocks, running while it has some, and finished once it
+    has a `finish_reason`. While a step runs on the device, its last token may be a `PendingToken`.
+
+    token_ids: the prompt, then every generated token.
+    max_num_tokens: with so many tokens the sequence is finished ("length").
+    processors: functions that edit its logits (`sampler.py`).
+    end_tokens: the token ids that end it, each with the `stop_reason` that it gives.
+    priority: smaller ones come first.
+    num_held_tokens: once admitted, it holds blocks for at least so many tokens.
+    index: the number of this completion in its request.
     """
 
     request_id: str
-    token_ids: list[Any]  # the prompt, then every generated token
+    token_ids: list[Any]
     num_prompt_tokens: int
-    max_num_tokens: int  # finished ("length") when it has so many
+    max_num_tokens: int
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
-    processors: list[Callable] = field(default_factory=list)  # edit its logits (sampler.py)
-    end_tokens: dict[int, int | None] = field(default_factory=dict)  # that end it: stop_reason
-    priority: int = 0  # smaller ones first
-    num_held_tokens: int = 0  # it holds blocks for so many at least, from its admission on
-    index: int = 0  # which completion of its request
+    processors: list[Callable] = field(default_factory=list)
+    end_tokens: dict[int, int | None] = field(default_factory=dict)
+    priority: int = 0
+    num_held_tokens: int = 0
+    index: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    # Its state in the engine; `dataclasses.replace` makes another one that has yet to begin.
-    forks: list["Sequence"] = field(default_factory=list, init=False)  # begin when it has a token
-    group: list["Sequence"] = field(default_factory=list, init=False)  # beams that go with it
-    num_computed_tokens: int = field(default=0, init=False)
-    num_preempted_tokens: int = field(default=0, init=False)  # computed when last preempted
-    block_table: array = field(default_factory=lambda: array("i"), init=False)
-    block_keys: list[tuple[int, bytes]] = field(default_factory=list, init=False)  # of full blocks
-    last_step: int = field(default=0, init=False)  # in which it ran
-    gave_way: bool = field(default=False, init=False)  # to the head of a long queue, once
-    logprobs: list[Any] = field(default_factory=list, init=False)
-    finish_reason: str | None = field(default=None, init=False)
-    stop_reason: int | str | None = field(default=None, init=False)
+
+    num_computed_tokens: int = state(int)
+    block_table: array = state(lambda: array("i"))
+    # (hash, tokens) of each full block, as far as they were needed: see block_manager.py
+    block_hashes: list[tuple[int, bytes]] = state(list)
+    # how many tokens were computed when it was last preempted
+    num_preempted_tokens: int = state(int)
+    # the other completions of the prompt (n > 1), which begin with its first generated token
+    forks: list["Sequence"] = state(list)
+    # all beams of the prompt: they are admitted and preempted together
+    group: list["Sequence"] = state(list)
+    # the number of the last step with this sequence
+    last_step: int = state(int)
+    # whether it has given its place to the head of a long queue
+    gave_way: bool = state(bool)
+    logprobs: list[Any] = state(list)
+    finish_reason: str | None = state(lambda: None)
+    stop_reason: int | str | None = state(lambda: None)
 
     num_tokens = property(lambda self: len(self.token_ids))
     num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)
-    members = property(lambda self: self.group or [self])  # are admitted and preempted together
+    is_running = property(lambda self: len(self.block_table) > 0)
+    group_or_self = property(lambda self: self.group or [self])
+
+    num_known_tokens = property(
+        lambda self: len(self.token_ids) - isinstance(self.token_ids[-1], PendingToken))
+
+    def fork(self, **changes: Any) -> "Sequence":
+        """A sequence with the same tokens and parameters, which has yet to begin."""
+        return replace(self, **{"token_ids": self.token_ids[:], **changes})
+
+    def __repr__(self) -> str:
+        status = self.finish_reason or ("running" if self.is_running else "waiting")
+        return (f"<{self.request_id}.{self.index} {status}: {self.num_computed_tokens} of "
+                f"{self.num_tokens} tokens computed, blocks {list(self.block_table)}>")

@@ -1,0 +1,116 @@
+"""`InputProcessor`: a user's prompts and parameters, checked, as requests with their sequences.
+
+A call is checked whole before any of it is queued. Here are the checks that need the model's
+vocabulary, its tokenizer or the size of the cache; nothing here runs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from nanoengine.config import EngineConfig
+from nanoengine.outputs import Completion, Request
+from nanoengine.sampler import build_processors, hash64
+from nanoengine.sampling_params import SamplingParams, rejected
+from nanoengine.sequence import Sequence
+
+Prompts = str | dict[str, Any] | list[Any]
+Params = SamplingParams | list[SamplingParams] | None
+ACCEPTED_PROMPTS = (
+    "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these")
+
+
+@dataclass
+class InputProcessor:
+    """Makes requests for one engine.
+
+    tokenizer: the transformers tokenizer, None for a model without one.
+    max_model_len: the most tokens of prompt and output together.
+    default_params: what `sampling_params=None` stands for.
+    eos_token_ids: the tokens that end every sequence, unless it ignores EOS.
+    num_requests: how many were made: the next one gets this number.
+    """
+
+    config: EngineConfig
+    tokenizer: Any
+    vocab_size: int
+    max_model_len: int
+    default_params: SamplingParams
+    eos_token_ids: set[int]
+    num_requests: int = 0
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer. Raises ValueError where the model has none."""
+        if self.tokenizer is None:
+            raise rejected("tokenizer", None, "given for texts, stop strings and bad_words")
+        return self.tokenizer
+
+    def make_requests(self, prompts: Any, params: Any, priority: Any = None) -> list[Request]:
+        """One request for each prompt; the arguments are those of `LLM.generate`.
+
+        Raises ValueError for bad input, with its name, its value and what is accepted.
+        """
+        if not isinstance(prompts, (str, dict, list, tuple)):
+            raise rejected("prompts", prompts, ACCEPTED_PROMPTS)
+        are_ids = len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)
+        if are_ids or isinstance(prompts, (str, dict)):
+            prompts = [prompts]
+        params = self.default_params if params is None else params
+        params = one_for_each(len(prompts), "sampling_params", params, SamplingParams)
+        priorities = one_for_each(len(prompts), "priority", priority or 0, int)
+        if any(priorities) and self.config.scheduling_policy == "fcfs":
+            raise rejected("priority", priority, "0 unless scheduling_policy is 'priority'")
+        requests = list(map(self._make_request, range(len(prompts)), prompts, params, priorities))
+        self.num_requests += len(requests)
+        return requests
+
+    def _make_request(self, index: int, prompt: Any, params: Any, priority: int) -> Request:
+        """Checks one prompt and its parameters against model, tokenizer and cache."""
+        tokenizer = self.get_tokenizer() if params.stop or params.bad_words else self.tokenizer
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            self._check_vocabulary(name, getattr(params, name) or ())
+        text, token_ids = self._parse_prompt(f"prompts[{index}]", prompt)
+
+        number = self.num_requests + index
+        length = len(token_ids)
+        longest = min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
+        stop_tokens: dict[int, int | None] = {token: token for token in params.stop_token_ids}
+        end_tokens = stop_tokens | dict.fromkeys(self.eos_token_ids)
+        processors = build_processors(params, length, [*end_tokens], tokenizer, self.config.device)
+        seed = hash64(self.config.seed, number) if params.seed is None else params.seed
+        seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
+                       stop_tokens if params.ignore_eos else end_tokens, priority)
+        seq.forks = [seq.fork(seed=hash64(~seq.seed, i), index=i) for i in range(1, params.n)]
+        return Request(text, [Completion(each, tokenizer) for each in (seq, *seq.forks)])
+
+    def _parse_prompt(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
+        """A prompt in any of its forms, as its text (if there is one) and its token ids."""
+        if not isinstance(prompt, dict):
+            prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        text = prompt.get("prompt")
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is None and isinstance(text, str):
+            token_ids = self.get_tokenizer().encode(text)
+        is_known = prompt.keys() <= {"prompt", "prompt_token_ids"}
+        if not is_known or not isinstance(token_ids, (list, tuple)):
+            raise rejected(name, prompt, ACCEPTED_PROMPTS)
+        self._check_vocabulary(name, token_ids)
+        if not 0 < len(token_ids) < self.max_model_len:
+            raise ValueError(f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be "
+                             f"empty, and must be shorter than max_model_len={self.max_model_len}")
+        return text, list(map(int, token_ids))
+
+    def _check_vocabulary(self, name: str, token_ids: Iterable[Any]) -> None:
+        last = self.vocab_size - 1
+        for token_id in token_ids:
+            if not isinstance(token_id, Integral) or not 0 <= int(token_id) <= last:
+                raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
+
+
+def one_for_each(count: int, name: str, value: Any, kind: type) -> list[Any]:
+    """One value for all prompts, or a list of one for each, as a list."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(values) != count or not all(isinstance(item, kind) for item in values):
+        raise rejected(name, value, f"one {kind.__name__}, or {count} of them")
+    return values
