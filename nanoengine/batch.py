@@ -22,7 +22,7 @@ class Copies:
     swap_in: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass(repr=False)
+@dataclass
 class Batch:
     """One step: the whole message from scheduler to runner.
 

@@ -6,14 +6,11 @@ hashes is from vLLM.
 
 The life of a block:
 
-                 take_fresh                    deallocate, and it has no hash
-    free, blank ────────────▶ used (a table ──────────────────────────────────▶ free, blank
-                              or several     ─────────────────────▶ free, cached ──┐
-                              refer to it)   deallocate, with a hash               │
-                                   ▲  ▲                                            │
-                                   │  └── allocate: a hit revives it ──────────────┤
-                                   └───── take_fresh: it loses its hash, ──────────┘
-                                          once no blank block is left
+    blank ── _take_fresh ──▶ used ── deallocate, without a hash ──▶ blank
+                             │ ▲
+      deallocate, with a hash│ ├── a hit revives it (allocate)
+                             ▼ │   or it loses its hash (_take_fresh, once no block is blank)
+                            cached
 
 Blank blocks are reused first, then cached ones, the least recently used first. Two blocks with the
 same tokens ("twins") arise when two sequences compute the same prompt side by side; both stay
@@ -75,7 +72,7 @@ class BlockManager:
     # --------------------------------------------------------------------- taking blocks
 
     def can_allocate(self, group: list[Sequence], parent: Sequence | None = None) -> bool:
-        """Whether there are free blocks to `allocate` for all sequences of a group."""
+        """Whether there are enough free blocks to `allocate` for all sequences of a group."""
         shared = [block for seq in group for block in self.find_shared(seq, parent)]
         num_used = sum(block not in self.free for block in shared)
         return sum(map(self.num_blocks_to_hold, group)) - num_used <= len(self.free)
@@ -83,15 +80,15 @@ class BlockManager:
     def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
         """Gives a sequence blocks for all the tokens that it has, or more.
 
-        First it takes a share in the blocks that others have, too (`find_shared`), then fresh ones.
-        What goes into the first fresh blocks depends on where it comes from:
+        It takes a share in blocks that others have, too (`find_shared`), then fresh blocks. What
+        goes into the first of the fresh blocks depends on where the sequence comes from:
 
-        1. From waiting: nothing. These tokens have to be computed.
-        2. From the host: the copies that were made when it was swapped out.
-        3. From a parent (n > 1, beams): a copy of the parent's last block, if that is partial. It
+        1. From a parent (n > 1, beams): a copy of the parent's last block, if that is partial. It
            is the only block that both sequences would otherwise write to, both in the next step.
+        2. From the host: the copies that were made when it was swapped out.
+        3. From neither: nothing. These tokens have to be computed.
 
-        With 300 prompt tokens, blocks of 128 and n = 4, the third case is:
+        With 300 prompt tokens, blocks of 128 and n = 4, the first case is:
 
             parent 0   [ 4 ] [ 9 ] [ 2 ]       children 1 to 3 share blocks 4 and 9
             child 1    [ 4 ] [ 9 ] [ 7 ]       (4 references each) and get copies
@@ -109,11 +106,13 @@ class BlockManager:
         fresh = [self._take_fresh() for _ in range(self.num_blocks_to_hold(seq) - len(shared))]
         seq.block_table = array("i", shared + fresh)
         num_shared_tokens = seq.num_computed_tokens = len(shared) * self.block_size
+        # 1. from a parent
         if parent:
             if parent.num_computed_tokens > num_shared_tokens:
                 self.copies.copy_on_write[fresh[0]] = parent.block_table[len(shared)]
             seq.num_computed_tokens = parent.num_computed_tokens
             seq.block_hashes = parent.block_hashes[:]
+        # 2. from the host
         elif seq in self.host_tables:
             host_blocks = self.host_tables.pop(seq)
             self.copies.swap_in.update(zip(fresh, host_blocks[len(shared):]))

@@ -7,7 +7,7 @@ A plain step is three lines (`Engine.step`):
 
     batch = scheduler.schedule()                    # which sequences, how many tokens of each
     launched = runner.launch(batch)                 # device work
-    scheduler.postprocess(batch, launched.wait())   # new tokens; who is finished
+    scheduler.postprocess(batch, launched.wait())   # new tokens, ends of sequences
 
 Running ahead is the same with a step in flight (`Engine._step_ahead`): step 2 is scheduled and
 launched before the tokens of step 1 are waited for, so that the device never waits for the host.
@@ -81,7 +81,7 @@ class Engine:
         """Waits for the tokens of a step and gives them to their sequences."""
         taken = self.scheduler.postprocess(launched.batch, launched.wait())
         for row, seq in taken:
-            if launched.logprobs[row] is not None:
+            if row in launched.logprobs:
                 seq.logprobs.append(launched.logprobs[row])
         if self.config.trace:
             launched.ended = self.clock()

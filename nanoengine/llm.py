@@ -139,7 +139,12 @@ class LLM(AbstractContextManager):
                 self.engine.add(request.seq)
             yield []
             while self.engine.has_unfinished():
-                yield self._step()
+                updated = {}
+                for seq in self.engine.step():
+                    request = updated[seq.request_id] = self.active[seq.request_id]
+                    if stop := request.update(seq):
+                        self.engine.finish(seq, "stop", stop)
+                yield list(updated.values())
         # dropped between two steps
         except GeneratorExit:
             self.engine.abort()
@@ -149,16 +154,6 @@ class LLM(AbstractContextManager):
             raise
         finally:
             self.active = {}
-
-    def _step(self) -> list[Any]:
-        """One step of the engine and the text that comes of it; the requests with new tokens."""
-        updated = {}
-        for seq in self.engine.step():
-            request = self.active[seq.request_id]
-            if stop := request.update(seq):
-                self.engine.finish(seq, "stop", stop)
-            updated[seq.request_id] = request
-        return list(updated.values())
 
     # -------------------------------------------------------------------------- the rest
 

@@ -1,7 +1,7 @@
 """From a folder or a Hugging Face id to a model: its config, its tokenizer, its weights.
 
-Every parameter of the model is filled exactly once, projections that `model.py` fuses going
-straight to their rows; nothing is missing and nothing is left over.
+Every parameter of the model is filled exactly once. Projections that `model.py` fuses go straight
+to their rows. Nothing is missing, and nothing is left over.
 """
 
 import json

@@ -38,7 +38,7 @@ class Launched:
     """A step on its way through the device, and later the record of it in `LLM.trace`.
 
     tokens: one for each of `batch.sampled`, on the host; to be read after `wait`.
-    logprobs: likewise, None for rows without.
+    logprobs: for each row of `batch.sampled` that asked for some.
     began, done: when the device could begin with the inputs, and when the tokens are on the host:
         seconds of `time.monotonic()` on a CPU, CUDA events on a GPU.
     ended, metrics: when its tokens were taken in (`Engine`'s clock; it began at `batch.started`),
@@ -47,7 +47,7 @@ class Launched:
 
     batch: Batch
     tokens: Tensor
-    logprobs: list[Logprobs | None]
+    logprobs: dict[int, Logprobs]
     began: Any
     done: Any
     ended: float = 0.0
@@ -177,7 +177,8 @@ class ModelRunner:
         tokens = tokens[:len(seqs)]
         # There are more than max_num_seqs only where forks begin, and then the next step waits.
         self.last_sampled[:len(seqs)] = tokens[:len(self.last_sampled)]
-        logprobs = [logprobs_of(*row) for row in zip(logits, tokens, seqs)]
+        logprobs = {row: logprobs_of(logits[row], tokens[row], seq)
+                    for row, seq in enumerate(seqs) if seq.params.logprobs is not None}
         # into pinned memory
         on_host = tokens.to("cpu", non_blocking=True, copy=True)
         return Launched(batch, on_host, logprobs, began, self.timestamp())

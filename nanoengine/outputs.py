@@ -85,15 +85,11 @@ class Completion:
     def _find_stop(self, num_new: int) -> str | None:
         """Of the stop strings that end in the newest letters the first; cuts the text there."""
         params = self.seq.params
-        matches = []
-        for stop in params.stop:
-            index = self.text.find(stop, max(0, len(self.text) - num_new - len(stop) + 1))
-            if index >= 0:
-                matches.append((index, stop))
-        if not matches:
-            return None
-        index, stop = min(matches)
-        self.text = self.text[:index + len(stop) * params.include_stop_str_in_output]
+        end = len(self.text) - num_new + 1
+        found = [(self.text.find(stop, max(0, end - len(stop))), stop) for stop in params.stop]
+        index, stop = min((match for match in found if match[0] >= 0), default=(0, None))
+        if stop:
+            self.text = self.text[:index + len(stop) * params.include_stop_str_in_output]
         return stop
 
     def output(self) -> CompletionOutput:

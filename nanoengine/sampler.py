@@ -161,19 +161,17 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulated, thresholds, right=True)[:, 0]
 
 
-def logprobs_of(logits: Tensor, token: Tensor, seq: Sequence) -> Logprobs | None:
+def logprobs_of(logits: Tensor, token: Tensor, seq: Sequence) -> Logprobs:
     """The log-probabilities of the sampled token and of as many likeliest ones as asked for.
 
     logits: (vocab_size,), the raw ones; token: the sampled one, a number. For beams, which are
     chosen by their log-probabilities, the temperature counts.
     """
-    count = seq.params.logprobs
-    if count is None:
-        return None
     temperature = seq.params.temperature if seq.group else 0
     values = (logits.double() / (temperature or 1)).log_softmax(dim=-1)
     token_id = int(token)
     found = {token_id: Logprob(values[token_id].item(), int((values > values[token_id]).sum()) + 1)}
+    count = seq.params.logprobs or 0
     top = values.topk(len(values) if count == -1 else min(count, len(values)))
     for rank, (likely, value) in enumerate(zip(top.indices.tolist(), top.values.tolist()), 1):
         found.setdefault(likely, Logprob(value, rank))

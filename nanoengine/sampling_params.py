@@ -1,8 +1,8 @@
 """What a user asks for: `SamplingParams` and `BeamSearchParams`, checked when they are made.
 
-Each field carries its default and its rule in one line; pydantic turns a broken rule into a
+Each field has its default and its rule in one line. pydantic turns a broken rule into a
 `ValueError` that names the field, the value and what is accepted. Nothing here knows a model:
-checks that need a vocabulary or a tokenizer happen when a request is made (`llm.py`).
+`requests.py` makes the checks that need a vocabulary or a tokenizer.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ STRICT = ConfigDict(strict=True, extra="forbid", validate_assignment=True)
 
 
 def rejected(name: str, value: Any, accepted: str) -> ValueError:
-    """The error for bad input elsewhere: the argument, its value and what would be accepted."""
+    """The error for bad input in other files: the argument, its value and what is accepted."""
     return ValueError(f"{name}={value!r} is not accepted: it must be {accepted}")
 
 
 # vLLM's shorthands: one text stands for a list of it, None for an empty list
 AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
-# as good as ours
+# NumPy's numbers count as Python's
 NUMPY = BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)
 Int = Annotated[int, NUMPY]
 Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
@@ -35,27 +35,31 @@ Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
-    n: completions per prompt; the prompt is computed once.
+    n: the number of completions of a prompt; the prompt is computed once.
     temperature: divides the logits; 0 is greedy.
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: sample among the fewest likeliest tokens whose probabilities reach p together.
-    min_p: drop tokens less likely than min_p times the likeliest.
-    seed: what the draws depend on, besides the position; None or -1: derived from the engine's.
-    max_tokens: generate at most so many; None: up to the engine's `max_model_len`.
-    min_tokens: EOS and stop tokens are masked, and stop strings overlooked, for so many tokens.
-    stop: strings that end the generation, cut from the text unless `include_stop_str_in_output`.
-    stop_token_ids: tokens that end it, besides EOS.
-    ignore_eos: generate on after EOS.
-    logprobs: return the log-probabilities of so many likeliest tokens at each position, and that of
-        the sampled one: log-softmax of the raw logits. 0: only the sampled one; -1: all.
-    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once or
-        once for each occurrence. repetition_penalty: divides positive and multiplies negative
-        logits of tokens in prompt or output (Keskar et al., 2019, arXiv:1909.05858).
-    bad_words, allowed_token_ids, logit_bias: texts that must not, ids that alone may, be generated;
-        numbers added to logits by id.
-    logits_processors: callables `(input_ids, scores) -> scores` on tensors of shape (1, tokens so
-        far) and (1, vocabulary), as in transformers, after all of the above.
-    skip_special_tokens, detokenize: whether special tokens show in the text; whether there is one.
+    min_p: drop tokens that are less likely than min_p times the likeliest.
+    seed: a draw depends on it and on the position; None or -1: derived from the engine's seed.
+    max_tokens: the most tokens to generate; None: up to the engine's `max_model_len`.
+    min_tokens: for so many tokens EOS and stop tokens are masked, and stop strings do not count.
+    stop: strings that end the completion; they are cut from the text unless
+        `include_stop_str_in_output`.
+    stop_token_ids: tokens that end the completion, besides EOS.
+    ignore_eos: go on after EOS.
+    logprobs: return the log-probabilities (log-softmax of the raw logits) of so many likeliest
+        tokens at each position, and of the sampled token. 0: only of that; -1: of all.
+    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once, or
+        once for each occurrence.
+    repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
+        output (Keskar et al., 2019, arXiv:1909.05858).
+    bad_words: texts that are never generated.
+    allowed_token_ids: the only tokens that may be generated.
+    logit_bias: numbers to add to logits, by token id.
+    logits_processors: functions `(input_ids, scores) -> scores` on tensors of shape (1, tokens so
+        far) and (1, vocab_size), as in transformers; they run after all of the above.
+    skip_special_tokens: leave special tokens out of the text.
+    detokenize: make text at all.
 
     Raises ValueError for a value out of range, with its name and what is accepted.
     """
@@ -85,7 +89,7 @@ class SamplingParams:
 
     @model_validator(mode="after")
     def check_together(self) -> "SamplingParams":
-        # in vLLM's words
+        # the messages are vLLM's
         if not 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens):
             raise ValueError("min_tokens must be greater than or equal to 0; min_tokens must be "
                              f"less than or equal to max_tokens, got {self.min_tokens}")
@@ -100,12 +104,12 @@ class SamplingParams:
 class BeamSearchParams:
     """How one request is completed by beam search.
 
-    beam_width: how many beams are kept, and returned.
-    max_tokens: generate at most so many.
+    beam_width: the number of beams that are kept, and returned.
+    max_tokens: the most tokens to generate.
     temperature: divides the logits; 0 leaves them as they are. Nothing is drawn.
-    length_penalty: a finished beam's score is its summed log-probability over its number of
+    length_penalty: the score of a finished beam is its summed log-probability over its number of
         generated tokens to this power; larger values favour longer beams.
-    ignore_eos: generate on after EOS.
+    ignore_eos: go on after EOS.
     """
 
     beam_width: Count

@@ -56,19 +56,20 @@ class Scheduler:
         """For how many tokens a sequence holds blocks at least, from its admission on.
 
         "on-demand": for those that it has, and then it may have to be preempted; "reserve": for all
-        that it may come to have, so that only `max_waiting` can preempt it; "max-length": for the
-        most that any sequence may have, as engines did before paging.
+        that it may come to have, so that it is never preempted for want of blocks (`max_waiting`
+        can do so, and a fork of a beam that finds no place); "max-length": for the most that any
+        sequence may have, as engines did before paging.
         """
         return {"on-demand": 0, "reserve": seq.max_num_tokens,
                 "max-length": self.max_model_len}[self.config.kv_allocation]
 
-    def check_fits(self, seq: Sequence, num_beams: int = 1) -> None:
+    def check_fits(self, seq: Sequence, beam_width: int = 1) -> None:
         """Raises ValueError for a sequence that with all its beams would not fit, even alone."""
         manager, max_num_seqs = self.block_manager, self.config.max_num_seqs
         num_tokens = max(seq.max_num_tokens, self.num_held_tokens(seq))
-        num_blocks = num_beams * manager.num_blocks_for(num_tokens)
-        if num_beams > max_num_seqs or num_blocks > manager.num_blocks:
-            raise ValueError(f"{num_beams} x {num_tokens} tokens do not fit: {max_num_seqs=}, "
+        num_blocks = beam_width * manager.num_blocks_for(num_tokens)
+        if beam_width > max_num_seqs or num_blocks > manager.num_blocks:
+            raise ValueError(f"{beam_width=} x {num_tokens} tokens do not fit: {max_num_seqs=}, "
                              f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
 
     def add(self, seq: Sequence) -> None:
@@ -132,10 +133,12 @@ class Scheduler:
             return
         stop = start + num_tokens
         if stop == len(seq.token_ids):
-            batch.next_step_needs_tokens |= bool(seq.forks or seq.group or seq.processors)
             # The parent comes last: it may finish at once, and its forks share its blocks before.
-            batch.sampled += [(len(batch), each) for each in (*seq.forks, seq)]
-            seq.forks = []
+            for each in (*seq.forks, seq):
+                batch.sampled.append((len(batch.sequences), each))
+            if seq.forks or seq.group or seq.processors:
+                batch.next_step_needs_tokens = True
+                seq.forks = []
         # a sequence that is admitted in this very step can share these blocks
         if num_tokens > 1:
             self.block_manager.register(seq, min(stop, seq.num_known_tokens))
@@ -309,8 +312,7 @@ class Scheduler:
 
 def prefill_first(scheduler: Scheduler) -> Batch:
     """Prompts before anything else: a step is all prefill or all decode, as in nano-vllm."""
-    batch = prefills(scheduler, admit=True)
-    return batch or scheduler.build(list(scheduler.running), admit=False)
+    return prefills(scheduler, admit=True) or scheduler.build([*scheduler.running], admit=False)
 
 
 def mixed(scheduler: Scheduler) -> Batch:
@@ -318,7 +320,7 @@ def mixed(scheduler: Scheduler) -> Batch:
 
     So decodes never wait for a prompt: Sarathi-Serve (Agrawal et al., 2024, arXiv:2403.02310).
     """
-    return scheduler.build(list(scheduler.running), admit=True)
+    return scheduler.build([*scheduler.running], admit=True)
 
 
 def static(scheduler: Scheduler) -> Batch:
@@ -328,7 +330,7 @@ def static(scheduler: Scheduler) -> Batch:
     """
     batch = prefills(scheduler, admit=not (scheduler.is_decoding and scheduler.running))
     scheduler.is_decoding = batch is None
-    return batch or scheduler.build(list(scheduler.running), admit=False)
+    return batch or scheduler.build([*scheduler.running], admit=False)
 
 
 def prefills(scheduler: Scheduler, admit: bool) -> Batch | None:

@@ -76,7 +76,7 @@ def state(make: Callable) -> Any:
     return field(default_factory=make, init=False)
 
 
-@dataclass(eq=False, slots=True, repr=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt and what is generated behind it: one completion.
 

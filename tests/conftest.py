@@ -1,12 +1,22 @@
 """What several tests need: the bundled model, and tiny models with random weights on disk."""
 
+import os
 from array import array
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
+
+# Several test processes share the cores, each with two threads: a thread that waits must not spin.
+# This has to be said before torch loads its OpenMP.
+for name, value in {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2",
+                    "NUMBA_NUM_THREADS": "2"}.items():
+    os.environ.setdefault(name, value)
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from nanoengine import LLM, SamplingParams  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,29 +64,33 @@ def tiny(make_model) -> str:
 
 
 def check_blocks(scheduler) -> None:
-    """What must hold between two steps: each block is free or referenced, never both; its count is
-    that of the tables it stands in; a hash stands for the tokens that are there; no two sequences
-    may write to one block; a host block is free or one swapped sequence's."""
+    """What must hold between two steps.
+
+    Each block is free or referenced, never both; its count is that of the tables it stands in; a
+    hash stands for the tokens that are in the block; no two sequences may write to one block; a
+    host block is free, or belongs to one swapped sequence.
+    """
     manager = scheduler.block_manager
     sequences = [*scheduler.running, *scheduler.waiting]
-    tables = [(seq, index, block_id) for seq in sequences
-              for index, block_id in enumerate(seq.block_table)]
-    references = Counter(block_id for _, _, block_id in tables)
-    free = {block_id for block_id, count in enumerate(manager.ref_counts) if count == 0}
+    tables = [(seq, index, block) for seq in sequences
+              for index, block in enumerate(seq.block_table)]
+    references = Counter(block for _, _, block in tables)
+    free = {block for block, count in enumerate(manager.ref_counts) if count == 0}
     assert manager.ref_counts == [references[block] for block in range(manager.num_blocks + 1)]
     assert sorted([0, *manager.free]) == sorted(free)
-    are_cached = [block_id in manager.keys for block_id in manager.free]
+    are_cached = [block in manager.hash_of_block for block in manager.free]
     assert are_cached == sorted(are_cached), "blank blocks go first"
-    found = {block_id: key for key, twins in manager.twins.items() for block_id in twins}
-    assert found == manager.keys and all(manager.twins.values())
-    for seq, index, block_id in tables:
-        if block_id in manager.keys:
-            assert manager.keys[block_id] == manager._key(seq, index)
-            size = manager.block_size
+    found = {block: block_hash for block_hash, twins in manager.blocks_by_hash.items()
+             for block in twins}
+    assert found == manager.hash_of_block and all(manager.blocks_by_hash.values())
+    size = manager.block_size
+    for seq, index, block in tables:
+        if block in manager.hash_of_block:
             tokens = seq.token_ids[index * size:(index + 1) * size]
-            assert manager.keys[block_id][1] == array("i", tokens).tobytes()
-        elif (index + 1) * manager.block_size > seq.num_computed_tokens:
-            assert references[block_id] == 1, "no two sequences may write to one block"
+            assert manager.hash_of_block[block] == manager._hash(seq, index)
+            assert manager.hash_of_block[block][1] == array("i", tokens).tobytes()
+        elif (index + 1) * size > seq.num_computed_tokens:
+            assert references[block] == 1, "no two sequences may write to one block"
     host_blocks = sum(manager.host_tables.values(), manager.free_host_blocks)
     assert manager.host_tables.keys() <= set(sequences)
     assert sorted(host_blocks) == list(range(manager.num_host_blocks))
@@ -92,3 +106,43 @@ def greedy_reference(model, prompt: list[int], max_tokens: int) -> list[int]:
 def random_prompts(lengths, vocab_size: int = 320, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+# -------------------------------------------------------------------------- LLMs under test
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="session")
+def llm(bundled):
+    """The bundled model in float32."""
+    with LLM(bundled, dtype="float32", max_num_seqs=8, num_kv_blocks=128) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def make_llm(tiny):
+    """An LLM of the tiny model, by default in float32 with blocks of 16 tokens."""
+    return lambda **options: LLM(tiny, **dict(dtype="float32", block_size=16) | options)
+
+
+def generate(llm, prompts, params=GREEDY) -> list:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    check_idle(llm)
+    return outputs
+
+
+def token_ids(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def check_idle(llm) -> None:
+    """Nothing is queued, no step is in flight, and all blocks are free."""
+    metrics = llm.metrics()
+    assert metrics["num_requests_waiting"] == metrics["num_requests_running"] == 0
+    assert not llm.active and not llm.engine.has_unfinished()
+    scheduler = llm.engine.scheduler
+    num_blocks = scheduler.block_manager.num_blocks
+    assert metrics["num_blocks_used"] == 0 and metrics["num_blocks_free"] == num_blocks
+    assert metrics["num_host_blocks_used"] == metrics["num_requests_swapped"] == 0
+    check_blocks(scheduler)

@@ -1,19 +1,41 @@
 """Beam search against transformers' own, and under memory pressure."""
 
+import dataclasses
+
 import pytest
 import torch
 from conftest import check_blocks, random_prompts
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
+from nanoengine.engine import Engine
 
 PROMPTS = random_prompts([3, 17, 40, 16, 33], seed=3)
-FEW_BLOCKS = dict(num_kv_blocks=26, block_size=3, max_model_len=60, enable_prefix_caching=False)
+OPTIONS = dict(dtype="float32", device="cpu", block_size=16)
+FEW_BLOCKS = dict(num_kv_blocks=12, max_model_len=60, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")
 def model(make_model):
     """A tiny Qwen3 that often ends by itself: one token in twelve is an EOS."""
     return make_model("Qwen3", eos_token_id=list(range(3, 320, 12)))
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM(model[0], **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def small_llm(model):
+    """An engine with few blocks, some on the host."""
+    with LLM(model[0], **OPTIONS, **FEW_BLOCKS, preemption_mode="swap", swap_space=0.01) as llm:
+        yield llm
+
+
+def use_policies(llm: LLM, **changes) -> None:
+    """Gives a loaded model an engine with other policies."""
+    llm.engine = Engine(dataclasses.replace(llm.config, **changes), llm.engine.runner)
 
 
 def hf_beams(model, prompt: list[int], width: int, max_tokens: int, **options):
@@ -34,18 +56,19 @@ def hf_beams(model, prompt: list[int], width: int, max_tokens: int, **options):
 @pytest.mark.parametrize("width, max_tokens, length_penalty, ignore_eos", [
     (2, 20, 1.0, False), (4, 16, 1.0, False), (4, 16, 0.0, False),
     (3, 16, 2.0, False), (5, 12, -1.0, False), (4, 10, 1.0, True), (8, 1, 1.0, False)])
-def test_tokens_and_scores_equal_transformers(model, width, max_tokens, length_penalty, ignore_eos):
-    folder, reference = model
+def test_tokens_and_scores_equal_transformers(llm, model, width, max_tokens, length_penalty,
+                                              ignore_eos):
+    reference = model[1]
     options = dict(length_penalty=length_penalty) | (dict(eos_token_id=None) if ignore_eos else {})
     params = BeamSearchParams(width, max_tokens, length_penalty=length_penalty,
                               ignore_eos=ignore_eos)
+    wanted = [hf_beams(reference, prompt, width, max_tokens, **options) for prompt in PROMPTS]
     reasons, eos = set(), set() if ignore_eos else set(reference.generation_config.eos_token_id)
-    for engine in (dict(), dict(max_num_batched_tokens=9, max_num_seqs=9, scheduling="mixed")):
-        with LLM(folder, dtype="float32", **engine) as llm:
-            outputs = llm.beam_search(PROMPTS, params)
-            assert llm.metrics()["num_blocks_used"] == llm.metrics()["num_requests_waiting"] == 0
-        for prompt, output in zip(PROMPTS, outputs):
-            tokens, scores = hf_beams(reference, prompt, width, max_tokens, **options)
+    for policies in (dict(), dict(max_num_batched_tokens=9, max_num_seqs=9, scheduling="mixed")):
+        use_policies(llm, **policies)
+        outputs = llm.beam_search(PROMPTS, params)
+        assert llm.metrics()["num_blocks_used"] == llm.metrics()["num_requests_waiting"] == 0
+        for prompt, output, (tokens, scores) in zip(PROMPTS, outputs, wanted):
             assert [beam.tokens for beam in output.sequences] == tokens
             assert [beam.score for beam in output.sequences] == pytest.approx(scores, rel=1e-5)
             for beam in output.sequences:
@@ -56,7 +79,17 @@ def test_tokens_and_scores_equal_transformers(model, width, max_tokens, length_p
     assert reasons == {"length"} if ignore_eos else "stop" in reasons or max_tokens == 1
 
 
-@pytest.mark.parametrize("options, happened", [
+@pytest.fixture(scope="module")
+def undisturbed(llm):
+    """Prompts, and their beams where there are blocks enough."""
+    prompts = random_prompts([14, 13, 30, 12, 44], seed=4)
+    use_policies(llm)
+    outputs = llm.beam_search(prompts, BeamSearchParams(3, 14))
+    assert llm.metrics()["num_preemptions"] == 0
+    return prompts, [[beam.tokens for beam in output.sequences] for output in outputs]
+
+
+@pytest.mark.parametrize("policies, happened", [
     (dict(), "recompute_preemptions"),
     (dict(run_ahead=True), "recompute_preemptions"),
     (dict(enable_prefix_caching=True), "recompute_preemptions"),
@@ -66,26 +99,21 @@ def test_tokens_and_scores_equal_transformers(model, width, max_tokens, length_p
     (dict(max_num_batched_tokens=9, max_num_seqs=9, scheduling="mixed"), "recompute_preemptions"),
     (dict(preemption_victim="random", max_waiting=0), "recompute_preemptions"),
 ])
-def test_preempted_beams_end_up_the_same(model, options, happened):
-    params = BeamSearchParams(3, 14)
-    prompts = random_prompts([3, 9, 10, 8, 3], seed=4)
-    with LLM(model[0], dtype="float32") as llm:
-        expected = llm.beam_search(prompts, params)
-    with LLM(model[0], dtype="float32", **FEW_BLOCKS | options) as llm:
-        found = llm.beam_search(prompts, params)
-        assert llm.metrics()[happened] > 0
-        check_blocks(llm.scheduler)
-    for ours, alone in zip(found, expected):
-        assert [beam.tokens for beam in ours.sequences] == [beam.tokens for beam in alone.sequences]
+def test_preempted_beams_end_up_the_same(small_llm, undisturbed, policies, happened):
+    prompts, expected = undisturbed
+    use_policies(small_llm, **dict(preemption_mode="recompute") | policies)
+    found = small_llm.beam_search(prompts, BeamSearchParams(3, 14))
+    assert small_llm.metrics()[happened] > 0
+    check_blocks(small_llm.engine.scheduler)
+    assert [[beam.tokens for beam in output.sequences] for output in found] == expected
 
 
-def test_temperature_divides_the_logits(model):
-    folder, reference = model
-    with LLM(folder, dtype="float32") as llm:
-        sharp, plain, also_plain = (
-            llm.beam_search(PROMPTS[0], BeamSearchParams(2, 1, temperature))[0].sequences
-            for temperature in (0.5, 0.0, 1.0))
-    logits = reference(torch.tensor([PROMPTS[0]])).logits[0, -1].double()
+def test_temperature_divides_the_logits(llm, model):
+    use_policies(llm)
+    sharp, plain, also_plain = (
+        llm.beam_search(PROMPTS[0], BeamSearchParams(2, 1, temperature))[0].sequences
+        for temperature in (0.5, 0.0, 1.0))
+    logits = model[1](torch.tensor([PROMPTS[0]])).logits[0, -1].double()
     for beams, scale in ((sharp, 0.5), (plain, 1.0), (also_plain, 1.0)):
         best = (logits / scale).log_softmax(dim=-1).topk(2)
         assert [beam.tokens[-1] for beam in beams] == best.indices.tolist()
@@ -93,7 +121,7 @@ def test_temperature_divides_the_logits(model):
 
 
 def test_beams_have_text_and_leave_nothing_behind(bundled):
-    with LLM(bundled, dtype="float32") as llm:
+    with LLM(bundled, **OPTIONS) as llm:
         output = llm.beam_search(["47 + 85 =", "Once upon a time"], BeamSearchParams(3, 8))[0]
         assert output.sequences[0].text == "47 + 85 = 132"
         assert len(output.sequences) == 3
@@ -101,13 +129,13 @@ def test_beams_have_text_and_leave_nothing_behind(bundled):
         assert llm.generate("47 + 85 =", greedy, use_tqdm=False)[0].outputs[0].text == " 132"
 
 
-def test_beams_that_might_not_fit_are_refused(model):
-    with LLM(model[0], **FEW_BLOCKS, max_num_seqs=4) as llm:
-        with pytest.raises(ValueError, match="beam_width=5 .* 4 seqs"):
-            llm.beam_search([[1]], BeamSearchParams(5, 2))
-        with pytest.raises(ValueError, match="beam_width=4 .* 21 tokens .* 26 blocks"):
-            llm.beam_search([[1], [2]], BeamSearchParams(4, 20))
-        for bad in (None, SamplingParams()):
-            with pytest.raises(ValueError, match="params=.*must be a BeamSearchParams"):
-                llm.beam_search([[1]], bad)
-        assert len(llm.beam_search([[1], [2]], BeamSearchParams(4, 8))) == 2
+def test_beams_that_might_not_fit_are_refused(small_llm):
+    use_policies(small_llm, max_num_seqs=4)
+    with pytest.raises(ValueError, match="5 x 3 tokens .*max_num_seqs=4"):
+        small_llm.beam_search([[1]], BeamSearchParams(5, 2))
+    with pytest.raises(ValueError, match="4 x 49 tokens .*num_kv_blocks=12, block_size=16"):
+        small_llm.beam_search([[1], [2]], BeamSearchParams(4, 48))
+    for bad in (None, SamplingParams()):
+        with pytest.raises(ValueError, match="params=.*must be a BeamSearchParams"):
+            small_llm.beam_search([[1]], bad)
+    assert len(small_llm.beam_search([[1], [2]], BeamSearchParams(4, 47))) == 2

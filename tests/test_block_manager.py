@@ -22,9 +22,22 @@ def check(manager: BlockManager, running: list[Sequence]) -> None:
 
 def allocate(manager: BlockManager, seq: Sequence) -> bool:
     """What the scheduler does on admission."""
-    if manager.num_blocks_to_allocate(seq) > manager.num_free_blocks:
+    if not manager.can_allocate([seq]):
         return False
     manager.allocate(seq)
+    return True
+
+
+def find(manager: BlockManager, seq: Sequence) -> list[int]:
+    """The cached blocks with which a sequence begins."""
+    return manager.find_shared(seq)
+
+
+def fork(manager: BlockManager, parent: Sequence, child: Sequence) -> bool:
+    """What the scheduler does where completions of one prompt part."""
+    if not manager.can_allocate([child], parent):
+        return False
+    manager.allocate(child, parent)
     return True
 
 
@@ -64,9 +77,9 @@ def test_hashes_are_chained():
     manager = BlockManager(20, 4)
     run_once(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     other = make([9, 9, 9, 9, 5, 6, 7, 8, 9])  # same second block behind another first one
-    assert manager.find_prefix(other) == []
-    assert len(manager.find_prefix(make([1, 2, 3, 4, 9, 6, 7, 8, 9]))) == 1
-    assert len(manager.find_prefix(make([1, 2, 3, 4, 5, 6, 7, 8, 7, 7]))) == 2
+    assert find(manager, other) == []
+    assert len(find(manager, make([1, 2, 3, 4, 9, 6, 7, 8, 9]))) == 1
+    assert len(find(manager, make([1, 2, 3, 4, 5, 6, 7, 8, 7, 7]))) == 2
 
 
 def test_a_hit_compares_the_tokens_too(monkeypatch):
@@ -75,10 +88,10 @@ def test_a_hit_compares_the_tokens_too(monkeypatch):
     manager = BlockManager(20, 4)
     run_once(manager, [1, 2, 3, 4, 5])
     run_once(manager, [6, 7, 8, 9, 5])
-    assert manager.find_prefix(make([1, 2, 3, 3, 5])) == []
+    assert find(manager, make([1, 2, 3, 3, 5])) == []
     for tokens in ([1, 2, 3, 4, 5], [6, 7, 8, 9, 5]):
-        found = manager.find_prefix(make(tokens))
-        assert [manager.keys[block_id][1] for block_id in found] == [
+        found = find(manager, make(tokens))
+        assert [manager.hash_of_block[block][1] for block in found] == [
             array("i", tokens[:4]).tobytes()]
 
 
@@ -89,7 +102,7 @@ def test_shared_blocks_are_counted():
     assert manager.num_free_blocks == 20 - 2 - 3
     shared = sequences[0].block_table[:2]
     assert all(seq.block_table[:2] == shared for seq in sequences)
-    assert [manager.ref_counts[block_id] for block_id in shared] == [3, 3]
+    assert [manager.ref_counts[block] for block in shared] == [3, 3]
     for left, seq in enumerate(list(sequences), start=1):
         manager.deallocate(seq)
         check(manager, sequences[left:])
@@ -102,7 +115,7 @@ def test_the_tail_is_freed_and_so_evicted_first():
     run_once(manager, range(16))
     assert allocate(manager, make([90, 91, 92, 93, 94]))
     again = make(range(16))
-    assert len(manager.find_prefix(again)) == 2, "the last two went, the beginning is still there"
+    assert len(find(manager, again)) == 2, "the last two went, the beginning is still there"
 
 
 def test_the_least_recently_used_goes_first_and_blank_blocks_before_any_cached_one():
@@ -111,19 +124,19 @@ def test_the_least_recently_used_goes_first_and_blank_blocks_before_any_cached_o
     run_once(manager, [2] * 8)
     run_once(manager, [1] * 8 + [1])  # used again; its third block stays blank
     assert allocate(manager, make([3] * 8)), "two blank ones"
-    assert len(manager.find_prefix(make([1] * 9))) == len(manager.find_prefix(make([2] * 9))) == 2
+    assert len(find(manager, make([1] * 9))) == len(find(manager, make([2] * 9))) == 2
     assert allocate(manager, make([4] * 4)), "the tail of the one not used for longest"
-    assert len(manager.find_prefix(make([2] * 9))) == 1
-    assert len(manager.find_prefix(make([1] * 9))) == 2
+    assert len(find(manager, make([2] * 9))) == 1
+    assert len(find(manager, make([1] * 9))) == 2
 
 
 def test_a_freed_block_is_revived():
     manager = BlockManager(10, 4)
     first = run_once(manager, range(9))
-    assert manager.num_free_blocks == 10 and len(manager.free.keys() & manager.keys) == 2
+    assert manager.num_free_blocks == 10 and len(manager.free.keys() & manager.hash_of_block) == 2
     again = compute(manager, make(range(9)))
     assert list(again.block_table[:2]) == list(first.block_table[:2])
-    assert manager.num_free_blocks == 7 and not manager.free.keys() & manager.keys
+    assert manager.num_free_blocks == 7 and not manager.free.keys() & manager.hash_of_block
     check(manager, [again])
 
 
@@ -139,10 +152,10 @@ def test_a_failed_allocation_changes_nothing():
     manager = BlockManager(4, 4)
     run_once(manager, range(8))
     holder = compute(manager, make([70, 71, 72, 73]))
-    state = repr((manager.free, manager.ref_counts, manager.keys))
+    state = repr((manager.free, manager.ref_counts, manager.hash_of_block))
     too_long = make([*range(8), *range(50, 58)])  # two found, two fresh, one free beside those
     assert not allocate(manager, too_long)
-    assert repr((manager.free, manager.ref_counts, manager.keys)) == state
+    assert repr((manager.free, manager.ref_counts, manager.hash_of_block)) == state
     assert not too_long.block_table and too_long.num_computed_tokens == 0
     check(manager, [holder])
 
@@ -158,8 +171,104 @@ def test_two_blocks_with_the_same_tokens_one_evicted_the_other_still_found():
     manager.deallocate(first)
     filler = make(range(50, 50 + 4 * manager.num_free_blocks))
     assert allocate(manager, filler), "takes every free block, the first twin among them"
-    assert manager.find_prefix(make([1, 2, 3, 4, 9])) == [second.block_table[0]]
+    assert find(manager, make([1, 2, 3, 4, 9])) == [second.block_table[0]]
     check(manager, [second, filler])
+
+
+def test_a_whole_last_block_is_computed_again_into_a_twin_that_is_found_as_well():
+    manager = BlockManager(8, 4)
+    first, second = compute(manager, make(range(8))), make(range(8))
+    assert allocate(manager, second) and second.num_computed_tokens == 4
+    assert second.block_table[0] == first.block_table[0]
+    assert second.block_table[1] != first.block_table[1]
+    manager.register(second, 8)
+    second.num_computed_tokens = 8
+    check(manager, [first, second])
+    assert set(manager.blocks_by_hash[second.block_hashes[1]]) == {
+        first.block_table[1], second.block_table[1]}
+
+
+def test_forks_share_whole_blocks_and_copy_the_last():
+    """The example of `BlockManager.fork`: 300 tokens in blocks of 128, n = 4."""
+    manager = BlockManager(6, 128)
+    parent = compute(manager, make(range(300)))
+    children = [parent.fork(index=index) for index in (1, 2, 3)]
+    for child in children:
+        assert fork(manager, parent, child)
+    family = [parent, *children]
+    check(manager, family)
+    assert manager.num_free_blocks == 0 and not fork(manager, parent, parent.fork())
+    assert len({tuple(seq.block_table[:2]) for seq in family}) == 1
+    assert len({seq.block_table[2] for seq in family}) == 4
+    assert manager.take_copies().copy_on_write == {
+        child.block_table[2]: parent.block_table[2] for child in children}
+    for child in children:
+        assert child.num_computed_tokens == 300 and child.block_hashes == parent.block_hashes
+        assert child.block_hashes is not parent.block_hashes
+
+
+def test_a_fork_of_whole_blocks_copies_nothing():
+    manager = BlockManager(4, 4)
+    parent = compute(manager, make(range(8)))
+    child = parent.fork(token_ids=[*range(8), 9])
+    assert fork(manager, parent, child) and len(child.block_table) == 3
+    assert child.block_table[:2] == parent.block_table
+    assert manager.take_copies().copy_on_write == {}
+    check(manager, [parent, child])
+
+
+def test_a_swapped_sequence_comes_back_with_the_blocks_that_the_cache_has_and_copies_the_rest():
+    manager = BlockManager(4, 4, num_host_blocks=3)
+    seq = compute(manager, make(range(10)))
+    seq.token_ids.append(10)
+    old_table = list(seq.block_table)
+    assert manager.can_swap_out(seq)
+    manager.swap_out(seq)
+    seq.num_preempted_tokens = 10
+    host_blocks = manager.host_tables[seq]
+    assert manager.take_copies().swap_out == dict(zip(host_blocks, old_table))
+    assert not seq.is_running and seq.num_computed_tokens == 0 and not manager.free_host_blocks
+    filler = compute(manager, make(range(50, 58)))  # takes both blanks, not the cached two
+    assert not allocate(manager, seq)
+    manager.deallocate(filler)
+    manager.reset_prefix_cache()
+    run_once(manager, range(5))  # the first of the two full blocks is found, the second is not
+    assert allocate(manager, seq) and seq.num_computed_tokens == 10
+    assert manager.take_copies().swap_in == dict(zip(list(seq.block_table)[1:], host_blocks[1:]))
+    assert sorted(manager.free_host_blocks) == [0, 1, 2] and not manager.host_tables
+    check(manager, [seq])
+
+
+def test_the_host_blocks_that_a_step_reads_are_free_from_the_next_step_on():
+    manager = BlockManager(2, 4, num_host_blocks=1)
+    seq, other = compute(manager, make([1, 2])), compute(manager, make([3, 4]))
+    manager.swap_out(seq)
+    assert not manager.can_swap_out(other), "the pool is full"
+    manager.take_copies()
+    assert allocate(manager, seq) and not manager.can_swap_out(other)
+    manager.take_copies()
+    assert manager.can_swap_out(other)
+    manager.deallocate(other)
+    assert not manager.can_swap_out(other), "nothing of it is computed"
+
+
+def test_what_is_swapped_out_before_its_copy_is_made_is_read_from_where_it_is():
+    manager = BlockManager(2, 4, num_host_blocks=1)
+    parent = compute(manager, make([1, 2]))
+    child = parent.fork()
+    assert fork(manager, parent, child)
+    manager.swap_out(child)
+    assert manager.take_copies().swap_out == {0: parent.block_table[0]}
+
+
+def test_a_group_is_counted_whole():
+    manager = BlockManager(5, 4)
+    group = [make([number] * 8) for number in range(3)]
+    assert manager.can_allocate(group[:2]) and not manager.can_allocate(group)
+    group[0].num_held_tokens = 12
+    assert manager.can_allocate(group[:2])
+    group[1].num_held_tokens = 9
+    assert not manager.can_allocate(group[:2])
 
 
 def test_resetting_forgets_hashes_but_not_blocks_in_use():
@@ -168,7 +277,7 @@ def test_resetting_forgets_hashes_but_not_blocks_in_use():
     user = compute(manager, make(range(50, 59)))
     manager.reset_prefix_cache()
     check(manager, [user])
-    assert manager.find_prefix(make(range(9))) == manager.find_prefix(make(range(50, 59))) == []
+    assert find(manager, make(range(9))) == find(manager, make(range(50, 59))) == []
     manager.deallocate(user)
     check(manager, [])
     assert manager.num_free_blocks == 10
@@ -178,6 +287,6 @@ def test_without_prefix_caching_nothing_is_found():
     manager = BlockManager(10, 4, enable_prefix_caching=False)
     run_once(manager, range(9))
     again = compute(manager, make(range(9)))
-    assert not manager.keys and again.num_computed_tokens == 9
+    assert not manager.hash_of_block and again.num_computed_tokens == 9
     check(manager, [again])
 

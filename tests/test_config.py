@@ -1,13 +1,19 @@
 """The options of the engine and of sampling: what is refused, and what the message says."""
 
+import ast
+import dataclasses
+import itertools
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
+from nanoengine.scheduler import BATCHING, VICTIMS
 
 
 @pytest.mark.parametrize("name, value, accepted", [
@@ -114,12 +120,79 @@ def test_bad_engine_options(bundled, name, value, accepted):
 
 
 def test_the_token_budget_and_the_number_of_sequences_follow_each_other():
-    assert EngineConfig(model="m").limits() == (256, 2048)
-    assert EngineConfig(model="m", max_num_batched_tokens=7).limits() == (7, 7)
-    assert EngineConfig(model="m", max_num_seqs=5000).limits() == (5000, 5000)
-    assert EngineConfig(model="m", max_num_seqs=3, max_num_batched_tokens=9).limits() == (3, 9)
+    for device, budget in (("cpu", 2048), ("cuda", 8192)):
+        for given, limits in (
+                (dict(), (256, budget)), (dict(max_num_batched_tokens=7), (7, 7)),
+                (dict(max_num_seqs=50_000), (50_000, 50_000)), (dict(max_num_seqs=3), (3, budget)),
+                (dict(max_num_seqs=3, max_num_batched_tokens=9), (3, 9)),
+                (dict(max_num_seqs=None, max_num_batched_tokens=None), (256, budget))):
+            config = EngineConfig(model="m", device=device, **given)
+            assert (config.max_num_seqs, config.max_num_batched_tokens) == limits
     with pytest.raises(ValueError, match="max_num_batched_tokens=8 .* at least max_num_seqs=9"):
         LLM("not looked for", max_num_seqs=9, max_num_batched_tokens=8)
+
+
+def test_what_is_given_is_kept_on_any_device():
+    given = dict(block_size=16, max_num_batched_tokens=300, max_num_seqs=7, scheduling="static")
+    for device, run_ahead in itertools.product(("cpu", "cuda"), (False, True)):
+        config = EngineConfig(model="m", device=device, run_ahead=run_ahead, **given)
+        assert config.run_ahead is run_ahead
+        assert given.items() <= dataclasses.asdict(config).items()
+
+
+def test_a_config_is_whole_cannot_be_changed_and_can_be_made_anew_with_changes():
+    config = EngineConfig(model="m", device="cpu", max_num_seqs=4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_size = 16
+    changed = dataclasses.replace(config, kv_allocation="reserve", block_size=16)
+    assert (config.kv_allocation, config.block_size) == ("on-demand", 128)
+    assert dataclasses.asdict(changed) == dataclasses.asdict(config) | dict(
+        kv_allocation="reserve", block_size=16)
+    for bad in (dict(block_size=0), dict(max_num_seqs=4000), dict(blocks=3)):
+        with pytest.raises((ValueError, TypeError), match=next(iter(bad))):
+            dataclasses.replace(config, **bad)
+
+
+def test_the_policies_of_the_config_are_those_of_the_scheduler():
+    for name, table in (("scheduling", BATCHING), ("preemption_victim", VICTIMS)):
+        for policy in table:
+            assert getattr(EngineConfig(model="m", **{name: policy}), name) == policy
+        with pytest.raises(ValueError) as error:
+            EngineConfig(model="m", **{name: "none"})
+        assert set(re.findall(r"'([a-z-]+)'", str(error.value))) == {"none", *table}
+
+
+def options_of_the_readme() -> dict[str, tuple[object, object]]:
+    """Of each option in the README's table of options, the default on a CPU and on a GPU.
+
+    A row says "`name` | default", or "default; default on a GPU". A default that is no literal
+    stands for None.
+    """
+
+    def literal(text: str) -> object:
+        return None if text in ("the model's", "what fits") else ast.literal_eval(text.strip("`"))
+
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first = lines.index("| `LLM(model, ...)` | default | |") + 2
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
+    found: dict[str, tuple[object, object]] = {}
+    for row in rows:
+        _, name, default, *_ = map(str.strip, row.split("|"))
+        on_a_cpu, _, on_a_gpu = default.removesuffix(" on a GPU").partition("; ")
+        assert bool(on_a_gpu) == default.endswith(" on a GPU") and name.strip("`") not in found
+        found[name.strip("`")] = literal(on_a_cpu), literal(on_a_gpu or on_a_cpu)
+    return found
+
+
+def test_the_readme_has_all_options_with_their_defaults():
+    written = options_of_the_readme()
+    assert EngineConfig(model="m").device == "auto" and written.pop("device") == ("auto", "auto")
+    on_a_cpu, on_a_gpu = (dataclasses.asdict(EngineConfig(model="m", device=device))
+                          for device in ("cpu", "cuda"))
+    options = {name: (on_a_cpu[name], on_a_gpu[name]) for name in on_a_cpu}
+    del options["model"], options["device"]
+    assert written == options
+    assert repr(sorted(written.items())) == repr(sorted(options.items())), "0 is not False"
 
 
 def test_dtypes_by_name_or_object():

@@ -1,4 +1,5 @@
-"""The scheduler and the block manager without a model, over thousands of random workloads.
+"""The scheduler, the block manager and the engine's loop without a model, over thousands of random
+workloads.
 
 A shadow cache records which token prefix each slot holds, and follows block copies. Before every
 "attention" it is asked for each slot that a sequence would read; the tokens "sampled" are a
@@ -7,17 +8,21 @@ function of the whole prefix, so a schedule that mixes anything up also generate
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from conftest import check_blocks
 
+from nanoengine.batch import Batch, Copies
 from nanoengine.beam_search import BeamSearch
-from nanoengine.block_manager import BlockManager, num_held_tokens
+from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.sampler import Logprob
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
-from nanoengine.scheduler import BATCHING, VICTIMS, Batch, Scheduler
+from nanoengine.scheduler import BATCHING, VICTIMS, Scheduler
 from nanoengine.sequence import PendingToken, Sequence
 
 EOS = 0
@@ -26,6 +31,9 @@ POLICIES = {
     "scheduling": list(BATCHING), "kv_allocation": ["on-demand", "reserve", "max-length"],
     "preemption_mode": ["recompute", "swap"], "preemption_victim": list(VICTIMS),
     "scheduling_policy": ["fcfs", "priority"], "max_waiting": [None, 0, 2]}
+ORDER_OF_COPIES = ("swap_out", "copy_on_write", "swap_in")
+OTHER_ORDERS = [order for order in itertools.permutations(ORDER_OF_COPIES)
+                if order != ORDER_OF_COPIES]
 
 
 def next_token(token_ids: list[int], seed: int) -> int:
@@ -48,22 +56,19 @@ def expected_output(seq: Sequence) -> list[int]:
 
 
 def make_sequence(prompt: list[int], max_tokens: int, name: str = "", n: int = 1,
-                  priority: int = 0, held: int = 0, **params) -> Sequence:
-    first, *forks = (
-        Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens,
-                 SamplingParams(**params), seed, end_tokens={EOS: None}, priority=priority,
-                 num_held_tokens=held, index=seed) for seed in range(n))
-    first.forks = forks
+                  priority: int = 0, **params) -> Sequence:
+    first = Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens,
+                     SamplingParams(**params), end_tokens={EOS: None}, priority=priority)
+    first.forks = [first.fork(seed=index, index=index) for index in range(1, n)]
     return first
 
 
 def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching=True,
-                   num_host_blocks=0, **policies) -> Scheduler:
-    num_host_blocks *= policies.get("preemption_mode") == "swap"
+                   num_host_blocks=0, max_model_len=1000, **policies) -> Scheduler:
     manager = BlockManager(num_blocks, block_size, caching, num_host_blocks)
-    config = EngineConfig(model="none", max_num_seqs=max_num_seqs,
+    config = EngineConfig(model="none", device="cpu", max_num_seqs=max_num_seqs,
                           max_num_batched_tokens=max_num_batched_tokens, **policies)
-    return Scheduler(manager, config)
+    return Scheduler(manager, config, max_model_len)
 
 
 @dataclass
@@ -71,28 +76,27 @@ class ShadowCache:
     """For each slot, the tokens up to and including the one whose K and V it holds."""
 
     block_size: int
+    order: tuple[str, ...] = ORDER_OF_COPIES
     sampled: list[int] = field(default_factory=list)  # in the last step
     slots: dict[int, int] = field(default_factory=dict)
     host_slots: dict[int, int] = field(default_factory=dict)
 
     def run(self, batch: Batch) -> list[int]:
-        copies = batch.copies
-        self.copy(copies.swap_out, self.slots, self.host_slots)
-        self.copy(copies.copy_on_write, self.slots, self.slots)
-        self.copy(copies.swap_in, self.host_slots, self.slots)
-        ends = [seq.num_computed_tokens + n for seq, n in zip(batch.sequences, batch.num_tokens)]
-        written = set()
+        self.copy(batch.copies)
         tokens = {seq: self.tokens(seq) for seq in batch.sequences}
-        for seq, end in zip(batch.sequences, ends):
-            for position in range(seq.num_computed_tokens, end):
-                slot = self.slot(seq, position)
+        slots = {seq: self.slots_of(seq, start + count) for seq, start, count
+                 in zip(batch.sequences, batch.starts, batch.num_tokens)}
+        prefixes = {seq: list(itertools.accumulate(tokens[seq], lambda *pair: hash(pair)))
+                    for seq in batch.sequences}
+        written = set()
+        for seq, start in zip(batch.sequences, batch.starts):
+            for slot, prefix in zip(slots[seq][start:], prefixes[seq][start:]):
                 assert slot not in written, "two write to one slot"
                 written.add(slot)
-                self.slots[slot] = hash(tuple(tokens[seq][:position + 1]))
-        for seq, end in zip(batch.sequences, ends):
-            for position in range(end):
-                held = self.slots.get(self.slot(seq, position))
-                assert held == hash(tuple(tokens[seq][:position + 1])), "reads another's K and V"
+                self.slots[slot] = prefix
+        for seq in batch.sequences:
+            held = [self.slots.get(slot) for slot in slots[seq]]
+            assert held == prefixes[seq][:len(held)], "reads another's K and V"
         self.sampled = [next_token(tokens[batch.sequences[index]], seq.seed)
                         for index, seq in batch.sampled]
         return self.sampled
@@ -102,82 +106,152 @@ class ShadowCache:
         *known, last = seq.token_ids
         return [*known, self.sampled[last.row] if isinstance(last, PendingToken) else last]
 
-    def copy(self, blocks: dict[int, int], source: dict[int, int], target: dict[int, int]) -> None:
-        target.update({new * self.block_size + i: source.get(old * self.block_size + i)
-                       for new, old in blocks.items() for i in range(self.block_size)})
+    def copy(self, copies: Copies) -> None:
+        device, host = self.slots, self.host_slots
+        ends = {"swap_out": (device, host), "copy_on_write": (device, device),
+                "swap_in": (host, device)}
+        for name in self.order:
+            source, target = ends[name]
+            target.update({new * self.block_size + i: source.get(old * self.block_size + i)
+                           for new, old in getattr(copies, name).items()
+                           for i in range(self.block_size)})
 
-    def slot(self, seq: Sequence, position: int) -> int:
-        block = seq.block_table[position // self.block_size]
-        assert block != 0
-        return block * self.block_size + position % self.block_size
-
-
-def check_batch(scheduler: Scheduler, batch: Batch, running_before: list, waiting_before: list,
-                batch_has_decoded: bool) -> bool:
-    """Returns whether a static batch has decoded by now."""
-    config = scheduler.config
-    assert 0 < sum(batch.num_tokens) <= scheduler.max_num_batched_tokens
-    assert len(scheduler.running) <= scheduler.max_num_seqs
-    assert len({id(seq) for seq in batch.sequences}) == len(batch)
-    assert all(seq in scheduler.running for seq in batch.sequences)
-    for index, (seq, num_tokens) in enumerate(zip(batch.sequences, batch.num_tokens)):
-        assert 0 < num_tokens <= seq.num_uncomputed_tokens
-        is_sampled = index in [row for row, _ in batch.sampled]
-        assert is_sampled == (num_tokens == seq.num_uncomputed_tokens)
-        assert len(seq.block_table) == scheduler.block_manager.num_blocks_to_hold(seq)
-    victims = [seq for seq in running_before if seq not in scheduler.running]
-    admitted = [seq for seq in waiting_before if seq in scheduler.running]
-    priorities = [seq.priority for seq in scheduler.waiting]
-    assert priorities == sorted(priorities)
-    if victims and not any(seq.gave_way for seq in victims):
-        assert not admitted
-        if config.scheduling_policy == "fcfs":
-            assert set(list(scheduler.waiting)[:len(victims)]) == set(victims), "to the front"
-    if victims and config.kv_allocation != "on-demand" and config.max_waiting is None:
-        assert any(seq.group for seq in victims), "whoever holds all it may need is safe"
-    alone = all(len(seq.members) == 1 for seq in victims)
-    if config.preemption_victim == "youngest" and config.max_waiting is None and alone:
-        assert victims == running_before[len(running_before) - len(victims):]
-    decoded = [seq.num_uncomputed_tokens == 1 for seq in batch.sequences if seq in running_before]
-    if config.scheduling == "prefill-first" and config.max_waiting is None:
-        assert all(decoded) or not any(decoded)
-        assert len(decoded) == len(batch) or not all(decoded) or not decoded
-    if config.scheduling == "static" and admitted and running_before:
-        assert not batch_has_decoded, "nobody joins a static batch that decodes"
-    return bool(running_before) and (batch_has_decoded or not admitted and all(decoded))
+    def slots_of(self, seq: Sequence, num_tokens: int) -> list[int]:
+        assert 0 not in seq.block_table
+        slots = [block * self.block_size + i for block in seq.block_table
+                 for i in range(self.block_size)]
+        assert num_tokens <= len(slots)
+        return slots[:num_tokens]
 
 
-def update_beams(searches: dict[str, BeamSearch], batch: Batch) -> None:
-    for _, seq in batch.sampled:
-        if seq.group:
-            searches[seq.request_id].update(seq, next_logprobs(seq.token_ids))
+class ShadowRunner:
+    """A runner for `Engine`: it launches a step on a shadow cache."""
+
+    block_bytes, backend, swap_seconds = 1, "shadow", 0.0
+
+    def __init__(self, cache: ShadowCache, num_kv_blocks: int, num_host_blocks: int,
+                 max_model_len: int) -> None:
+        self.cache = cache
+        self.num_kv_blocks = num_kv_blocks
+        self.num_host_blocks = num_host_blocks
+        self.max_model_len = max_model_len
+
+    def launch(self, batch: Batch) -> SimpleNamespace:
+        tokens = self.cache.run(batch)
+        logprobs = {row: next_logprobs(seq.token_ids)
+                    for row, (_, seq) in enumerate(batch.sampled) if seq.group}
+        return SimpleNamespace(batch=batch, wait=lambda: tokens, logprobs=logprobs,
+                               began=0.0, done=0.0)
+
+
+def contents(batch: Batch) -> list:
+    """A deep copy of all that a batch says, but for the sequences, which go on."""
+    return [batch.sequences[:], batch.starts[:], batch.num_tokens[:], batch.sampled[:],
+            [list(pairs.items()) for pairs in vars(batch.copies).values()], batch.preempted[:],
+            batch.budget, batch.started, batch.next_step_needs_tokens]
+
+
+class CheckedScheduler(Scheduler):
+    """Checks each batch that it schedules, and that none of them changes afterwards."""
+
+    has_decoded = False  # whether a static batch has
+
+    def schedule(self) -> Batch:
+        running, waiting = list(self.running), list(self.waiting)
+        decodes = [seq for seq in running if seq.num_uncomputed_tokens == 1]
+        batch = super().schedule()
+        self.check_batch(batch, running, waiting)
+        self.check_decodes(batch, decodes)
+        self.scheduled.append((batch, contents(batch)))
+        return batch
+
+    def check_batch(self, batch: Batch, running_before: list, waiting_before: list) -> None:
+        config = self.config
+        assert 0 < sum(batch.num_tokens) <= config.max_num_batched_tokens
+        assert batch.budget == config.max_num_batched_tokens - sum(batch.num_tokens)
+        assert len(self.running) <= config.max_num_seqs
+        assert len(set(batch.sequences)) == len(batch)
+        assert all(seq in self.running for seq in batch.sequences)
+        sampled = {index for index, _ in batch.sampled}
+        for index, seq in enumerate(batch.sequences):
+            assert batch.starts[index] == seq.num_computed_tokens
+            assert 0 < batch.num_tokens[index] <= seq.num_uncomputed_tokens
+            assert (index in sampled) == (batch.num_tokens[index] == seq.num_uncomputed_tokens)
+            assert len(seq.block_table) == self.block_manager.num_blocks_to_hold(seq)
+        assert batch.next_step_needs_tokens == any(
+            seq.group or seq is not batch.sequences[index] for index, seq in batch.sampled)
+        victims = [seq for seq in running_before if seq not in self.running]
+        admitted = [seq for seq in waiting_before if seq in self.running]
+        priorities = [seq.priority for seq in self.waiting]
+        assert priorities == sorted(priorities)
+        if victims and not any(seq.gave_way for seq in victims):
+            assert not admitted
+            if config.scheduling_policy == "fcfs":
+                assert set(list(self.waiting)[:len(victims)]) == set(victims), "to the front"
+        if config.kv_allocation != "on-demand":
+            assert all(any(each.gave_way for each in seq.group_or_self) for seq in victims), (
+                "only max_waiting can preempt a sequence that holds all that it may need")
+            # a group of beams also gives way where a fork of one of them finds no room
+            assert all(seq.group or seq.gave_way for seq, _ in batch.preempted)
+        alone = all(len(seq.group_or_self) == 1 for seq in victims)
+        if config.preemption_victim == "youngest" and config.max_waiting is None and alone:
+            assert victims == running_before[len(running_before) - len(victims):]
+        decoded = [seq.num_uncomputed_tokens == 1 for seq in batch.sequences
+                   if seq in running_before]
+        if config.scheduling == "prefill-first" and config.max_waiting is None:
+            assert all(decoded) or not any(decoded)
+            assert len(decoded) == len(batch) or not all(decoded) or not decoded
+        if config.scheduling == "static" and admitted and running_before:
+            assert not self.has_decoded, "nobody joins a static batch that decodes"
+        self.has_decoded = bool(running_before) and (
+            self.has_decoded or not admitted and all(decoded))
+
+    def check_decodes(self, batch: Batch, decodes: list[Sequence]) -> None:
+        if self.config.scheduling == "mixed":
+            left = [seq for seq in decodes if seq not in {seq for seq, _ in batch.preempted}]
+            assert batch.sequences[:len(left)] == left, "a decode waits for a prompt"
+            assert batch.num_tokens[:len(left)] == [1] * len(left)
+
+    def check_scheduled(self) -> None:
+        for batch, before in self.scheduled:
+            assert contents(batch) == before, "a batch has changed since it was scheduled"
+
+
+def make_engine(cache: ShadowCache, num_blocks, max_num_seqs, max_num_batched_tokens, caching=True,
+                num_host_blocks=0, max_model_len=1000, **options) -> Engine:
+    config = EngineConfig(
+        model="none", device="cpu", block_size=cache.block_size, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=caching, **options)
+    engine = Engine(config, ShadowRunner(cache, num_blocks, num_host_blocks, max_model_len))
+    engine.scheduler.__class__ = CheckedScheduler
+    engine.scheduler.scheduled = []
+    return engine
 
 
 def beams_alone(prompt: list[int], params: BeamSearchParams) -> list:
-    scheduler = make_scheduler(500, 4, 16, 500)
+    engine = make_engine(ShadowCache(4), 100, 3, 500)
     seq = make_sequence(prompt, params.max_tokens, logprobs=2 * params.beam_width)
-    search = BeamSearch(seq, params, scheduler)
-    scheduler.add(seq)
-    cache = ShadowCache(4)
-    while scheduler.has_unfinished():
-        batch = scheduler.schedule()
-        scheduler.postprocess(batch, cache.run(batch))
-        update_beams({"": search}, batch)
+    search = BeamSearch(seq, params, engine.scheduler)
+    engine.add(seq)
+    while engine.has_unfinished():
+        for beam in engine.step():
+            search.update(beam)
     return search.finished
 
 
-def run_workload(seed: int, **policies) -> dict[str, int]:
+def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
     rng = random.Random(seed)
     policies = {name: rng.choice(values) for name, values in POLICIES.items()} | policies
     block_size = rng.choice([1, 2, 3, 4, 8])
     max_model_len = rng.randint(8, 60)
     fits = -(-max_model_len // block_size)
     max_num_seqs = rng.randint(1, 8)
-    scheduler = make_scheduler(
-        fits + rng.randint(0, 2 * fits), block_size, max_num_seqs,
+    engine = make_engine(
+        ShadowCache(block_size, order), fits + rng.randint(0, 2 * fits), max_num_seqs,
         max_num_seqs + rng.choice([0, 3, 20, 100]), rng.random() < 0.8, rng.randint(0, 2 * fits),
-        **policies)
-    manager, cache = scheduler.block_manager, ShadowCache(block_size)
+        max_model_len, run_ahead=rng.random() < 0.5, **policies)
+    scheduler = engine.scheduler
+    manager = scheduler.block_manager
     stems = [[rng.randrange(1, VOCABULARY) for _ in range(max_model_len)] for _ in range(3)]
     arriving, searches, wanted = [], {}, {}
     for number in range(rng.randint(1, 12)):
@@ -187,53 +261,39 @@ def run_workload(seed: int, **policies) -> dict[str, int]:
         max_tokens, name = rng.randint(1, max_model_len - length), str(number)
         priority = rng.choice([0, 0, 1, -1]) * (policies["scheduling_policy"] == "priority")
         width = rng.choice([0, 0, 2, 3])
-        held = num_held_tokens(policies["kv_allocation"], length + max_tokens, max_model_len)
-        num_blocks = manager.num_blocks_for(max(held, length + max_tokens))
+        most = max_model_len if policies["kv_allocation"] == "max-length" else length + max_tokens
+        num_blocks = manager.num_blocks_for(most)
         if 0 < width <= max_num_seqs and width * num_blocks <= manager.num_blocks:
             penalty = rng.choice([0.0, 1.0, 2.0])
             params = BeamSearchParams(width, max_tokens, length_penalty=penalty)
-            seq = make_sequence(prompt, max_tokens, name, held=held, logprobs=2 * width)
+            seq = make_sequence(prompt, max_tokens, name, logprobs=2 * width)
             searches[name], wanted[name] = BeamSearch(seq, params, scheduler), beams_alone(
                 prompt, params)
         else:
-            seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority, held)
+            seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority)
         arriving.append(seq)
     everyone = [completion for seq in arriving for completion in (seq, *seq.forks)]
     aborted: set[str] = set()
-    has_decoded, run_ahead, in_flight = False, rng.random() < 0.5, None
 
-    def take_in(batch: Batch, tokens: list[int]) -> None:
-        scheduler.postprocess(batch, tokens)
-        update_beams(searches, batch)
-
-    while arriving or scheduler.has_unfinished() or in_flight:
-        while arriving and (rng.random() < 0.3 or not scheduler.has_unfinished()):
-            scheduler.add(arriving.pop(0))
+    while arriving or engine.has_unfinished():
+        while arriving and (rng.random() < 0.3 or not engine.has_unfinished()):
+            engine.add(arriving.pop(0))
         if rng.random() < 0.02 and scheduler.has_unfinished():
             victim = rng.choice([*scheduler.waiting, *scheduler.running])
             aborted.add(victim.request_id)
             for seq in [*scheduler.waiting, *scheduler.running]:
                 if seq.request_id == victim.request_id:
-                    scheduler.finish(seq, "abort")
+                    engine.finish(seq, "abort")
             searches.pop(victim.request_id, None)
             check_blocks(scheduler)
             continue
-        if in_flight:
-            scheduler.advance(in_flight[0])
-        before, launched = (list(scheduler.running), list(scheduler.waiting)), None
-        if scheduler.has_unfinished():
-            batch = scheduler.schedule()
-            has_decoded = check_batch(scheduler, batch, *before, has_decoded)
-            launched = batch, cache.run(batch)
-        if in_flight:
-            take_in(*in_flight)
-        in_flight = launched
-        if in_flight and (batch.is_awaited or not run_ahead):
-            take_in(*in_flight)
-            in_flight = None
+        for seq in engine.step():
+            if seq.request_id in searches:
+                searches[seq.request_id].update(seq)
         assert not any(isinstance(seq.token_ids[-1], PendingToken) for seq in everyone)
         check_blocks(scheduler)
         assert scheduler.counters["num_steps"] < 20_000, "a livelock"
+    scheduler.check_scheduled()
     assert manager.num_free_blocks == manager.num_blocks
     assert len(manager.free_host_blocks) == manager.num_host_blocks
     for seq in everyone:
@@ -242,14 +302,15 @@ def run_workload(seed: int, **policies) -> dict[str, int]:
         elif seq.request_id not in aborted:
             assert seq.token_ids == expected_output(seq)
             assert seq.finish_reason == ("stop" if seq.token_ids[-1] == EOS else "length")
+    if policies["preemption_mode"] == "recompute":
+        assert not scheduler.counters["swap_preemptions"], "the pool is not to be used"
     return scheduler.counters
 
 
 def test_random_workloads():
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for seed in range(2500):
-        for name, value in run_workload(seed).items():
-            totals[name] = totals.get(name, 0) + value
+        totals.update(run_workload(seed))
     # the workloads are worth something only if all of this happened, and often
     for name in ("recompute_preemptions", "swap_preemptions", "shared_blocks", "swap_in_blocks",
                  "copy_on_write_blocks"):
@@ -264,6 +325,48 @@ def test_no_combination_of_policies_livelocks():
             run_workload(seed, **dict(zip(POLICIES, values)))
 
 
+@pytest.mark.parametrize("order", OTHER_ORDERS, ids=", ".join)
+def test_copies_in_any_other_order_break_some_workload(order):
+    with pytest.raises(AssertionError, match="reads another's K and V"):
+        for seed in range(2500):
+            run_workload(seed, order, preemption_mode="swap")
+
+
+def test_a_step_with_copies_that_no_other_order_does_right():
+    """Block 1 of a victim goes to the host, then to a fork that copies block 2; its parent ends,
+    so block 2 goes to a sequence that comes back."""
+    manager = BlockManager(2, 2, False, num_host_blocks=2)
+    back, victim, parent, child = (make_sequence([1], 9) for _ in range(4))
+
+    def compute(seq: Sequence) -> None:
+        manager.allocate(seq)
+        seq.num_computed_tokens = 1
+
+    compute(back)
+    manager.swap_out(back)
+    before = manager.take_copies()
+    compute(victim)
+    compute(parent)
+    manager.swap_out(victim)
+    manager.allocate(child, parent)
+    manager.deallocate(parent)
+    manager.allocate(back)
+    copies = manager.take_copies()
+
+    def is_right(order: tuple[str, ...]) -> bool:
+        cache = ShadowCache(2, order, slots={2: "back"})
+        cache.copy(before)
+        cache.slots = {2: "victim", 4: "parent"}
+        cache.copy(copies)
+        host_slot = manager.host_tables[victim][0] * 2
+        return (cache.slots[2] == "parent" and cache.slots[4] == "back"
+                and cache.host_slots[host_slot] == "victim")
+
+    assert (list(child.block_table), list(back.block_table)) == ([1], [2])
+    assert tuple(vars(copies)) == ORDER_OF_COPIES
+    assert is_right(ORDER_OF_COPIES) and not any(is_right(order) for order in OTHER_ORDERS)
+
+
 def run_to_end(scheduler: Scheduler) -> None:
     cache = ShadowCache(scheduler.block_manager.block_size)
     while scheduler.has_unfinished():
@@ -274,7 +377,8 @@ def run_to_end(scheduler: Scheduler) -> None:
 
 def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
     scheduler = make_scheduler(4, 16, 8, 64)
-    with pytest.raises(ValueError, match="65 tokens .* 4 blocks of 16 tokens"):
+    with pytest.raises(ValueError, match=(
+            "65 tokens .*max_num_seqs=8, num_kv_blocks=4, block_size=16")):
         scheduler.add(make_sequence([1] * 60, 5))
     assert not scheduler.has_unfinished()
     scheduler.add(make_sequence([1] * 60, 4))
@@ -295,6 +399,25 @@ def test_mixed_decodes_first_and_gives_the_rest_of_the_budget_to_a_prompt():
         chunks.append(batch.num_tokens[1])
         scheduler.postprocess(batch, [1] * len(batch.sampled))
     assert chunks == [7, 7, 1]
+
+
+def test_mixed_decodes_of_forks_do_not_wait_behind_a_prompt_in_chunks():
+    scheduler = make_scheduler(40, 4, 8, 8, scheduling="mixed")
+    several, long = make_sequence([1, 2, 3], 30, n=3), make_sequence([2] * 40, 2)
+    completions = [several, *several.forks]
+    scheduler.add(several)
+    scheduler.add(long)
+    batch = scheduler.schedule()
+    assert batch.sequences == [several, long] and batch.num_tokens == [3, 5]
+    scheduler.postprocess(batch, [1, 2, 3])
+    assert list(scheduler.running)[:2] == [several, long], "its forks are behind the prompt"
+    assert set(scheduler.running) == {long, *completions}
+    for step in range(7):
+        batch = scheduler.schedule()
+        assert set(batch.sequences[:3]) == set(completions) and batch.sequences[3:] == [long]
+        assert batch.num_tokens == [1, 1, 1, 5]
+        scheduler.postprocess(batch, [1] * len(batch.sampled))
+        assert [seq.num_tokens for seq in completions] == [5 + step] * 3
 
 
 def test_prefill_first_chunks_a_prompt_before_anybody_decodes():
@@ -334,6 +457,86 @@ def test_identical_prompts_in_one_step_are_computed_once():
     check_blocks(scheduler)
     assert len({tuple(seq.block_table[:3]) for seq in prompts}) == 1
     assert len({seq.block_table[3] for seq in prompts}) == 3
+
+
+def test_the_last_block_of_a_cached_prompt_is_computed_again_into_a_twin():
+    scheduler = make_scheduler(10, 4, 2, 100)
+    manager, cache = scheduler.block_manager, ShadowCache(4)
+    first, second = make_sequence([1, 2, 3, 3, 2, 1, 1, 2], 9), make_sequence([1, 2, 3, 3], 9)
+    second.token_ids += [2, 1, 1, 2]
+    for seq in (first, second):
+        scheduler.add(seq)
+        batch = scheduler.schedule()
+        scheduler.postprocess(batch, cache.run(batch))
+        check_blocks(scheduler)
+    assert batch.sequences == [second] and batch.starts == batch.num_tokens == [4]
+    tables = first.block_table, second.block_table
+    assert tables[0][0] == tables[1][0] and tables[0][1] != tables[1][1]
+    twins = manager.blocks_by_hash[first.block_hashes[1]]
+    assert set(twins) == {tables[0][1], tables[1][1]}
+    assert [manager.ref_counts[block] for block in (tables[0][0], *twins)] == [2, 1, 1]
+
+
+def test_completions_share_the_prompt_even_where_they_end_at_once():
+    scheduler = make_scheduler(9, 4, 4, 100)
+    first = make_sequence([1, 2, 3, 1, 2, 3, 1, 2, 3], 1, n=3)
+    forks = first.forks
+    scheduler.add(first)
+    batch = scheduler.schedule()
+    assert batch.sampled == [(0, forks[0]), (0, forks[1]), (0, first)] and not first.forks
+    scheduler.postprocess(batch, [1, 2, 3])
+    assert scheduler.counters["shared_blocks"] == 4 and not scheduler.has_unfinished()
+    assert [seq.token_ids[9:] for seq in (*forks, first)] == [[1], [2], [3]]
+
+
+def test_completions_that_find_no_room_wait_before_all_others():
+    scheduler = make_scheduler(40, 4, 2, 100)
+    first = make_sequence([1, 2, 3], 9, n=4)
+    forks, other = first.forks, make_sequence([3, 2, 1], 9)
+    scheduler.add(first)
+    scheduler.add(other)
+    batch = scheduler.schedule()
+    assert batch.sequences == [first, other]
+    last = make_sequence([2, 2, 2], 9)
+    scheduler.add(last)
+    scheduler.postprocess(batch, [1] * len(batch.sampled))
+    assert set(scheduler.waiting) == {*forks, last} and scheduler.waiting[-1] is last
+
+
+def run_reserved(max_tokens: list[int], **policies) -> list[int]:
+    """Runs prompts of 5 tokens in 36 slots, the others after the first; which were preempted."""
+    engine = make_engine(ShadowCache(4), 9, 4, 100, max_model_len=36, **policies)
+    sequences = [make_sequence([number + 1] * 5, number_of_tokens)
+                 for number, number_of_tokens in enumerate(max_tokens)]
+    for seq in sequences:
+        seq.end_tokens = {}
+        engine.add(seq)
+        engine.step()
+    while engine.has_unfinished():
+        engine.step()
+        check_blocks(engine.scheduler)
+    assert [seq.num_tokens for seq in sequences] == [5 + count for count in max_tokens]
+    return [sequences.index(seq) for batch, _ in engine.scheduler.scheduled
+            for seq, _ in batch.preempted]
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("scheduling", BATCHING)
+def test_only_sequences_that_hold_too_little_are_preempted_for_want_of_blocks(
+        scheduling, run_ahead):
+    options = dict(scheduling=scheduling, run_ahead=run_ahead)
+    for mode in ("recompute", "swap"):
+        for kv_allocation in ("reserve", "max-length"):
+            assert run_reserved([20, 20, 20], kv_allocation=kv_allocation, preemption_mode=mode,
+                                **options) == []
+        assert run_reserved([20, 20, 20], kv_allocation="on-demand", preemption_mode=mode,
+                            **options) != []
+
+
+def test_only_max_waiting_makes_a_sequence_give_way_that_holds_all_it_needs_and_only_once():
+    for max_waiting, preempted in ((None, []), (0, [0, 1]), (1, [0, 1]), (2, [])):
+        assert run_reserved([20, 7, 7], kv_allocation="reserve",
+                            max_waiting=max_waiting) == preempted
 
 
 def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
