@@ -1,6 +1,5 @@
-"""bench.py: workloads, the simulation against the engine, and what the pictures are drawn from."""
+"""bench.py: its workloads, what it measures, and engines in processes of their own."""
 
-import importlib.util
 import json
 import os
 import random
@@ -9,154 +8,106 @@ import sys
 import pytest
 from conftest import ROOT
 
+sys.path.insert(0, str(ROOT))
 
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench", ROOT / "bench.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def arguments(bench, monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, flags)])
-    return bench.parse_arguments()
-
-
-def run(bench, monkeypatch, tmp_path, *flags) -> dict:
-    file = tmp_path / "result.json"
-    monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, flags), "--json", str(file)])
-    bench.main()
-    return json.loads(file.read_text())
-
+import bench  # noqa: E402
 
 SMALL = ("--num-seqs", 8, "--min-input", 8, "--max-input", 40, "--min-output", 8,
          "--max-output", 40)
 
 
-@pytest.mark.parametrize("comparison", ["batching", "memory", "preemption", "victims", "prefix",
-                                        "sampling"])
-def test_comparisons(bench, monkeypatch, tmp_path, comparison):
-    found = run(bench, monkeypatch, tmp_path, "--compare", comparison, *SMALL,
-                "--num-kv-blocks", 12, "--true-lengths", 0.5)["medians"]
-    assert list(found) == list(bench.COMPARISONS[comparison])
-    for figures in found.values():
-        assert figures["output_tokens_per_second"] > 0 < figures["mean_batch"]
-        assert 0 < figures["first_token_ms"] <= figures["first_token_ms_p99"]
-        assert 0 <= figures["kv_waste_percent"] < 100 >= figures["kv_used_percent"] > 0
-    if comparison == "memory":
-        assert found["max-length"]["mean_batch"] < found["reserve"]["mean_batch"]
-        assert found["reserve"]["mean_batch"] < found["on-demand"]["mean_batch"]
-        assert found["reserve"]["num_preemptions"] == 0
-    if comparison == "preemption":
-        assert found["swap"]["swapped_mib"] > 0 == found["recompute"]["swapped_mib"]
-        assert found["recompute"]["recomputed_tokens"] > 0
+def run(tmp_path, *flags) -> dict:
+    file = tmp_path / "result.json"
+    bench.main([*map(str, flags), "--json", str(file)])
+    return json.loads(file.read_text())
 
 
-def test_a_simulated_schedule_is_the_real_one(bench, monkeypatch, tmp_path):
-    flags = ("--compare", "memory", *SMALL, "--num-kv-blocks", 12, "--true-lengths", 0.5,
-             "--max-num-batched-tokens", 64, "--max-num-seqs", 6, "--max-model-len", 80)
-    real, simulated = (run(bench, monkeypatch, tmp_path, *flags, *more)["medians"]
-                       for more in ((), ("--simulate",)))
-    for name in real:
-        for figure in ("num_steps", "mean_batch", "num_preemptions", "recomputed_tokens"):
-            assert real[name][figure] == simulated[name][figure], (name, figure)
+def draw(*flags):
+    return bench.parse([*map(str, flags)])[1]
 
 
-def test_arrivals_and_rejections(bench, monkeypatch, tmp_path):
-    flags = ("--simulate", "--num-seqs", 300, "--workload", "decode-heavy", "--rate")
-    calm, busy, refused = (
-        run(bench, monkeypatch, tmp_path, *flags, *more)["medians"]["simulated"]
-        for more in ((0.5, "--reject"), (50,), (50, "--reject")))
-    assert calm["rejected_percent"] == 0 < refused["rejected_percent"] < 100
-    assert calm["first_token_ms"] < busy["first_token_ms"] > refused["first_token_ms"]
-    assert calm["output_tokens_per_second"] < busy["output_tokens_per_second"]
-
-
-def test_workloads(bench, monkeypatch):
-    def draw(*flags):
-        return bench.draw_workload(arguments(bench, monkeypatch, *flags), 800)[0]
-
-    heavy = draw("--workload", "prefill-heavy", "--n-k", 3, "--kilo", 100, "--num-seqs", 5)
-    assert {len(prompt) for prompt in heavy.prompts} == {300}
-    assert set(heavy.lengths) == {100} == set(heavy.max_tokens)
-    normal = draw("--workload", "decode-heavy", "--n-k", 3, "--kilo", 100, "--lengths", "normal",
-                  "--true-lengths", 0.5)
-    assert len(set(normal.max_tokens)) > 50 and 280 < sum(normal.max_tokens) / 256 < 320
-    assert 0.4 < sum(normal.lengths) / sum(normal.max_tokens) < 0.6
-    assert all(length <= most for length, most in zip(normal.lengths, normal.max_tokens))
-    shared = draw("--workload", "shared-prefix", "--num-seqs", 4, "--max-input", 200)
-    assert len({tuple(prompt[:200]) for prompt in shared.prompts}) == 1
-    assert len({tuple(prompt) for prompt in shared.prompts}) == 4
-
-
-def test_workloads_for_a_cpu(bench, monkeypatch):
-    def draw(*flags):
-        return bench.draw_workload(arguments(bench, monkeypatch, "--workload", *flags), 20_000)
-
+def test_workloads_for_a_cpu(make_model):
+    # the vocabulary must be larger than the ids that are drawn
+    model = make_model(vocab_size=20_000)[0]
     random.seed(0)  # nano-vllm's order: all prompts, then all lengths
     prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 256))]
                for _ in range(32)]
-    mixed, _ = draw("cpu-mixed")
+    mixed = draw("--model", model, "--workload", "cpu-mixed")
     assert mixed.prompts == prompts and mixed.temperature == 0
     assert mixed.lengths == [random.randint(32, 128) for _ in range(32)] == mixed.max_tokens
-    decode, _ = draw("cpu-decode")
+    decode = draw("--workload", "cpu-decode")
     assert [*map(len, decode.prompts)] == [64] * 16 and decode.lengths == [256] * 16
-    prefix, warm_up = draw("cpu-prefix")
+    prefix = draw("--workload", "cpu-prefix")
     assert [*map(len, prefix.prompts)] == [544] * 32 and prefix.lengths == [32] * 32
     assert os.path.commonprefix(prefix.prompts) == prefix.prompts[0][:512]
-    assert warm_up.prompts[0][0] != prefix.prompts[0][0]
-    assert draw("cpu-decode", "--num-seqs", 2, "--temperature", 1)[0].temperature == 1
+    assert bench.warm_up_for(prefix).prompts[0][0] != prefix.prompts[0][0]
+    changed = draw("--workload", "cpu-decode", "--num-seqs", 2, "--temperature", 1)
+    assert changed.temperature == 1 and len(changed.prompts) == 2
 
 
-def test_lanes_and_the_chrome_trace(bench, monkeypatch, tmp_path):
-    trace = tmp_path / "trace.json"
-    found = run(bench, monkeypatch, tmp_path, *SMALL, "--num-kv-blocks", 10, "--preemption-mode",
-                "swap", "--trace", trace)["medians"]["nanoengine"]
-    events = json.loads(trace.read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
-    assert {event["name"] for event in spans} >= {"waiting", "prefill", "decode", "swapped"}
-    steps = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
-    assert len(steps) == found["num_steps"]
-    assert sum(len([s for s in spans if s["name"] == name]) for name in ("prefill", "decode")) == (
-        sum(step["args"]["sequences"] for step in steps))
-    for number in range(8):
-        lane = [event for event in spans if event["tid"] == number]
-        for left, right in zip(lane, lane[1:]):
-            assert left["ts"] + left["dur"] == pytest.approx(right["ts"], abs=1)
-    assert {event["name"] for event in events if event["ph"] == "C"} == {"KV blocks"}
+def test_the_default_is_nano_vllms_workload():
+    workload = draw()
+    random.seed(0)
+    prompts = [[random.randint(0, 10000) % 2048 for _ in range(random.randint(100, 1024))]
+               for _ in range(256)]
+    assert [*map(len, workload.prompts)] == [*map(len, prompts)]
+    assert workload.lengths == [random.randint(100, 1024) for _ in range(256)]
+    assert workload.temperature == 0.6
 
 
-def test_pictures(bench, monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    timeline, plot = tmp_path / "timeline.png", tmp_path / "plot.png"
-    run(bench, monkeypatch, tmp_path, "--compare", "preemption", *SMALL, "--timeline", timeline,
-        "--plot", plot)
-    assert plot.stat().st_size > 10_000
-    assert (tmp_path / "timeline-swap.png").stat().st_size > 10_000
+def test_two_engines_in_turn(tmp_path, capsys):
+    found = run(tmp_path, *SMALL, "--engine", "nanoengine,hf", "--repeat", 2, "--num-kv-blocks", 8)
+    assert [len(runs) for runs in found["runs"].values()] == [2, 2]
+    ours, theirs = found["medians"].values()
+    assert ours["output_tokens_per_second"] > 0 < theirs["output_tokens_per_second"]
+    for name in ("decode_batch", "decode_step_ms", "first_token_ms", "per_token_ms", "weights_mib",
+                 "kv_pool_mib", "limit_percent", "idle_percent", "peak_memory_mib"):
+        assert ours[name] > 0, name
+    assert ours["limit_percent"] < 100 > ours["idle_percent"]
+    # a fresh engine behind the warm-up: only the steps of the workload count
+    assert ours["prefix_cache_queries"] == sum(map(len, draw(*SMALL).prompts))
+    assert "output tokens/s, nanoengine / hf:" in capsys.readouterr().out
 
 
-def test_decode_steps(bench, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "BATCHES", [1, 4])
-    monkeypatch.setattr(bench, "CONTEXTS", [64, 300])
-    found = run(bench, monkeypatch, tmp_path, "--decode-grid", "--num-kv-blocks", 9)
-    steps = found["decode_steps"]
-    assert [(row["batch"], row["context"]) for row in steps] == [(1, 64), (4, 64), (1, 300)]
-    assert all(row["ms"] > row["limit_ms"] > 0 for row in steps)
-
-
-def test_an_engine_in_a_process_of_its_own(bench, monkeypatch, tmp_path):
-    found = run(bench, monkeypatch, tmp_path, *SMALL, "--workload", "cpu-prefix", "--repeat", 2,
+def test_an_engine_in_a_process_of_its_own(tmp_path):
+    found = run(tmp_path, *SMALL, "--workload", "cpu-prefix", "--repeat", 2,
                 "--python", f"nanoengine=env OMP_NUM_THREADS=1 {sys.executable}")
     assert len(found["runs"]["nanoengine"]) == 2
     assert found["medians"]["nanoengine"]["prefix_cache_hits"] == 7 * 512
     assert found["elsewhere"]["nanoengine"]["threads"] == 1
 
 
-@pytest.mark.parametrize("flags", [
-    ("--simulate", "--compare", "sampling"), ("--true-lengths", 0), ("--compare", "nothing"),
-    ("--min-input", 9, "--max-input", 8)])
-def test_bad_flags(bench, monkeypatch, flags):
+def test_own_prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('Once upon a time\n\n{"prompt": "47 + 85 ="}\n{"prompt_token_ids": [5, 6]}\n')
+    workload = draw("--prompts", file, "--min-output", 3, "--max-output", 3)
+    assert len(workload.prompts) == 3 and workload.prompts[2] == [5, 6]
+    assert workload.lengths == [3, 3, 3]
+    found = run(tmp_path, "--prompts", file, "--min-output", 2, "--max-output", 4)
+    assert found["medians"]["nanoengine"]["prefix_cache_queries"] == sum(
+        map(len, workload.prompts))
+
+
+def test_prompts_of_text_need_a_tokenizer(tmp_path, tiny):
+    file = tmp_path / "prompts.txt"
+    file.write_text("Once upon a time\n")
+    with pytest.raises(SystemExit, match="prompt_token_ids"):
+        draw("--model", tiny, "--prompts", file)
+
+
+@pytest.mark.parametrize("flags, part", [
+    (("--min-input", 9, "--max-input", 8), "--min-input"),
+    (("--engine", "llama.cpp"), "--engine llama.cpp"),
+    (("--engine", "vllm"), "--python"),
+    (("--scheduling", "fair"), "scheduling"),
+    (("--block-size", 0), "block_size"),
+    (("--model", "no such folder"), "no such folder"),
+    (("--no-such-flag",), "--no-such-flag"),
+])
+def test_bad_flags_are_one_line(capsys, monkeypatch, flags, part):
+    if part == "--python":
+        monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        arguments(bench, monkeypatch, *flags)
+        draw(*flags)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and part in error

@@ -26,7 +26,7 @@ run() {  # name, seconds at most, command: the end of its output is shown, all o
     tail -n "${lines:-30}" "$out/$name.log"
     summary+=("$(printf '%-24s %-7s %4d s  %s' "$name" \
         "$([ $status = 0 ] && echo ok || echo "rc $status")" $((SECONDS - began)) \
-        "$(grep -oE 'output tokens/s +[0-9,.]+|limit of this device, % +[0-9.]+|device idle, % +[0-9.]+|[0-9]+ (passed|failed|skipped)' \
+        "$(grep -oE '(output tokens per second|limit percent|idle percent) +[0-9,.]+|[0-9]+ (passed|failed|skipped)' \
             "$out/$name.log" | tr -s ' ' | tr '\n' ';')")")
     echo "-- ${summary[-1]}"
 }
@@ -34,7 +34,7 @@ run() {  # name, seconds at most, command: the end of its output is shown, all o
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 "$python" -c 'import torch, nanoengine; print("torch", torch.__version__)' || exit 1
 [ -f .fa/check_flash_attn.py ] && lines=3 run flash-attn 50 "$python" .fa/check_flash_attn.py
-lines=60 run tests 250 "$python" -m pytest -q --maxfail=8 -p no:cacheprovider tests/gpu
+lines=60 run tests 250 "$python" -m pytest -q -o addopts= --maxfail=8 -p no:cacheprovider tests/gpu
 nano="bench.py --config qwen3-0.6b --max-model-len 2048"
 run nano-vllm-workload 80 "$python" $nano --json "$out/nano.json"
 run no-run-ahead 60 "$python" $nano --no-run-ahead --json "$out/sync.json"

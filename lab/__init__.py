@@ -1,0 +1,12 @@
+"""Experiments with the engine's policies and with the speed of the device under it.
+
+    python -m lab.compare memory      # variants of a policy on one workload
+    python -m lab.simulate memory     # the same on a clock: Llama-3-8B on an A100
+    python -m lab.grid                # decode steps by batch and context, beside their limit
+    python -m lab.limits              # a decode step beside its matrix products alone
+
+`options.py` has the flags and the workloads, `figures.py` what a run is measured by.
+`drawing.py` makes pictures of a trace, also of your own runs. Throughput is the business of
+`bench.py` beside this folder. The lab is no part of the installed package: run its commands in
+the root of the repository.
+"""

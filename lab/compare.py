@@ -1,0 +1,125 @@
+"""Compares the variants of a policy on one workload, in turn, with the model loaded once.
+
+    python -m lab.compare batching
+    python -m lab.compare memory --true-lengths 0.5 --plot chart.png --timeline steps.png
+    python -m lab.compare --trace steps.json    # no comparison: the engine as its options say
+
+Comparisons: batching, memory, preemption, victims, prefix, sampling. The default workload is 64
+prompts of 16 to 256 tokens that generate as many, in blocks for a third of them. A single run
+misleads: the table has the medians of three runs, and the lowest and highest.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.drawing import draw_comparison, draw_timeline, write_perfetto
+from lab.figures import Figures, Runs, figures_of, report
+from lab.options import Parser, Workload, picture
+from nanoengine import LLM, SamplingParams
+from nanoengine.engine import Engine
+from nanoengine.scheduler import VICTIMS
+
+Options = dict[str, Any]  # of the engine, or of the sampling
+COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each by their names
+    "batching": {name: {"scheduling": name} for name in ("static", "prefill-first", "mixed")},
+    "memory": {name: {"kv_allocation": name} for name in ("max-length", "reserve", "on-demand")},
+    "preemption": {"recompute": {}, "swap": {"preemption_mode": "swap"},
+                   "reserve": {"kv_allocation": "reserve"}},
+    "victims": {name: {"preemption_victim": name} for name in VICTIMS},
+    "prefix": {"no cache": {"enable_prefix_caching": False}, "prefix cache": {}},
+    "sampling": {"greedy": {"temperature": 0.0}, "temperature": {"temperature": 0.8},
+                 "top-k 20": {"top_k": 20}, "top-p 0.9": {"top_p": 0.9},
+                 "penalties": {"repetition_penalty": 1.1}, "n = 4": {"n": 4, "temperature": 0.8}},
+    "none": {"nanoengine": {}},
+}
+
+
+def comparison_parser(description: str | None, workload: str, repeat: int) -> Parser:
+    """The flags that real and simulated comparisons share, with their defaults."""
+    parser = Parser(description, workload)
+    parser.add_argument("comparison", nargs="?", choices=COMPARISONS, default="none")
+    parser.add_argument("--repeat", type=int, default=repeat, help="runs of each variant")
+    parser.add_argument("--plot", type=picture, help="a chart of the variants")
+    parser.add_argument("--timeline", type=picture, help="a picture of the steps of each")
+    parser.add_argument("--trace", type=Path, help="the same for https://ui.perfetto.dev")
+    return parser
+
+
+def compare(args: Any, run: Callable[[Options], tuple[Engine, Figures]]) -> Runs:
+    """Runs each variant --repeat times, in turn; draws the first run of each."""
+    variants = COMPARISONS[args.comparison]
+    runs: Runs = {name: [] for name in variants}
+    for number in range(args.repeat):
+        for name, changes in variants.items():
+            engine, figures = run(changes)
+            runs[name].append(figures)
+            ending = f"-{name}" if len(variants) > 1 else ""
+            if args.timeline and number == 0:
+                path = args.timeline.with_stem(args.timeline.stem + ending)
+                draw_timeline(engine.trace, path, engine.config.block_size)
+            if args.trace and number == 0:
+                write_perfetto(engine.trace, args.trace.with_stem(args.trace.stem + ending))
+    if args.plot:
+        draw_comparison(runs, args.plot)
+    return runs
+
+
+def run_until(engine: Engine, lengths: dict[str, int], stop: float = float("inf")) -> None:
+    """Runs steps. A request that has come to its length ends, unannounced."""
+    while engine.has_unfinished() and engine.clock() < stop:
+        for seq in engine.step():
+            num_outputs = seq.num_tokens - seq.num_prompt_tokens
+            if num_outputs == lengths[seq.request_id] and not seq.finish_reason:
+                engine.finish(seq, "stop")
+
+
+def run_variant(llm: LLM, workload: Workload, changes: Options) -> tuple[Engine, Figures]:
+    """One run of a variant by an engine of its own, with nothing cached."""
+    fields = SamplingParams.__dataclass_fields__
+    sampling = {name: value for name, value in changes.items() if name in fields}
+    options = {name: value for name, value in changes.items() if name not in fields}
+    params = [SamplingParams(**{"temperature": workload.temperature, "max_tokens": most,
+                                "ignore_eos": True, "seed": number, **sampling})
+              for number, most in enumerate(workload.max_tokens)]
+    seqs = [request.seq for request in llm.inputs.make_requests(workload.prompts, params)]
+    lengths = {seq.request_id: length for seq, length in zip(seqs, workload.lengths)}
+    engine = Engine(replace(llm.config, **options), llm.engine.runner)
+    started = time.perf_counter()
+    for seq in seqs:
+        engine.add(seq)
+    run_until(engine, lengths)
+    seconds = time.perf_counter() - started
+    workload.check([seq.num_tokens - seq.num_prompt_tokens for seq in seqs])
+    return engine, figures_of(engine, seconds, [seq.metrics for seq in seqs])
+
+
+def scarce_blocks(workload: Workload, config: Any) -> int:
+    """A third of the blocks that as many requests need as can run at once."""
+    totals = map(sum, zip(map(len, workload.prompts), workload.max_tokens))
+    needs = sorted(-(-num_tokens // config.block_size) for num_tokens in totals)
+    return max(needs[-1], sum(needs[-config.max_num_seqs:]) // 3)
+
+
+def main(argv: list[str]) -> None:
+    parser = comparison_parser(__doc__, workload="small", repeat=3)
+    block_size = None if torch.cuda.is_available() else 16  # small requests fill several
+    args = parser.parse(argv, trace=True, block_size=block_size)
+    workload = parser.draw(args)
+    num_blocks = args.num_kv_blocks or scarce_blocks(workload, args.engine_config)
+    config = replace(args.engine_config, num_kv_blocks=num_blocks)
+    print(f"{workload}; {num_blocks} blocks of {config.block_size} tokens", flush=True)
+    with LLM(**vars(config) | {"preemption_mode": "swap"}) as llm:  # so there is a host pool
+        llm.config = config
+        run_variant(llm, workload, {})  # a warm-up
+        runs = compare(args, lambda changes: run_variant(llm, workload, changes))
+    report(args, runs, workload=str(workload), num_kv_blocks=num_blocks)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,170 @@
+"""The flags of `bench.py` and of the commands of the lab, and the workload that they describe.
+
+A workload is prompts as token ids, and how many tokens each of them generates.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+from nanoengine.config import EngineConfig
+from nanoengine.loader import find_model, load_config, load_tokenizer
+from nanoengine.model_runner import choose_device
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = {folder.name: folder for folder in (ROOT / "configs").iterdir()}
+ENGINE_OPTIONS = [field.name for field in dataclasses.fields(EngineConfig)
+                  if field.name not in ("model", "trace")]
+SIZES = "num_seqs min_input max_input min_output max_output prefix_length temperature".split()
+WORKLOADS = {
+    "uniform": (256, 100, 1024, 100, 1024, 0, 0.6),  # nano-vllm's
+    "small": (64, 16, 256, 16, 256, 0, 0.6),  # the same for a model of 3 million parameters
+    "shared-prefix": (64, 16, 256, 16, 256, 256, 0.6),
+    "prefill-heavy": (256, 1000, 1000, 1000, 1000, 0, 0.6),  # times --n-k in
+    "decode-heavy": (256, 1000, 1000, 1000, 1000, 0, 0.6),  # times --n-k out
+    "cpu-mixed": (32, 100, 256, 32, 128, 0, 0.0),
+    "cpu-decode": (16, 64, 64, 256, 256, 0, 0.0),
+    "cpu-prefix": (32, 32, 32, 32, 32, 512, 0.0),
+}
+
+
+@dataclasses.dataclass
+class Workload:
+    """Prompts as token ids; how many tokens each may generate, and how many it does generate.
+
+    An engine is not told `lengths`: a request ends there as if it had sampled EOS.
+    """
+
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    lengths: list[int]
+    temperature: float
+
+    def __str__(self) -> str:
+        num_inputs = sum(map(len, self.prompts))
+        return f"{len(self.prompts)} prompts: {num_inputs:,} tokens in, {sum(self.lengths):,} out"
+
+    def check(self, generated: list[int]) -> None:
+        """Stops the program where requests have generated fewer tokens than asked for."""
+        if generated != self.lengths:
+            raise SystemExit(f"not all is generated, but {sum(generated)}: raise --max-model-len?")
+
+
+class Parser(argparse.ArgumentParser):
+    """Parses flags. It reports a mistake in one line, where argparse would list all flags first."""
+
+    def __init__(self, description: str | None, workload: str | None = None) -> None:
+        super().__init__(usage="%(prog)s [FLAGS]", description=description,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("--json", type=Path, help="a file for the results of all runs")
+        model = self.add_mutually_exclusive_group()
+        model.add_argument("--model", default=ROOT / "models/tiny-qwen3", help="a folder or an id")
+        model.add_argument("--config", choices=SHAPES, help="a shape with random weights")
+        self.add_fields("options of the engine, see nanoengine/config.py", ENGINE_OPTIONS)
+        if workload:
+            self.add_argument("--workload", default=workload, choices=WORKLOADS)
+            self.add_argument("--prompts", type=Path, help="a file: a text or JSON in each line")
+            self.add_argument("--lengths", default="uniform", choices=("uniform", "normal"))
+            self.add_argument("--n-k", type=float, default=1, help="N of the heavy workloads")
+            self.add_fields("sizes, instead of those of the workload", SIZES)
+            self.add_argument("--true-lengths", type=float, default=1.0, help="share of outputs")
+
+    def add_fields(self, title: str, names: Iterable[str]) -> None:
+        """Adds a flag for each name: a value, or yes and no where EngineConfig has a bool."""
+        group = self.add_argument_group(title)
+        kinds = get_type_hints(EngineConfig)
+        for name in names:
+            flag = "--" + name.replace("_", "-")
+            if kinds.get(name) is bool:
+                group.add_argument(flag, action=argparse.BooleanOptionalAction)
+            else:
+                group.add_argument(flag, type=number_or_text)
+
+    def parse(self, argv: list[str], **defaults: Any) -> argparse.Namespace:
+        """The flags, and `args.engine_config`: the given options, then `defaults`."""
+        args = self.parse_args(argv)
+        args.given = {name: value for name, value in vars(args).items()
+                      if name in ENGINE_OPTIONS and value is not None}
+        if args.config:
+            args.model = SHAPES[args.config]
+            args.given["load_format"] = "dummy"
+        options = {"device": "auto", **defaults, **args.given}
+        try:
+            options["device"] = choose_device(options["device"])
+            args.engine_config = EngineConfig(model=find_model(args.model), **options)
+        except ValueError as error:
+            self.error(" ".join(str(error).split()))
+        return args
+
+    def draw(self, args: argparse.Namespace) -> Workload:
+        """The workload that the flags describe; sets the sizes that were not given."""
+        longer = {"prefill-heavy": "_input", "decode-heavy": "_output"}.get(args.workload, "none")
+        for name, size in zip(SIZES, WORKLOADS[args.workload]):
+            if getattr(args, name) is None:
+                setattr(args, name, round(size * args.n_k) if name.endswith(longer) else size)
+        for kind in ("input", "output"):
+            if not 1 <= getattr(args, f"min_{kind}") <= getattr(args, f"max_{kind}"):
+                self.error(f"--min-{kind} must be from 1 to --max-{kind}")
+        if not 0 < args.true_lengths <= 1:
+            self.error("--true-lengths must be above 0 and at most 1")
+
+        # in nano-vllm's order: prompt by prompt its length and its ids, then all output lengths
+        rng = random.Random(args.engine_config.seed)
+        folder = Path(args.engine_config.model)
+        if args.prompts:
+            prompts = read_prompts(args.prompts, load_tokenizer(folder))
+        else:
+            vocab_size = load_config(folder).vocab_size
+            prefix = draw_ids(rng, args.prefix_length, vocab_size)
+            prompts = []
+            for _ in range(args.num_seqs):
+                length = draw_length(rng, args.min_input, args.max_input, args.lengths)
+                prompts.append(prefix + draw_ids(rng, length, vocab_size))
+        max_tokens = [draw_length(rng, args.min_output, args.max_output, args.lengths)
+                      for _ in prompts]
+        low = max(0.0, 2 * args.true_lengths - 1)
+        high = min(1.0, 2 * args.true_lengths)
+        lengths = [max(1, round(most * rng.uniform(low, high))) for most in max_tokens]
+        return Workload(prompts, max_tokens, lengths, args.temperature)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def number_or_text(text: str) -> int | float | str:
+    """The type of an engine option: EngineConfig takes no text for a number."""
+    return json.loads(text) if text[:1].isdigit() else text
+
+
+def picture(name: str) -> Path:
+    """The type of a flag for a picture: it fails before a long run, not behind it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError('pictures need matplotlib: pip install ".[bench]"')
+    return Path(name)
+
+
+def draw_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
+    return [rng.randint(0, 10000) % vocab_size for _ in range(count)]
+
+
+def draw_length(rng: random.Random, low: int, high: int, kind: str) -> int:
+    """A length between two others, or normally distributed around their middle."""
+    if kind == "normal":
+        return max(1, round(rng.gauss((low + high) / 2, (low + high) / 20)))
+    return rng.randint(low, high) if low < high else low
+
+
+def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
+    """The prompts in a file, one a line: a text, or JSON with a text or with token ids."""
+    prompts = []
+    for line in filter(str.strip, file.read_text().splitlines()):
+        prompt: dict[str, Any] = json.loads(line) if line.startswith("{") else {"prompt": line}
+        if "prompt_token_ids" not in prompt and tokenizer is None:
+            raise SystemExit(f"{file}: the model has no tokenizer, give prompt_token_ids")
+        prompts.append(prompt.get("prompt_token_ids") or tokenizer.encode(prompt["prompt"]))
+    return prompts

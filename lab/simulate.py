@@ -1,0 +1,154 @@
+"""Simulates a comparison: the real engine over a runner that computes nothing.
+
+    python -m lab.simulate memory --workload decode-heavy --n-k 4
+    python -m lab.simulate memory --rate 6 --reject --num-seqs 2000
+    python -m lab.simulate batching --cost measured
+
+A step only moves a clock: by a constant, by so much for each token, and by so much for each byte
+of K and V that is read, added up. The constants are those of Llama-3-8B on an A100, or measured
+on this machine.
+"""
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lab.compare import Options, compare, comparison_parser, run_until, run_variant
+from lab.figures import Figures, figures_of, report, spans
+from lab.options import Workload
+from nanoengine import LLM
+from nanoengine.batch import Batch
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.model_runner import Launched
+from nanoengine.sequence import RequestMetrics, Sequence
+
+
+@dataclass
+class Cost:
+    """What a step costs, and the room for K and V: by default of Llama-3-8B on an A100-80GB.
+
+    Its weights of 16.1 GB (bf16) are read at 85 % of 2.04 TB/s; a token takes 16 GFLOP at 65 % of
+    312 TFLOP/s; PCIe moves 25 GB/s; K and V get 90 % of the memory, less the weights and 2 GB.
+    Added up, where a GPU does some of this at once: a little too slow.
+    """
+
+    name: str = "Llama-3-8B in bf16 on an A100-80GB"
+    step_seconds: float = 16.1e9 / (0.85 * 2.04e12)
+    token_seconds: float = 16.1e9 / (0.65 * 312e12)
+    read_byte_seconds: float = 1 / (0.85 * 2.04e12)  # of K and V
+    swapped_byte_seconds: float = 1 / 25e9
+    kv_bytes: int = 2**17  # of a token
+    num_slots: int = int((0.9 * 80e9 - 16.1e9 - 2e9) / 2**17)  # tokens that there is room for
+
+
+def measured_cost(config: EngineConfig, workload: Workload) -> Cost:
+    """The constants of a model on this machine: least squares over the steps of a short run."""
+    prompts = [prompt[:10 + 3 * number] for number, prompt in enumerate(workload.prompts[:64])]
+    lengths = [10 + number % 30 for number in range(len(prompts))]
+    short = Workload(prompts, lengths, lengths, workload.temperature)
+    with LLM(**vars(config) | {"enable_prefix_caching": False, "trace": True}) as llm:
+        for _ in range(2):  # the first run is a warm-up
+            engine, _ = run_variant(llm, short, {})
+    starts, tokens, seconds = np.array([
+        (sum(step.batch.starts), sum(step.batch.num_tokens), end - start)
+        for start, end, step in spans(engine.trace)]).T
+    causes = np.stack([np.ones_like(tokens), tokens, starts + tokens], axis=1)
+    per_step, per_token, per_key = np.linalg.lstsq(causes, seconds)[0].clip(0).tolist()
+    kv_bytes = engine.runner.block_bytes // config.block_size
+    num_slots = engine.runner.num_kv_blocks * config.block_size
+    return Cost(f"{config.model}, measured on this machine", per_step, per_token,
+                per_key / kv_bytes, 1 / 5e9, kv_bytes, num_slots)
+
+
+class SimulatedRunner:
+    """Takes the place of a ModelRunner: `launch` only moves a clock, and every token is 1."""
+
+    backend = "simulated"
+    engine: Engine  # to be set when there is one
+
+    def __init__(self, cost: Cost, config: EngineConfig, max_model_len: int) -> None:
+        self.cost = cost
+        self.now = 0.0
+        self.max_model_len = max_model_len
+        self.block_bytes = cost.kv_bytes * config.block_size
+        self.num_kv_blocks = config.num_kv_blocks or cost.num_slots // config.block_size
+        self.num_host_blocks = int(config.swap_space * 2**30 / self.block_bytes)
+
+    def launch(self, batch: Batch) -> Launched:
+        began = self.now
+        num_tokens = sum(batch.num_tokens)
+        num_read = sum(batch.starts) + num_tokens
+        num_swapped = len(batch.copies.swap_out) + len(batch.copies.swap_in)
+        self.now += self.cost.step_seconds + self.cost.token_seconds * num_tokens
+        self.now += self.cost.read_byte_seconds * self.cost.kv_bytes * num_read
+        self.now += self.cost.swapped_byte_seconds * self.block_bytes * num_swapped
+        tokens = torch.ones(len(batch.sampled), dtype=torch.int32)
+        launched = Launched(batch, tokens, {}, began, self.now, self.now)
+        if self.engine.scheduler.counters["num_steps"] % 16 == 1 and not self.engine.config.trace:
+            launched.metrics = self.engine.metrics()
+            self.engine.trace.append(launched)
+        return launched
+
+
+def can_start(engine: Engine) -> bool:
+    """Whether there are places and blocks for all requests that wait."""
+    scheduler = engine.scheduler
+    manager = scheduler.block_manager
+    num_seqs = len(scheduler.running) + len(scheduler.waiting)
+    num_blocks = sum(map(manager.num_blocks_to_hold, scheduler.waiting))
+    return num_seqs <= engine.config.max_num_seqs and num_blocks <= manager.num_free_blocks
+
+
+def simulate(args: Any, workload: Workload, cost: Cost,
+             changes: Options) -> tuple[Engine, Figures]:
+    """One run of a variant. Requests arrive --rate a second (Poisson), or all at once."""
+    started = time.perf_counter()
+    config = replace(args.engine_config, **changes)
+    most = max(map(len, workload.prompts)) + max(workload.max_tokens)
+    runner = SimulatedRunner(cost, config, config.max_model_len or most)
+    engine = runner.engine = Engine(config, runner, clock=lambda: runner.now)
+    gap = 1 / args.rate if args.rate else 0.0
+    arrivals = np.random.default_rng(config.seed).exponential(gap, len(workload.prompts)).cumsum()
+    lengths = {str(number): length for number, length in enumerate(workload.lengths)}
+    seqs = []
+    for index, (prompt, arrival) in enumerate(zip(workload.prompts, arrivals.tolist())):
+        run_until(engine, lengths, arrival)
+        runner.now = max(runner.now, arrival)
+        longest = len(prompt) + workload.max_tokens[index]
+        seq = Sequence(str(index), [*prompt], len(prompt), longest, metrics=RequestMetrics(arrival))
+        engine.add(seq)
+        seqs.append(seq)
+        if args.reject and not can_start(engine):
+            engine.finish(seq, "abort")
+    run_until(engine, lengths)
+    accepted = [seq.metrics for seq in seqs if seq.finish_reason != "abort"]
+    figures = figures_of(engine, runner.now, accepted)
+    figures["rejected_percent"] = 100 * (1 - len(accepted) / len(seqs))
+    figures["real_us_per_step"] = 1e6 * (time.perf_counter() - started) / figures["num_steps"]
+    return engine, figures
+
+
+def main(argv: list[str]) -> None:
+    parser = comparison_parser(__doc__, workload="uniform", repeat=1)
+    parser.add_argument("--cost", default="a100", choices=("a100", "measured"))
+    parser.add_argument("--rate", type=float, help="requests a second; default: all at once")
+    parser.add_argument("--reject", action="store_true", help="requests that can't start at once")
+    args = parser.parse(argv, device="cpu", block_size=16, max_num_batched_tokens=16384)
+    if args.comparison == "sampling":
+        parser.error("a simulation has no tokens to compare the sampling of")
+    workload = parser.draw(args)
+    is_drawn = bool(args.timeline or args.trace)  # else a sample of the steps is enough
+    args.engine_config = replace(args.engine_config, run_ahead=False, trace=is_drawn)
+    cost = Cost() if args.cost == "a100" else measured_cost(args.engine_config, workload)
+    print(f"simulated: {cost}", workload, sep="\n", flush=True)
+    runs = compare(args, lambda changes: simulate(args, workload, cost, changes))
+    report(args, runs, workload=str(workload), cost=vars(cost))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

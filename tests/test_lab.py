@@ -1,0 +1,260 @@
+"""lab/: comparisons, the simulation against the engine, pictures, and the commands of the docs."""
+
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+import bench  # noqa: E402
+from lab import compare, drawing, figures, limits, options, simulate  # noqa: E402
+from nanoengine import LLM, SamplingParams  # noqa: E402
+from nanoengine.config import EngineConfig  # noqa: E402
+
+COMMANDS = {"bench.py": bench, "-m lab.compare": compare, "-m lab.simulate": simulate,
+            "-m lab.grid": limits, "-m lab.limits": limits}
+SMALL = ("--num-seqs", 8, "--min-input", 8, "--max-input", 40, "--min-output", 8,
+         "--max-output", 40, "--repeat", 1)
+
+
+def run(module, tmp_path, *flags) -> dict:
+    file = tmp_path / "result.json"
+    module.main([*map(str, flags), "--json", str(file)])
+    return json.loads(file.read_text())
+
+
+def draw(*flags):
+    parser = compare.comparison_parser(None, "small", 1)
+    return parser.draw(parser.parse([*map(str, flags)]))
+
+
+# ----------------------------------------------------------------------------- comparisons
+
+
+@pytest.mark.parametrize("comparison", ["batching", "memory", "preemption", "victims", "prefix",
+                                        "sampling"])
+def test_comparisons(tmp_path, comparison):
+    found = run(compare, tmp_path, comparison, *SMALL, "--num-kv-blocks", 12,
+                "--true-lengths", 0.5)["medians"]
+    assert list(found) == list(compare.COMPARISONS[comparison])
+    for row in found.values():
+        assert row["output_tokens_per_second"] > 0 < row["mean_batch"]
+        assert 0 < row["first_token_ms"] <= row["first_token_ms_p99"]
+        assert 0 <= row["kv_waste_percent"] < 100 >= row["kv_used_percent"] > 0
+    if comparison == "memory":
+        assert found["max-length"]["mean_batch"] < found["reserve"]["mean_batch"]
+        assert found["reserve"]["mean_batch"] < found["on-demand"]["mean_batch"]
+        assert found["reserve"]["num_preemptions"] == 0
+    if comparison == "preemption":
+        assert found["swap"]["swapped_mib"] > 0 == found["recompute"]["swapped_mib"]
+        assert found["recompute"]["recomputed_tokens"] > 0
+
+
+def test_runs_in_turn_with_their_spread(tmp_path, capsys):
+    found = run(compare, tmp_path, "prefix", "--prompts", prompts_file(tmp_path),
+                "--min-output", 4, "--max-output", 4, "--num-kv-blocks", 20)
+    assert [len(runs) for runs in found["runs"].values()] == [3, 3]
+    rates = sorted(run["output_tokens_per_second"] for run in found["runs"]["no cache"])
+    assert found["medians"]["no cache"]["output_tokens_per_second"] == rates[1]
+    assert found["medians"]["no cache"]["prefix_cache_queries"] > 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "output tokens" in line)
+    assert re.search(r"[\d,.]+ \([\d,.]+-[\d,.]+\)", line)
+
+
+def prompts_file(folder):
+    file = folder / "prompts.txt"
+    file.write_text("Once upon a time\n47 + 85 =\n")
+    return file
+
+
+def test_blocks_for_a_third_of_the_need(tmp_path):
+    workload = draw(*SMALL)
+    needs = [-(-(len(prompt) + most) // 16)
+             for prompt, most in zip(workload.prompts, workload.max_tokens)]
+    for flags in ((), ("batching",)):  # with and without a comparison
+        found = run(compare, tmp_path, *flags, *SMALL, "--trace", tmp_path / "trace.json")
+        assert found["num_kv_blocks"] == max(*needs, sum(needs) // 3)
+
+
+def test_every_option_of_the_engine_is_a_flag():
+    parser = options.Parser(None)
+    args = parser.parse(["--no-enable-prefix-caching", "--max-num-seqs", "7",
+                         "--gpu-memory-utilization", "0.5", "--kv-allocation", "reserve"])
+    assert args.engine_config.enable_prefix_caching is False
+    assert args.engine_config.max_num_seqs == 7
+    assert args.engine_config.gpu_memory_utilization == 0.5
+    assert args.engine_config.kv_allocation == "reserve"
+    names = {field.name for field in dataclasses.fields(EngineConfig)} - {"trace"}
+    assert names <= vars(args).keys()
+
+
+def test_workloads():
+    heavy = draw("--workload", "prefill-heavy", "--n-k", 0.3, "--num-seqs", 5)
+    assert {len(prompt) for prompt in heavy.prompts} == {300}
+    assert set(heavy.lengths) == {1000} == set(heavy.max_tokens)
+    normal = draw("--workload", "decode-heavy", "--n-k", 0.3, "--lengths", "normal",
+                  "--true-lengths", 0.5, "--min-input", 100, "--max-input", 100)
+    assert len(set(normal.max_tokens)) > 50 and 280 < sum(normal.max_tokens) / 256 < 320
+    assert len({len(prompt) for prompt in normal.prompts}) > 20
+    assert 0.4 < sum(normal.lengths) / sum(normal.max_tokens) < 0.6
+    assert all(length <= most for length, most in zip(normal.lengths, normal.max_tokens))
+    shared = draw("--workload", "shared-prefix", "--num-seqs", 4, "--max-input", 200)
+    assert len({tuple(prompt[:200]) for prompt in shared.prompts}) == 1
+    assert len({tuple(prompt) for prompt in shared.prompts}) == 4
+
+
+# ------------------------------------------------------------------------------ simulation
+
+
+def test_a_simulated_schedule_is_the_real_one(tmp_path):
+    flags = ("memory", *SMALL, "--num-kv-blocks", 12, "--true-lengths", 0.5,
+             "--max-num-batched-tokens", 64, "--max-num-seqs", 6, "--max-model-len", 80)
+    real, simulated = (run(module, tmp_path, *flags)["medians"] for module in (compare, simulate))
+    for name in real:
+        for figure in ("num_steps", "mean_batch", "num_preemptions", "recomputed_tokens"):
+            assert real[name][figure] == simulated[name][figure], (name, figure)
+
+
+def test_arrivals_and_rejections(tmp_path):
+    flags = ("--workload", "decode-heavy", "--rate")
+    calm, busy, refused = (
+        run(simulate, tmp_path, *flags, *more)["medians"]["nanoengine"]
+        for more in ((0.5, "--reject", "--num-seqs", 30), (50, "--num-seqs", 300),
+                     (50, "--reject", "--num-seqs", 300)))
+    assert calm["rejected_percent"] == 0 < refused["rejected_percent"] < 100
+    assert calm["first_token_ms"] < busy["first_token_ms"] > refused["first_token_ms"]
+    assert calm["output_tokens_per_second"] < busy["output_tokens_per_second"]
+
+
+def test_a_simulation_says_of_what(tmp_path, capsys):
+    found = run(simulate, tmp_path, *SMALL)
+    assert "Llama-3-8B in bf16 on an A100" in capsys.readouterr().out
+    assert found["cost"]["step_seconds"] == pytest.approx(0.00928, rel=0.01)
+    assert found["cost"]["token_seconds"] == pytest.approx(79e-6, rel=0.01)
+    found = run(simulate, tmp_path, *SMALL, "--cost", "measured", "--num-kv-blocks", 64)
+    assert "tiny-qwen3" in capsys.readouterr().out
+    assert 0 < found["cost"]["step_seconds"] + found["cost"]["token_seconds"] < 1
+
+
+# -------------------------------------------------------------------------------- pictures
+
+
+def test_lanes_and_the_chrome_trace(tmp_path):
+    trace = tmp_path / "trace.json"
+    found = run(compare, tmp_path, *SMALL, "--num-kv-blocks", 10, "--preemption-mode", "swap",
+                "--trace", trace)["medians"]["nanoengine"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert {event["name"] for event in spans} >= {"waiting", "prefill", "decode", "swapped"}
+    steps = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
+    assert len(steps) == found["num_steps"]
+    assert sum(len([s for s in spans if s["name"] == name]) for name in ("prefill", "decode")) == (
+        sum(step["args"]["sequences"] for step in steps))
+    for number in range(8):
+        lane = [event for event in spans if event["tid"] == number]
+        for left, right in zip(lane, lane[1:]):
+            assert left["ts"] + left["dur"] == pytest.approx(right["ts"], abs=1)
+    assert {event["name"] for event in events if event["ph"] == "C"} == {"KV blocks"}
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    timeline, plot = tmp_path / "timeline.png", tmp_path / "plot.png"
+    run(compare, tmp_path, "preemption", *SMALL, "--timeline", timeline, "--plot", plot)
+    assert plot.stat().st_size > 10_000
+    assert (tmp_path / "timeline-swap.png").stat().st_size > 10_000
+
+
+def test_pictures_of_a_run_of_ones_own(tmp_path, bundled):
+    pytest.importorskip("matplotlib")
+    params = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
+    with LLM(bundled, trace=True, num_kv_blocks=8) as llm:
+        llm.generate(["Once upon a time", "47 + 85 ="], params, use_tqdm=False)
+        llm.generate("Once more", params, use_tqdm=False)
+    drawing.draw_timeline(llm.trace, tmp_path / "steps.png", llm.config.block_size)
+    assert (tmp_path / "steps.png").stat().st_size > 10_000
+    assert list(drawing.lanes(llm.trace)) == ["0.0", "1.0", "0.1", "1.1", "2.0", "2.1"]
+
+
+def test_pictures_without_matplotlib_fail_before_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        compare.main(["--plot", "out.png"])
+    assert "pip install" in capsys.readouterr().err
+
+
+def test_times_of_a_gpu_are_events():
+    class Event:
+        def __init__(self, milliseconds):
+            self.milliseconds = milliseconds
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return end.milliseconds - self.milliseconds
+
+    assert figures.elapsed(Event(1000.0), Event(1500.0)) == 0.5 == figures.elapsed(1.0, 1.5)
+
+
+def test_decode_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "read_bandwidth", lambda device: 100e9)
+    steps = run(limits, tmp_path, "--batches", 1, 4, "--contexts", 64, 300,
+                "--num-kv-blocks", 9)["decode_steps"]
+    assert [(row["batch"], row["context"]) for row in steps] == [(1, 64), (4, 64), (1, 300)]
+    assert all(row["ms"] > row["limit_ms"] > 0 < row["products_ms"] for row in steps)
+
+
+# ----------------------------------------------------------------------- flags and commands
+
+
+@pytest.mark.parametrize("module, flags", [
+    (simulate, ("sampling",)), (compare, ("--true-lengths", 0)), (compare, ("nothing",)),
+    (compare, ("--min-input", 9, "--max-input", 8)), (limits, ("--batches", "many"))])
+def test_bad_flags(capsys, module, flags):
+    with pytest.raises(SystemExit):
+        module.main([*map(str, flags)])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def commands() -> list[str]:
+    """Every command of bench.py and the lab in the README and the docs."""
+    found = []
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = file.read_text().replace("\\\n", " ")
+        found += re.findall(r"python3? ((?:bench\.py|-m lab\.\w+)[^`#\n]*)", text)
+    return sorted({" ".join(command.split()) for command in found})
+
+
+def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):
+    """Each runs, on the bundled model's shape and with small sizes; those that need another
+    environment are parsed."""
+    shapes = tmp_path / "shapes"
+    for folder in (ROOT / "configs").iterdir():
+        (shapes / folder.name).mkdir(parents=True)
+        shutil.copy(ROOT / "models" / "tiny-qwen3" / "config.json", shapes / folder.name)
+    monkeypatch.setattr(options, "SHAPES", {folder.name: folder for folder in shapes.iterdir()})
+    monkeypatch.setattr(limits, "read_bandwidth", lambda device: 100e9)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text('{"prompt_token_ids": [1, 2, 3]}\n')
+    small = ["--num-seqs", "3", "--min-input", "4", "--max-input", "8", "--min-output", "2",
+             "--max-output", "3", "--prefix-length", "2", "--repeat", "1"]
+    blocks = ["--num-kv-blocks", "140"]
+    assert commands()
+    for command in commands():
+        print(command)  # shown where the next one fails
+        name, module = next((name, COMMANDS[name]) for name in COMMANDS if command.startswith(name))
+        words = shlex.split(command.removeprefix(name))
+        flags = ["2" if re.fullmatch("[A-Z]", word) else word for word in words if word != "…"]
+        if module is limits:
+            module.main([*flags, "--batches", "1", "2", "--contexts", "8", *blocks])
+        elif "vllm" in command:
+            bench.parse(flags)
+        else:
+            module.main([*flags, *small, *blocks])
