@@ -49,6 +49,9 @@ class Engine:
         manager = BlockManager(runner.num_kv_blocks, config.block_size,
                                config.enable_prefix_caching, runner.num_host_blocks)
         self.scheduler = Scheduler(manager, config, runner.max_model_len, clock)
+        # for `metrics`, also when the runner is gone
+        self.block_bytes = runner.block_bytes
+        self.backend = runner.backend
         self.add = self.scheduler.add
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None
@@ -119,5 +122,5 @@ class Engine:
             "reserved_waste": sum(unused) - internal_waste,
             "internal_waste": internal_waste,
             "mean_batch": counters["batched_sequences"] / max(1, counters["num_steps"]),
-            "swapped_bytes": num_swapped * self.runner.block_bytes,
-            "attention_backend": self.runner.backend})
+            "swapped_bytes": num_swapped * self.block_bytes,
+            "attention_backend": self.backend})

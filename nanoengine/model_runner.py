@@ -51,7 +51,7 @@ class Launched:
     began: Any
     done: Any
     ended: float = 0.0
-    metrics: dict[str, Any] | None = None
+    metrics: Any = None
 
     def wait(self) -> list[int]:
         """The tokens, once the device has them."""
@@ -94,27 +94,27 @@ class ModelRunner:
         self.buckets = bucket_sizes(config.max_num_seqs) if has_graphs else []
         self.graphs: dict[Layout, Any] = {}
 
-        # block 0 alone: enough to try a step
-        self.allocate(0)
+        # block 0 alone is enough to try a step
+        self.allocate(num_blocks=0, num_host_blocks=0)
         self.block_bytes = self.caches.nbytes
         free_bytes = 0 if config.num_kv_blocks else self.measure_free_bytes()
         self.num_kv_blocks, self.max_model_len = size_cache(
             config, limit, self.block_bytes, free_bytes)
-        self.allocate(self.num_kv_blocks)
         host_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
         self.num_host_blocks = int(host_bytes // self.block_bytes)
-        self.host_blocks = torch.empty(self.num_host_blocks, *self.blocks.shape[1:],
-                                       dtype=self.dtype, pin_memory=self.is_gpu)
+        self.allocate(self.num_kv_blocks, self.num_host_blocks)
         self.capture()
 
     # ----------------------------------------------------------------------------- memory
 
-    def allocate(self, num_blocks: int) -> None:
-        """Makes the KV cache, with block 0 in front."""
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Makes the KV cache, with block 0 in front, and the host pool."""
         self.caches = make_caches(self.model_config, num_blocks + 1, self.config.block_size,
                                   self.dtype, self.device)
         # (num_blocks + 1, layers, 2, …)
         self.blocks = self.caches.movedim(2, 0)
+        self.host_blocks = torch.empty(num_host_blocks, *self.blocks.shape[1:], dtype=self.dtype,
+                                       pin_memory=self.is_gpu)
 
     def measure_free_bytes(self) -> int:
         """What the KV cache may take.

@@ -1,5 +1,6 @@
 """What several tests need: the bundled model, and tiny models with random weights on disk."""
 
+import dataclasses
 import os
 from array import array
 from collections import Counter
@@ -17,8 +18,20 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
+from nanoengine.engine import Engine  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+# What takes longest comes first, so that both processes have work to the end. Kernels that several
+# files need are compiled in one of the first two, which have no shape in common.
+SLOWEST = ["test_attention", "test_engine", "test_lab", "test_batch_invariant", "test_scheduler",
+           "test_bench", "test_model", "test_sampler", "test_requests"]
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    places = {name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +73,7 @@ def make_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny(make_model) -> str:
     """The folder of a tiny Qwen3 without a tokenizer."""
-    return make_model()[0]
+    return make_model(num_hidden_layers=2)[0]
 
 
 def check_blocks(scheduler) -> None:
@@ -130,6 +143,11 @@ def generate(llm, prompts, params=GREEDY) -> list:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     check_idle(llm)
     return outputs
+
+
+def use_policies(llm: LLM, **changes) -> None:
+    """Gives a loaded model an engine with other policies."""
+    llm.engine = Engine(dataclasses.replace(llm.config, **changes), llm.engine.runner)
 
 
 def token_ids(outputs) -> list[list[int]]:

@@ -1,5 +1,8 @@
 """Every attention backend against the same computation in plain torch."""
 
+import dataclasses
+import functools
+import hashlib
 import math
 import os
 import subprocess
@@ -7,23 +10,31 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numba
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaConfig, Qwen3Config
 
 from nanoengine import attention
-from nanoengine.attention import StepInputs, attend, choose_backend, make_caches
-from nanoengine.kernels import paged_attention
-from nanoengine.model import RMSNorm
+from nanoengine.attention import (
+    BACKENDS, StepInputs, choose_backend, cpu_attention, make_caches, pack, unpack)
+from nanoengine.kernels import paged_attention as kernels
+from nanoengine.model import DecoderLayer, RMSNorm
 
 
-def reference(query, cache, positions, owners, block_tables, window):
-    """Gathers every token's keys and values from the cache; softmax in float64."""
+def plain_attention(query, cache, window, step):
+    """Gathers every token's keys and values from the cache; softmax in float64.
+
+    Arguments and result are those of `flash_attention`, but for the float64.
+    """
     rows = []
-    for token, (position, owner) in enumerate(zip(positions.tolist(), owners.tolist())):
-        blocks = cache[:, block_tables[owner].long()].flatten(1, 2).double()
+    for token, position in enumerate(step.positions.tolist()):
+        table = step.block_tables[step.sequence_of_token[token]]
         first = 0 if window is None else max(0, position + 1 - window)
+        blocks = cache[:, table.long()].flatten(1, 2).double()
         keys, values = blocks[:, first:position + 1].transpose(1, 2)
         group_size = query.shape[1] // keys.shape[0]
         keys, values = (part.repeat_interleave(group_size, 0) for part in (keys, values))
@@ -35,7 +46,7 @@ def reference(query, cache, positions, owners, block_tables, window):
 def norm_and_rotate(x, norm, angles):
     """What is done with queries and keys, head by head, in float64."""
     x, (cos, sin) = x.double(), angles.double()[:, :, None]
-    if norm is not None:
+    if isinstance(norm, RMSNorm):
         x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
@@ -54,17 +65,18 @@ def make_step(num_tokens, computed, block_size):
     lengths = torch.tensor(num_tokens) + torch.tensor(computed)
     width = -(-int(lengths.max()) // block_size)
     tables = (torch.randperm(len(lengths) * width).view(len(lengths), width) + 1).int()
-    owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(num_tokens))
+    sequence_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(num_tokens))
     positions = torch.cat([torch.arange(c, c + n) for c, n in zip(computed, num_tokens)])
-    step = StepInputs.__new__(StepInputs)
-    step.__dict__.update(
-        owners=owners.int(), positions=positions.int(), block_tables=tables, lengths=lengths.int(),
-        blocks=tables[owners, positions // block_size].long(), offsets=positions % block_size,
+    unused = torch.empty(0)
+    return StepInputs(
+        uniforms=unused, temperatures=unused, token_ids=unused, sampled_rows=unused, buffer=unused,
+        slot_blocks=tables[sequence_of_token, positions // block_size].long(),
+        slot_offsets=positions % block_size,
+        positions=positions.int(), sequence_of_token=sequence_of_token.int(),
         query_starts=F.pad(torch.tensor(num_tokens).cumsum(0), (1, 0)).int(),
-        longest_query=max(num_tokens))
-    key_starts = F.pad(lengths.cumsum(0), (1, 0)).int()
-    step.bounds = step.query_starts, key_starts, max(num_tokens), int(lengths.max())
-    return step
+        key_starts=F.pad(lengths.cumsum(0), (1, 0)).int(),
+        lengths=lengths.int(), block_tables=tables,
+        longest_query=max(num_tokens), longest_keys=int(lengths.max()))
 
 
 def random_cache(num_heads, head_dim, block_size, step, dtype, scale=1.0):
@@ -75,41 +87,59 @@ def random_cache(num_heads, head_dim, block_size, step, dtype, scale=1.0):
     return cache.copy_(torch.randn(cache.shape) * scale)
 
 
-BACKENDS = {"numba", *attention.BACKENDS}
-SHAPES = pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window", [
-    (2, 1, 32, 16, None), (1, 2, 64, 16, 7), (2, 4, 80, 5, None), (1, 8, 128, 16, 300),
-    (3, 3, 24, 1, 40)])
+def random_norms(head_dim, dtype):
+    norms = [RMSNorm(head_dim, 1e-3).requires_grad_(False) for _ in range(2)]
+    for norm in norms:
+        norm.weight.uniform_(0.5, 1.5)
+        norm.to(dtype)
+    return norms
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("backend", ["numba", "gather", "flash-attn", "varlen"])
+def make_layer(kv_heads, group_size, head_dim, window, norms):
+    """A layer of a decoder whose hidden states are queries, keys and values already."""
+    config_class = LlamaConfig if norms is NO_NORMS else Qwen3Config
+    layer = DecoderLayer(config_class(
+        hidden_size=kv_heads * group_size, num_attention_heads=kv_heads * group_size,
+        num_key_value_heads=kv_heads, head_dim=head_dim, intermediate_size=1), 0)
+    assert isinstance(layer.q_norm, nn.Identity) == (norms is NO_NORMS)
+    layer.qkv_proj = nn.Identity()
+    layer.q_norm, layer.k_norm = norms
+    layer.window = window
+    return layer
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+# For numba each is a kernel to compile, which takes seconds; most are those of other tests.
+SHAPES = [(2, 1, 32, 16, None), (1, 2, 64, 128, 7), (2, 4, 80, 5, None), (1, 8, 128, 16, 300),
+          (3, 3, 24, 1, 40)]
+
+
 @pytest.mark.parametrize("num_tokens, has_norms", [
     ([1, 1, 9, 1, 40, 2], True), ([1] * 6, False), ([1] * 6, True)])
-@SHAPES
-def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window, num_tokens,
-                             has_norms, backend, dtype, tolerance, stand_ins):
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window", SHAPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_against_plain_torch(backend, kv_heads, group_size, head_dim, block_size, window, dtype,
+                             num_tokens, has_norms, stand_ins):
     torch.manual_seed(0)
+    tolerance = 3e-6 if dtype == F32 else 2e-2
     step = make_step(num_tokens, [0, 700, 0, 15, 260, 31], block_size)
     cache = random_cache(kv_heads, head_dim, block_size, step, dtype)
     heads, before = kv_heads * group_size, cache.clone()
     qkv = torch.randn(sum(num_tokens), heads + 2 * kv_heads, head_dim).to(dtype)
     angles = torch.randn(sum(num_tokens), head_dim // 2)
     angles = torch.stack((angles.cos(), angles.sin()))
-    norms = [RMSNorm(head_dim, 1e-3).requires_grad_(False) for _ in range(2)]
-    for norm in norms:
-        norm.weight.uniform_(0.5, 1.5)
-        norm.to(dtype)
-    given = norms if has_norms else NO_NORMS
-    out = attend(backend, qkv.clone(), given, angles, window, cache, step)
+    norms = random_norms(head_dim, dtype) if has_norms else NO_NORMS
+    layer = make_layer(kv_heads, group_size, head_dim, window, norms)
+    out = layer.attend(qkv.clone().flatten(1), angles, cache, step, BACKENDS[backend])
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    query, key = (norm_and_rotate(x, norm if has_norms else None, angles)
-                  for x, norm in zip((query, key), norms))
-    written = cache[:, step.blocks, step.offsets]
+    query, key = (norm_and_rotate(x, norm, angles) for x, norm in zip((query, key), norms))
+    written = cache[:, step.slot_blocks, step.slot_offsets]
     torch.testing.assert_close(written[0].double(), key, atol=tolerance, rtol=tolerance)
     assert torch.equal(written[1], value)
-    before[:, step.blocks, step.offsets] = written
+    before[:, step.slot_blocks, step.slot_offsets] = written
     assert torch.equal(cache, before), "and nothing else was written"
-    expected = reference(query, cache, step.positions, step.owners, step.block_tables, window)
+    expected = plain_attention(query, cache, window, step)
     assert out.dtype == dtype and out.shape == query.shape
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
     decodes = "flash_attn_with_kvcache" if max(num_tokens) == 1 else "flash_attn_varlen_func"
@@ -126,13 +156,13 @@ def stand_ins(monkeypatch):
         """query: (T, heads, head_dim); causal, aligned to the bottom right."""
         assert all(t.dtype == torch.int32 for t in (starts, lengths, tables))
         counts = starts.diff()
-        owners = torch.arange(len(counts)).repeat_interleave(counts)
-        ends = (lengths - starts[1:])[owners]
-        positions = torch.arange(len(query)) + ends
+        sequence_of_token = torch.arange(len(counts)).repeat_interleave(counts)
+        ends = (lengths - starts[1:])[sequence_of_token]
+        step = SimpleNamespace(positions=torch.arange(len(query)) + ends, block_tables=tables,
+                               sequence_of_token=sequence_of_token)
         assert window[1] == 0 or window == (-1, -1)
         window = None if window[0] < 0 else window[0] + 1
-        out = reference(query, torch.stack(cache), positions, owners, tables, window)
-        return out.to(query.dtype)
+        return plain_attention(query, torch.stack(cache), window, step).to(query.dtype)
 
     def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None,
                                 rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
@@ -170,29 +200,61 @@ def stand_ins(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("num_sequences, num_tokens, num_rows, width", [
+    (1, 1, 1, 1), (3, 7, 2, 3), (2, 5, 0, 4), (5, 5, 5, 1), (1, 3, 3, 2)])
+def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
+    generator = np.random.default_rng(0)
+    arrays = {"uniforms": generator.random(num_rows)}
+    arrays |= {name: generator.integers(-2**63, 2**63 - 1, num_tokens)
+               for name in ("slot_blocks", "slot_offsets")}
+    arrays["temperatures"] = generator.random(num_rows, np.float32)
+    shapes = dict(token_ids=num_tokens, positions=num_tokens, sequence_of_token=num_tokens,
+                  query_starts=num_sequences + 1, key_starts=num_sequences + 1,
+                  lengths=num_sequences, block_tables=(num_sequences, width), sampled_rows=num_rows)
+    arrays |= {name: generator.integers(-2**31, 2**31, shape, np.int32)
+               for name, shape in shapes.items()}
+    buffer, layout = pack(arrays, 12, 34, pin_memory=False)
+    assert buffer.dtype == torch.int32 and buffer.shape == (
+        sum(array.nbytes for array in arrays.values()) // 4,)
+    assert {layout: "a key"}[pack(arrays, 12, 34, pin_memory=False)[1]], "as of a CUDA graph"
+    step = unpack(buffer, layout)
+    assert (step.longest_query, step.longest_keys) == (12, 34) and step.buffer is buffer
+    begin = buffer.data_ptr()
+    for name, array in arrays.items():
+        tensor = getattr(step, name)
+        assert tensor.numpy().dtype == array.dtype and tensor.shape == array.shape
+        assert np.array_equal(tensor.numpy(), array)
+        assert tensor.data_ptr() % tensor.itemsize == 0, "aligned"
+        if tensor.numel():
+            assert begin <= tensor.data_ptr() < begin + buffer.nbytes, "a view"
+    buffer.copy_(pack({name: array[::-1].copy() for name, array in arrays.items()}, 12, 34,
+                      pin_memory=False)[0])
+    for name, array in arrays.items():
+        assert np.array_equal(getattr(step, name).numpy(), array[::-1]), "over the same memory"
+
+
 def test_large_scores_do_not_overflow():
     step = make_step([1], [600], 16)
     cache = random_cache(1, 32, 16, step, torch.float32, scale=100)
     query = torch.randn(1, 1, 32) * 100
     qkv = query.repeat(1, 3, 1)
-    out = attend("numba", qkv, NO_NORMS, no_turn(1, 32), None, cache, step)
-    expected = reference(query, cache, step.positions, step.owners, step.block_tables, None)
+    out = cpu_attention(qkv, NO_NORMS, no_turn(1, 32), cache, None, step)
+    expected = plain_attention(query, cache, None, step)
     torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-4)
 
 
 def test_a_token_has_the_same_bits_alone_and_in_any_batch():
     torch.manual_seed(0)
     step = make_step([30, 1, 50], [0, 99, 270], 16)
-    cache = random_cache(2, 64, 16, step, torch.bfloat16)
-    qkv, angles = torch.randn(81, 12, 64).bfloat16(), torch.rand(2, 81, 32)
-    norms = [RMSNorm(64, 1e-6).bfloat16().requires_grad_(False) for _ in range(2)]
-    whole = attend("numba", qkv.clone(), norms, angles, None, cache, step)
+    cache = random_cache(2, 128, 16, step, torch.bfloat16)
+    qkv, angles = torch.randn(81, 20, 128).bfloat16(), torch.rand(2, 81, 64)
+    norms = random_norms(128, torch.bfloat16)
+    whole = cpu_attention(qkv.clone(), norms, angles, cache, None, step)
     for rows in (slice(0, 1), slice(7, 12), slice(30, 31), slice(60, 81)):
-        part = StepInputs.__new__(StepInputs)
-        part.__dict__.update({name: getattr(step, name)[rows] for name in (
-            "positions", "owners", "blocks", "offsets")}, block_tables=step.block_tables)
+        part = dataclasses.replace(step, **{name: getattr(step, name)[rows] for name in (
+            "positions", "sequence_of_token", "slot_blocks", "slot_offsets")})
         turns = angles[:, rows].contiguous()
-        alone = attend("numba", qkv[rows].clone(), norms, turns, None, cache, part)
+        alone = cpu_attention(qkv[rows].clone(), norms, turns, cache, None, part)
         assert torch.equal(alone, whole[rows])
 
 
@@ -215,7 +277,7 @@ def test_the_choice_of_a_backend(monkeypatch, recwarn, device, dtype, flash, ver
     assert choose_backend("gather", device, dtype, 16) == "gather", "it can always be asked for"
     assert len(recwarn) == len(warnings), "and then there is no warning"
     assert choose_backend(expected, device, dtype, 256) == expected
-    for name in BACKENDS - {expected, "gather"}:
+    for name in BACKENDS.keys() - {expected, "gather"}:
         if not (name == "varlen" and expected == "flash-attn" and version >= "2.12"):
             with pytest.raises(ValueError, match=f"attention_backend='{name}' .* one of"):
                 choose_backend(name, device, dtype, 256)
@@ -226,42 +288,61 @@ def test_the_choice_of_a_backend(monkeypatch, recwarn, device, dtype, flash, ver
 
 def test_the_compiled_kernel_can_be_kept_on_disk():
     """numba finds it again only if what it closes over is the same in every process."""
-    kernel = paged_attention(32, 2, 16, 16)
+    kernel = kernels.paged_attention(32, 2, 16, 16)
     assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__} == {int}
 
 
-BITS = """
-import hashlib, torch
-from tests.test_attention import RMSNorm, attend, make_step, random_cache
-torch.manual_seed(0)
-step = make_step([200] * 4, [0] * 4, 128)
-norms = [RMSNorm(128, 1e-6).bfloat16().requires_grad_(False) for _ in range(2)]
-qkv, angles = torch.randn(800, 32, 128).bfloat16(), torch.rand(2, 800, 64)
-cache = random_cache(8, 128, 128, step, torch.bfloat16)
-out = attend("numba", qkv, norms, angles, None, cache, step)
-print(hashlib.sha1(torch.cat((qkv[:, :16], out)).view(torch.int16).numpy()).hexdigest())
-"""
+@pytest.fixture
+def new_kernels(monkeypatch):
+    """The kernels that are called, none of them known from another test."""
+    make, made = kernels.paged_attention.__wrapped__, []
+
+    @functools.cache
+    def paged_attention(*shape, **named):
+        made.append(make(*shape, **named))
+        return made[-1]
+
+    monkeypatch.setattr(kernels, "paged_attention", paged_attention)
+    return made
 
 
-def test_same_bits_from_a_kernel_just_compiled_and_from_one_kept_on_disk(tmp_path):
+def bits_of_a_large_step():
+    """A hash of what a kernel computes, also called in a process of its own."""
+    torch.manual_seed(0)
+    step = make_step([200] * 4, [0] * 4, 128)
+    cache = random_cache(8, 128, 128, step, torch.bfloat16)
+    norms, angles = random_norms(128, torch.bfloat16), torch.rand(2, 800, 64)
+    qkv = torch.randn(800, 32, 128).bfloat16()
+    out = cpu_attention(qkv, norms, angles, cache, None, step)
+    return hashlib.sha1(torch.cat((qkv[:, :16], out)).view(torch.int16).numpy()).hexdigest()
+
+
+def test_same_bits_from_a_kernel_just_compiled_and_from_one_kept_on_disk(
+        new_kernels, tmp_path, monkeypatch):
+    """In the process in which it was compiled, numba would not take the one on disk."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    compiled = bits_of_a_large_step()
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
+    assert [file.suffix for file in files].count(".nbc") == 1
     folder = Path(__file__).parents[1]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(folder)}
-    first, second = (subprocess.check_output(
-        [sys.executable, "-c", BITS], env=environment, cwd=folder) for _ in range(2))
-    assert [*tmp_path.rglob("*paged_attention*.nbc")] and first == second
+    loaded = subprocess.check_output(
+        [sys.executable, "-c", "from tests import test_attention as test\n"
+         "print(test.bits_of_a_large_step())"], env=environment, cwd=folder, text=True)
+    assert loaded.strip() == compiled
+    assert files == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
 
 
-def test_one_compiled_kernel_for_one_token_and_many():
+def test_one_compiled_kernel_for_one_token_and_many(new_kernels):
     """A tensor of one row is contiguous whatever its strides: numba would compile for it anew."""
-    kernel = paged_attention(16, 1, 4, 0)
     for num_tokens in (1, 3):
         tables = torch.arange(num_tokens, dtype=torch.int32)[:, None]
         indices = torch.arange(num_tokens)
-        step = SimpleNamespace(blocks=indices, offsets=indices * 0, block_tables=tables,
-                               owners=indices.int(), positions=indices.int() * 0)
-        qkv = torch.nn.Linear(5, 96)(torch.randn(4, 5))[:num_tokens].detach().view(-1, 6, 16)
-        cache = torch.zeros(2, 3, 2, 4, 16).transpose(2, 3)
-        turns = no_turn(9, 16)[:, indices]
-        out = attention.numba_attention(qkv, NO_NORMS, turns, None, cache, step)
+        step = SimpleNamespace(slot_blocks=indices, slot_offsets=indices * 0, block_tables=tables,
+                               sequence_of_token=indices.int(), positions=indices.int() * 0)
+        qkv = torch.nn.Linear(5, 192)(torch.randn(4, 5))[:num_tokens].detach().view(-1, 6, 32)
+        cache = torch.zeros(2, 3, 2, 16, 32).transpose(2, 3)
+        turns = no_turn(9, 32)[:, indices]
+        out = cpu_attention(qkv, NO_NORMS, turns, cache, None, step)
         assert torch.allclose(out, qkv[:, 4:]), "each sees itself alone"
-    assert len(kernel.signatures) == 1
+    assert [len(kernel.signatures) for kernel in new_kernels] == [1]

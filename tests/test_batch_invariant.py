@@ -1,5 +1,6 @@
 """Logits have the same bits under every schedule, on a CPU: compared bit for bit."""
 
+import json
 import random
 
 import pytest
@@ -22,11 +23,12 @@ SCHEDULES = {
 
 def logits_of(llm: LLM, prompts: list[list[int]], max_tokens: int = 20) -> dict:
     """(prompt, number of tokens before): the logits there, of all tokens that were sampled."""
-    found, first = {}, llm.num_requests
-    launch, compute, newest = llm.runner.launch, llm.runner.compute, []
+    found, first = {}, llm.inputs.num_requests
+    runner, newest = llm.engine.runner, []
+    launch, compute = runner.launch, runner.compute
 
-    def compute_watched(step, seqs=()):
-        newest.append(compute(step, seqs))
+    def compute_watched(*arguments):
+        newest.append(compute(*arguments))
         return newest[-1]
 
     def launch_watched(batch):
@@ -36,10 +38,10 @@ def logits_of(llm: LLM, prompts: list[list[int]], max_tokens: int = 20) -> dict:
             found[key] = row.clone()
         return launched
 
-    llm.runner.launch, llm.runner.compute = launch_watched, compute_watched
+    runner.launch, runner.compute = launch_watched, compute_watched
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
                  use_tqdm=False)
-    llm.runner.launch, llm.runner.compute = launch, compute
+    runner.launch, runner.compute = launch, compute
     return found
 
 
@@ -66,7 +68,7 @@ def check(folder: str, prompts: list[list[int]], schedules: dict, **options) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture, changes", [
     ("Qwen3", {}), ("Llama", {"num_key_value_heads": 4, "intermediate_size": 224}),
-    ("Qwen2", {"head_dim": None, "num_key_value_heads": 1})])
+    ("Qwen2", {"head_dim": None, "num_attention_heads": 2, "num_key_value_heads": 1})])
 def test_same_bits_under_every_schedule(make_model, architecture, changes, dtype):
     folder, _ = make_model(architecture, **changes)
     check(folder, PROMPTS, SCHEDULES, dtype=dtype, block_size=16)
@@ -74,14 +76,16 @@ def test_same_bits_under_every_schedule(make_model, architecture, changes, dtype
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_bits_with_products_as_large_as_real_ones(tmp_path, dtype):
-    """The shape of Qwen3-0.6B, with two of its layers and a smaller vocabulary."""
-    text = (ROOT / "configs/qwen3-0.6b/config.json").read_text()
-    text = text.replace('"num_hidden_layers": 28', '"num_hidden_layers": 2')
-    (tmp_path / "config.json").write_text(text.replace("151936", "5000"))
+    """Those of Qwen3-0.6B, with smaller heads in their place, two layers and fewer tokens."""
+    config = json.loads((ROOT / "configs/qwen3-0.6b/config.json").read_text())
+    config |= dict(num_attention_heads=64, num_key_value_heads=32, head_dim=32,
+                   num_hidden_layers=2, vocab_size=5000)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     prompts = [[random.Random(n).randrange(5000) for _ in range(n)] for n in (300, 5, 128, 77)]
     schedules = {"batched": {}, "chunked": {"max_num_batched_tokens": 100, "max_num_seqs": 8},
-                 "preempted": {"num_kv_blocks": 5, "enable_prefix_caching": False}}
-    check(str(tmp_path), prompts, schedules, dtype=dtype, load_format="dummy", max_model_len=512)
+                 "preempted": {"num_kv_blocks": 36, "enable_prefix_caching": False}}
+    check(str(tmp_path), prompts, schedules, dtype=dtype, load_format="dummy", max_model_len=512,
+          block_size=16)
 
 
 def test_where_it_cannot_be_kept_it_is_refused(tiny):

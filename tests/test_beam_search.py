@@ -1,13 +1,10 @@
 """Beam search against transformers' own, and under memory pressure."""
 
-import dataclasses
-
 import pytest
 import torch
-from conftest import check_blocks, random_prompts
+from conftest import check_blocks, random_prompts, use_policies
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
-from nanoengine.engine import Engine
 
 PROMPTS = random_prompts([3, 17, 40, 16, 33], seed=3)
 OPTIONS = dict(dtype="float32", device="cpu", block_size=16)
@@ -31,11 +28,6 @@ def small_llm(model):
     """An engine with few blocks, some on the host."""
     with LLM(model[0], **OPTIONS, **FEW_BLOCKS, preemption_mode="swap", swap_space=0.01) as llm:
         yield llm
-
-
-def use_policies(llm: LLM, **changes) -> None:
-    """Gives a loaded model an engine with other policies."""
-    llm.engine = Engine(dataclasses.replace(llm.config, **changes), llm.engine.runner)
 
 
 def hf_beams(model, prompt: list[int], width: int, max_tokens: int, **options):
@@ -121,7 +113,7 @@ def test_temperature_divides_the_logits(llm, model):
 
 
 def test_beams_have_text_and_leave_nothing_behind(bundled):
-    with LLM(bundled, **OPTIONS) as llm:
+    with LLM(bundled, dtype="float32", device="cpu") as llm:
         output = llm.beam_search(["47 + 85 =", "Once upon a time"], BeamSearchParams(3, 8))[0]
         assert output.sequences[0].text == "47 + 85 = 132"
         assert len(output.sequences) == 3

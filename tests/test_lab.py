@@ -1,6 +1,7 @@
 """lab/: comparisons, the simulation against the engine, pictures, and the commands of the docs."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
@@ -232,6 +233,11 @@ def commands() -> list[str]:
     return sorted({" ".join(command.split()) for command in found})
 
 
+def without_pictures(flags: list[str]) -> list[str]:
+    names = {"--plot", "--timeline"}
+    return [flag for before, flag in zip(["", *flags], flags) if not {before, flag} & names]
+
+
 def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):
     """Each runs, on the bundled model's shape and with small sizes; those that need another
     environment are parsed."""
@@ -240,18 +246,23 @@ def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):
         (shapes / folder.name).mkdir(parents=True)
         shutil.copy(ROOT / "models" / "tiny-qwen3" / "config.json", shapes / folder.name)
     monkeypatch.setattr(options, "SHAPES", {folder.name: folder for folder in shapes.iterdir()})
-    monkeypatch.setattr(limits, "read_bandwidth", lambda device: 100e9)
+    for module, name in ((limits, "read_bandwidth"), (limits, "matrix_rate"),
+                         (bench, "matrix_rate"), (bench, "copy_bandwidth")):
+        monkeypatch.setattr(module, name, lambda *arguments: 100e9)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text('{"prompt_token_ids": [1, 2, 3]}\n')
     small = ["--num-seqs", "3", "--min-input", "4", "--max-input", "8", "--min-output", "2",
              "--max-output", "3", "--prefix-length", "2", "--repeat", "1"]
     blocks = ["--num-kv-blocks", "140"]
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     assert commands()
     for command in commands():
         print(command)  # shown where the next one fails
         name, module = next((name, COMMANDS[name]) for name in COMMANDS if command.startswith(name))
         words = shlex.split(command.removeprefix(name))
         flags = ["2" if re.fullmatch("[A-Z]", word) else word for word in words if word != "…"]
+        if not has_matplotlib:
+            flags = without_pictures(flags)
         if module is limits:
             module.main([*flags, "--batches", "1", "2", "--contexts", "8", *blocks])
         elif "vllm" in command:

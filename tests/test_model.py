@@ -1,33 +1,44 @@
 """Every supported architecture against transformers: tokens, logits, and what is refused."""
 
+import copy
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from conftest import greedy_reference, random_prompts
 from transformers import AutoModelForCausalLM
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.loader import checkpoint_tensors, load_config
+from nanoengine.model import FAMILIES, Decoder, check_supported, fused, rope_table, window_of
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
 
+# All heads are of 32, in groups of 1 or 2: each shape is a kernel to compile.
 MODELS = {
-    "llama-mha": ("Llama", dict(num_key_value_heads=4, head_dim=None, tie_word_embeddings=False)),
-    "llama3-rope": ("Llama", dict(rope_parameters=LLAMA3, num_attention_heads=8,
-                                  num_key_value_heads=1, head_dim=8)),
+    "llama-mha": ("Llama", dict(num_key_value_heads=4, head_dim=None, hidden_size=128,
+                                tie_word_embeddings=False)),
+    "llama3-rope": ("Llama", dict(rope_parameters=LLAMA3, num_attention_heads=2,
+                                  num_key_value_heads=1, hidden_size=48)),
     "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=LINEAR)),
-    "mistral-window": ("Mistral", dict(sliding_window=12, num_key_value_heads=1, head_dim=16)),
+    "mistral-window": ("Mistral", dict(sliding_window=12, num_attention_heads=2,
+                                       num_key_value_heads=1)),
     "mistral-full": ("Mistral", dict(sliding_window=None, tie_word_embeddings=True)),
-    "qwen2-odd-config": ("Qwen2", dict(attention_bias=True, mlp_bias=True, head_dim=None)),
-    "qwen2": ("Qwen2", dict(tie_word_embeddings=True, hidden_size=48, num_attention_heads=6,
+    "qwen2-odd-config": ("Qwen2", dict(attention_bias=True, mlp_bias=True, head_dim=None,
+                                       hidden_size=128)),
+    "qwen2": ("Qwen2", dict(tie_word_embeddings=True, hidden_size=192, num_attention_heads=6,
                             num_key_value_heads=3, head_dim=None)),
     "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=9, max_window_layers=1,
-                                   head_dim=None)),
-    "qwen3": ("Qwen3", dict(tie_word_embeddings=True, head_dim=24, hidden_size=72)),
+                                   hidden_size=128, head_dim=None)),
+    "qwen3": ("Qwen3", dict(tie_word_embeddings=True, num_attention_heads=2, num_key_value_heads=1,
+                            hidden_size=72)),
     "qwen3-yarn": ("Qwen3", dict(rope_parameters=YARN, attention_bias=True)),
     "qwen3-layers": ("Qwen3", dict(
         use_sliding_window=True, sliding_window=10,
@@ -45,7 +56,8 @@ def model(request, make_model):
 
 def test_greedy_tokens_in_float32(model):
     folder, reference = model
-    with LLM(folder, dtype="float32", max_model_len=256, max_num_batched_tokens=50) as llm:
+    with LLM(folder, dtype="float32", block_size=16, max_model_len=256,
+             max_num_batched_tokens=50) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs):
         assert output.outputs[0].token_ids == greedy_reference(reference, prompt, 24)
@@ -54,7 +66,7 @@ def test_greedy_tokens_in_float32(model):
 def test_logprobs_in_float32(model):
     folder, reference = model
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=-1, ignore_eos=True)
-    with LLM(folder, dtype="float32", max_model_len=256) as llm:
+    with LLM(folder, dtype="float32", block_size=16, max_model_len=256) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs):
         completion = output.outputs[0]
@@ -71,7 +83,7 @@ def test_bfloat16_parts_only_at_near_ties(model):
     folder, reference = model
     reference = type(reference).from_pretrained(folder, dtype=torch.bfloat16).eval()
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=5, ignore_eos=True)
-    with LLM(folder, dtype="bfloat16", max_model_len=256) as llm:
+    with LLM(folder, dtype="bfloat16", block_size=16, max_model_len=256) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs):
         ours, theirs = output.outputs[0], greedy_reference(reference, prompt, 24)
@@ -97,7 +109,7 @@ def change_config(source: str, target: Path, **changes) -> str:
     (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "rope_type"),
     (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
      "partial_rotary_factor"),
-    (dict(layer_types=["full_attention"] * 3, architectures=["LlamaForCausalLM"],
+    (dict(layer_types=["full_attention"] * 2, architectures=["LlamaForCausalLM"],
           model_type="llama"), "layer_types"),
     (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
 ])
@@ -116,6 +128,109 @@ def test_older_and_odder_ways_to_write_rope(make_model, tiny, tmp_path, changes)
     folder = change_config(tiny, tmp_path, **changes)
     (tmp_path / "model.safetensors").write_bytes((Path(tiny) / "model.safetensors").read_bytes())
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with LLM(folder, dtype="float32", max_model_len=256) as llm:
+    with LLM(folder, dtype="float32", block_size=16, max_model_len=256) as llm:
         outputs = llm.generate(PROMPTS[-1], GREEDY, use_tqdm=False)
     assert outputs[0].outputs[0].token_ids == greedy_reference(reference, PROMPTS[-1], 24)
+
+
+def test_functions_are_compiled_on_a_gpu_only_and_once(monkeypatch):
+    compiled = []
+
+    def compile_function(function, **options):
+        compiled.append((function, options))
+        return lambda x, *more: ("compiled", *more)
+
+    monkeypatch.setattr(torch, "compile", compile_function)
+    function = fused(plain := lambda x, *more: ("plain", *more))
+    on_cpu, on_gpu = SimpleNamespace(is_cuda=False), SimpleNamespace(is_cuda=True)
+    assert [function(on_cpu, 1) for _ in range(2)] == [("plain", 1)] * 2 and not compiled
+    assert [function(on_gpu, 2, 3) for _ in range(2)] == [("compiled", 2, 3)] * 2
+    assert compiled == [(plain, {"dynamic": True})] and function.__wrapped__ is plain
+
+
+# -------------------------------------------------------------------------------- families
+
+
+def make_config(family: str, **changes):
+    """A small config of a family, with head_dim, as `load_config` gives it."""
+    options = dict(hidden_size=64, intermediate_size=48, vocab_size=20, num_hidden_layers=3,
+                   num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    name = family.title()
+    config = getattr(transformers, f"{name}Config")(**options | changes)
+    config.architectures = [f"{name}ForCausalLM"]
+    return config
+
+
+def reference_of(config) -> torch.nn.Module:
+    return getattr(transformers, config.architectures[0])._from_config(
+        config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("attention_bias", [False, True])
+@pytest.mark.parametrize("mlp_bias", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_the_parameters_of_transformers(family, attention_bias, mlp_bias):
+    """Biases and head norms; switches that a family does not know count for nothing."""
+    config = make_config(family, attention_bias=attention_bias, mlp_bias=mlp_bias)
+    check_supported(config)
+    with torch.device("meta"):
+        ours, theirs = Decoder(config), reference_of(config)
+    expected = {re.sub(r"^model\.|self_attn\.|mlp\.", "", name): parameter.shape
+                for name, parameter in theirs.named_parameters()}
+    assert {name: part.shape for name, part in checkpoint_tensors(ours).items()} == expected
+
+
+@pytest.mark.parametrize("changes", [
+    dict(sliding_window=None), dict(sliding_window=4),
+    dict(sliding_window=4, use_sliding_window=True, max_window_layers=1),
+    dict(sliding_window=5, use_sliding_window=True, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"])])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_sees_as_far_as_in_transformers(family, changes):
+    if family in ("llama", "mistral"):  # for which layer_types are refused
+        changes = {name: value for name, value in changes.items() if name != "layer_types"}
+    config = make_config(family, **changes)
+    check_supported(config)
+    seen, num_tokens = [], 9
+
+    def note(module, arguments, options):
+        seen.append(int((options["attention_mask"][0, 0, -1] == 0).sum()))
+
+    model = reference_of(config)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+    with torch.inference_mode():
+        model(torch.arange(num_tokens)[None])
+    assert [window_of(config, index) or num_tokens for index in range(3)] == seen
+    assert [layer.window for layer in Decoder(config).layers] == [
+        window_of(config, index) for index in range(3)]
+
+
+ROPE_TYPES = {
+    "default": dict(rope_type="default", rope_theta=5e4), "linear": LINEAR, "llama3": LLAMA3,
+    "yarn": YARN}
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_angles_are_those_of_transformers_and_the_config_is_left_alone(family, rope_type):
+    config = make_config(family, rope_parameters=dict(ROPE_TYPES[rope_type]))
+    check_supported(config)
+    before = copy.deepcopy(config.to_dict())
+    table = rope_table(config, 100)
+    with torch.device("meta"):
+        Decoder(config)
+    assert config.to_dict() == before
+    rotary = reference_of(config).model.rotary_emb
+    expected = torch.stack(rotary(torch.zeros(1), torch.arange(100)[None]))[:, 0]
+    assert table.shape == (2, 100, 8) and table.dtype == torch.float32
+    torch.testing.assert_close(table.repeat(1, 1, 2), expected, atol=2e-5, rtol=0)
+
+
+def test_an_engine_leaves_the_configs_alone(tiny):
+    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=8) as llm:
+        before = copy.deepcopy(llm.config)
+        llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+        assert llm.model_config.to_dict() == load_config(Path(tiny)).to_dict()
+        assert llm.config == before and llm.config.attention_backend == "auto"
+        assert llm.metrics()["attention_backend"] == "numba"

@@ -1,6 +1,7 @@
 """The inputs of a step, CUDA graphs with a stand-in, and how much memory the KV cache gets."""
 
 import contextlib
+import re
 
 import psutil
 import pytest
@@ -8,17 +9,19 @@ import torch
 from conftest import random_prompts
 
 from nanoengine import LLM, SamplingParams, model_runner
-from nanoengine.attention import StepInputs
+from nanoengine.attention import StepInputs, unpack
+from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import (
-    ModelRunner, bucket_sizes, choose_device, choose_dtype, size_cache)
+    ModelRunner, bucket_sizes, choose_device, choose_dtype, dummy_batch, size_cache, step_arrays)
 from nanoengine.sampler import uniform
-from nanoengine.scheduler import Batch
 from nanoengine.sequence import PendingToken, Sequence
 
-INT64 = {"blocks", "offsets"}
-TENSORS = ("numbers", "blocks", "offsets", "temperatures", "token_ids", "positions", "owners",
-           "lengths", "query_starts", "key_starts", "block_tables", "sampled_rows")
+DTYPES = {"uniforms": torch.float64, "temperatures": torch.float32, "slot_blocks": torch.int64,
+          "slot_offsets": torch.int64}  # the others are int32
+TENSORS = ("uniforms", "temperatures", "slot_blocks", "slot_offsets", "token_ids", "positions",
+           "sequence_of_token", "query_starts", "key_starts", "lengths", "block_tables",
+           "sampled_rows")
 
 
 def make_runner(buckets=()) -> ModelRunner:
@@ -29,17 +32,21 @@ def make_runner(buckets=()) -> ModelRunner:
 
 
 def make_batch(*rows) -> Batch:
-    batch = Batch(100)
-    for table, tokens, computed, num_tokens in rows:
+    batch = Batch()
+    for table, tokens, start, num_tokens in rows:
         params = SamplingParams(temperature=len(batch) / 2)
         seq = Sequence("", list(tokens), len(tokens), 99, params, seed=len(batch))
         seq.block_table.extend(table)
-        seq.num_computed_tokens = computed
-        if computed + num_tokens == len(seq.token_ids):
+        if start + num_tokens == len(seq.token_ids):
             batch.sampled.append((len(batch), seq))
         batch.sequences.append(seq)
+        batch.starts.append(start)
         batch.num_tokens.append(num_tokens)
     return batch
+
+
+def prepared(runner: ModelRunner, batch: Batch) -> StepInputs:
+    return unpack(*runner.prepare(batch))
 
 
 def test_the_inputs_of_a_step():
@@ -47,26 +54,39 @@ def test_the_inputs_of_a_step():
                        ([2, 4], range(30, 38), 3, 4))
     batch.sampled.insert(1, (1, Sequence("", [1], 1, 9, seed=77)))
     buffer, layout = make_runner().prepare(batch)
-    step = StepInputs(buffer, layout)
+    step = unpack(buffer, layout)
     assert buffer.dtype == torch.int32 and buffer.ndim == 1
     assert step.token_ids.tolist() == [19, 20, 21, 33, 34, 35, 36]
     assert step.positions.tolist() == [9, 0, 1, 3, 4, 5, 6]
-    assert step.owners.tolist() == [0, 1, 1, 2, 2, 2, 2]
-    assert step.blocks.tolist() == [9, 5, 5, 2, 4, 4, 4]
-    assert step.offsets.tolist() == [1, 0, 1, 3, 0, 1, 2]
+    assert step.sequence_of_token.tolist() == [0, 1, 1, 2, 2, 2, 2]
+    assert step.slot_blocks.tolist() == [9, 5, 5, 2, 4, 4, 4]
+    assert step.slot_offsets.tolist() == [1, 0, 1, 3, 0, 1, 2]
     assert step.block_tables.tolist() == [[7, 3, 9], [5, 0, 0], [2, 4, 0]]
     assert step.lengths.tolist() == [10, 2, 7]
     assert step.query_starts.tolist() == [0, 1, 3, 7] and step.longest_query == 4
     assert step.key_starts.tolist() == [0, 10, 12, 19] and step.longest_keys == 10
     assert step.sampled_rows.tolist() == [0, 2, 2]
     assert step.temperatures.tolist() == [0.0, 1.0, 0.5]
-    assert step.numbers.tolist() == [uniform(seq) for _, seq in batch.sampled] != [0, 0, 0]
+    draws = [uniform(seq, length) for (_, seq), length in zip(batch.sampled, (10, 2, 2))]
+    assert step.uniforms.tolist() == draws and 0 == draws[0] < draws[1] != draws[2] > 0
     for name in TENSORS:
         tensor = getattr(step, name)
-        wide = {"numbers": torch.float64, "temperatures": torch.float32}
-        assert tensor.dtype == (torch.int64 if name in INT64 else wide.get(name, torch.int32))
+        assert tensor.dtype == DTYPES.get(name, torch.int32)
         assert tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), "a view"
     assert sum(getattr(step, name).nbytes for name in TENSORS) == buffer.nbytes
+
+
+def test_the_example_of_the_docstring():
+    """What `StepInputs` says of a chunk beside a decode is what the code makes of such a batch."""
+    text = StepInputs.__doc__.partition("An example")[2].partition("\n\n")[2]
+    example = {name: [int(number) for number in re.findall(r"\d+", numbers)]
+               for name, numbers in re.findall(r"([a-z_]+) {2,}([\d \[\],|]+)", text)}
+    assert example.keys() == set(TENSORS) - {"uniforms", "temperatures"}
+    batch = make_batch(([3, 8], [47, 48, 49, 50, 51, 52, 53, 54], 4, 3),
+                       ([5, 2, 6], range(9, 18), 8, 1))
+    arrays = step_arrays(batch, 4, 0)
+    assert {name: arrays[name].flatten().tolist() for name in example} == example
+    assert arrays["block_tables"].shape == (2, 3)
 
 
 def test_a_buffer_in_flight_is_not_rewritten():
@@ -78,14 +98,25 @@ def test_a_buffer_in_flight_is_not_rewritten():
     assert torch.equal(first, before) and not torch.equal(first, second) and layout == same
 
 
+def test_a_batch_is_read_as_it_was_scheduled():
+    """Its sequences may have moved on: a step depends on `starts` and `num_tokens` alone."""
+    batch = make_batch(([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 0, 2))
+    before = make_runner().prepare(batch)
+    for seq in batch.sequences:
+        seq.token_ids.append(99)
+        seq.num_computed_tokens = len(seq.token_ids)
+    after = make_runner().prepare(batch)
+    assert torch.equal(before[0], after[0]) and before[1] == after[1]
+
+
 def test_a_pending_token_is_looked_up_on_the_device():
     batch = make_batch(([7, 3], [10, 11, 12, 13, PendingToken(2)], 4, 1),
                        ([5, 6], [20, 21, 22, 23, 24, PendingToken(0)], 0, 6),
                        ([8, 1], [30, 31, 32, 33, 34, PendingToken(1)], 0, 4))
-    step = StepInputs(*make_runner().prepare(batch))
+    step = prepared(make_runner(), batch)
     assert step.token_ids.tolist() == [-3, 20, 21, 22, 23, 24, -1, 30, 31, 32, 33]
     for use in (hash, int, lambda token: torch.tensor([token]), lambda token: token in {1: 2},
-                lambda token: token + 1):
+                lambda token: token + 1, lambda token: token == 5, lambda token: token in [5]):
         with pytest.raises((TypeError, RuntimeError)):
             use(PendingToken(0))
 
@@ -100,9 +131,9 @@ def test_bucket_sizes():
 def test_a_decode_step_is_filled_up_to_a_bucket():
     runner = make_runner(bucket_sizes(6))
     rows = [([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 1, 1), ([2], [30], 0, 1)]
-    step = StepInputs(*runner.prepare(make_batch(*rows)))
+    step = prepared(runner, make_batch(*rows))
     assert step.token_ids.tolist() == [19, 21, 30, 0] and step.positions.tolist() == [9, 1, 0, 0]
-    assert step.blocks.tolist() == [9, 5, 2, 0] and step.offsets.tolist() == [1, 1, 0, 0]
+    assert step.slot_blocks.tolist() == [9, 5, 2, 0] and step.slot_offsets.tolist() == [1, 1, 0, 0]
     assert step.lengths.tolist() == [10, 2, 1, 1] and step.sampled_rows.tolist() == [0, 1, 2, 3]
     assert step.query_starts.tolist() == [0, 1, 2, 3, 4] and step.longest_query == 1
     assert step.block_tables.shape == (4, 5) and step.longest_keys == 20, "room for max_model_len"
@@ -110,7 +141,7 @@ def test_a_decode_step_is_filled_up_to_a_bucket():
     layouts = {runner.prepare(make_batch(*rows[:count] * 2))[1] for count in (1, 2)}
     assert len(layouts) == 2 and runner.prepare(make_batch(*rows[:2]))[1] in layouts
     for other in ([([7, 3, 9], range(10, 20), 8, 2)], [([7, 3, 9], range(10, 20), 8, 1)]):
-        assert StepInputs(*runner.prepare(make_batch(*other))).block_tables.shape == (1, 3)
+        assert prepared(runner, make_batch(*other)).block_tables.shape == (1, 3)
 
 
 class Replayed:
@@ -132,20 +163,21 @@ PARAMS = [SamplingParams(temperature=0, max_tokens=19), SamplingParams(max_token
 
 
 @pytest.mark.parametrize("options", [
-    dict(run_ahead=True), dict(), dict(run_ahead=True, scheduling="mixed", num_kv_blocks=10),
-    dict(run_ahead=True, max_num_batched_tokens=9, num_kv_blocks=12, preemption_mode="swap")])
+    dict(run_ahead=True), dict(), dict(run_ahead=True, scheduling="mixed", num_kv_blocks=6),
+    dict(run_ahead=True, max_num_batched_tokens=9, num_kv_blocks=7, preemption_mode="swap",
+         swap_space=0.01)])
 def test_decode_steps_run_in_graphs(tiny, monkeypatch, options):
     """With graphs that are stand-ins, the runner's logic around them is the same."""
     prompts = random_prompts([3, 17, 40, 9, 22])
-    with LLM(tiny, dtype="float32", max_num_seqs=1) as llm:
+    with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=1) as llm:
         alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
                  for prompt, params in zip(prompts, PARAMS)]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
-    with LLM(tiny, dtype="float32", max_num_seqs=5, block_size=8, max_model_len=70,
+    with LLM(tiny, dtype="float32", max_num_seqs=5, block_size=16, max_model_len=70,
              **options) as llm:
-        runner = llm.runner
+        runner = llm.engine.runner
         runner.buckets = bucket_sizes(5)
         runner.capture()
         assert [len(step.token_ids) for _, step, _ in runner.graphs.values()] == [5, 4, 2, 1]
@@ -155,6 +187,7 @@ def test_decode_steps_run_in_graphs(tiny, monkeypatch, options):
         assert sum(graph.replays for graph, *_ in runner.graphs.values()) > 25
         if "num_kv_blocks" in options:
             assert llm.metrics()["num_preemptions"] > 0
+            assert (llm.metrics()["swap_in_blocks"] > 0) == ("swap_space" in options)
     for outputs in runs:
         assert [output.outputs[0].token_ids for output in outputs] == alone
 
@@ -179,9 +212,22 @@ def test_the_size_of_the_cache():
 def test_the_free_memory_of_a_cpu(tiny, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**22}))
     with LLM(tiny, dtype="float32", block_size=16) as llm:
-        assert llm.runner.num_kv_blocks == 2**20 // llm.runner.block_bytes, "a quarter"
+        runner = llm.engine.runner
+        assert runner.num_kv_blocks == 2**20 // runner.block_bytes, "a quarter"
     with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=2, max_model_len=33) as llm:
-        assert llm.runner.num_kv_blocks == 6, "what two sequences of three blocks can use"
+        assert llm.engine.runner.num_kv_blocks == 6, "what two sequences of three blocks can use"
+
+
+def test_the_largest_step_is_tried_before_the_cache_has_its_size(tiny, monkeypatch):
+    """As on a GPU: what is left beside it is measured."""
+    def measure_free_bytes(runner):
+        launched = runner.launch(dummy_batch(4, 8))
+        assert len(launched.wait()) == 4 and runner.caches.nbytes == runner.block_bytes
+        return 9 * runner.block_bytes + 1
+
+    monkeypatch.setattr(ModelRunner, "measure_free_bytes", measure_free_bytes)
+    with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=4) as llm:
+        assert llm.engine.runner.num_kv_blocks == 9
 
 
 @pytest.mark.parametrize("features, dtype", [

@@ -4,7 +4,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nanoengine.outputs import Completion
+from nanoengine.outputs import Completion, Request
+from nanoengine.sampler import Logprob
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 
@@ -20,19 +21,22 @@ def byte_tokenizer():
 
 
 def generate(tokenizer, text_or_ids, prompt="the prompt", end="length", **params):
-    """Feeds tokens one by one, as the engine does: (texts as streamed, last output, stop)."""
+    """Feeds tokens one by one, as the engine does.
+
+    Returns the texts as they were streamed, the last output, and the stop string.
+    """
     ids = text_or_ids
     if isinstance(text_or_ids, str):
         ids = tokenizer.encode(text_or_ids)
     prompt_ids = tokenizer.encode(prompt)
     seq = Sequence("0", prompt_ids, len(prompt_ids), 10_000, SamplingParams(**params))
-    completion = Completion(prompt, seq, tokenizer if seq.params.detokenize else None)
+    completion = Completion(seq, tokenizer)
     texts, stop = [], None
     for number, token_id in enumerate(ids, start=1):
         seq.token_ids.append(token_id)
         if number == len(ids):
             seq.finish_reason = end
-        stop = completion.update(seq, None)
+        stop = completion.update()
         if stop is not None:
             seq.finish_reason, seq.stop_reason = "stop", stop
             break
@@ -54,10 +58,10 @@ def test_no_half_characters(byte_tokenizer):
 def test_a_prompt_that_ends_inside_a_character_does_not_leak_into_the_text(byte_tokenizer):
     ids = byte_tokenizer.encode("🦊")
     seq = Sequence("0", ids[:2], 2, 100, SamplingParams())
-    completion = Completion(None, seq, byte_tokenizer)
+    completion = Completion(seq, byte_tokenizer)
     for token_id in byte_tokenizer.encode("abc"):
         seq.token_ids.append(token_id)
-        completion.update(seq, None)
+        completion.update()
     assert completion.output().text == "abc"
 
 
@@ -124,3 +128,38 @@ def test_what_may_become_a_long_stop_string_is_held_back_from_the_start(byte_tok
     texts, output, _ = generate(byte_tokenizer, "hello world", stop="lo world")
     assert output.text == "hel"
     assert all("hel".startswith(text) for text in texts)
+
+
+def test_log_probabilities_get_their_text(byte_tokenizer):
+    first, second, other = byte_tokenizer.encode("abc")
+    seq = Sequence("0", [other], 1, 100, SamplingParams(logprobs=1))
+    completion = Completion(seq, byte_tokenizer)
+    assert completion.output().logprobs is completion.output().cumulative_logprob is None
+    for token_id, logprob in ((first, -0.5), (second, -0.25)):
+        seq.token_ids.append(token_id)
+        seq.logprobs.append({token_id: Logprob(logprob, 2), other: Logprob(-0.1, 1)})
+        completion.update()
+    output = completion.output()
+    assert output.cumulative_logprob == -0.75
+    assert [[found.decoded_token for found in at.values()] for at in output.logprobs] == [
+        ["a", "c"], ["b", "c"]]
+    seq.logprobs.append({})
+    assert len(output.logprobs) == 2, "an output that was given out does not change"
+
+
+def test_a_request_is_finished_with_its_last_completion(byte_tokenizer):
+    prompt = byte_tokenizer.encode("the prompt")
+    seq = Sequence("7", prompt[:], len(prompt), 100, SamplingParams(n=2))
+    seqs = [seq, seq.fork(index=1)]
+    request = Request("the prompt", [Completion(each, byte_tokenizer) for each in seqs])
+    for each, text in zip(seqs, ("ab", "c")):
+        for token_id in byte_tokenizer.encode(text):
+            assert not request.is_finished and not request.output().finished
+            each.token_ids.append(token_id)
+            assert request.update(each) is None
+        each.finish_reason = "length"
+    output = request.output()
+    assert request.is_finished and output.finished
+    assert (output.request_id, output.prompt) == ("7", "the prompt")
+    assert output.prompt_token_ids == prompt
+    assert [(each.index, each.text) for each in output.outputs] == [(0, "ab"), (1, "c")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanoengine import sampler
-from nanoengine.sampler import build_processors, draw, logprobs_of, mix, uniform
+from nanoengine.sampler import build_processors, draw, hash64, logprobs_of, uniform
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 
@@ -20,12 +20,13 @@ def make(prompt=(1, 2, 3), output=(), seed=0, end_tokens=(), **params) -> Sequen
 def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
     """Tokens, and logprobs where asked for, as the runner gets them."""
     temperatures = torch.tensor([float(seq.params.temperature) for seq in seqs])
-    numbers = torch.tensor([uniform(seq) for seq in seqs], dtype=torch.float64)
-    tokens = sampler.sample(logits, temperatures, numbers, seqs)
+    uniforms = torch.tensor([uniform(seq, seq.num_tokens) for seq in seqs], dtype=torch.float64)
+    tokens = sampler.sample(logits, temperatures, uniforms, seqs)
     if not any(map(sampler.is_edited, seqs)):  # as a CUDA graph does it
-        assert torch.equal(sampler.sample(logits, temperatures, numbers), tokens)
+        assert torch.equal(sampler.sample(logits, temperatures, uniforms), tokens)
     return tokens.tolist(), [
-        logprobs_of(logits, tokens, row, seq) for row, seq in enumerate(seqs)]
+        None if seq.params.logprobs is None else logprobs_of(*row, seq)
+        for *row, seq in zip(logits, tokens, seqs)]
 
 
 def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
@@ -37,7 +38,8 @@ def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
 
 def draws(logits: torch.Tensor, count: int, **params) -> torch.Tensor:
     """How often each token comes in so many seeded draws."""
-    rows = [make(seed=mix(0, number), **params) for number in range(count)]
+    seq = make(**params)
+    rows = [seq.fork(seed=hash64(0, number)) for number in range(count)]
     tokens, _ = sample(logits.expand(count, -1), rows)
     return torch.bincount(torch.tensor(tokens), minlength=len(logits))
 
@@ -80,23 +82,31 @@ def test_truncated_frequencies_are_renormalised():
 def test_a_vocabulary_of_152k_loses_no_mass():
     vocab_size = 151_936
     logits = torch.zeros(vocab_size)
-    tokens = draw(logits.expand(2000, -1).clone(), torch.arange(2000, dtype=torch.float64) / 2000)
-    expected = torch.arange(2000) * vocab_size // 2000
+    tokens = draw(logits.expand(100, -1).clone(), torch.arange(100, dtype=torch.float64) / 100)
+    expected = torch.arange(100) * vocab_size // 100
     assert (tokens - expected).abs().max() <= 1
     tail = torch.full((vocab_size,), -12.0)  # half the mass in one token, the rest spread thin
     tail[100_000] = math.log((vocab_size - 1) * math.exp(-12))
     tail -= tail.max()
-    numbers = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
-    tokens = draw(tail.expand(1000, -1).clone(), numbers)
-    assert abs((tokens == 100_000).sum() - 500) <= 1
+    begin = 0.5 * 100_000 / (vocab_size - 1)
+    uniforms = torch.tensor([begin - 1e-5, begin + 1e-5, begin + 0.5 - 1e-5, begin + 0.5 + 1e-5])
+    tokens = draw(tail.expand(4, -1).clone(), uniforms.double())
+    assert (tokens == 100_000).tolist() == [False, True, True, False]
+    assert (tokens - 100_000).abs().max() < 6
+    thin = torch.full((vocab_size,), -20.0)  # so thin behind the first that float32 would lose it
+    thin[0] = 0
+    weight = thin[1].exp().double()
+    wanted = torch.tensor([1, 2, 3, 777, 100_000, vocab_size - 1])
+    uniforms = (1 + (wanted.double() - 0.5) * weight) / (1 + (vocab_size - 1) * weight)
+    assert draw(thin.expand(6, -1).clone(), uniforms).tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("number", [0.0, 0.3, 1 - 2.0**-53])
+@pytest.mark.parametrize("u", [0.0, 0.3, 1 - 2.0**-53])
 @pytest.mark.parametrize("token", [0, 63, 64, 150])
-def test_all_mass_on_one_token(number, token):
+def test_all_mass_on_one_token(u, token):
     logits = torch.full((1, 151), -math.inf)
     logits[0, token] = 0
-    assert draw(logits, torch.tensor([number], dtype=torch.float64)).tolist() == [token]
+    assert draw(logits, torch.tensor([u], dtype=torch.float64)).tolist() == [token]
 
 
 def test_the_end_of_the_interval_is_the_last_token_with_mass():

@@ -9,8 +9,8 @@ import transformers
 from conftest import ROOT, greedy_reference, random_prompts
 
 from nanoengine import LLM, SamplingParams, sampler
-from nanoengine.attention import BACKENDS, choose_backend, fused, rotate
-from nanoengine.model import rms_norm, swiglu
+from nanoengine.attention import BACKENDS, choose_backend
+from nanoengine.model import rms_norm, rotate, swiglu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -67,7 +67,7 @@ def test_backends_graphs_and_running_ahead(small, plain, backend, enforce_eager,
         pytest.skip(f"{backend} is not installed")
     with LLM(small[0], dtype="bfloat16", attention_backend=backend, enforce_eager=enforce_eager,
              run_ahead=run_ahead, **SMALL) as llm:
-        assert len(llm.runner.graphs) == (0 if enforce_eager or backend == "gather" else 6)
+        assert len(llm.engine.runner.graphs) == (0 if enforce_eager or backend == "gather" else 6)
         assert llm.metrics()["attention_backend"] == backend
         assert_alike(run(llm), plain)
 
@@ -161,9 +161,9 @@ def test_draws_on_the_gpu_are_those_on_the_cpu():
     torch.manual_seed(0)
     logits = torch.randn(500, 20_000) * 3
     temperatures = torch.linspace(0, 2, 500)
-    numbers = torch.rand(500, dtype=torch.float64)
-    on_cpu = sampler.sample(logits, temperatures, numbers)
-    on_gpu = sampler.sample(logits.cuda(), temperatures.cuda(), numbers.cuda()).cpu()
+    uniforms = torch.rand(500, dtype=torch.float64)
+    on_cpu = sampler.sample(logits, temperatures, uniforms)
+    on_gpu = sampler.sample(logits.cuda(), temperatures.cuda(), uniforms.cuda()).cpu()
     assert (on_cpu != on_gpu).sum() <= 1, "float32 exponentials differ in their last bit"
 
 
@@ -217,6 +217,8 @@ def test_every_logits_processor_works_on_the_gpu(small):
 def test_fused_functions_are_their_definitions():
     torch.manual_seed(0)
     torch._dynamo.reset()  # or a limit of recompilations would leave the plain functions
+    frames = torch._dynamo.utils.counters["frames"]
+    num_compiled = frames["ok"]
     x = torch.randn(70, 4, 64, device="cuda", dtype=torch.bfloat16)
     angles = torch.randn(2, 70, 32, device="cuda")
     for function, inputs in ((rotate, (x, angles)), (swiglu, (x, x + 1)),
@@ -224,8 +226,10 @@ def test_fused_functions_are_their_definitions():
         for rows in (1, 2, 70):
             first, *others = [part if not isinstance(part, torch.Tensor) or part.ndim == 1 else
                               part[:rows] if len(part) == 70 else part[:, :rows] for part in inputs]
-            expected = function(first.clone(), *others)  # swiglu overwrites it
-            torch.testing.assert_close(fused(function, True)(first.clone(), *others), expected)
+            expected = function.__wrapped__(first.clone(), *others)  # swiglu overwrites it
+            torch.testing.assert_close(function(first.clone(), *others), expected)
+        assert frames["ok"] > num_compiled, f"{function.__name__} was compiled"
+        num_compiled = frames["ok"]
 
 
 def free_bytes() -> int:
@@ -239,13 +243,14 @@ def test_the_cache_gets_what_the_utilization_leaves(small):
     total, before = torch.cuda.mem_get_info()[1], free_bytes()
     options = dict(max_model_len=1024, max_num_seqs=64)
     with LLM(small[0], dtype="bfloat16", gpu_memory_utilization=0.5, **options) as llm:
-        num_blocks = llm.runner.num_kv_blocks
+        num_blocks = llm.engine.runner.num_kv_blocks
         run(llm, random_prompts([500] * 64), SamplingParams(top_p=0.9, max_tokens=20))
         used = total - torch.cuda.mem_get_info()[0]
         assert 0.45 * total < used < 0.52 * total
     taken = torch.empty(10 * 2**30, dtype=torch.uint8, device="cuda")
     with LLM(small[0], dtype="bfloat16", gpu_memory_utilization=0.5, **options) as llm:
-        missing = (num_blocks - llm.runner.num_kv_blocks) * llm.runner.block_bytes
+        num_missing = num_blocks - llm.engine.runner.num_kv_blocks
+        missing = num_missing * llm.engine.runner.block_bytes
         assert math.isclose(missing, taken.nbytes, rel_tol=0.1), "others' memory counts"
     del taken
     assert before - free_bytes() < 300 * 2**20
@@ -281,3 +286,14 @@ def test_a_stream_that_is_dropped_with_a_step_in_flight(with_graphs, plain):
     del stream
     gc.collect()
     assert_alike(run(with_graphs), plain)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_trace_has_the_time_of_the_device(small, run_ahead):
+    with LLM(small[0], dtype="bfloat16", trace=True, run_ahead=run_ahead, **SMALL) as llm:
+        run(llm, params=SamplingParams(temperature=0, max_tokens=5))
+        steps = list(llm.trace)
+    torch.cuda.synchronize()
+    assert len(steps) >= 5
+    assert all(step.began.elapsed_time(step.done) > 0 for step in steps), "milliseconds"
+    assert all(a.done.elapsed_time(b.done) > 0 for a, b in zip(steps, steps[1:])), "in order"
