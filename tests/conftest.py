@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-# Several test processes share the cores, each with two threads: a thread that waits must not spin.
-# This has to be said before torch loads its OpenMP.
-for name, value in {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2",
-                    "NUMBA_NUM_THREADS": "2"}.items():
-    os.environ.setdefault(name, value)
+# Two test processes share the cores, each with two threads: one that waits must not spin. This has
+# to be said before torch loads its OpenMP.
+os.environ |= {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

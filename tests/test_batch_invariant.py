@@ -3,6 +3,7 @@
 import json
 import random
 
+import numba
 import pytest
 import torch
 from conftest import ROOT, random_prompts
@@ -46,6 +47,7 @@ def logits_of(llm: LLM, prompts: list[list[int]], max_tokens: int = 20) -> dict:
 
 
 def check(folder: str, prompts: list[list[int]], schedules: dict, **options) -> None:
+    assert torch.get_num_threads() > 1 < numba.get_num_threads(), "threads take turns at a step"
     options |= {"batch_invariant": True}
     with LLM(folder, enable_prefix_caching=False, **options) as llm:
         alone = [logits_of(llm, [prompt]) for prompt in prompts]
