@@ -5,9 +5,9 @@
 
 A plain step is three lines (`Engine.step`):
 
-    batch = scheduler.schedule()                    # which sequences, how many tokens of each
-    launched = runner.launch(batch)                 # device work
-    scheduler.postprocess(batch, launched.wait())   # new tokens, ends of sequences
+    batch = scheduler.schedule()        # which sequences, how many tokens of each
+    launched = runner.launch(batch)     # device work
+    take_in(launched)                   # waits; scheduler.postprocess(batch, its tokens)
 
 Running ahead is the same with a step in flight (`Engine._step_ahead`): step 2 is scheduled and
 launched before the tokens of step 1 are waited for, so that the device never waits for the host.
@@ -64,7 +64,9 @@ class Engine:
         """Runs one step; returns the sequences that have a new token, or, for beams, logprobs."""
         if self.config.run_ahead:
             return self._step_ahead()
-        return self._take_in(self.runner.launch(self.scheduler.schedule()))
+        batch = self.scheduler.schedule()
+        launched = self.runner.launch(batch)
+        return self._take_in(launched)
 
     def _step_ahead(self) -> list[Sequence]:
         """Launches a step, then takes in the tokens of the step before.
