@@ -126,7 +126,11 @@ def cpu_attention(qkv: Tensor, norms: tuple[nn.Module, nn.Module], angles: Tenso
     would compile another kernel, in which LLVM might order sums in another way.
     """
     # a GPU does without numba
-    from nanoengine.kernels.paged_attention import paged_attention
+    from nanoengine.kernels.paged_attention import paged_attention, set_num_threads
+    num_threads = torch.get_num_threads()
+    set_num_threads(num_threads)
+    # what numba, when it starts, tells the OpenMP that both share is every core
+    torch.set_num_threads(num_threads)
     _, _, block_size, kv_heads, head_dim = cache.shape
     ones = torch.ones(head_dim)
     weights = torch.stack([getattr(norm, "weight", ones) for norm in norms]).float()

@@ -5,6 +5,7 @@ likeliest next tokens instead of a token. Here it is decided, for all beams of a
 which of them go on, fork, end or are dropped.
 """
 
+import math
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter, itemgetter
@@ -20,11 +21,14 @@ class BeamSearchSequence:
 
     tokens, text: prompt and completion; EOS is the last token where the beam ended by it.
     cum_logprob: the sum over the completion; score: that over length ** length_penalty.
+    finish_reason: "stop" (EOS), "length", or "error" where no beam has log-probabilities that are
+        finite.
     """
 
     tokens: list[int]
     cum_logprob: float
     score: float
+    finish_reason: str
     text: str | None = None
 
 
@@ -70,17 +74,21 @@ class BeamSearch:
         width = self.params.beam_width
         continuations = (
             (score + found.logprob, beam, token_id) for beam, score in self.scores.items()
-            for token_id, found in beam.logprobs[-1].items())
+            for token_id, found in beam.logprobs[-1].items() if math.isfinite(found.logprob))
         candidates = nlargest(self.seq.params.logprobs or 0, continuations, key=itemgetter(0))
-        length = candidates[0][1].num_tokens + 1
+        length = next(iter(self.scores)).num_tokens + 1
         penalty = (length - self.seq.num_prompt_tokens) ** self.params.length_penalty
+        if not candidates:
+            self.finished += [BeamSearchSequence(beam.token_ids, score, score / penalty, "error")
+                              for beam, score in self.scores.items()]
         chosen = []
         for rank, (score, beam, token_id) in enumerate(candidates):
             if token_id not in beam.end_tokens and length < beam.max_num_tokens:
                 chosen.append((score, beam, token_id))
             elif rank < width:
                 tokens = [*beam.token_ids, token_id]
-                self.finished.append(BeamSearchSequence(tokens, score, score / penalty))
+                reason = "stop" if token_id in beam.end_tokens else "length"
+                self.finished.append(BeamSearchSequence(tokens, score, score / penalty, reason))
         self.finished = nlargest(width, self.finished, key=attrgetter("score"))
         worst = self.finished[-1].score if len(self.finished) == width else float("-inf")
         is_over = not chosen or chosen[0][0] / penalty <= worst

@@ -86,7 +86,7 @@ class Engine:
         """Waits for the tokens of a step and gives them to their sequences."""
         taken = self.scheduler.postprocess(launched.batch, launched.wait())
         for row, seq in taken:
-            if row in launched.logprobs:
+            if row in launched.logprobs and seq.finish_reason != "error":
                 seq.logprobs.append(launched.logprobs[row])
         if self.config.trace:
             launched.ended = self.clock()
@@ -109,12 +109,14 @@ class Engine:
         scheduler = self.scheduler
         manager = scheduler.block_manager
         counters = scheduler.counters
-        slots = [len(seq.block_table) * manager.block_size for seq in scheduler.running]
-        unused = [max(0, n - seq.num_tokens) for n, seq in zip(slots, scheduler.running)]
+        # another thread may ask
+        running = list(scheduler.running)
+        slots = [len(seq.block_table) * manager.block_size for seq in running]
+        unused = [max(0, n - seq.num_tokens) for n, seq in zip(slots, running)]
         internal_waste = sum(num_tokens % manager.block_size for num_tokens in unused)
         num_swapped = counters["swap_out_blocks"] + counters["swap_in_blocks"]
         return Counter(counters | {
-            "num_requests_running": len(scheduler.running),
+            "num_requests_running": len(running),
             "num_requests_waiting": len(scheduler.waiting),
             "num_requests_swapped": len(manager.host_tables),
             "num_blocks_used": manager.num_blocks - manager.num_free_blocks,

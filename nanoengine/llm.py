@@ -4,8 +4,12 @@ Prompts become requests (`requests.py`), the engine runs their sequences (`engin
 comes out becomes text (`outputs.py`).
 """
 
-from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, closing
+import functools
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,23 @@ from nanoengine.beam_search import BeamSearch, BeamSearchOutput
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.loader import find_model, load_config, load_defaults, load_tokenizer
-from nanoengine.model_runner import ModelRunner, choose_device
-from nanoengine.outputs import Request, RequestOutput
+from nanoengine.model_runner import ModelRunner, choose_device, end_threads
+from nanoengine.outputs import RequestOutput
 from nanoengine.requests import InputProcessor, Params, Prompts
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams, rejected
+
+
+@functools.cache
+def first_process() -> int:
+    """The process in which the first engine was made: a fork of it inherits this number."""
+    return os.getpid()
+
+
+def check_process() -> None:
+    """Raises RuntimeError in a process where an engine would wait for threads that a fork lost."""
+    if os.getpid() != first_process():
+        raise RuntimeError("this process was forked from one that has an engine, and would hang: "
+                           "start it by multiprocessing's 'spawn'")
 
 
 class LLM(AbstractContextManager):
@@ -29,11 +46,15 @@ class LLM(AbstractContextManager):
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
 
     The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a
-    checkpoint that it cannot use. One call generates at a time. An error or Ctrl-C in the middle of
-    a call leaves an engine that can be used again, with all its blocks free.
+    checkpoint that it cannot use.
+
+    One call generates at a time: those of other threads wait for their turn. An error or Ctrl-C in
+    the middle of a call leaves an engine that can be used again: the next call finds all its blocks
+    free. `metrics` can be called at any time, from any thread.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
+        check_process()
         device = choose_device(options.pop("device", "auto"))
         self.config = config = EngineConfig(model=model, device=device, **options)
         folder = find_model(config.model)
@@ -41,16 +62,24 @@ class LLM(AbstractContextManager):
         tokenizer = load_tokenizer(find_model(config.tokenizer or folder))
         if config.tokenizer and tokenizer is None:
             raise rejected("tokenizer", str(config.tokenizer), "a folder or id with a tokenizer")
-        default_params, eos_token_ids = load_defaults(folder, self.model_config, tokenizer)
+        default_params, eos_tokens = load_defaults(folder, self.model_config, tokenizer)
         try:
             runner = ModelRunner(config, self.model_config, folder)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(f"{error} Lower max_num_batched_tokens or max_num_seqs") from error
+        # what PyTorch raises where memory is short, or a size is larger than any
+        except (MemoryError, RuntimeError) as error:
+            raise ValueError(f"{model} does not fit with these options: {error} Lower "
+                             f"max_num_batched_tokens or max_num_seqs") from error
+        finally:
+            end_threads()
         self.engine = Engine(config, runner)
         self.inputs = InputProcessor(config, tokenizer, self.model_config.vocab_size,
-                                     runner.max_model_len, default_params, eos_token_ids)
-        # the requests of the call that is running, by request_id
+                                     runner.max_model_len, default_params, eos_tokens)
+        # The requests of the call that is running, by request_id. If a call finds some of another
+        # one, an interrupt has cut its cleaning up short.
         self.active: dict[str, Any] = {}
+        # held by the call that is running; its thread, and what another call in that thread is told
+        self.lock = threading.Lock()
+        self.holder = 0, ""
 
     # ------------------------------------------------------------------------ generating
 
@@ -59,37 +88,26 @@ class LLM(AbstractContextManager):
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
         prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-        sampling_params: one for all or one for each; None: temperature, top_p and top_k of the
-            model's generation_config.json.
+        sampling_params: one for all or one for each; None: `get_default_sampling_params()`.
         priority: one for all or one for each, smaller ones first; needs
             scheduling_policy="priority".
 
         Raises ValueError for bad input before anything is generated, RuntimeError while a stream
-        is open.
+        of this thread is open.
         """
-        requests = self._make_requests(prompts, sampling_params, priority)
-        with closing(self._run(requests)) as steps, \
-                tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
-            for updated in steps:
-                bar.update(sum(request.is_finished for request in updated))
-        return [request.output() for request in requests]
+        return self._generate(
+            lambda: self.inputs.make_requests(prompts, sampling_params, priority), use_tqdm)
 
     def chat(self, messages: list[Any], sampling_params: Params = None,
              use_tqdm: bool = True) -> list[RequestOutput]:
         """Answers one conversation, a list of {"role": …, "content": …}, or a list of them.
 
-        The prompt is made by the tokenizer's chat template. Raises ValueError where there is none.
+        content: a text, or a list of texts and {"type": "text", "text": …}, joined by newlines. The
+        prompt is made by the tokenizer's chat template. Raises ValueError where there is none.
         """
-        tokenizer = self.get_tokenizer()
-        if not isinstance(messages, list) or not messages:
-            raise rejected("messages", messages, "a list of {'role', 'content'}, or of such lists")
-        chats = messages if isinstance(messages[0], list) else [messages]
-        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-        # The template has written the special tokens.
-        ids = tokenizer(texts, add_special_tokens=False).input_ids
-        prompts: list[Any] = [{"prompt": text, "prompt_token_ids": token_ids}
-                              for text, token_ids in zip(texts, ids)]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self._generate(
+            lambda: self.inputs.make_requests(self.inputs.render(messages), sampling_params),
+            use_tqdm)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None,
                priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
@@ -97,7 +115,9 @@ class LLM(AbstractContextManager):
 
         `.finished` marks a request's last. Abandoning the iterator frees its requests.
         """
-        steps = self._run(self._make_requests(prompts, sampling_params, priority))
+        steps = self._run(
+            lambda: self.inputs.make_requests(prompts, sampling_params, priority),
+            "a stream is open in this thread: exhaust or drop it first")
         # from here on the stream is open, until it is exhausted or dropped
         next(steps)
         return (request.output() for updated in steps for request in updated)
@@ -109,56 +129,93 @@ class LLM(AbstractContextManager):
         """
         if not isinstance(params, BeamSearchParams):
             raise rejected("params", params, "a BeamSearchParams")
-        num_candidates = params.beam_width * max(2, 1 + len(self.inputs.eos_token_ids))
-        requests = self._make_requests(prompts, SamplingParams(
+        sampling_params = SamplingParams(
             temperature=params.temperature, max_tokens=params.max_tokens, detokenize=False,
-            ignore_eos=params.ignore_eos, logprobs=num_candidates))
-        searches = [BeamSearch(request.seq, params, self.engine.scheduler) for request in requests]
-        for _ in self._run(searches):
-            pass
+            ignore_eos=params.ignore_eos,
+            logprobs=params.beam_width * max(2, 1 + len(self.inputs.eos_tokens)))
+
+        def make_searches() -> list[BeamSearch]:
+            requests = self.inputs.make_requests(prompts, sampling_params)
+            return [BeamSearch(each.seq, params, self.engine.scheduler) for each in requests]
+
+        searches, *_ = self._run(make_searches)
         tokenizer = self.inputs.tokenizer
         for beam in [beam for search in searches for beam in search.finished]:
             beam.text = tokenizer and tokenizer.decode(beam.tokens, True)
         return [BeamSearchOutput(search.finished) for search in searches]
 
-    def _make_requests(self, prompts: Any, params: Any, priority: Any = None) -> list[Request]:
-        """Checks a whole call, and that it can begin."""
-        if self.engine.runner is None or self.active:
-            raise RuntimeError("the LLM is closed, or a stream is open: exhaust or drop it first")
-        return self.inputs.make_requests(prompts, params, priority)
+    def _generate(self, make_requests: Callable, use_tqdm: bool) -> list[RequestOutput]:
+        """Runs the requests to their end, with a progress bar."""
+        with closing(self._run(make_requests)) as steps:
+            requests = next(steps)
+            with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
+                for updated in steps:
+                    bar.update(sum(request.is_finished for request in updated))
+        return [request.output() for request in requests]
 
-    def _run(self, requests: list[Any]) -> Generator[list[Any], None, None]:
-        """Queues the requests, then steps until all are finished; yields those with new tokens.
+    def _run(self, make_requests: Callable[[], list[Any]],
+             busy: str = "a call of this thread is running") -> Generator[list[Any], None, None]:
+        """One call, from its turn to its end. It yields its requests, then after each step those
+        with new tokens.
 
-        The first yield comes before the first step: a generator that was begun cleans up behind
-        itself when it is dropped.
+        make_requests: checks the whole call. The lock is taken before, and given back when the
+            generator is exhausted or dropped, or fails.
+        busy: what a call in the same thread is told, which would wait for itself.
         """
-        try:
-            self.active = {request.seq.request_id: request for request in requests}
-            for request in requests:
-                self.engine.add(request.seq)
-            yield []
-            while self.engine.has_unfinished():
-                updated = {}
-                for seq in self.engine.step():
-                    request = updated[seq.request_id] = self.active[seq.request_id]
-                    if stop := request.update(seq):
-                        self.engine.finish(seq, "stop", stop)
-                yield list(updated.values())
-        # dropped between two steps
-        except GeneratorExit:
-            self.engine.abort()
-        # in the middle of a step
-        except BaseException:
-            self.engine.reset()
-            raise
-        finally:
-            self.active = {}
+        check_process()
+        if self._is_mine():
+            raise RuntimeError(self.holder[1])
+        with self.lock:
+            self.holder = threading.get_ident(), busy
+            is_in_step = False
+            try:
+                if self.engine.runner is None:
+                    raise RuntimeError("the LLM is closed")
+                if self.active:
+                    self.engine.reset()
+                requests = make_requests()
+                self.active = {request.seq.request_id: request for request in requests}
+                for request in requests:
+                    self.engine.add(request.seq)
+                yield requests
+                while self.engine.has_unfinished():
+                    self.holder = threading.get_ident(), busy
+                    is_in_step = True
+                    updated = self._step()
+                    is_in_step = False
+                    yield updated
+            finally:
+                self.holder = 0, ""
+                # a step that was broken off may have left any state
+                (self.engine.reset if is_in_step else self.engine.abort)()
+                self.active = {}
+                end_threads()
+
+    def _step(self) -> list[Any]:
+        """Runs one step; returns the requests with new tokens."""
+        updated = {}
+        for seq in self.engine.step():
+            request = updated[seq.request_id] = self.active[seq.request_id]
+            if stop := request.update(seq):
+                self.engine.finish(seq, "stop", stop)
+        return list(updated.values())
+
+    def _is_mine(self) -> bool:
+        """Whether a call of this thread is running, or a stream that it read last is open."""
+        return self.holder[0] == threading.get_ident()
+
+    def _turn(self) -> AbstractContextManager:
+        """The lock, for what can also be called while a stream of this thread is open."""
+        return nullcontext() if self._is_mine() else self.lock
 
     # -------------------------------------------------------------------------- the rest
 
     # with trace=True: a record of each step, see `Launched` in model_runner.py
     trace = property(lambda self: self.engine.trace)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` stands for: see `loader.load_defaults`."""
+        return replace(self.inputs.default_params)
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer. Raises ValueError where the model has none."""
@@ -166,7 +223,8 @@ class LLM(AbstractContextManager):
 
     def reset_prefix_cache(self) -> bool:
         """Forgets what the prefix cache knows; blocks in use stay in use. True, as in vLLM."""
-        self.engine.scheduler.block_manager.reset_prefix_cache()
+        with self._turn():
+            self.engine.scheduler.block_manager.reset_prefix_cache()
         return True
 
     def metrics(self) -> dict[str, Any]:
@@ -191,9 +249,11 @@ class LLM(AbstractContextManager):
 
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""
-        # what a stream that is open has left
-        self.engine.abort()
-        self.engine.runner = None
+        with self._turn():
+            # what an open stream, or an interrupt, has left
+            if self.active:
+                self.engine.reset()
+            self.engine.runner = None
         # does nothing where there is no GPU
         torch.cuda.empty_cache()
 

@@ -6,56 +6,84 @@ to their rows. Nothing is missing, and nothing is left over.
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from nanoengine.model import Decoder, Linear, check_supported
-from nanoengine.sampling_params import SamplingParams, rejected
+from nanoengine.sampling_params import SamplingParams, naming, rejected
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+
+# What counts of generation_config.json is what counts in vLLM, here by our names, and EOS. What
+# does no harm: other ids, and where the file is from.
+DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+            "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+HARMLESS = {"eos_token_id", "bos_token_id", "pad_token_id", "transformers_version"}
 
 
 def find_model(model: str | Path) -> Path:
     """The folder of a model: itself, or the download of a Hugging Face id."""
-    try:
+    # no valid id, an unknown one, no network, no space, …
+    with naming(rejected("model", str(model), "a folder, or a Hugging Face id")):
         is_folder = Path(model).is_dir()
         return Path(model if is_folder else snapshot_download(str(model), allow_patterns=FILES))
-    # no valid id, an unknown one, no network, no space, …
-    except Exception as error:
-        raise rejected("model", str(model), f"a folder, or a Hugging Face id: {error}") from error
 
 
 def load_config(folder: Path) -> PretrainedConfig:
     """The model's config.json, checked, with the head_dim that may be left implicit there."""
     if not (folder / "config.json").is_file():
         raise rejected("model", str(folder), "a folder with a config.json")
-    config = AutoConfig.from_pretrained(folder)
-    check_supported(config)
-    if not getattr(config, "head_dim", None):
-        config.head_dim = config.hidden_size // config.num_attention_heads
+    with naming(folder / "config.json"):
+        num_layers = json.loads((folder / "config.json").read_text()).get("num_hidden_layers", 1)
+        # before transformers makes lists with something for each layer
+        if not 1 <= num_layers <= 10_000:
+            raise rejected("the model's num_hidden_layers", num_layers, "from 1 to 10000")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if getattr(config, "head_dim", None) is None:
+            config.head_dim = config.hidden_size // max(1, config.num_attention_heads)
+        check_supported(config)
     return config
 
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder, or None where there is none: then prompts are token ids."""
-    is_there = [*folder.glob("tokenizer.*"), *folder.glob("vocab.json")]
-    return AutoTokenizer.from_pretrained(folder) if is_there else None
+    files = [*folder.glob("tokenizer.*"), *folder.glob("vocab.json")]
+    with naming(f"{folder}, tokenizer.json or another file of the tokenizer"):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False) if files else None
 
 
-def load_defaults(folder: Path, config: Any, tokenizer: Any) -> tuple[SamplingParams, set[int]]:
-    """From generation_config.json: sampling parameters; from there and the tokenizer: every EOS."""
+def load_defaults(folder: Path, config: Any,
+                  tokenizer: Any) -> tuple[SamplingParams, dict[int, int | None]]:
+    """The sampling parameters of generation_config.json, and every EOS with its `stop_reason`.
+
+    As in vLLM, the tokenizer's own EOS gives None, and others give their ids. Warns of what is
+    there and does not count here.
+    """
     file = folder / "generation_config.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    names = [name for name in ("temperature", "top_p", "top_k") if found.get(name) is not None]
-    eos = found.get("eos_token_id", config.eos_token_id)
-    ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer and tokenizer.eos_token_id}
-    return SamplingParams(**{name: found[name] for name in names}), ends - {None}
+    with naming(file):
+        content = json.loads(file.read_text()) if file.is_file() else {}
+        found = {name: value for name, value in content.items() if value is not None}
+        params = SamplingParams(**{DEFAULTS[name]: found[name] for name in DEFAULTS.keys() & found})
+        eos = found.get("eos_token_id", config.eos_token_id)
+        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(token_id, int) for token_id in eos_ids):
+            raise rejected("eos_token_id", eos, "a token id, or a list of them")
+    # 0, 1, False and True change nothing, but without do_sample transformers is greedy
+    ignored = [name for name in (vars(GenerationConfig()).keys() & found) - DEFAULTS.keys() - HARMLESS
+               if found[name] not in (0, 1) or (name == "do_sample" and not found[name])]
+    if ignored:
+        warnings.warn(f"{file}: {sorted(ignored)} do not count here", stacklevel=2)
+    eos_tokens: dict[int, int | None] = {token_id: token_id for token_id in eos_ids}
+    if tokenizer and tokenizer.eos_token_id is not None:
+        eos_tokens[tokenizer.eos_token_id] = None
+    return params, eos_tokens
 
 
 def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str,
@@ -100,10 +128,10 @@ def load_weights(folder: Path, missing: dict[str, Tensor]) -> None:
     """Copies the tensors of a checkpoint, sharded or not, to where they go; none stays missing.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, left over,
-    given twice or of another shape.
+    given twice, of another shape, or not of floating point.
     """
     for file in sorted(folder.glob("model*.safetensors")):
-        try:
+        with naming(f"{file} is truncated, or does not fit the model"):
             for full_name in list(safe_open(file, framework="pt").keys()):
                 name = re.sub(r"^model\.|self_attn\.|mlp\.", "", full_name)
                 if name.endswith("inv_freq") or name == "lm_head.weight" and name not in missing:
@@ -112,11 +140,10 @@ def load_weights(folder: Path, missing: dict[str, Tensor]) -> None:
                 # opened anew for each: pages of a mapped file count as memory until it is closed
                 tensor = safe_open(file, framework="pt").get_tensor(full_name)
                 target = missing.pop(name, None)
-                if target is None or target.shape != tensor.shape:
-                    raise ValueError(f"{file}: {full_name} of shape {tuple(tensor.shape)} does "
-                                     f"not fit the model, or comes twice")
+                is_fitting = target is not None and target.shape == tensor.shape
+                if target is None or not (is_fitting and tensor.is_floating_point()):
+                    shown = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                    raise rejected(full_name, shown, "floats of the model's shape, and come once")
                 target.copy_(tensor)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is truncated, or no safetensors: {error}") from error
     if missing:
         raise ValueError(f"{folder}: its files lack {len(missing)} tensors: {[*missing][:3]}")

@@ -51,6 +51,7 @@ FAMILIES = {
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that this decoder would not compute exactly."""
     rope = getattr(config, "rope_parameters", None) or {}
+    window = getattr(config, "sliding_window", None)
     has_types = FAMILIES.get(config.model_type, Family()).windows == "layer_types"
     for name, value, supported in (
         ("architectures", config.architectures, [[f"{n.title()}ForCausalLM"] for n in FAMILIES]),
@@ -63,6 +64,19 @@ def check_supported(config: PretrainedConfig) -> None:
     ):
         if value not in supported:
             raise rejected(f"the model's {name}", value, " or ".join(map(str, supported)))
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    sizes = {name: getattr(config, name) for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings")}
+    for name, value, is_accepted, accepted in (
+        *((name, size, 1 <= size < 2**31, "a positive int32") for name, size in sizes.items()),
+        ("num_attention_heads", heads, heads % max(1, kv_heads) == 0, f"a multiple of {kv_heads=}"),
+        ("sliding_window", window, window is None or window > 0, "positive, or null"),
+        ("rms_norm_eps", config.rms_norm_eps, 0 <= config.rms_norm_eps < 1, "from 0 to 1"),
+    ):
+        if not is_accepted:
+            raise rejected(f"the model's {name}", value, accepted)
+    rope_table(config, max_model_len=1)
 
 
 def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
@@ -118,7 +132,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
     """cos and sin of the angles of every position, (2, max_model_len, head_dim / 2) float32.
 
-    The scaled variants are transformers' own.
+    The scaled variants are transformers' own. Raises ValueError for parameters that give none.
     """
     rope_type = config.rope_parameters["rope_type"]
     if rope_type == "default":
@@ -126,8 +140,17 @@ def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
         frequencies, factor = 1 / config.rope_parameters["rope_theta"] ** exponents, 1.0
     else:
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    if not (frequencies > 0).all() or not frequencies.isfinite().all():
+        raise rejected("the model's rope_parameters", config.rope_parameters, "positive and finite")
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin())) * factor
+
+
+def num_weights(config: PretrainedConfig) -> int:
+    """How many numbers the matrices have, tied ones counted once."""
+    heads = config.num_attention_heads + config.num_key_value_heads
+    layer = 2 * heads * config.head_dim + 3 * config.intermediate_size
+    return config.hidden_size * (config.vocab_size + config.num_hidden_layers * layer)
 
 
 # --------------------------------------------------------------------------------- modules

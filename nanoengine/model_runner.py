@@ -8,8 +8,10 @@ sequences run, and why, is not its business.
       compute(inputs)  device: these numbers to logits and tokens, or a CUDA graph of that
 """
 
+import ctypes
 import time
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from nanoengine.attention import make_caches, pack, unpack
 from nanoengine.batch import Batch, Copies
 from nanoengine.config import EngineConfig
 from nanoengine.loader import load_model
-from nanoengine.model import rope_table
+from nanoengine.model import num_weights, rope_table
 from nanoengine.sampler import Logprobs, is_edited, logprobs_of, sample, uniform
 from nanoengine.sampling_params import rejected
 from nanoengine.sequence import PendingToken, Sequence
@@ -81,13 +83,16 @@ class ModelRunner:
         self.dtype = choose_dtype(config.dtype, self.device)
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
+        limit = model_config.max_position_embeddings
+        self.max_model_len = min(config.max_model_len or limit, limit)
+        weight_bytes = num_weights(model_config) * self.dtype.itemsize
+        rope_bytes = 4 * self.max_model_len * model_config.head_dim
+        check_memory(self.device, "model", str(folder), weight_bytes + rope_bytes)
         self.model = load_model(folder, model_config, self.dtype, self.device, config.load_format)
         is_invariant = self.backend == "numba" and self.model.lm_head.weight.is_mkldnn
         if config.batch_invariant and not is_invariant:
             raise rejected("batch_invariant", True, "False without packed weights, numba and a CPU")
 
-        limit = model_config.max_position_embeddings
-        self.max_model_len = min(config.max_model_len or limit, limit)
         self.rope = rope_table(model_config, self.max_model_len).to(self.device)
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         has_graphs = self.is_gpu and self.backend != "gather" and not config.enforce_eager
@@ -101,6 +106,9 @@ class ModelRunner:
         self.num_kv_blocks, self.max_model_len = size_cache(
             config, limit, self.block_bytes, free_bytes)
         host_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
+        check_memory("cpu", "swap_space", config.swap_space, host_bytes)
+        cache_bytes = self.num_kv_blocks * self.block_bytes
+        check_memory(self.device, "num_kv_blocks", self.num_kv_blocks, cache_bytes)
         self.num_host_blocks = int(host_bytes // self.block_bytes)
         self.allocate(self.num_kv_blocks, self.num_host_blocks)
         self.capture()
@@ -175,8 +183,9 @@ class ModelRunner:
             logits, tokens = self.compute(step, seqs)
         # the rows behind them are padding
         tokens = tokens[:len(seqs)]
-        # There are more than max_num_seqs only where forks begin, and then the next step waits.
-        self.last_sampled[:len(seqs)] = tokens[:len(self.last_sampled)]
+        # There are more than max_num_seqs only where forks begin, and then the next step waits. For
+        # NO_TOKEN the next step computes token 0, which nobody reads.
+        self.last_sampled[:len(seqs)] = tokens[:len(self.last_sampled)].clamp(min=0)
         logprobs = {row: logprobs_of(logits[row], tokens[row], seq)
                     for row, seq in enumerate(seqs) if seq.params.logprobs is not None}
         # into pinned memory
@@ -300,6 +309,27 @@ def choose_dtype(dtype: str, device: str) -> torch.dtype:
     if dtype == "auto" and device == "cpu":
         dtype = "bfloat16" if has("avx512bf16") or has("amx-bf16") or has("bf16") else "float32"
     return getattr(torch, dtype if dtype != "auto" else "bfloat16")
+
+
+def check_memory(device: str, name: str, value: Any, num_bytes: float) -> None:
+    """Raises ValueError for an argument that needs more memory than the device has in all."""
+    is_gpu = device == "cuda"
+    total = torch.cuda.mem_get_info()[1] if is_gpu else psutil.virtual_memory().total
+    if num_bytes > total:
+        raise rejected(name, value, f"smaller: it needs {num_bytes / 2**30:.3g} GiB of memory, and "
+                       f"there are {total / 2**30:.1f} (device {device!r})")
+
+
+def end_threads() -> None:
+    """Ends the OpenMP threads that belong to the calling thread; its next product starts them anew.
+
+    Each thread that has ever computed keeps a team of its own. Once all teams together have more
+    threads than there are cores, libgomp's no longer spin while they wait: steps of a small model
+    took 40 % longer for an engine that was used in two threads. Other OpenMPs are left alone.
+    """
+    with suppress(OSError, AttributeError):
+        soft_pause = 1
+        ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(soft_pause)
 
 
 def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) -> tuple[int, int]:

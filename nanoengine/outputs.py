@@ -4,7 +4,7 @@ Text is made token by token, as in vLLM: a token adds what the tokenizer decodes
 without it, in the context of the tokens before. Half a character is held back until it is whole.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoengine.sampler import Logprobs
@@ -15,8 +15,10 @@ from nanoengine.sequence import RequestMetrics, Sequence
 class CompletionOutput:
     """One completion of a prompt.
 
-    finish_reason: "stop" (EOS, a stop token or string), "length", or None while it goes on.
-    stop_reason: the stop string or token id that ended it; None for EOS.
+    finish_reason: "stop" (EOS, a stop token or string), "length", "error" (no token could be
+        sampled, as its logits were not finite), or None while it goes on.
+    stop_reason: the stop string or token id that ended it, None for the tokenizer's EOS; what
+        went wrong, after "error".
     """
 
     index: int
@@ -58,6 +60,8 @@ class Completion:
     def update(self) -> str | None:
         """Takes in the newest token; returns the stop string that its text completes, if any."""
         seq = self.seq
+        if seq.finish_reason == "error":
+            return None
         if self.tokenizer and seq.logprobs:
             for token_id, found in seq.logprobs[-1].items():
                 found.decoded_token = self.tokenizer.decode([token_id], False)
@@ -83,11 +87,13 @@ class Completion:
         return piece
 
     def _find_stop(self, num_new: int) -> str | None:
-        """Of the stop strings that end in the newest letters the first; cuts the text there."""
+        """Of the stop strings that end in the newest letters the one that ends first, or stands
+        first in the list; cuts the text there."""
         params = self.seq.params
         end = len(self.text) - num_new + 1
         found = [(self.text.find(stop, max(0, end - len(stop))), stop) for stop in params.stop]
-        index, stop = min((match for match in found if match[0] >= 0), default=(0, None))
+        matches = [match for match in found if match[0] >= 0]
+        index, stop = min(matches, key=lambda match: match[0] + len(match[1]), default=(0, None))
         if stop:
             self.text = self.text[:index + len(stop) * params.include_stop_str_in_output]
         return stop
@@ -127,4 +133,5 @@ class Request:
         seq = self.seq
         outputs = [completion.output() for completion in self.completions]
         return RequestOutput(seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
-                             outputs, self.is_finished, seq.metrics.num_cached_tokens, seq.metrics)
+                             outputs, self.is_finished, seq.metrics.num_cached_tokens,
+                             replace(seq.metrics))

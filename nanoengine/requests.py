@@ -5,18 +5,19 @@ vocabulary, its tokenizer or the size of the cache; nothing here runs.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
 from nanoengine.config import EngineConfig
 from nanoengine.outputs import Completion, Request
 from nanoengine.sampler import build_processors, hash64
-from nanoengine.sampling_params import SamplingParams, rejected
+from nanoengine.sampling_params import SamplingParams, naming, rejected
 from nanoengine.sequence import Sequence
 
 Prompts = str | dict[str, Any] | list[Any]
 Params = SamplingParams | list[SamplingParams] | None
+TEXT_PARTS = ("text", "input_text", "output_text")
 ACCEPTED_PROMPTS = (
     "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these")
 
@@ -28,7 +29,8 @@ class InputProcessor:
     tokenizer: the transformers tokenizer, None for a model without one.
     max_model_len: the most tokens of prompt and output together.
     default_params: what `sampling_params=None` stands for.
-    eos_token_ids: the tokens that end every sequence, unless it ignores EOS.
+    eos_tokens: the tokens that end every sequence, unless it ignores EOS, each with the
+        `stop_reason` that it gives.
     num_requests: how many were made: the next one gets this number.
     """
 
@@ -37,7 +39,7 @@ class InputProcessor:
     vocab_size: int
     max_model_len: int
     default_params: SamplingParams
-    eos_token_ids: set[int]
+    eos_tokens: dict[int, int | None]
     num_requests: int = 0
 
     def get_tokenizer(self) -> Any:
@@ -57,8 +59,13 @@ class InputProcessor:
         if are_ids or isinstance(prompts, (str, dict)):
             prompts = [prompts]
         params = self.default_params if params is None else params
-        params = one_for_each(len(prompts), "sampling_params", params, SamplingParams)
-        priorities = one_for_each(len(prompts), "priority", priority or 0, int)
+        given = one_for_each(len(prompts), "sampling_params", params, SamplingParams)
+        # copies, so that what the user changes later changes nothing here
+        distinct = {id(each): each for each in given}
+        copies = {key: replace(each) for key, each in distinct.items()}
+        params = [copies[id(each)] for each in given]
+        priority = 0 if priority is None else priority
+        priorities = one_for_each(len(prompts), "priority", priority, int)
         if any(priorities) and self.config.scheduling_policy == "fcfs":
             raise rejected("priority", priority, "0 unless scheduling_policy is 'priority'")
         requests = list(map(self._make_request, range(len(prompts)), prompts, params, priorities))
@@ -76,13 +83,28 @@ class InputProcessor:
         length = len(token_ids)
         longest = min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
         stop_tokens: dict[int, int | None] = {token: token for token in params.stop_token_ids}
-        end_tokens = stop_tokens | dict.fromkeys(self.eos_token_ids)
+        end_tokens = stop_tokens | self.eos_tokens
         processors = build_processors(params, length, [*end_tokens], tokenizer, self.config.device)
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
         seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
                        stop_tokens if params.ignore_eos else end_tokens, priority)
         seq.forks = [seq.fork(seed=hash64(~seq.seed, i), index=i) for i in range(1, params.n)]
         return Request(text, [Completion(each, tokenizer) for each in (seq, *seq.forks)])
+
+    def render(self, messages: Any) -> list[dict[str, Any]]:
+        """One conversation or a list of them, as prompts, by the tokenizer's chat template."""
+        tokenizer = self.get_tokenizer()
+        if not isinstance(messages, list) or not messages:
+            raise rejected("messages", messages, "a list of {'role', 'content'}, or of such lists")
+        chats = messages if isinstance(messages[0], list) else [messages]
+        with naming("messages"):
+            chats = [[message | {"content": text_of(message.get("content"))} for message in chat]
+                     for chat in chats]
+            texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+            # The template has written the special tokens.
+            ids = tokenizer(texts, add_special_tokens=False).input_ids
+        return [{"prompt": text, "prompt_token_ids": token_ids}
+                for text, token_ids in zip(texts, ids)]
 
     def _parse_prompt(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms, as its text (if there is one) and its token ids."""
@@ -106,6 +128,15 @@ class InputProcessor:
         for token_id in token_ids:
             if not isinstance(token_id, Integral) or not 0 <= int(token_id) <= last:
                 raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
+
+
+def text_of(content: Any) -> str:
+    """The content of a message as one text; text parts are joined by newlines, as in vLLM."""
+    parts = content if isinstance(content, list) else [] if content is None else [content]
+    for part in parts:
+        if not isinstance(part, str) and part.get("type") not in TEXT_PARTS:
+            raise rejected("content part", part, f"a text, or of a type in {TEXT_PARTS}")
+    return "\n".join(part if isinstance(part, str) else part["text"] for part in parts)
 
 
 def one_for_each(count: int, name: str, value: Any, kind: type) -> list[Any]:

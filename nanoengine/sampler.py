@@ -18,12 +18,16 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import NO_TOKEN, Sequence
 
 
 @dataclass
 class Logprob:
-    """The log-probability of a token at a position, its rank there (1: the likeliest), its text."""
+    """The log-probability of a token at a position, its rank there (1: the likeliest), its text.
+
+    Of several that are equally likely, the sampled token ranks last, unless it is among the
+    likeliest that were asked for: these rank from 1 to k.
+    """
 
     logprob: float
     rank: int
@@ -47,7 +51,7 @@ def build_processors(params: SamplingParams, prompt_length: int, end_tokens: lis
     has_output_penalty = params.presence_penalty or params.frequency_penalty
     wanted: list[Any] = [
         allowed and hf.PrefixConstrainedLogitsProcessor(lambda row, input_ids: allowed, 1),
-        banned and hf.NoBadWordsLogitsProcessor(banned),
+        banned and partial(ban_words, banned, prompt_length),
         params.min_tokens and end_tokens and hf.MinNewTokensLengthLogitsProcessor(
             prompt_length, params.min_tokens, end_tokens, device),
         bias and hf.SequenceBiasLogitsProcessor(bias),
@@ -55,6 +59,18 @@ def build_processors(params: SamplingParams, prompt_length: int, end_tokens: lis
         and hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
         has_output_penalty and partial(penalize_output, params, prompt_length)]
     return [processor for processor in wanted if processor] + params.logits_processors
+
+
+def ban_words(words: list[list[int]], start: int, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """The last token of each word is impossible behind its other tokens.
+
+    input_ids: (1, tokens so far), generated ones from `start` on; scores: (1, vocab_size).
+    """
+    generated = input_ids[0, start:].tolist()
+    for *beginning, last in filter(None, words):
+        if generated[max(0, len(generated) - len(beginning)):] == beginning:
+            scores[0, last] = -math.inf
+    return scores
 
 
 def penalize_output(params: SamplingParams, start: int, input_ids: Tensor,
@@ -94,11 +110,12 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, seqs: Any = (
     seqs: the sequences of the first rows, whose processors and truncations edit them; rows behind
         them are padding. Without sequences nothing is read on the host: a CUDA graph can end here.
 
-    Raises ValueError where processors leave no token.
+    A row with NaN, with infinity, or whose processors leave no token gets NO_TOKEN.
     """
     if seqs and not any(seq.processors or seq.params.temperature for seq in seqs):
         # several times faster than argmax in bfloat16
-        return logits.max(dim=-1).indices
+        likeliest = logits.max(dim=-1)
+        return torch.where(likeliest.values.isfinite(), likeliest.indices, NO_TOKEN)
     scores = logits.to(torch.float32, copy=True)
     edited = [(row, seq) for row, seq in enumerate(seqs) if is_edited(seq)]
     for row, seq in edited:
@@ -112,17 +129,24 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, seqs: Any = (
     return draw(scores, uniforms)
 
 
-def apply_processors(scores: Tensor, seq: Sequence) -> Tensor:
-    """A row of scores, (1, vocab_size), after the processors of its request."""
-    input_ids = torch.tensor([seq.token_ids], device=scores.device)
+def apply_processors(logits: Tensor, seq: Sequence) -> Tensor:
+    """A row of float32 logits, (1, vocab_size), after the processors of its request.
+
+    Each processor gets copies, which it may keep or overwrite. NaN or infinity from the model
+    cannot be mended by them. Raises ValueError for a result of another shape or kind.
+    """
+    input_ids = torch.tensor([seq.token_ids], device=logits.device)
+    scores = logits
     for processor in seq.processors:
-        scores = processor(input_ids, scores)
+        scores = processor(input_ids.clone(), scores.clone())
+        is_row = isinstance(scores, Tensor) and scores.shape == logits.shape
+        if not (is_row and scores.is_floating_point()):
+            shown = (scores.shape, scores.dtype) if isinstance(scores, Tensor) else scores
+            raise ValueError(f"request {seq.request_id}: its logits processor {processor} returned "
+                             f"{shown}, and not floats of shape {tuple(logits.shape)}")
     # +inf is how some force a token
-    scores = scores.clamp(max=torch.finfo(scores.dtype).max)
-    if not scores.isfinite().any():
-        raise ValueError(f"request {seq.request_id}: its processors (allowed_token_ids, bad_words, "
-                         f"min_tokens, …) leave no token possible")
-    return scores
+    scores = scores.clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(logits.amax().isfinite(), scores, math.nan)
 
 
 def truncate(logits: Tensor, params: SamplingParams) -> None:
@@ -139,7 +163,8 @@ def truncate(logits: Tensor, params: SamplingParams) -> None:
     if params.top_p < 1:
         probabilities = logits.double().softmax(dim=-1)
         # All tokens below this weigh less than 1 - top_p together: they cannot be in the nucleus.
-        likely = (probabilities > (1 - params.top_p) / len(logits)).nonzero()[:, 0]
+        threshold = probabilities.amax().clamp(max=(1 - params.top_p) / len(logits))
+        likely = (probabilities >= threshold).nonzero()[:, 0]
         ordered, order = probabilities[likely].sort(descending=True, stable=True)
         weight_before = ordered.cumsum(dim=-1) - ordered
         kept = likely[order[weight_before < params.top_p]]
@@ -147,7 +172,8 @@ def truncate(logits: Tensor, params: SamplingParams) -> None:
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse-CDF sampling: for each row the first token whose cumulated weight exceeds u * total.
+    """Inverse-CDF sampling: for each row the first token whose cumulated weight exceeds u * total,
+    or NO_TOKEN where the total is NaN or 0.
 
     logits: (rows, vocab_size) float32 with maximum 0, overwritten.
     uniforms: (rows,) float64 in [0, 1).
@@ -157,8 +183,10 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     other row.
     """
     cumulated = logits.exp_().cumsum(dim=-1, dtype=torch.float64)
-    thresholds = uniforms[:, None].clamp(max=1 - 2.0**-52) * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, thresholds, right=True)[:, 0]
+    totals = cumulated[:, -1:]
+    thresholds = uniforms[:, None].clamp(max=1 - 2.0**-52) * totals
+    tokens = torch.searchsorted(cumulated, thresholds, right=True)
+    return torch.where(totals > 0, tokens, NO_TOKEN)[:, 0]
 
 
 def logprobs_of(logits: Tensor, token: Tensor, seq: Sequence) -> Logprobs:
@@ -170,9 +198,11 @@ def logprobs_of(logits: Tensor, token: Tensor, seq: Sequence) -> Logprobs:
     temperature = seq.params.temperature if seq.group else 0
     values = (logits.double() / (temperature or 1)).log_softmax(dim=-1)
     token_id = int(token)
-    found = {token_id: Logprob(values[token_id].item(), int((values > values[token_id]).sum()) + 1)}
+    # the last of its equals
+    rank = int((values >= values[token_id]).sum())
+    found = {token_id: Logprob(values[token_id].item(), rank)}
     count = seq.params.logprobs or 0
     top = values.topk(len(values) if count == -1 else min(count, len(values)))
     for rank, (likely, value) in enumerate(zip(top.indices.tolist(), top.values.tolist()), 1):
-        found.setdefault(likely, Logprob(value, rank))
+        found[likely] = Logprob(value, rank)
     return found

@@ -5,11 +5,13 @@ Each field has its default and its rule in one line. pydantic turns a broken rul
 `requests.py` makes the checks that need a vocabulary or a tokenizer.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(strict=True, extra="forbid", validate_assignment=True)
@@ -20,12 +22,24 @@ def rejected(name: str, value: Any, accepted: str) -> ValueError:
     return ValueError(f"{name}={value!r} is not accepted: it must be {accepted}")
 
 
+@contextmanager
+def naming(what: object) -> Iterator[None]:
+    """Turns any error, of a library that reads what a user gave, into a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
 # vLLM's shorthands: one text stands for a list of it, None for an empty list
 AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
 # NumPy's numbers count as Python's
 NUMPY = BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)
 Int = Annotated[int, NUMPY]
 Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
+# 0, or between 1e-18 and 1e18 in size: no product or sum with a logit then leaves float32
+Moderate = Annotated[
+    Float, AfterValidator(lambda v: v and math.copysign(min(max(abs(v), 1e-18), 1e18), v))]
 Count = Annotated[Int, Field(ge=1)]
 TokenId = Annotated[Int, Field(ge=0)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
@@ -35,7 +49,7 @@ Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
-    n: the number of completions of a prompt; the prompt is computed once.
+    n: the number of completions of a prompt; the prompt is computed once. vLLM's limit is 16384.
     temperature: divides the logits; 0 is greedy.
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: sample among the fewest likeliest tokens whose probabilities reach p together.
@@ -53,7 +67,7 @@ class SamplingParams:
         once for each occurrence.
     repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
         output (Keskar et al., 2019, arXiv:1909.05858).
-    bad_words: texts that are never generated.
+    bad_words: texts that are never generated; the prompt does not count.
     allowed_token_ids: the only tokens that may be generated.
     logit_bias: numbers to add to logits, by token id.
     logits_processors: functions `(input_ids, scores) -> scores` on tensors of shape (1, tokens so
@@ -61,11 +75,13 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text.
     detokenize: make text at all.
 
+    Temperature, repetition_penalty and biases count as 1e18 beyond that, and as 1e-18 below.
+
     Raises ValueError for a value out of range, with its name and what is accepted.
     """
 
-    n: Count = 1
-    temperature: Annotated[Float, Field(ge=0)] = 1.0
+    n: Annotated[Count, Field(le=16384)] = 1
+    temperature: Annotated[Moderate, Field(ge=0)] = 1.0
     top_k: Annotated[Int, Field(ge=-1)] = 0
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[Float, Field(ge=0, le=1)] = 0.0
@@ -79,10 +95,10 @@ class SamplingParams:
     logprobs: Annotated[Int, Field(ge=-1)] | None = None
     presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[Float, Field(gt=0)] = 1.0
+    repetition_penalty: Annotated[Moderate, Field(gt=0)] = 1.0
     bad_words: Texts = Field(default_factory=list)
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    logit_bias: dict[TokenId, Float] | None = None
+    logit_bias: dict[TokenId, Moderate] | None = None
     logits_processors: Annotated[list[Callable], AS_LIST] = Field(default_factory=list)
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -108,12 +124,12 @@ class BeamSearchParams:
     max_tokens: the most tokens to generate.
     temperature: divides the logits; 0 leaves them as they are. Nothing is drawn.
     length_penalty: the score of a finished beam is its summed log-probability over its number of
-        generated tokens to this power; larger values favour longer beams.
+        generated tokens to this power, -40 to 40; larger values favour longer beams.
     ignore_eos: go on after EOS.
     """
 
     beam_width: Count
     max_tokens: Count
-    temperature: Annotated[Float, Field(ge=0)] = 0.0
-    length_penalty: Float = 1.0
+    temperature: Annotated[Moderate, Field(ge=0)] = 0.0
+    length_penalty: Annotated[Float, Field(ge=-40, le=40)] = 1.0
     ignore_eos: bool = False

@@ -12,6 +12,7 @@ but no tensor and no text. The policies are small functions and tables at the en
                  out, or dropped (then the prefix cache may still have it when it comes back)
 """
 
+import logging
 import time
 from bisect import insort_left, insort_right
 from collections import Counter, deque
@@ -21,9 +22,10 @@ from operator import attrgetter
 from nanoengine.batch import Batch
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.sequence import PendingToken, Sequence
+from nanoengine.sequence import NO_TOKEN, PendingToken, Sequence
 
 BY_PRIORITY = attrgetter("priority")
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -215,8 +217,8 @@ class Scheduler:
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one for each of `batch.sampled`, and ends sequences.
 
-        Returns (row, sequence) for each token that counts. The tokens of sequences that had ended
-        before do not.
+        Returns (row, sequence) for each token that counts, and for each sequence that ends for
+        want of one ("error"). The tokens of sequences that had ended before do not count.
         """
         if not batch.is_advanced:
             self.advance(batch)
@@ -230,8 +232,19 @@ class Scheduler:
                 token_id = seq.token_ids[-1] = token_ids[row]
                 if token_id in seq.end_tokens:
                     self.finish(seq, "stop", seq.end_tokens[token_id])
-        self.counters["generation_tokens"] += len(taken)
+                elif token_id == NO_TOKEN:
+                    self._fail(seq)
+        self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for _, seq in taken)
         return taken
+
+    def _fail(self, seq: Sequence) -> None:
+        """Ends a sequence of which no token can be sampled. Its neighbours lose nothing."""
+        del seq.token_ids[-1]
+        cause = "its logits are NaN or infinite"
+        if seq.processors:
+            cause = f"its processors (bad_words, min_tokens, …) leave no token or give NaN, or {cause}"
+        self.finish(seq, "error", f"request {seq.request_id}: {cause}")
+        logger.error(seq.stop_reason)
 
     # ---------------------------------------------------------------------- one sequence
 
@@ -291,7 +304,7 @@ class Scheduler:
         if not seq.finish_reason:
             (self.running if seq.is_running else self.waiting).remove(seq)
             self.block_manager.deallocate(seq)
-        seq.metrics.num_decoded_tokens = seq.num_tokens - seq.num_prompt_tokens - 1
+        seq.metrics.num_decoded_tokens = max(0, seq.num_tokens - seq.num_prompt_tokens - 1)
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
 

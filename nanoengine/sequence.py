@@ -19,6 +19,10 @@ from typing import Any
 from nanoengine.sampling_params import SamplingParams
 
 
+# what the sampler gives for a row whose logits are not finite
+NO_TOKEN = -1
+
+
 @dataclass
 class RequestMetrics:
     """How a request fared, with all its completions together.

@@ -1,8 +1,10 @@
 """Beam search against transformers' own, and under memory pressure."""
 
+import math
+
 import pytest
 import torch
-from conftest import check_blocks, random_prompts, use_policies
+from conftest import check_blocks, check_idle, random_prompts, use_policies
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 
@@ -119,6 +121,42 @@ def test_beams_have_text_and_leave_nothing_behind(bundled):
         assert len(output.sequences) == 3
         greedy = SamplingParams(temperature=0)
         assert llm.generate("47 + 85 =", greedy, use_tqdm=False)[0].outputs[0].text == " 132"
+
+
+def test_beams_without_finite_log_probabilities_end_with_an_error(bundled, monkeypatch):
+    """They are returned as they are, and the other prompts lose nothing."""
+    params = BeamSearchParams(beam_width=2, max_tokens=6)
+    with LLM(bundled, dtype="float32", num_kv_blocks=64) as llm:
+        good = llm.beam_search(["47 + 85 =", "Once"], params)
+        assert {beam.finish_reason for beam in good[0].sequences} <= {"stop", "length"}
+        compute, steps = llm.engine.runner.compute, []
+
+        def poisoned(step, seqs=()):
+            logits, tokens = compute(step, seqs)
+            steps.append(1)
+            if len(steps) > 3:
+                logits[[seq.request_id == "3" for seq in seqs]] = math.nan
+            return logits, tokens
+
+        monkeypatch.setattr(llm.engine.runner, "compute", poisoned)
+        both = llm.beam_search(["47 + 85 =", "Once"], params)
+        check_idle(llm)
+    assert both[0] == good[0]
+    assert [beam.finish_reason for beam in both[1].sequences] == ["error"] * 2
+    prompt = llm.get_tokenizer().encode("Once")
+    for beam in both[1].sequences:
+        assert beam.tokens[:len(prompt)] == prompt and len(beam.tokens) == len(prompt) + 3
+        assert math.isfinite(beam.score) and beam.text.startswith("Once")
+
+
+def test_a_tiny_temperature_and_extreme_penalties_still_give_beams(bundled):
+    with LLM(bundled, dtype="float32", num_kv_blocks=64) as llm:
+        for more in (dict(temperature=5e-324), dict(temperature=1e300), dict(length_penalty=40),
+                     dict(length_penalty=-40)):
+            params = BeamSearchParams(beam_width=3, max_tokens=4, **more)
+            (output,) = llm.beam_search("Once upon a time", params)
+            assert len(output.sequences) == 3
+            assert all(math.isfinite(beam.score) for beam in output.sequences)
 
 
 def test_beams_that_might_not_fit_are_refused(small_llm):

@@ -1,10 +1,14 @@
 """The engine as its users see it: text in, text out, strict with input, hard to break."""
 
 import gc
+import logging
+import math
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
+from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.model_runner import ModelRunner
@@ -38,13 +42,19 @@ def test_ends(llm):
     assert story.outputs[0].text.startswith(ended.text)
 
     answer = generate(llm, "47 + 85 =", SamplingParams(temperature=0, max_tokens=30))[0].outputs[0]
-    assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
-    assert answer.token_ids[-1] in llm.inputs.eos_token_ids == {0, 2}
+    assert (answer.finish_reason, answer.stop_reason, answer.token_ids[-1]) == ("stop", 0, 0)
+    assert llm.inputs.eos_tokens == {0: 0, 2: None}, "only the tokenizer's own has no reason"
     longer = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     assert len(token_ids(generate(llm, "47 + 85 =", longer))[0]) == 30
     at_least = SamplingParams(temperature=0, max_tokens=30, min_tokens=10)
     held = generate(llm, "47 + 85 =", at_least)[0].outputs[0]
-    assert len(held.token_ids) >= 10 and not llm.inputs.eos_token_ids & set(held.token_ids[:10])
+    assert len(held.token_ids) >= 10 and not llm.inputs.eos_tokens.keys() & held.token_ids[:10]
+    own = SamplingParams(max_tokens=3, logit_bias={2: 1e9}, stop_token_ids=[2])
+    ended = generate(llm, "47 + 85 =", own)[0].outputs[0]
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == ([2], "stop", None)
+    own.ignore_eos = True
+    ended = generate(llm, "47 + 85 =", own)[0].outputs[0]
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == ([2], "stop", 2)
 
 
 def test_stop_strings_end_the_generation(llm):
@@ -175,7 +185,7 @@ def test_several_completions_end_each_by_itself(llm):
     for completion in story.outputs:
         assert len(completion.logprobs) == len(completion.token_ids)
         assert (completion.stop_reason == " and") == (len(
-            completion.token_ids) < 40 and completion.token_ids[-1] not in llm.inputs.eos_token_ids)
+            completion.token_ids) < 40 and completion.token_ids[-1] not in llm.inputs.eos_tokens)
 
 
 def test_own_processors(llm):
@@ -185,6 +195,103 @@ def test_own_processors(llm):
 
     params = SamplingParams(max_tokens=3, logits_processors=[only_seven])
     assert token_ids(generate(llm, "a", params)) == [[7, 7, 7]]
+
+
+def test_the_metrics_of_an_output_are_a_value(llm):
+    stream = llm.stream("Once upon a time", GREEDY)
+    first = next(stream).metrics
+    before = vars(first).copy()
+    last = [*stream][-1].metrics
+    assert vars(first) == before and last.num_decoded_tokens == 11 > first.num_decoded_tokens == 0
+
+
+# ------------------------------------------------------------------ logits that are not finite
+
+
+@pytest.fixture(scope="module")
+def broken(make_model) -> str:
+    """A model with a NaN in the embedding of token 300, and tokens 1 to 100 as they should be."""
+    folder, _ = make_model(num_hidden_layers=2)
+    tensors = load_file(Path(folder) / "model.safetensors")
+    tensors["model.embed_tokens.weight"][300, 5] = math.nan
+    save_file(tensors, Path(folder) / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=0, max_tokens=9), SamplingParams(max_tokens=9, logprobs=2, seed=1),
+    SamplingParams(max_tokens=9, n=3, seed=6), SamplingParams(max_tokens=1, temperature=0),
+    SamplingParams(max_tokens=9, top_p=0.9, min_tokens=3, stop_token_ids=[9], seed=1)])
+def test_a_prompt_that_gives_nan_ends_with_an_error_and_its_neighbours_lose_nothing(
+        broken, caplog, params, run_ahead):
+    prompts = [[i % 100 + 1 for i in range(start, start + 20)] for start in (0, 7, 9)]
+    with LLM(broken, dtype="float32", block_size=16, num_kv_blocks=64, run_ahead=run_ahead) as llm:
+        expected = generate(llm, prompts, [params] * 3)
+        for position in (0, 5, 19):
+            bad = [*prompts[1]]
+            bad[position] = 300
+            llm.inputs.num_requests = 0
+            caplog.clear()
+            outputs = generate(llm, [prompts[0], bad, prompts[2]], [params] * 3)
+            assert [o.outputs for o in outputs[::2]] == [o.outputs for o in expected[::2]]
+            assert outputs[1].finished and len(outputs[1].outputs) == params.n
+            for completion in outputs[1].outputs:
+                assert (completion.token_ids, completion.text) == ([], "")
+                assert completion.finish_reason == "error" and not completion.logprobs
+                assert completion.stop_reason.startswith("request 1: ")
+                assert "logits are NaN or infinite" in completion.stop_reason
+            assert len(caplog.records) == params.n and caplog.records[0].levelno == logging.ERROR
+            metrics = outputs[1].metrics
+            assert metrics.num_decoded_tokens == 0 <= metrics.end_to_end_time
+        num_sampled = sum(len(c.token_ids) for o in [*expected, *outputs, *outputs[::2] * 2]
+                          for c in o.outputs)
+        assert llm.metrics()["generation_tokens"] == num_sampled
+
+
+def test_a_completion_that_meets_nan_keeps_what_it_has(broken):
+    """In a stream too, whose last output of the request says so."""
+    bias = [None, {300: 1e9}]
+    params = [SamplingParams(max_tokens=9, seed=1, logit_bias=each, logprobs=0) for each in bias]
+    with LLM(broken, dtype="float32", num_kv_blocks=64) as llm:
+        last = {}
+        for output in llm.stream([[1, 2], [3, 4]], params):
+            assert not (output.request_id in last and last[output.request_id].finished)
+            last[output.request_id] = output
+        check_idle(llm)
+    good, bad = (output.outputs[0] for output in last.values())
+    assert (len(good.token_ids), good.finish_reason) == (9, "length")
+    assert (bad.token_ids, bad.finish_reason, len(bad.logprobs)) == ([300], "error", 1)
+    assert bad.stop_reason.startswith("request 1: its processors") and last["1"].finished
+
+
+def test_a_processor_that_returns_nan_at_its_third_token(llm):
+    def poison(input_ids, scores):
+        return scores * math.nan if input_ids.shape[1] == num_prompt_tokens + 2 else scores
+
+    (expected,) = generate(llm, "Once upon a time")
+    num_prompt_tokens = len(expected.prompt_token_ids)
+    params = SamplingParams(temperature=0, max_tokens=12, logits_processors=[poison])
+    good, bad = generate(llm, ["Once upon a time"] * 2, [GREEDY, params])
+    assert good.outputs == expected.outputs
+    (completion,) = bad.outputs
+    assert completion.token_ids == expected.outputs[0].token_ids[:2]
+    assert expected.outputs[0].text.startswith(completion.text) and len(completion.text) > 1
+    assert completion.finish_reason == "error" and "processors" in completion.stop_reason
+
+
+@pytest.mark.parametrize("error", [GeneratorExit, StopIteration, KeyboardInterrupt])
+def test_what_a_processor_raises_is_not_taken_for_the_end(llm, error):
+    def raise_it(input_ids, scores):
+        raise error
+
+    params = SamplingParams(max_tokens=3, logits_processors=[raise_it])
+    with pytest.raises((error, RuntimeError)):
+        llm.generate(["a", "b"], [GREEDY, params], use_tqdm=False)
+    check_idle(llm)
+    with pytest.raises((error, RuntimeError)):
+        list(llm.stream(["a", "b"], [GREEDY, params]))
+    check_idle(llm)
 
 
 # ------------------------------------------------------------------------- running ahead
@@ -205,7 +312,7 @@ def test_every_way_to_end_is_the_same_running_ahead(bundled):
                 for output in generate(llm, prompts, params) for c in output.outputs])
     assert results[0] == results[1]
     ends = {(reason, stop) for _, _, reason, stop, _ in results[1]}
-    assert {("stop", None), ("length", None)} < ends and len(ends) > 4
+    assert {("stop", 0), ("length", None)} < ends and len(ends) > 4
 
 
 def test_streams_run_ahead(bundled):

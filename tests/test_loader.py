@@ -1,7 +1,9 @@
 """Checkpoints: sharded, fused and tied ones load; what is missing or left over is an error."""
 
+import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,8 @@ from conftest import random_prompts
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.loader import checkpoint_tensors, find_model, load_config, load_model
+from nanoengine.loader import (
+    checkpoint_tensors, find_model, load_config, load_defaults, load_model)
 from nanoengine.model import Linear
 
 PROMPTS = random_prompts([5, 30])
@@ -108,9 +111,11 @@ def test_tied_embeddings_may_or_may_not_be_in_the_file(make_model, tmp_path):
 @pytest.mark.parametrize("change, message", [
     (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lack 1 tensors: .*s.1.k_proj"),
     (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)}),
-     "layers.9.*does not fit the model"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"norm.weight of shape \(63,\)"),
-    (lambda t: t.update({"norm.weight": torch.ones(64)}), "norm.weight .*comes twice"),
+     "does not fit the model.*layers.9"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"norm.weight=.*of shape \(63,\)"),
+    (lambda t: t.update({"norm.weight": torch.ones(64)}), "norm.weight=.* come once"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(64).int()}), "norm.weight=.*int32.*floats"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(64).bool()}), "norm.weight=.*bool.*floats"),
 ])
 def test_tensors_missing_left_over_twice_or_misshapen(copy, change, message):
     rewrite(copy, change)
@@ -125,7 +130,7 @@ def test_files_absent_or_truncated(copy):
         file.unlink(missing_ok=True)
         if broken is not None:
             file.write_bytes(broken)
-        with pytest.raises(ValueError, match="is truncated, or no" if broken else "lack"):
+        with pytest.raises(ValueError, match="is truncated, or does" if broken else "lack"):
             LLM(str(copy))
 
 
@@ -140,6 +145,73 @@ def test_a_shard_is_absent(make_model, tmp_path):
 def test_a_path_that_is_no_model(model):
     with pytest.raises(ValueError, match="model=.* must be a folder, or a Hugging Face id"):
         find_model(model)
+
+
+# ---------------------------------------------------------------------- files beside the weights
+
+
+@pytest.fixture
+def text_copy(bundled, tmp_path) -> Path:
+    """A copy of the bundled model, which has a tokenizer and a generation_config.json."""
+    return Path(shutil.copytree(bundled, tmp_path / "text"))
+
+
+def defaults_of(folder: Path, content, tokenizer=None):
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    return load_defaults(folder, SimpleNamespace(eos_token_id=9), tokenizer)
+
+
+def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy):
+    counts = dict(temperature=0.6, top_p=0.8, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    content = counts | dict(max_new_tokens=7, do_sample=True, eos_token_id=[2, 5], top_h=None,
+                            pad_token_id=0, transformers_version="5", num_beams=1, max_length=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params, eos_tokens = defaults_of(text_copy, content)
+        assert params == SamplingParams(**counts, max_tokens=7) and eos_tokens == {2: 2, 5: 5}
+        assert defaults_of(text_copy, {}) == (SamplingParams(), {9: 9})
+        own = SimpleNamespace(eos_token_id=5)
+        assert defaults_of(text_copy, content, own)[1] == {2: 2, 5: None}
+        assert defaults_of(text_copy, {"eos_token_id": 4}, own)[1] == {4: 4, 5: None}
+        (text_copy / "generation_config.json").write_text(json.dumps(content))
+        with LLM(str(text_copy), num_kv_blocks=8) as llm:
+            defaults = llm.get_default_sampling_params()
+            assert defaults == params
+            defaults.max_tokens = 1
+            outputs = llm.generate("Once", use_tqdm=False)[0].outputs
+            assert len(outputs[0].token_ids) <= 7 and llm.get_default_sampling_params() == params
+
+
+@pytest.mark.parametrize("content, names", [
+    (dict(num_beams=4, temperature=0.5), "num_beams"), (dict(do_sample=False), "do_sample"),
+    (dict(no_repeat_ngram_size=3, typical_p=0.9), "no_repeat_ngram_size', 'typical_p"),
+    (dict(suppress_tokens=[1], max_length=99), "max_length', 'suppress_tokens")])
+def test_what_does_not_count_is_named_in_a_warning(text_copy, content, names):
+    with pytest.warns(UserWarning, match=rf"generation_config.json: \['{names}'\] do not count"):
+        defaults_of(text_copy, content)
+
+
+@pytest.mark.parametrize("file, content, message", [
+    ("generation_config.json", "{", "generation_config.json: "),
+    ("generation_config.json", "[1]", "generation_config.json: "),
+    ("generation_config.json", "\0\xff", "generation_config.json: "),
+    ("generation_config.json", '{"temperature": "hot"}', "(?s)generation_config.json: .*temperature"),
+    ("generation_config.json", '{"top_k": 1.5}', "(?s)generation_config.json: .*top_k"),
+    ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: eos_token_id='x'"),
+    ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id=.1, None"),
+    ("tokenizer.json", "{", "tokenizer.json"), ("tokenizer.json", "[]", "tokenizer.json"),
+    ("tokenizer.json", "5", "tokenizer.json"), ("tokenizer.json", "", "tokenizer.json"),
+    ("tokenizer_config.json", "{", "tokenizer"), ("tokenizer_config.json", "[1]", "tokenizer"),
+    ("config.json", "{", "config.json"), ("config.json", "[1]", "config.json"),
+    ("config.json", "", "config.json"), ("config.json", "null", "config.json"),
+    ("config.json", '{"model_type": "qwen3", "auto_map": {"AutoConfig": "a.B"}}', "architectures"),
+    ("config.json", '{"model_type": "new", "auto_map": {"AutoConfig": "a.B"}}', "config.json"),
+])
+def test_damaged_files_are_named(text_copy, monkeypatch, file, content, message):
+    monkeypatch.setattr("builtins.input", lambda *prompt: pytest.fail("asked on standard input"))
+    (text_copy / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(text_copy))
 
 
 def test_a_folder_without_a_config(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,10 +113,56 @@ def change_config(source: str, target: Path, **changes) -> str:
     (dict(layer_types=["full_attention"] * 2, architectures=["LlamaForCausalLM"],
           model_type="llama"), "layer_types"),
     (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
+    *[({name: value}, name) for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings") for value in (0, -4, 2**40)],
+    (dict(num_key_value_heads=3), "num_attention_heads"),
+    (dict(num_key_value_heads=8), "num_attention_heads"),
+    *[(dict(num_hidden_layers=count, layer_types=None), "num_hidden_layers")
+      for count in (0, -1, 2**40)],
+    (dict(rms_norm_eps=-1e-6), "rms_norm_eps"), (dict(rms_norm_eps=math.nan), "rms_norm_eps"),
+    (dict(use_sliding_window=True, sliding_window=0), "sliding_window"),
+    *[(dict(rope_parameters=dict(rope_type="default", rope_theta=theta)), "rope_parameters")
+      for theta in (0, -1e4, 1e-300, math.nan)],
+    *[(dict(rope_parameters=LINEAR | dict(factor=factor)), "rope_parameters")
+      for factor in (0, -2.0, math.inf)],
 ])
 def test_what_cannot_be_run_faithfully_is_refused(tiny, tmp_path, changes, name):
     with pytest.raises(ValueError, match=f"{name}.* must be "):
         LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
+
+
+@pytest.mark.parametrize("changes", [
+    dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)),
+    dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)),
+    dict(rope_parameters=LINEAR | dict(factor="a")), dict(rope_parameters=[1]),
+    dict(hidden_size="64"), dict(vocab_size=1.5), dict(rms_norm_eps=None), dict(architectures=5),
+    dict(num_hidden_layers="2"), dict(head_dim=31), dict(layer_types=[1]), dict(eos_token_id="a"),
+    dict(max_position_embeddings=None), dict(tie_word_embeddings="no"), dict(model_type=5)])
+def test_a_config_with_wrong_types_or_missing_keys_is_named(tiny, tmp_path, changes):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
+
+
+@pytest.mark.parametrize("changes", [
+    dict(num_hidden_layers=10_000, hidden_size=2**20, layer_types=None), dict(hidden_size=2**30),
+    dict(vocab_size=2**31 - 1), dict(max_position_embeddings=2**31 - 1),
+    dict(vocab_size=2**30, hidden_size=2**30, intermediate_size=2**30, head_dim=2**30)])
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(tiny, tmp_path, changes):
+    with pytest.raises(ValueError, match=r"(?s)model=.* it needs .* GiB of memory"):
+        LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(num_kv_blocks=10**12), "num_kv_blocks=10{12} .* GiB of memory"),
+    (dict(preemption_mode="swap", swap_space=1e300), r"swap_space=1e\+300 .* GiB of memory"),
+    (dict(preemption_mode="swap", swap_space=1e6), "swap_space=1000000.0 .* GiB of memory"),
+    (dict(block_size=10**15), "does not fit with these options"),
+    (dict(max_num_seqs=10**15), "does not fit with these options"),
+    (dict(max_model_len=10**12), "max_model_len=10{12} .* at most 512")])
+def test_sizes_that_no_memory_holds_are_refused(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny, **options)
 
 
 @pytest.mark.parametrize("changes", [

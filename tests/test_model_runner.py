@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -210,7 +211,8 @@ def test_the_size_of_the_cache():
 
 
 def test_the_free_memory_of_a_cpu(tiny, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**22}))
+    memory = SimpleNamespace(available=2**22, total=2**24)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     with LLM(tiny, dtype="float32", block_size=16) as llm:
         runner = llm.engine.runner
         assert runner.num_kv_blocks == 2**20 // runner.block_bytes, "a quarter"

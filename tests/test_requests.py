@@ -1,7 +1,7 @@
 """What a user may ask for: every form of prompt and parameters, and what is refused."""
 
 import pytest
-from conftest import GREEDY, generate, token_ids
+from conftest import GREEDY, check_idle, generate, token_ids
 
 from nanoengine import LLM, SamplingParams
 
@@ -47,7 +47,7 @@ def test_the_sequences_of_a_request(llm):
         assert (each.request_id, each.index, each.params) == (str(number), index, params)
         assert each.token_ids == ids and each.num_prompt_tokens == len(ids)
         assert each.max_num_tokens == len(ids) + 7 and len(each.processors) == 1
-        assert each.end_tokens == {9: 9, 0: None, 2: None} and each.metrics is seq.metrics
+        assert each.end_tokens == {9: 9, 0: 0, 2: None} and each.metrics is seq.metrics
         assert (each.num_computed_tokens, each.finish_reason, each.is_running) == (0, None, False)
     assert len({id(each.token_ids) for each in first_seqs}) == 3, "each its own list"
     other = second.seq
@@ -116,4 +116,56 @@ def test_without_a_tokenizer_prompts_are_token_ids(make_llm, tiny, bundled):
     with pytest.raises(ValueError, match="tokenizer=.* must be a folder or id with a tokenizer"):
         LLM(tiny, tokenizer=tiny)
     with make_llm(tokenizer=bundled) as llm:
-        assert llm.get_tokenizer().eos_token_id in llm.inputs.eos_token_ids
+        assert llm.inputs.eos_tokens == {llm.get_tokenizer().eos_token_id: None}
+
+
+def test_priorities_are_one_for_each(make_llm):
+    with make_llm(scheduling_policy="priority") as llm:
+        for bad in ([], [1], "", 0.0, {}):
+            with pytest.raises(ValueError, match="priority=.* must be one int, or 2 of them"):
+                llm.generate([[1], [2]], GREEDY, priority=bad)
+        assert llm.generate([], GREEDY, priority=[]) == []
+
+
+def test_parameters_can_be_changed_while_they_are_in_use(llm):
+    params = SamplingParams(temperature=0, max_tokens=30, logprobs=1, stop=["zebra"])
+    expected = generate(llm, ["Once upon a time"] * 2, params)
+    stream = llm.stream(["Once upon a time"] * 2, params)
+    seen = [next(stream)]
+    params.max_tokens, params.temperature, params.logprobs = 3, 2.0, None
+    params.stop.append("e")
+    params.stop_token_ids.extend(range(800))
+    params.include_stop_str_in_output = True
+    last = {output.request_id: output for output in [*seen, *stream]}
+    assert [output.outputs for output in last.values()] == [o.outputs for o in expected]
+
+
+# --------------------------------------------------------------------------- conversations
+
+
+@pytest.mark.parametrize("content, text", [
+    ("12 + 34", "12 + 34"),
+    ([{"type": "text", "text": "12 + 34"}], "12 + 34"),
+    ([{"type": "text", "text": "12"}, {"type": "input_text", "text": "34"}, "5"], "12\n34\n5"),
+    ([], ""), (None, "")])
+def test_text_parts_are_joined(llm, content, text):
+    message = {"role": "user", "content": content}
+    (prompt,) = llm.inputs.render([message])
+    assert prompt["prompt"] == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert message == {"role": "user", "content": content}, "the user's message is left alone"
+    assert llm.inputs.render([{"role": "user"}]) == llm.inputs.render(
+        [{"role": "user", "content": ""}])
+
+
+@pytest.mark.parametrize("messages, message", [
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": "…"}]}], "image_url"),
+    ([{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
+    ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages: "),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages: "),
+    ([{"role": "user", "content": 5}], "messages: "), ([5], "messages: "), ([[5]], "messages: "),
+    ([{"role": "user", "content": {"type": "text", "text": "a"}}, "b"], "m"),
+    ([], "messages="), ("hello", "messages="), (None, "messages=")])
+def test_other_conversations_are_refused_by_name(llm, messages, message):
+    with pytest.raises(ValueError, match=message):
+        llm.chat(messages, GREEDY)
+    check_idle(llm)

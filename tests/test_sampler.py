@@ -1,5 +1,6 @@
 """Frequencies, supports, penalties and logprobs of the sampler, on logits made by hand."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from nanoengine import sampler
 from nanoengine.sampler import build_processors, draw, hash64, logprobs_of, uniform
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import NO_TOKEN, Sequence
 
 
 def make(prompt=(1, 2, 3), output=(), seed=0, end_tokens=(), **params) -> Sequence:
@@ -195,10 +196,113 @@ def test_own_processors_come_last_and_see_all_tokens():
     assert logits.tolist() == [[0.0, 1.0, 2.0]], "the raw logits are left alone"
 
 
-def test_processors_that_leave_nothing_are_an_error():
-    seq = make(allowed_token_ids=[2], min_tokens=1, end_tokens=[2])
-    with pytest.raises(ValueError, match="request 7: .* leave no token"):
-        sample(torch.zeros(1, 5), [seq])
+def give(*results):
+    """A processor that gives these results in turn."""
+    results = itertools.cycle(results)
+    return lambda input_ids, scores: next(results)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("options", [
+    dict(allowed_token_ids=[2], min_tokens=1, end_tokens=[2]),
+    dict(logits_processors=[give(torch.full((1, 5), math.nan))]),
+    dict(logits_processors=[give(torch.full((1, 5), -math.inf))]),
+])
+def test_a_row_whose_processors_leave_nothing_has_no_token(options, temperature):
+    rows = [make(temperature=temperature), make(temperature=temperature, **options), make()]
+    expected = sample(torch.zeros(3, 5), [rows[0], rows[0], rows[2]])[0]
+    assert sample(torch.zeros(3, 5), rows)[0] == [expected[0], NO_TOKEN, expected[2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_has_no_token_and_the_others_have_theirs(bad, dtype):
+    """For every way to sample, without the host too; no token outside the vocabulary comes out."""
+    torch.manual_seed(0)
+    force = [lambda input_ids, scores: scores.index_fill(1, torch.tensor([3]), math.inf)]
+    kinds = [dict(temperature=0), dict(), dict(top_p=0.5), dict(top_k=2), dict(min_p=0.5),
+             dict(logit_bias={1: 1.0}), dict(logits_processors=force)]
+    logits = torch.randn(2, 50).to(dtype)
+    for kind in kinds:
+        for positions in ([0], [49], [7, 30], range(50)):
+            broken = logits.clone()
+            broken[1, list(positions)] = bad
+            rows = [make(**kind), make(**kind)]
+            expected = sample(logits, rows)[0]
+            assert sample(broken, rows)[0] == [expected[0], NO_TOKEN], (kind, positions)
+
+
+@pytest.mark.parametrize("options, expected", [
+    (dict(logit_bias={7: 1e39}, allowed_token_ids=[5]), {5}),
+    (dict(logit_bias={5: -1e39}, allowed_token_ids=[5]), {5}),
+    (dict(temperature=1e39, allowed_token_ids=[5, 6]), {5, 6}),
+    (dict(temperature=5e-324, allowed_token_ids=[5]), {5}),
+    (dict(repetition_penalty=1e-50, allowed_token_ids=[1, 5]), {1}),
+    (dict(repetition_penalty=1e300, allowed_token_ids=[1]), {1}),
+    (dict(repetition_penalty=1e300, logit_bias={1: -1e300}, allowed_token_ids=[1]), {1}),
+    (dict(temperature=1e30, top_p=1e-17), set(range(20))),
+    (dict(top_p=5e-324), {3}), (dict(top_p=5e-324, min_p=1.0, top_k=1), {3}),
+    (dict(min_p=5e-324, temperature=1e300), set(range(20))),
+    (dict(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e39), set(range(20))),
+])
+def test_every_number_that_is_accepted_can_be_sampled(options, expected):
+    torch.manual_seed(0)
+    for scale in (0, 1.0, 1e4):
+        logits = torch.randn(1, 20) * scale
+        logits[0, 1] = scale
+        logits[0, 3] = logits.max() + 1
+        for seed in range(20):
+            (token,), _ = sample(logits, [make(prompt=[1], output=[2], seed=seed, **options)])
+            assert token in expected or scale != 1.0 and 0 <= token < 20
+
+
+@pytest.mark.parametrize("result", [
+    torch.zeros(20), torch.zeros(1, 19), torch.zeros(1, 1), torch.zeros(2, 20), torch.tensor(0.0),
+    torch.zeros(1, 20, dtype=torch.int64), torch.ones(1, 20, dtype=torch.bool), None, [[0.0] * 20]])
+def test_a_result_of_another_shape_or_kind_is_an_error_that_names_the_request(result):
+    for processors in ([give(result)], [give(result), give(torch.zeros(1, 20))]):
+        with pytest.raises(ValueError, match=r"request 7: .* not floats of shape \(1, 20\)"):
+            sample(torch.zeros(1, 20), [make(logits_processors=processors)])
+
+
+def test_a_processor_gets_copies():
+    """It may keep them, as they don't change, and overwrite them, as nobody else sees that."""
+    kept = []
+
+    def keep(input_ids, scores):
+        kept.append((input_ids, scores))
+        return scores
+
+    def overwrite(input_ids, scores):
+        input_ids.zero_()
+        return scores.fill_(-1)
+
+    processors = [keep, overwrite, keep, overwrite]
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    for _ in range(2):
+        sample(logits, [make(logits_processors=processors, temperature=0.5, top_k=2)])
+    assert logits.tolist() == [[0, 1, 2]]
+    assert [scores.tolist() for _, scores in kept] == [[[0, 1, 2]], [[-1, -1, -1]]] * 2
+    assert all(input_ids.tolist() == [[1, 2, 3]] for input_ids, _ in kept)
+
+
+class Words:
+    """A tokenizer with a token for each letter."""
+
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) - ord("a") + 1 for letter in text if letter != " "]
+
+
+@pytest.mark.parametrize("output, banned", [
+    ("", ""), ("a", "b"), ("c", ""), ("xa", "b"), ("ab", "c"), ("cab", "c"), ("bc", ""), ("aa", "b")])
+def test_bad_words_look_at_what_was_generated_alone(output, banned):
+    params = SamplingParams(bad_words=["ab", "abc", "z"])
+    prompt = Words().encode("xxab", False)
+    processors = build_processors(params, len(prompt), [], Words())
+    input_ids = torch.tensor([prompt + Words().encode(output, False)])
+    (scores,) = [processor(input_ids, torch.zeros(1, 30)) for processor in processors]
+    impossible = (scores[0] == -math.inf).nonzero()[:, 0].tolist()
+    assert impossible == sorted(Words().encode(banned + "z", False))
 
 
 # ----------------------------------------------------------------------------------- logprobs
@@ -216,6 +320,18 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert list(sample(logits, [make(temperature=0, logprobs=0)])[1][0]) == [1]
     assert sorted(sample(logits, [make(temperature=0, logprobs=-1)])[1][0]) == [0, 1, 2, 3]
     assert sample(logits, [make(temperature=0)])[1] == [None]
+
+
+@pytest.mark.parametrize("token", range(5))
+@pytest.mark.parametrize("count", [-1, 0, 1, 2, 3, 5])
+def test_ranks_are_one_to_k_with_ties_too(token, count):
+    logits = torch.tensor([5.0, 5.0, 5.0, 1.0, 0.0])
+    k = 5 if count == -1 else count
+    likeliest = logits.double().log_softmax(-1).topk(k).indices.tolist()
+    found = logprobs_of(logits, torch.tensor(token), make(logprobs=count))
+    assert [*found] == list(dict.fromkeys([token, *likeliest]))
+    assert [found[token_id].rank for token_id in likeliest] == [*range(1, k + 1)]
+    assert token in likeliest or found[token].rank == {0: 3, 1: 3, 2: 3, 3: 4, 4: 5}[token]
 
 
 @pytest.mark.parametrize("temperature", [0, 0.5, 3.0])

@@ -23,6 +23,7 @@ sums. At numba's level "max" all kernels are optimised twice, and both have the 
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 
 import numba
@@ -142,6 +143,29 @@ def attend(heads, kv, kv_head, table, last, window, out, group_size, head_dim, b
             out[kv_head * group_size + g, d] = to_bits(total[g, d], shift)
 
 
+def set_num_threads(count: int) -> None:
+    """On how many threads the kernels run that the calling thread starts."""
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+
+
+def compile_kernel(kernel: Callable, signature: str) -> Callable:
+    """The compiled kernel, from numba's cache on disk if it has it.
+
+    Where the cache cannot be read or written, it warns, and the kernel is compiled without.
+    """
+    options = dict(parallel=True, fastmath=True, error_model="numpy")
+    folder = f"{__file__}'s __pycache__, nor the user's own cache folder"
+    try:
+        compiled = njit(**options, cache=True)(kernel)
+        folder = compiled.stats.cache_path
+        compiled.compile(signature)
+    # a folder that is read-only, a full disk, a damaged file: all kinds of errors
+    except Exception as error:
+        warnings.warn(f"numba cannot use {folder}, kernels are compiled anew: {error}", stacklevel=2)
+        compiled = njit(signature, **options)(kernel)
+    return compiled
+
+
 @functools.cache
 def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int) -> Callable:
     """The kernel for a shape: LLVM unrolls and vectorises over these constants.
@@ -162,7 +186,6 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
         eps: of the norms; -1 for a model that has none
     """
-    @njit(parallel=True, fastmath=True, error_model="numpy", cache=True)
     def kernel(qkv, kv, out, norms, rope, slot_blocks, slot_offsets, block_tables,
                sequence_of_token, positions, eps, window):
         for token in prange(len(qkv)):
@@ -178,4 +201,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
             attend(qkv[token], kv, task // len(qkv), table, positions[token], window, out[token],
                    group_size, head_dim, block_size, shift)
 
-    return kernel
+    uint = "uint16" if shift else "uint32"
+    return compile_kernel(kernel, f"""(
+        {uint}[:,:,::1], {uint}[:,:,:,:,::1], {uint}[:,:,::1], float32[:,::1], float32[:,:,::1],
+        int64[::1], int64[::1], int32[:,::1], int32[::1], int32[::1], float64, int64)""")

@@ -1,0 +1,327 @@
+"""One engine, several threads and processes: turns, interrupts, forks, and how many threads compute."""
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
+
+from nanoengine import BeamSearchParams, SamplingParams
+from nanoengine.engine import Engine
+from nanoengine.kernels import paged_attention
+from nanoengine.scheduler import Scheduler
+
+PARAMS = SamplingParams(seed=3, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def tiny_llm(make_llm):
+    with make_llm(num_kv_blocks=64, max_num_seqs=8) as llm:
+        yield llm
+
+
+def in_thread(function, *arguments):
+    """The result, or the error, of a call in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments).result(timeout=60)
+
+
+def test_calls_of_several_threads_take_turns(llm):
+    """Each call gets what it would get alone; a refused one in between harms none."""
+    prompts = [random_prompts([20 + i] * 12, seed=i) for i in range(4)]
+    expected = [token_ids(generate(llm, each, PARAMS)) for each in prompts]
+    chat = [{"role": "user", "content": "12 + 34"}]
+    (answer,) = token_ids(llm.chat(chat, PARAMS, use_tqdm=False))
+    beams = llm.beam_search(prompts[0][:2], BeamSearchParams(beam_width=2, max_tokens=4))
+
+    def call(number):
+        if number % 7 == 4:
+            return token_ids(llm.chat(chat, PARAMS, use_tqdm=False)) == [answer]
+        if number % 7 == 5:
+            params = BeamSearchParams(beam_width=2, max_tokens=4)
+            return llm.beam_search(prompts[0][:2], params) == beams
+        if number % 7 == 6:
+            with pytest.raises(ValueError):
+                llm.generate([[]], PARAMS)
+            return llm.reset_prefix_cache()
+        if number % 2:
+            last = {o.request_id: o for o in llm.stream(prompts[number % 4], PARAMS)}
+            return token_ids(last.values()) == expected[number % 4]
+        outputs = llm.generate(prompts[number % 4], PARAMS, use_tqdm=False)
+        return token_ids(outputs) == expected[number % 4]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(call, range(28)))
+    check_idle(llm)
+
+
+def test_a_call_waits_for_the_stream_of_another_thread(tiny_llm):
+    (expected,) = token_ids(generate(tiny_llm, [[1, 2]], GREEDY))
+    stream = tiny_llm.stream([[1, 2]], GREEDY)
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(generate, tiny_llm, [[1, 2]])
+        for _ in range(5):
+            next(stream)
+            time.sleep(0.01)
+            assert not waiting.done()
+        assert len([*stream][-1].outputs[0].token_ids) == 12
+        assert token_ids(waiting.result(timeout=60)) == [expected]
+
+
+def test_a_stream_may_be_read_in_another_thread(tiny_llm):
+    stream = tiny_llm.stream([[1, 2]], GREEDY)
+    outputs = in_thread(list, stream)
+    assert outputs[-1].finished
+    check_idle(tiny_llm)
+    stream = tiny_llm.stream([[1, 2]], GREEDY)
+
+    def read_one_and_call():
+        next(stream)
+        with pytest.raises(RuntimeError, match="a stream is open in this thread"):
+            tiny_llm.generate([[1]])
+        stream.close()
+
+    in_thread(read_one_and_call)
+    check_idle(tiny_llm)
+
+
+def test_a_call_from_within_a_call_is_refused(tiny_llm):
+    seen = []
+
+    def nested(input_ids, scores):
+        with pytest.raises(RuntimeError) as error:
+            tiny_llm.generate([[1]])
+        seen.append(str(error.value))
+        return scores
+
+    params = SamplingParams(max_tokens=1, logits_processors=[nested])
+    generate(tiny_llm, [[1]], params)
+    list(tiny_llm.stream([[1]], params))
+    assert seen[0] == "a call of this thread is running" and "stream" in seen[1]
+
+
+def test_closing_waits_for_the_call_of_another_thread(make_llm):
+    llm, begun = make_llm(num_kv_blocks=16), threading.Event()
+
+    def slow(input_ids, scores):
+        begun.set()
+        time.sleep(0.02)
+        return scores
+
+    params = SamplingParams(max_tokens=10, temperature=0, logits_processors=[slow])
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(llm.generate, [[1, 2]], params, False)
+        assert begun.wait(timeout=60)
+        late = pool.submit(llm.generate, [[1, 2]], params, False)
+        time.sleep(0.02)
+        llm.close()
+        assert len(running.result(timeout=60)[0].outputs[0].token_ids) == 10
+        # it had its turn before the closing, or not
+        assert late.exception(timeout=60) is None or "closed" in str(late.exception())
+    with pytest.raises(RuntimeError, match="the LLM is closed"):
+        llm.generate([[1]])
+    llm.close()
+
+
+def test_metrics_can_be_polled_from_another_thread(tiny_llm):
+    is_over = threading.Event()
+
+    def poll():
+        count = 0
+        while not is_over.is_set():
+            metrics = tiny_llm.metrics()
+            assert metrics["num_requests_running"] <= 8
+            count += 1
+        return count
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            polls = [pool.submit(poll) for _ in range(2)]
+            for _ in range(4):
+                generate(tiny_llm, random_prompts([20] * 40), PARAMS)
+            is_over.set()
+            assert all(each.result(timeout=60) > 10 for each in polls)
+    finally:
+        is_over.set()
+        sys.setswitchinterval(interval)
+
+
+# ----------------------------------------------------------------------------- interrupts
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("first", [(Engine, "step"), (Scheduler, "postprocess")])
+@pytest.mark.parametrize("second", [(Engine, "reset"), (Scheduler, "reset"), (Scheduler, "abort"),
+                                    (Scheduler, "finish"), (Engine, "abort")])
+def test_a_second_ctrl_c_while_the_first_is_cleaned_up(make_llm, monkeypatch, first, second,
+                                                       run_ahead):
+    """Whatever it leaves behind, the next call begins with a clean engine."""
+    prompts = random_prompts([10, 33] * 3)
+    with make_llm(num_kv_blocks=64, run_ahead=run_ahead) as llm:
+        expected = token_ids(generate(llm, prompts))
+
+        def interrupt(*arguments):
+            raise KeyboardInterrupt
+
+        def interrupted(original, at):
+            calls = itertools.count(1)
+            return lambda *some: interrupt() if next(calls) == at else original(*some)
+
+        for call in (generate, lambda *some: list(llm.stream(prompts, GREEDY))):
+            with monkeypatch.context() as patch:
+                patch.setattr(*first, interrupted(getattr(*first), at=3))
+                patch.setattr(*second, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    call(llm, prompts)
+            assert token_ids(generate(llm, prompts)) == expected
+        stream = llm.stream(prompts, GREEDY)
+        next(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(*second, interrupt)
+            try:
+                stream.close()
+            except KeyboardInterrupt:
+                pass
+        assert token_ids(generate(llm, prompts)) == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(*second, interrupt)
+            stream = llm.stream(prompts, GREEDY)
+            next(stream)
+            try:
+                stream.close()
+            except KeyboardInterrupt:
+                pass
+    assert llm.engine.runner is None, "it can be closed, too"
+
+
+# ------------------------------------------------------------------- threads and processes
+
+
+def run(script: str, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                          timeout=120, env=os.environ | environment)
+
+
+LIMITS = """
+import os, sys, torch, numba
+from nanoengine import LLM
+if sys.argv[0] == "-c" and LIMIT: torch.set_num_threads(LIMIT)
+before = torch.get_num_threads()
+llm = LLM(MODEL, dtype="float32", block_size=16, num_kv_blocks=8)
+for _ in range(2):
+    llm.generate([[1, 2, 3]] * 2, use_tqdm=False)
+    print(before, torch.get_num_threads(), numba.get_num_threads())
+torch.set_num_threads(2)
+llm.generate([[1, 2, 3]], use_tqdm=False)
+print(torch.get_num_threads(), numba.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize("limit, environment", [(1, {}), (0, dict(OMP_NUM_THREADS="1"))])
+def test_a_limit_on_threads_is_kept_and_stays(tiny, limit, environment):
+    script = LIMITS.replace("LIMIT", str(limit)).replace("MODEL", repr(tiny))
+    result = run(script, NUMBA_NUM_THREADS="2", **environment)
+    assert result.stdout == "1 1 1\n1 1 1\n2 2\n", result.stderr
+
+
+def test_more_threads_than_numba_has(tiny_llm):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        expected = token_ids(generate(tiny_llm, [[1, 2, 3]]))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert token_ids(generate(tiny_llm, [[1, 2, 3]])) == expected
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_a_call_leaves_no_threads_of_its_own_behind(tiny_llm):
+    generate(tiny_llm, [[1, 2, 3]])
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(3):
+        in_thread(generate, tiny_llm, [[1, 2, 3]])
+        generate(tiny_llm, [[1, 2, 3]])
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+FORK = """
+import os
+from nanoengine import LLM
+options = dict(dtype="float32", block_size=16, num_kv_blocks=8)
+def in_child(function):
+    if (child := os.fork()) == 0:
+        try:
+            function()
+        except RuntimeError as error:
+            os._exit(3 if "spawn" in str(error) else 4)
+        os._exit(5)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(in_child(lambda: LLM(MODEL, **options).generate([[1]], use_tqdm=False)))
+llm = LLM(MODEL, **options)
+llm.generate([[1]], use_tqdm=False)
+for function in (lambda: LLM(MODEL, **options), lambda: llm.generate([[1]]),
+                 lambda: llm.stream([[1]])):
+    print(in_child(function))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_of_a_process_with_an_engine_is_told_so(tiny):
+    result = run(FORK.replace("MODEL", repr(tiny)))
+    assert result.stdout.split() == ["5", "3", "3", "3"], result.stderr
+
+
+# ------------------------------------------------------------- compiled kernels on the disk
+
+
+def compile_double():
+    """Compiles a small kernel; returns what it makes of an array."""
+    def double(numbers):
+        for i in range(len(numbers)):
+            numbers[i] *= 2
+
+    compiled = paged_attention.compile_kernel(double, "(float32[::1],)")
+    numbers = torch.ones(3).numpy()
+    compiled(numbers)
+    return numbers.tolist()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(paged_attention.numba.config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")
+@pytest.mark.parametrize("damage", ["", "index", "data", "empty index", "empty data", "full disk",
+                                    "no folder"])
+def test_a_cache_that_cannot_be_used_is_named_in_a_warning(cache, monkeypatch, recwarn, damage):
+    if damage == "full disk":
+        def fail(*arguments):
+            raise OSError(28, "No space left on device")
+        monkeypatch.setattr(paged_attention.numba.core.caching.IndexDataCacheFile, "save", fail)
+    elif damage == "no folder":
+        for name in ("UserProvidedCacheLocator", "InTreeCacheLocator", "UserWideCacheLocator"):
+            locator = getattr(paged_attention.numba.core.caching, name)
+            monkeypatch.setattr(locator, "ensure_cache_path",
+                                lambda self: (_ for _ in ()).throw(PermissionError("read-only")))
+    else:
+        assert compile_double() == [2, 2, 2]
+        for file in cache.rglob("*.nbi" if "index" in damage else "*.nbc") if damage else ():
+            file.write_bytes(b"" if "empty" in damage else file.read_bytes()[:-200])
+    assert compile_double() == [2, 2, 2]
+    messages = [str(each.message) for each in recwarn if "numba cannot use" in str(each.message)]
+    assert len(messages) == bool(damage)
+    folder = "__pycache__" if damage == "no folder" else str(cache)
+    assert all(folder in message and "compiled anew" in message for message in messages)
