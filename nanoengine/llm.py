@@ -26,10 +26,8 @@ from nanoengine.requests import InputProcessor, Params, Prompts
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams, rejected
 
 
-@functools.cache
-def first_process() -> int:
-    """The process in which the first engine was made: a fork of it inherits this number."""
-    return os.getpid()
+# the process in which the first engine was made: a fork of it inherits this number
+first_process = functools.cache(os.getpid)
 
 
 def check_process() -> None:
@@ -95,8 +93,13 @@ class LLM(AbstractContextManager):
         Raises ValueError for bad input before anything is generated, RuntimeError while a stream
         of this thread is open.
         """
-        return self._generate(
-            lambda: self.inputs.make_requests(prompts, sampling_params, priority), use_tqdm)
+        steps = self._run(lambda: self.inputs.make_requests(prompts, sampling_params, priority))
+        with closing(steps):
+            requests = next(steps)
+            with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
+                for updated in steps:
+                    bar.update(sum(request.is_finished for request in updated))
+        return [request.output() for request in requests]
 
     def chat(self, messages: list[Any], sampling_params: Params = None,
              use_tqdm: bool = True) -> list[RequestOutput]:
@@ -105,9 +108,7 @@ class LLM(AbstractContextManager):
         content: a text, or a list of texts and {"type": "text", "text": …}, joined by newlines. The
         prompt is made by the tokenizer's chat template. Raises ValueError where there is none.
         """
-        return self._generate(
-            lambda: self.inputs.make_requests(self.inputs.render(messages), sampling_params),
-            use_tqdm)
+        return self.generate(self.inputs.render(messages), sampling_params, use_tqdm)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None,
                priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
@@ -143,15 +144,6 @@ class LLM(AbstractContextManager):
         for beam in [beam for search in searches for beam in search.finished]:
             beam.text = tokenizer and tokenizer.decode(beam.tokens, True)
         return [BeamSearchOutput(search.finished) for search in searches]
-
-    def _generate(self, make_requests: Callable, use_tqdm: bool) -> list[RequestOutput]:
-        """Runs the requests to their end, with a progress bar."""
-        with closing(self._run(make_requests)) as steps:
-            requests = next(steps)
-            with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
-                for updated in steps:
-                    bar.update(sum(request.is_finished for request in updated))
-        return [request.output() for request in requests]
 
     def _run(self, make_requests: Callable[[], list[Any]],
              busy: str = "a call of this thread is running") -> Generator[list[Any], None, None]:

@@ -69,15 +69,17 @@ def load_defaults(folder: Path, config: Any,
     file = folder / "generation_config.json"
     with naming(file):
         content = json.loads(file.read_text()) if file.is_file() else {}
-        found = {name: value for name, value in content.items() if value is not None}
-        params = SamplingParams(**{DEFAULTS[name]: found[name] for name in DEFAULTS.keys() & found})
-        eos = found.get("eos_token_id", config.eos_token_id)
-        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        given = {name: value for name, value in content.items() if value is not None}
+        counting = DEFAULTS.keys() & given
+        params = SamplingParams(**{DEFAULTS[name]: given[name] for name in counting})
+        eos = given.get("eos_token_id", config.eos_token_id)
+        eos_ids = eos if isinstance(eos, list) else {eos} - {None}
         if not all(isinstance(token_id, int) for token_id in eos_ids):
             raise rejected("eos_token_id", eos, "a token id, or a list of them")
-    # 0, 1, False and True change nothing, but without do_sample transformers is greedy
-    ignored = [name for name in (vars(GenerationConfig()).keys() & found) - DEFAULTS.keys() - HARMLESS
-               if found[name] not in (0, 1) or (name == "do_sample" and not found[name])]
+    others = (vars(GenerationConfig()).keys() & given) - counting - HARMLESS
+    # 0, 1, False and True change nothing there, but without do_sample transformers is greedy
+    ignored = {name for name in others if given[name] not in (0, 1)}
+    ignored |= {"do_sample"} if given.get("do_sample") is False else set()
     if ignored:
         warnings.warn(f"{file}: {sorted(ignored)} do not count here", stacklevel=2)
     eos_tokens: dict[int, int | None] = {token_id: token_id for token_id in eos_ids}

@@ -9,8 +9,8 @@ which sequence. Parameters bear the names of transformers' checkpoints, less "se
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +51,12 @@ FAMILIES = {
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that this decoder would not compute exactly."""
     rope = getattr(config, "rope_parameters", None) or {}
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     window = getattr(config, "sliding_window", None)
     has_types = FAMILIES.get(config.model_type, Family()).windows == "layer_types"
-    for name, value, supported in (
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+             "num_key_value_heads", "head_dim", "max_position_embeddings")
+    checks: Iterable[tuple[str, Any, Any]] = (
         ("architectures", config.architectures, [[f"{n.title()}ForCausalLM"] for n in FAMILIES]),
         ("model_type", config.model_type, list(FAMILIES)),
         ("hidden_act", getattr(config, "hidden_act", None), ["silu"]),
@@ -61,21 +64,14 @@ def check_supported(config: PretrainedConfig) -> None:
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
         ("quantization_config", getattr(config, "quantization_config", None), [None]),
         ("layer_types", not has_types and getattr(config, "layer_types", None), [False, None, []]),
-    ):
+        *((size, getattr(config, size), range(1, 2**31)) for size in sizes),
+        ("num_attention_heads % num_key_value_heads", heads % max(1, kv_heads), [0]),
+        ("head_dim % 2", config.head_dim % 2, [0]),
+        ("sliding_window", 1 if window is None else window, range(1, 2**31)),
+        ("0 <= rms_norm_eps < 1", 0 <= config.rms_norm_eps < 1, [True]))
+    for name, value, supported in checks:
         if value not in supported:
-            raise rejected(f"the model's {name}", value, " or ".join(map(str, supported)))
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes = {name: getattr(config, name) for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
-        "num_key_value_heads", "max_position_embeddings")}
-    for name, value, is_accepted, accepted in (
-        *((name, size, 1 <= size < 2**31, "a positive int32") for name, size in sizes.items()),
-        ("num_attention_heads", heads, heads % max(1, kv_heads) == 0, f"a multiple of {kv_heads=}"),
-        ("sliding_window", window, window is None or window > 0, "positive, or null"),
-        ("rms_norm_eps", config.rms_norm_eps, 0 <= config.rms_norm_eps < 1, "from 0 to 1"),
-    ):
-        if not is_accepted:
-            raise rejected(f"the model's {name}", value, accepted)
+            raise rejected(f"the model's {name}", value, f"one of {supported}")
     rope_table(config, max_model_len=1)
 
 

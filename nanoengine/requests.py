@@ -59,11 +59,7 @@ class InputProcessor:
         if are_ids or isinstance(prompts, (str, dict)):
             prompts = [prompts]
         params = self.default_params if params is None else params
-        given = one_for_each(len(prompts), "sampling_params", params, SamplingParams)
-        # copies, so that what the user changes later changes nothing here
-        distinct = {id(each): each for each in given}
-        copies = {key: replace(each) for key, each in distinct.items()}
-        params = [copies[id(each)] for each in given]
+        params = one_for_each(len(prompts), "sampling_params", params, SamplingParams)
         priority = 0 if priority is None else priority
         priorities = one_for_each(len(prompts), "priority", priority, int)
         if any(priorities) and self.config.scheduling_policy == "fcfs":
@@ -74,6 +70,8 @@ class InputProcessor:
 
     def _make_request(self, index: int, prompt: Any, params: Any, priority: int) -> Request:
         """Checks one prompt and its parameters against model, tokenizer and cache."""
+        # a copy: what the user changes later changes nothing here
+        params = replace(params)
         tokenizer = self.get_tokenizer() if params.stop or params.bad_words else self.tokenizer
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())

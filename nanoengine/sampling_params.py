@@ -24,7 +24,7 @@ def rejected(name: str, value: Any, accepted: str) -> ValueError:
 
 @contextmanager
 def naming(what: object) -> Iterator[None]:
-    """Turns any error, of a library that reads what a user gave, into a ValueError that names it."""
+    """Turns any error of a library about what a user gave into a ValueError that names it."""
     try:
         yield
     except Exception as error:

@@ -242,7 +242,7 @@ class Scheduler:
         del seq.token_ids[-1]
         cause = "its logits are NaN or infinite"
         if seq.processors:
-            cause = f"its processors (bad_words, min_tokens, …) leave no token or give NaN, or {cause}"
+            cause = f"its processors (bad_words, min_tokens, …) leave no token, or {cause}"
         self.finish(seq, "error", f"request {seq.request_id}: {cause}")
         logger.error(seq.stop_reason)
 

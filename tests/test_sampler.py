@@ -294,7 +294,8 @@ class Words:
 
 
 @pytest.mark.parametrize("output, banned", [
-    ("", ""), ("a", "b"), ("c", ""), ("xa", "b"), ("ab", "c"), ("cab", "c"), ("bc", ""), ("aa", "b")])
+    ("", ""), ("a", "b"), ("c", ""), ("xa", "b"), ("ab", "c"), ("cab", "c"), ("bc", ""),
+    ("aa", "b")])
 def test_bad_words_look_at_what_was_generated_alone(output, banned):
     params = SamplingParams(bad_words=["ab", "abc", "z"])
     prompt = Words().encode("xxab", False)

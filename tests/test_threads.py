@@ -1,4 +1,4 @@
-"""One engine, several threads and processes: turns, interrupts, forks, and how many threads compute."""
+"""One engine and several threads or processes: turns, interrupts, forks, limits on threads."""
 
 import itertools
 import os

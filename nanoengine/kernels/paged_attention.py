@@ -25,6 +25,8 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -145,7 +147,7 @@ def attend(heads, kv, kv_head, table, last, window, out, group_size, head_dim, b
 
 def set_num_threads(count: int) -> None:
     """On how many threads the kernels run that the calling thread starts."""
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore
 
 
 def compile_kernel(kernel: Callable, signature: str) -> Callable:
@@ -153,16 +155,17 @@ def compile_kernel(kernel: Callable, signature: str) -> Callable:
 
     Where the cache cannot be read or written, it warns, and the kernel is compiled without.
     """
-    options = dict(parallel=True, fastmath=True, error_model="numpy")
-    folder = f"{__file__}'s __pycache__, nor the user's own cache folder"
+    jit: Any = functools.partial(njit, parallel=True, fastmath=True, error_model="numpy")
+    folder = f"{Path(__file__).parent}/__pycache__ or the user's cache folder"
     try:
-        compiled = njit(**options, cache=True)(kernel)
+        compiled = jit(cache=True)(kernel)
         folder = compiled.stats.cache_path
         compiled.compile(signature)
     # a folder that is read-only, a full disk, a damaged file: all kinds of errors
     except Exception as error:
-        warnings.warn(f"numba cannot use {folder}, kernels are compiled anew: {error}", stacklevel=2)
-        compiled = njit(signature, **options)(kernel)
+        warnings.warn(f"numba cannot use {folder}: kernels are compiled anew in each process "
+                      f"({error})", stacklevel=2)
+        compiled = jit(signature)(kernel)
     return compiled
 
 
