@@ -36,7 +36,7 @@ class StepInputs:
     key_starts: (S + 1,), cumulative key counts (cu_seqlens_k).
     lengths: (S,), how many keys each sequence has, with those of this step (cache_seqlens).
     block_tables: (S, width), padded with 0.
-    sampled_rows: (R,), which of the T rows are sampled.
+    sampled_rows: which of the T rows have logits: R that are sampled, and those that are scored.
     longest_query, longest_keys: the most tokens, and the most keys, of a sequence (max_seqlen).
 
     The other tensors are int32. All are views of `buffer`, which crosses to the device in one copy.

@@ -33,6 +33,8 @@ class Batch:
     sampled: (i, sequence) for each token to be drawn: from the last token of sequence i, for this
         sequence. It is sequence i itself, or a fork of it that begins (n > 1), so that an i may
         come several times (set by `Scheduler._place`).
+    scored: (i, position) for each token of sequence i behind which the next token of the prompt is
+        scored, for `prompt_logprobs` (set by `Scheduler._place`).
     next_step_needs_tokens: whether the next step can't be scheduled before the tokens of this one
         are known: for logits processors, beams and forks (set by `Scheduler._place`).
     copies: the block copies to be done first (set by `Scheduler.schedule`).
@@ -48,6 +50,7 @@ class Batch:
     starts: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     sampled: list[tuple[int, Sequence]] = field(default_factory=list)
+    scored: list[tuple[int, int]] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
     preempted: list[tuple[Sequence, str]] = field(default_factory=list)
     next_step_needs_tokens: bool = False

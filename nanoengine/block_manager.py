@@ -185,10 +185,13 @@ class BlockManager:
 
         A hit never covers the last token, since its logits are needed. So when a prompt of whole
         blocks is cached, its whole last block is computed again, into a twin: no sequence ever
-        writes to a shared block.
+        writes to a shared block. A sequence whose prompt is scored shares no cached block: it needs
+        the logits of all its tokens.
         """
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
+        if seq.is_scored:
+            return []
         num_full = (seq.num_tokens - 1) // self.block_size
         found = (self.blocks_by_hash.get(self._hash(seq, i), {}) for i in range(num_full))
         return [next(iter(twins)) for twins in takewhile(bool, found)]

@@ -19,6 +19,36 @@ CPU_DEFAULTS: dict[str, Any] = {
 GPU_DEFAULTS: dict[str, Any] = {
     "block_size": 256, "max_num_batched_tokens": 8192, "scheduling": "mixed", "run_ahead": True}
 TO_FILL_IN: Any = None
+
+# Keywords of vLLM's that change nothing here: the values that do so (None: any), and what this
+# engine does instead of the others.
+VLLM_KEYWORDS: dict[str, tuple[list[Any] | None, str]] = {
+    "async_scheduling": (None, "`run_ahead` is the option for that"),
+    "compilation_config": ([None, 0, {}], "`enforce_eager` is the option for that"),
+    "convert": (["auto", "none"], "it generates"),
+    "cpu_offload_gb": ([0], "all weights stay on the device"),
+    "data_parallel_size": ([1], "one process runs one model on one device"),
+    "disable_custom_all_reduce": (None, "nothing is reduced"),
+    "disable_log_stats": (None, "`metrics()` has them"),
+    "distributed_executor_backend": ([None, "uni"], "one process runs one model on one device"),
+    "enable_chunked_prefill": ([None, True], "a prompt longer than a step always comes in chunks"),
+    "enable_lora": ([False], "there are no adapters"),
+    "generation_config": (["auto"], "generation_config.json counts for `sampling_params=None`"),
+    "hf_overrides": ([None, {}], "config.json counts"),
+    "hf_token": ([None], "huggingface_hub's own login counts"),
+    "kv_cache_dtype": (["auto"], "the cache has the `dtype` of the weights"),
+    "logits_processors": ([None], "`SamplingParams(logits_processors=)` has them"),
+    "max_seq_len_to_capture": (None, "decode steps of any length run in CUDA graphs"),
+    "override_generation_config": ([None, {}], "`SamplingParams` are the place for that"),
+    "pipeline_parallel_size": ([1], "one process runs one model on one device"),
+    "quantization": ([None], "weights have the precision that `dtype` says"),
+    "runner": (["auto", "generate"], "it generates"),
+    "speculative_config": ([None], "each token is computed by the model itself"),
+    "task": (["auto", "generate"], "it generates"),
+    "tensor_parallel_size": ([1], "one process runs one model on one device"),
+    "tokenizer_mode": (["auto"], "the tokenizer is the fast one of transformers"),
+    "tokenizer_revision": ([None], "`revision` counts for model and tokenizer"),
+    "trust_remote_code": ([False], "code that comes with a model never runs")}
 OR_NONE = WrapValidator(lambda value, check: value if value is None else check(value))
 BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
 
@@ -29,12 +59,15 @@ class EngineConfig:
 
     model: a folder with config.json and safetensors, or a Hugging Face id.
     tokenizer: the folder or id of the tokenizer, if it is not with the model.
+    skip_tokenizer_init: do without a tokenizer: prompts are token ids, and outputs have no text.
+    revision: the branch, tag or commit of a Hugging Face id.
+    download_dir: the folder that keeps downloads; by default Hugging Face's own cache.
     dtype: of weights and KV cache; "auto": bfloat16 where the device computes in it.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
-    seed: the seeds of requests without one are derived from it.
+    seed: the seeds of requests without one are derived from it; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json.
-    max_model_len: the most tokens of prompt and output together; by default what model and cache
-        allow.
+    max_model_len: the most tokens of prompt and output together; by default, and for -1, what
+        model and cache allow.
     max_num_seqs: the most sequences that run at once; by default 256, or fewer where the token
         budget is smaller.
     max_num_batched_tokens: the token budget: the most tokens that a step computes; at least
@@ -57,20 +90,26 @@ class EngineConfig:
     preemption_victim: which sequence is preempted, a name in scheduler.py's `VICTIMS`.
     max_waiting: with more sequences waiting than that, a prompt that does not fit may take the
         place of the longest running sequence; a sequence gives way only once.
+    max_logprobs: the most `logprobs` and `prompt_logprobs` of a request; by default, and for -1,
+        as many as there are tokens.
     batch_invariant: make sure that logits and tokens have the same bits whatever runs beside a
         request, and however it was chunked, preempted or cached. With the numba kernel and packed
         weights they have anyway; elsewhere True is an error.
     trace: keep a record of each step in `LLM.trace`, see model_runner.py's `Launched`.
     """
 
-    model: str | Path
+    model: str | Path = Field(kw_only=False)
     tokenizer: str | Path | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    download_dir: str | Path | None = None
     dtype: Annotated[Literal["auto", "bfloat16", "float16", "half", "float32", "float"],
                      BY_NAME] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: Int = 0
+    seed: Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)] = 0
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    max_model_len: Annotated[Int, Field(ge=2)] | None = None
+    max_model_len: Annotated[Annotated[Int, Field(ge=2)] | None,
+                             BeforeValidator(lambda v: None if v == -1 else v)] = None
     max_num_seqs: Annotated[Count, OR_NONE] = TO_FILL_IN
     max_num_batched_tokens: Annotated[Count, OR_NONE] = TO_FILL_IN
     block_size: Annotated[Count, OR_NONE] = TO_FILL_IN
@@ -88,8 +127,19 @@ class EngineConfig:
                                "random"] = "youngest"
     max_waiting: Annotated[Int, Field(ge=0)] | None = None
     swap_space: Annotated[Float, Field(ge=0)] = 4.0
+    max_logprobs: Annotated[Int, Field(ge=-1)] = -1
     batch_invariant: bool = False
     trace: bool = False
+
+    @classmethod
+    def from_keywords(cls, **keywords: Any) -> "EngineConfig":
+        """A config of keywords in which some of vLLM's may be that change nothing here."""
+        for name in VLLM_KEYWORDS.keys() & keywords:
+            accepted, instead = VLLM_KEYWORDS[name]
+            value = keywords.pop(name)
+            if accepted is not None and value not in accepted:
+                raise rejected(name, value, f"one of {accepted}: {instead}")
+        return cls(**keywords)
 
     def __post_init__(self) -> None:
         """Fills in what was not given, and checks the two limits of a step together."""

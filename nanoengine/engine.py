@@ -84,7 +84,12 @@ class Engine:
 
     def _take_in(self, launched: Launched) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""
-        taken = self.scheduler.postprocess(launched.batch, launched.wait())
+        batch = launched.batch
+        taken = self.scheduler.postprocess(batch, launched.wait())
+        for (index, position), found in zip(batch.scored, launched.prompt_logprobs):
+            seq = batch.sequences[index]
+            seq.prompt_logprobs[position + 1] = found
+            seq.is_scored = len(seq.prompt_logprobs) < seq.num_prompt_tokens - 1
         for row, seq in taken:
             if row in launched.logprobs and seq.finish_reason != "error":
                 seq.logprobs.append(launched.logprobs[row])

@@ -5,6 +5,8 @@ comes out becomes text (`outputs.py`).
 """
 
 import functools
+import inspect
+import logging
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -25,6 +27,8 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.requests import InputProcessor, Params, Prompts
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams, rejected
 
+
+logger = logging.getLogger(__name__)
 
 # the process in which the first engine was made: a fork of it inherits this number
 first_process = functools.cache(os.getpid)
@@ -54,11 +58,12 @@ class LLM(AbstractContextManager):
     def __init__(self, model: str | Path, **options: Any) -> None:
         check_process()
         device = choose_device(options.pop("device", "auto"))
-        self.config = config = EngineConfig(model=model, device=device, **options)
-        folder = find_model(config.model)
+        self.config = config = EngineConfig.from_keywords(model=model, device=device, **options)
+        folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder)
-        tokenizer = load_tokenizer(find_model(config.tokenizer or folder))
-        if config.tokenizer and tokenizer is None:
+        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
+            find_model(config.tokenizer or folder, config.revision, config.download_dir))
+        if config.tokenizer and tokenizer is None and not config.skip_tokenizer_init:
             raise rejected("tokenizer", str(config.tokenizer), "a folder or id with a tokenizer")
         default_params, eos_tokens = load_defaults(folder, self.model_config, tokenizer)
         try:
@@ -70,6 +75,10 @@ class LLM(AbstractContextManager):
         finally:
             end_threads()
         self.engine = Engine(config, runner)
+        num_tokens = runner.num_kv_blocks * config.block_size
+        logger.info(f"{model}: {runner.num_kv_blocks} KV blocks of {config.block_size} tokens are "
+                    f"{num_tokens} tokens, {num_tokens / runner.max_model_len:.1f} requests of "
+                    f"{runner.max_model_len} at once")
         self.inputs = InputProcessor(config, tokenizer, self.model_config.vocab_size,
                                      runner.max_model_len, default_params, eos_tokens)
         # The requests of the call that is running, by request_id. If a call finds some of another
@@ -96,19 +105,36 @@ class LLM(AbstractContextManager):
         steps = self._run(lambda: self.inputs.make_requests(prompts, sampling_params, priority))
         with closing(steps):
             requests = next(steps)
+            before = self.metrics()
             with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
                 for updated in steps:
                     bar.update(sum(request.is_finished for request in updated))
+                    if use_tqdm:
+                        bar.set_postfix_str(self._speed(before, bar.format_dict["elapsed"]), False)
         return [request.output() for request in requests]
 
-    def chat(self, messages: list[Any], sampling_params: Params = None,
-             use_tqdm: bool = True) -> list[RequestOutput]:
+    def chat(self, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
+             chat_template: str | None = None, add_generation_prompt: bool = True,
+             continue_final_message: bool = False, tools: list[Any] | None = None,
+             chat_template_kwargs: dict[str, Any] | None = None,
+             priority: int | list[int] | None = None) -> list[RequestOutput]:
         """Answers one conversation, a list of {"role": …, "content": …}, or a list of them.
 
-        content: a text, or a list of texts and {"type": "text", "text": …}, joined by newlines. The
-        prompt is made by the tokenizer's chat template. Raises ValueError where there is none.
+        content: a text, or a list of texts and {"type": "text", "text": …}, joined by newlines.
+        chat_template: instead of the tokenizer's own.
+        add_generation_prompt: let the assistant begin its answer.
+        continue_final_message: leave the last message open, so that the model goes on with it;
+            needs add_generation_prompt=False.
+        tools: functions or JSON schemas, for templates that know tools.
+        chat_template_kwargs: what else the template asks for: {"enable_thinking": False} of Qwen3.
+
+        The other arguments are those of `generate`. Raises ValueError where there is no template.
         """
-        return self.generate(self.inputs.render(messages), sampling_params, use_tqdm)
+        prompts = self.inputs.render(
+            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, tools=tools,
+            **chat_template_kwargs or {})
+        return self.generate(prompts, sampling_params, use_tqdm, priority)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None,
                priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
@@ -192,6 +218,13 @@ class LLM(AbstractContextManager):
                 self.engine.finish(seq, "stop", stop)
         return list(updated.values())
 
+    def _speed(self, before: dict[str, Any], seconds: float) -> str:
+        """Tokens per second since `metrics()` were those before, for the progress bar."""
+        counters = self.engine.scheduler.counters
+        prompts, outputs = (counters[name] - before[name] for name in (
+            "prompt_tokens", "generation_tokens"))
+        return f"{prompts / seconds:.0f} prompt tokens/s, {outputs / seconds:.0f} output tokens/s"
+
     def _is_mine(self) -> bool:
         """Whether a call of this thread is running, or a stream that it read last is open."""
         return self.holder[0] == threading.get_ident()
@@ -251,3 +284,7 @@ class LLM(AbstractContextManager):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+# for help() and editors: the options by name
+LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore

@@ -28,12 +28,14 @@ DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "m
 HARMLESS = {"eos_token_id", "bos_token_id", "pad_token_id", "transformers_version"}
 
 
-def find_model(model: str | Path) -> Path:
+def find_model(model: str | Path, revision: str | None = None,
+               download_dir: str | Path | None = None) -> Path:
     """The folder of a model: itself, or the download of a Hugging Face id."""
     # no valid id, an unknown one, no network, no space, …
     with naming(rejected("model", str(model), "a folder, or a Hugging Face id")):
         is_folder = Path(model).is_dir()
-        return Path(model if is_folder else snapshot_download(str(model), allow_patterns=FILES))
+        return Path(model if is_folder else snapshot_download(
+            str(model), revision=revision, cache_dir=download_dir, allow_patterns=FILES))
 
 
 def load_config(folder: Path) -> PretrainedConfig:

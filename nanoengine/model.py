@@ -262,8 +262,8 @@ class Decoder(nn.Module):
         """Computes the step's T tokens and writes their K and V to the caches.
 
         token_ids: (T,); rope: (2, max_model_len, head_dim / 2), see `rope_table`; caches: see
-        `make_caches`; backend: one of attention.py's. Returns the logits of the sampled rows alone,
-        (R, vocab_size).
+        `make_caches`; backend: one of attention.py's. Returns the logits of `step.sampled_rows`
+        alone, (rows, vocab_size).
         """
         hidden = self.embed_tokens(token_ids)
         angles = rope[:, step.positions]

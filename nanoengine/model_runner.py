@@ -12,7 +12,7 @@ import ctypes
 import time
 from bisect import bisect_left
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Launched:
 
     tokens: one for each of `batch.sampled`, on the host; to be read after `wait`.
     logprobs: for each row of `batch.sampled` that asked for some.
+    prompt_logprobs: for each of `batch.scored`.
     began, done: when the device could begin with the inputs, and when the tokens are on the host:
         seconds of `time.monotonic()` on a CPU, CUDA events on a GPU.
     ended, metrics: when its tokens were taken in (`Engine`'s clock; it began at `batch.started`),
@@ -52,6 +53,7 @@ class Launched:
     logprobs: dict[int, Logprobs]
     began: Any
     done: Any
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     ended: float = 0.0
     metrics: Any = None
 
@@ -186,11 +188,17 @@ class ModelRunner:
         # There are more than max_num_seqs only where forks begin, and then the next step waits. For
         # NO_TOKEN the next step computes token 0, which nobody reads.
         self.last_sampled[:len(seqs)] = tokens[:len(self.last_sampled)].clamp(min=0)
-        logprobs = {row: logprobs_of(logits[row], tokens[row], seq)
-                    for row, seq in enumerate(seqs) if seq.params.logprobs is not None}
+        logprobs = {
+            row: logprobs_of(logits[row], int(tokens[row]), seq.params.logprobs,
+                             seq.params.temperature if seq.group else 0)
+            for row, seq in enumerate(seqs) if seq.params.logprobs is not None}
+        scored = [(batch.sequences[index], position) for index, position in batch.scored]
+        prompt_logprobs = [
+            logprobs_of(row, seq.token_ids[position + 1], seq.params.prompt_logprobs or 0)
+            for row, (seq, position) in zip(logits[len(seqs):], scored)]
         # into pinned memory
         on_host = tokens.to("cpu", non_blocking=True, copy=True)
-        return Launched(batch, on_host, logprobs, began, self.timestamp())
+        return Launched(batch, on_host, logprobs, began, self.timestamp(), prompt_logprobs)
 
     def timestamp(self) -> Any:
         """The device's present: seconds, or on a GPU an event behind all its work so far."""
@@ -231,7 +239,8 @@ class ModelRunner:
         rows = (-1 - step.token_ids).clamp(min=0)
         token_ids = torch.where(is_pending, self.last_sampled[rows], step.token_ids)
         logits = self.model(token_ids, step, self.rope, self.caches, BACKENDS[self.backend])
-        return logits, sample(logits, step.temperatures, step.uniforms, seqs)
+        sampled = logits[:len(step.uniforms)]
+        return logits, sample(sampled, step.temperatures, step.uniforms, seqs)
 
 
 # ------------------------------------------------------------------------- inputs of a step
@@ -271,6 +280,8 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
     rows = [seq.block_table[:width].tobytes().ljust(4 * width, b"\0") for seq in batch.sequences]
     block_tables = np.frombuffer(b"".join(rows), np.int32).reshape(-1, width)
     sampled, seqs = zip(*batch.sampled) if batch.sampled else ([], [])
+    starts = np.append(0, stops)
+    scored = [starts[index] + position - batch.starts[index] for index, position in batch.scored]
     draws = map(uniform, seqs, lengths[list(sampled)].tolist())
     int32 = partial(np.asarray, dtype=np.int32)
     return {
@@ -281,11 +292,11 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         "token_ids": int32(token_ids),
         "positions": int32(positions),
         "sequence_of_token": int32(owners),
-        "query_starts": int32(np.append(0, stops)),
+        "query_starts": int32(starts),
         "key_starts": int32(np.append(0, lengths.cumsum())),
         "lengths": int32(lengths),
         "block_tables": block_tables,
-        "sampled_rows": int32(stops[list(sampled)] - 1)}
+        "sampled_rows": int32([*(stops[list(sampled)] - 1), *scored])}
 
 
 # -------------------------------------------------------------------------------- choices

@@ -29,10 +29,19 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
 
 @dataclass
 class RequestOutput:
-    """A prompt and its completions; the prefix cache had `num_cached_tokens` of the prompt."""
+    """A prompt and its completions.
+
+    index: which of the call's prompts it is, from 0; `request_id` counts over all calls.
+    prompt_logprobs: for each token of the prompt, None for the first; None if not asked for.
+    num_cached_tokens: how many tokens of the prompt the prefix cache had.
+    lora_request: None; for scripts written for vLLM.
+    """
 
     request_id: str
     prompt: str | None
@@ -41,6 +50,9 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
+    index: int = 0
+    prompt_logprobs: list[Logprobs | None] | None = None
+    lora_request: None = None
 
 
 class Completion:
@@ -62,13 +74,14 @@ class Completion:
         seq = self.seq
         if seq.finish_reason == "error":
             return None
-        if self.tokenizer and seq.logprobs:
-            for token_id, found in seq.logprobs[-1].items():
-                found.decoded_token = self.tokenizer.decode([token_id], False)
+        num_generated = seq.num_tokens - seq.num_prompt_tokens
+        unnamed = seq.logprobs[-1:] + [*seq.prompt_logprobs.values()] * (num_generated == 1)
+        for token_id, found in [pair for logprobs in unnamed for pair in logprobs.items()]:
+            found.decoded_token = self.tokenizer and self.tokenizer.decode([token_id], False)
         is_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
         piece = self._decode() if self.tokenizer and is_text else ""
         self.text += piece
-        can_stop = seq.num_tokens - seq.num_prompt_tokens > seq.params.min_tokens
+        can_stop = num_generated > seq.params.min_tokens
         return self._find_stop(len(piece)) if piece and can_stop else None
 
     def _decode(self) -> str:
@@ -116,10 +129,12 @@ class Request:
     """A prompt in the engine, and its completions.
 
     prompt: the text, None where only token ids were given.
+    index: which of the call's prompts it is.
     """
 
     prompt: str | None
     completions: list[Completion]
+    index: int = 0
 
     seq = property(lambda self: self.completions[0].seq)
     is_finished = property(lambda self: all(c.seq.finish_reason for c in self.completions))
@@ -131,7 +146,11 @@ class Request:
     def output(self) -> RequestOutput:
         """The request as it stands now."""
         seq = self.seq
+        prompt_token_ids = seq.token_ids[:seq.num_prompt_tokens]
         outputs = [completion.output() for completion in self.completions]
-        return RequestOutput(seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
-                             outputs, self.is_finished, seq.metrics.num_cached_tokens,
-                             replace(seq.metrics))
+        is_scored = seq.params.prompt_logprobs is not None
+        prompt_logprobs = [seq.prompt_logprobs.get(i) for i in range(seq.num_prompt_tokens)]
+        return RequestOutput(
+            seq.request_id, self.prompt, prompt_token_ids, outputs, self.is_finished,
+            seq.metrics.num_cached_tokens, replace(seq.metrics), self.index,
+            prompt_logprobs if is_scored else None)

@@ -5,9 +5,11 @@ vocabulary, its tokenizer or the size of the cache; nothing here runs.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
+
+from typing_extensions import NotRequired
 
 from nanoengine.config import EngineConfig
 from nanoengine.outputs import Completion, Request
@@ -15,7 +17,21 @@ from nanoengine.sampler import build_processors, hash64
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 from nanoengine.sequence import Sequence
 
-Prompts = str | dict[str, Any] | list[Any]
+
+class TextPrompt(TypedDict):
+    """A prompt as a text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; its text, if given, is only handed back."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+Prompts = str | dict[str, Any] | TextPrompt | TokensPrompt | list[Any]
 Params = SamplingParams | list[SamplingParams] | None
 TEXT_PARTS = ("text", "input_text", "output_text")
 ACCEPTED_PROMPTS = (
@@ -45,7 +61,8 @@ class InputProcessor:
     def get_tokenizer(self) -> Any:
         """The tokenizer. Raises ValueError where the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, stop strings and bad_words")
+            raise rejected("tokenizer", None, "given for texts, stop strings and bad_words: there "
+                           "is none in the model's folder, or `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Any, params: Any, priority: Any = None) -> list[Request]:
@@ -71,10 +88,14 @@ class InputProcessor:
     def _make_request(self, index: int, prompt: Any, params: Any, priority: int) -> Request:
         """Checks one prompt and its parameters against model, tokenizer and cache."""
         # a copy: what the user changes later changes nothing here
-        params = replace(params)
+        params = params.clone()
         tokenizer = self.get_tokenizer() if params.stop or params.bad_words else self.tokenizer
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
+        most = self.config.max_logprobs % (self.vocab_size + 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) % (self.vocab_size + 1) > most:
+                raise rejected(name, getattr(params, name), f"at most max_logprobs={most}")
         text, token_ids = self._parse_prompt(f"prompts[{index}]", prompt)
 
         number = self.num_requests + index
@@ -86,11 +107,16 @@ class InputProcessor:
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
         seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
                        stop_tokens if params.ignore_eos else end_tokens, priority)
+        seq.is_scored = params.prompt_logprobs is not None
         seq.forks = [seq.fork(seed=hash64(~seq.seed, i), index=i) for i in range(1, params.n)]
-        return Request(text, [Completion(each, tokenizer) for each in (seq, *seq.forks)])
+        completions = [Completion(each, tokenizer) for each in (seq, *seq.forks)]
+        return Request(text, completions, index)
 
-    def render(self, messages: Any) -> list[dict[str, Any]]:
-        """One conversation or a list of them, as prompts, by the tokenizer's chat template."""
+    def render(self, messages: Any, **options: Any) -> list[dict[str, Any]]:
+        """One conversation or a list of them, as prompts, by the tokenizer's chat template.
+
+        options: of transformers' `apply_chat_template`, and what the template itself asks for.
+        """
         tokenizer = self.get_tokenizer()
         if not isinstance(messages, list) or not messages:
             raise rejected("messages", messages, "a list of {'role', 'content'}, or of such lists")
@@ -98,7 +124,7 @@ class InputProcessor:
         with naming("messages"):
             chats = [[message | {"content": text_of(message.get("content"))} for message in chat]
                      for chat in chats]
-            texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+            texts = tokenizer.apply_chat_template(chats, tokenize=False, **options)
             # The template has written the special tokens.
             ids = tokenizer(texts, add_special_tokens=False).input_ids
         return [{"prompt": text, "prompt_token_ids": token_ids}

@@ -189,19 +189,16 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(totals > 0, tokens, NO_TOKEN)[:, 0]
 
 
-def logprobs_of(logits: Tensor, token: Tensor, seq: Sequence) -> Logprobs:
-    """The log-probabilities of the sampled token and of as many likeliest ones as asked for.
+def logprobs_of(logits: Tensor, token_id: int, count: int, temperature: float = 0) -> Logprobs:
+    """The log-probabilities of a token and of the `count` likeliest ones, -1 for all.
 
-    logits: (vocab_size,), the raw ones; token: the sampled one, a number. For beams, which are
-    chosen by their log-probabilities, the temperature counts.
+    logits: (vocab_size,), the raw ones. For beams, which are chosen by their log-probabilities, the
+    temperature counts.
     """
-    temperature = seq.params.temperature if seq.group else 0
     values = (logits.double() / (temperature or 1)).log_softmax(dim=-1)
-    token_id = int(token)
     # the last of its equals
     rank = int((values >= values[token_id]).sum())
     found = {token_id: Logprob(values[token_id].item(), rank)}
-    count = seq.params.logprobs or 0
     top = values.topk(len(values) if count == -1 else min(count, len(values)))
     for rank, (likely, value) in enumerate(zip(top.indices.tolist(), top.values.tolist()), 1):
         found[likely] = Logprob(value, rank)

@@ -8,6 +8,7 @@ Each field has its default and its rule in one line. pydantic turns a broken rul
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -42,10 +43,11 @@ Moderate = Annotated[
     Float, AfterValidator(lambda v: v and math.copysign(min(max(abs(v), 1e-18), 1e18), v))]
 Count = Annotated[Int, Field(ge=1)]
 TokenId = Annotated[Int, Field(ge=0)]
+NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
@@ -63,6 +65,8 @@ class SamplingParams:
     ignore_eos: go on after EOS.
     logprobs: return the log-probabilities (log-softmax of the raw logits) of so many likeliest
         tokens at each position, and of the sampled token. 0: only of that; -1: of all.
+    prompt_logprobs: the same for each token of the prompt but the first, in
+        `RequestOutput.prompt_logprobs`; the prompt is then computed anew, whatever is cached.
     presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once, or
         once for each occurrence.
     repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
@@ -92,7 +96,8 @@ class SamplingParams:
     stop_token_ids: Annotated[list[TokenId], AS_LIST] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: Annotated[Int, Field(ge=-1)] | None = None
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
     presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[Moderate, Field(gt=0)] = 1.0
@@ -114,6 +119,15 @@ class SamplingParams:
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n must be 1 when using greedy sampling, got {self.n}")
         return self
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> "SamplingParams":
+        """Parameters in which None stands for the default."""
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def clone(self) -> "SamplingParams":
+        """A copy, with lists of its own; the logits processors are the same."""
+        return replace(self)
 
 
 @dataclass(config=STRICT)

@@ -131,9 +131,16 @@ class Scheduler:
         """Adds as many of a sequence's next tokens to a batch as its budget allows."""
         start = seq.num_computed_tokens
         num_tokens = min(len(seq.token_ids) - start, batch.budget)
+        last_scored = seq.num_prompt_tokens - 1 if seq.is_scored else 0
+        if start < last_scored:
+            # a step has memory for the logits of so many
+            num_tokens = min(num_tokens, self.config.max_num_seqs - len(batch.scored))
         if not num_tokens:
             return
         stop = start + num_tokens
+        if start < last_scored:
+            positions = range(start, min(stop, last_scored))
+            batch.scored += [(len(batch.sequences), position) for position in positions]
         if stop == len(seq.token_ids):
             # The parent comes last: it may finish at once, and its forks share its blocks before.
             for each in (*seq.forks, seq):
@@ -292,6 +299,10 @@ class Scheduler:
                 (manager.swap_out if can_swap else manager.deallocate)(member)
                 mode = "swap" if can_swap else "recompute"
                 self.preempted.append((member, mode))
+                if not self.counters["num_preemptions"]:
+                    logger.warning("the KV cache is full: request %s is preempted (%s). More "
+                                   "num_kv_blocks, a higher gpu_memory_utilization or a lower "
+                                   "max_num_seqs help", seq.request_id, mode)
                 self.counters.update(["num_preemptions", f"{mode}_preemptions"])
                 member.metrics.num_preemptions += 1
 

@@ -124,6 +124,9 @@ class Sequence:
     # whether it has given its place to the head of a long queue
     gave_way: bool = state(bool)
     logprobs: list[Any] = state(list)
+    # whether log-probabilities of its prompt are to come, and those that it has, by position
+    is_scored: bool = state(bool)
+    prompt_logprobs: dict[int, Any] = state(dict)
     finish_reason: str | None = state(lambda: None)
     stop_reason: int | str | None = state(lambda: None)
 

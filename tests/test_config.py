@@ -2,17 +2,21 @@
 
 import ast
 import dataclasses
+import importlib.metadata
+import inspect
 import itertools
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
+import nanoengine
 from nanoengine import LLM, BeamSearchParams, SamplingParams
-from nanoengine.config import EngineConfig
+from nanoengine.config import VLLM_KEYWORDS, EngineConfig
 from nanoengine.scheduler import BATCHING, VICTIMS
 
 
@@ -110,13 +114,62 @@ def test_shorthands_and_numpy_numbers():
     ("max_model_len", 1, "greater than or equal to 2"),
     ("gpu_memory_utilization", 1.5, "less than or equal to 1"),
     ("enable_prefix_caching", "yes", "boolean"),
-    *[(name, 1, "Unexpected keyword") for name in (
-        "trust_remote_code", "tensor_parallel_size")],
+    ("trust_remote_kode", False, "Unexpected keyword"),
+    ("max_model_len", -2, "greater than or equal to 2"),
+    ("trust_remote_code", True, "one of [False]: code that comes with a model never runs"),
+    ("tensor_parallel_size", 2, "one of [1]: one process runs one model on one device"),
+    ("quantization", "awq", "one of [None]: weights have the precision"),
+    ("enable_chunked_prefill", False, "[None, True]: a prompt longer than a step always"),
 ])
 def test_bad_engine_options(bundled, name, value, accepted):
     with pytest.raises(ValueError) as error:
         LLM(bundled, **{name: value})
     assert name in str(error.value) and accepted in str(error.value)
+
+
+def test_keywords_of_vllm_that_change_nothing_are_accepted(tiny):
+    neutral = {name: (accepted or ["anything"])[0] for name, (accepted, _) in VLLM_KEYWORDS.items()}
+    plain = EngineConfig.from_keywords(model="m")
+    assert EngineConfig.from_keywords(model="m", **neutral, seed=None, max_model_len=-1) == plain
+    for name, (accepted, instead) in VLLM_KEYWORDS.items():
+        for value in accepted or []:
+            EngineConfig.from_keywords(model="m", **{name: value})
+        if accepted is not None:
+            with pytest.raises(ValueError, match=f"{name}='other' .*{re.escape(instead)}"):
+                EngineConfig.from_keywords(model="m", **{name: "other"})
+    assert not VLLM_KEYWORDS.keys() & {field.name for field in dataclasses.fields(EngineConfig)}
+    with LLM(tiny, num_kv_blocks=4, **neutral, seed=None, max_model_len=-1) as llm:
+        assert llm.config.seed == 0 and llm.inputs.max_model_len == 512
+
+
+def test_the_signature_of_an_llm_has_all_options():
+    parameters = inspect.signature(LLM).parameters
+    assert [*parameters] == [field.name for field in dataclasses.fields(EngineConfig)]
+    model, *options = parameters.values()
+    assert model.kind == model.POSITIONAL_OR_KEYWORD
+    assert all(option.kind == option.KEYWORD_ONLY for option in options)
+
+
+def test_the_version_is_that_of_the_package():
+    assert nanoengine.__version__ == importlib.metadata.version("nanoengine")
+    assert (Path(nanoengine.__file__).parent / "py.typed").is_file()
+
+
+def test_sampling_params_as_in_vllm():
+    params = SamplingParams.from_optional(n=2, temperature=None, stop=None, top_k=None, max_tokens=5)
+    assert params == SamplingParams(n=2, max_tokens=5)
+    params.stop.append("a")
+    copy = params.clone()
+    copy.stop.append("b")
+    copy.n = 3
+    assert (params.n, params.stop, copy.stop) == (2, ["a"], ["a", "b"])
+    assert SamplingParams(logprobs=True, prompt_logprobs=True) == SamplingParams(
+        logprobs=1, prompt_logprobs=1)
+    for positional in ((2,), (2, 0.5)):
+        with pytest.raises((TypeError, ValueError)):
+            SamplingParams(*positional)
+    with pytest.raises(ValueError, match="prompt_logprobs"):
+        SamplingParams(prompt_logprobs=-2)
 
 
 def test_the_token_budget_and_the_number_of_sequences_follow_each_other():

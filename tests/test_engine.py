@@ -76,7 +76,7 @@ class MadeUpRunner:
             return [made_up_token(*row) for row in rows]
 
         return SimpleNamespace(
-            batch=batch, wait=wait, logprobs={}, began=self.now - 1, done=self.now)
+            batch=batch, wait=wait, logprobs={}, prompt_logprobs=[], began=self.now - 1, done=self.now)
 
 
 def make_engine(**options) -> Engine:

@@ -1,8 +1,12 @@
 """The engine as its users see it: text in, text out, strict with input, hard to break."""
 
+import dataclasses
 import gc
 import logging
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
 from safetensors.torch import load_file, save_file
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, SamplingParams, TextPrompt, TokensPrompt
 from nanoengine.model_runner import ModelRunner
 
 
@@ -91,6 +95,159 @@ def test_logprobs(llm):
     decoded = [at[i].decoded_token for i, at in zip(completion.token_ids, completion.logprobs)]
     assert "".join(decoded) == completion.text
     assert generate(llm, "Once")[0].outputs[0].cumulative_logprob is None
+
+
+def test_chat_takes_what_the_template_takes(llm):
+    messages = [{"role": "user", "content": "12 + 34"}]
+    template = ("{% for m in messages %}{{ m.content }} ={% endfor %}{% if loud %}!{% endif %}"
+                "{% if tools %}{{ tools | length }}{% endif %}")
+
+    def prompt(conversation=messages, **options):
+        return llm.chat(conversation, GREEDY, use_tqdm=False, **options)[0].prompt
+
+    assert prompt(chat_template=template) == "12 + 34 ="
+    assert prompt(chat_template=template, chat_template_kwargs={"loud": True}) == "12 + 34 =!"
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert prompt(chat_template=template, tools=[tool]) == "12 + 34 =1"
+    assert prompt(add_generation_prompt=False) == "<|im_start|>user\n12 + 34<|im_end|>\n"
+    begun = [*messages, {"role": "assistant", "content": "4"}]
+    assert prompt(begun, continue_final_message=True, add_generation_prompt=False) == (
+        "<|im_start|>user\n12 + 34<|im_end|>\n<|im_start|>assistant\n4")
+    for bad in (dict(chat_template="{{ 1 / 0 }}"), dict(continue_final_message=True),
+                dict(chat_template="{% if %}"), dict(chat_template_kwargs={"tokenize": True})):
+        with pytest.raises((ValueError, TypeError)):
+            llm.chat(messages, GREEDY, **bad)
+    with pytest.raises(ValueError, match="priority=1 .* unless scheduling_policy"):
+        llm.chat(messages, GREEDY, priority=1)
+
+
+def test_streams_say_whose_text_it_is(llm):
+    for _ in range(2):
+        prompts = ["Once upon a time", "47 + 85 =", "count 17 to 23 ="]
+        seen = {}
+        for output in llm.stream(prompts, GREEDY):
+            assert output.prompt == prompts[output.index] and output.lora_request is None
+            seen[output.request_id] = output.index
+            assert [c.finished() for c in output.outputs] == [output.finished]
+        assert [*seen.values()] == [0, 1, 2]
+    assert [output.index for output in generate(llm, prompts)] == [0, 1, 2]
+    chats = [[{"role": "user", "content": text}] for text in ("12 + 34", "sort c b a")]
+    assert [output.index for output in llm.chat(chats, GREEDY, use_tqdm=False)] == [0, 1]
+
+
+def test_the_progress_bar_shows_tokens_per_second(llm, capsys):
+    llm.generate(["Once upon a time"] * 3, GREEDY)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert "3/3" in last
+    found = re.search(r"(\d+) prompt tokens/s, (\d+) output tokens/s", last)
+    assert found and min(map(int, found.groups())) > 0
+
+
+def test_what_is_logged(make_llm, caplog):
+    with caplog.at_level(logging.INFO, logger="nanoengine"):
+        with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
+            assert caplog.messages[-1].endswith(
+                "8 KV blocks of 16 tokens are 128 tokens, 2.0 requests of 64 at once")
+            params = SamplingParams(max_tokens=30, ignore_eos=True)
+            for _ in range(2):
+                generate(llm, random_prompts([30] * 4), params)
+            assert llm.metrics()["num_preemptions"] > 1
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1, "of several preemptions the first is reported"
+    assert "num_kv_blocks" in warnings[0].getMessage()
+
+
+def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
+    script = f"""if True:
+        import logging
+        SETTING
+        from nanoengine import LLM
+        LLM({tiny!r}, num_kv_blocks=4)"""
+    for setting, count in (
+            ("", 1), ("logging.getLogger('nanoengine').setLevel('ERROR')", 0),
+            ("logging.basicConfig(level='INFO')", 1), ("logging.basicConfig(level='ERROR')", 1)):
+        result = subprocess.run([sys.executable, "-c", script.replace("SETTING", setting)],
+                                capture_output=True, text=True, check=True)
+        assert result.stderr.count("KV blocks of") == count, (setting, result.stderr)
+
+
+def test_prompts_as_typed_dicts(llm):
+    ids = llm.get_tokenizer().encode("47 + 85 =")
+    prompts = [TextPrompt(prompt="47 + 85 ="), TokensPrompt(prompt_token_ids=ids)]
+    assert len({tuple(ids) for ids in token_ids(generate(llm, prompts))}) == 1
+
+
+def test_without_a_tokenizer_by_choice(bundled):
+    """As in a test of vLLM's own."""
+    params = SamplingParams(prompt_logprobs=True, detokenize=True)
+    with LLM(bundled, skip_tokenizer_init=True, num_kv_blocks=8) as llm:
+        with pytest.raises(ValueError, match="`skip_tokenizer_init=True`"):
+            llm.generate("abc", params)
+        (output,) = generate(llm, {"prompt_token_ids": [1, 2, 3]}, params)
+        assert output.outputs[0].text == "" and output.outputs[0].token_ids
+        assert [len(at or ()) for at in output.prompt_logprobs[:1]] == [0]
+        assert output.prompt_logprobs[1][2].decoded_token is None
+
+
+# -------------------------------------------------------------------------- prompt logprobs
+
+
+@pytest.fixture(scope="module")
+def scored_model(make_model):
+    return make_model(num_hidden_layers=2)
+
+
+def scores_of(model, prompt) -> torch.Tensor:
+    """Log-probabilities that transformers gives behind each token of a prompt."""
+    with torch.inference_mode():
+        return model(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(run_ahead=True), dict(max_num_batched_tokens=40, max_num_seqs=7),
+    dict(scheduling="mixed", max_num_batched_tokens=24, max_num_seqs=5),
+    dict(num_kv_blocks=8, preemption_mode="swap", max_num_seqs=6), dict(num_kv_blocks=8)])
+def test_prompt_logprobs_are_those_of_transformers(scored_model, options):
+    """In chunks, beside others, preempted, with the prompt in the prefix cache."""
+    folder, model = scored_model
+    prompts = random_prompts([40, 1, 2, 33, 40], seed=4)
+    prompts[4] = prompts[0][:35] + prompts[4][:5]
+    params = [SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True,
+                             prompt_logprobs=count) for count in (2, 3, 0, None, -1)]
+    with LLM(folder, dtype="float32", block_size=16, **options) as llm:
+        for _ in range(2):
+            outputs = generate(llm, prompts, params)
+            for prompt, each, output in zip(prompts, params, outputs):
+                if each.prompt_logprobs is None:
+                    assert output.prompt_logprobs is None
+                    continue
+                assert output.num_cached_tokens == 0 or len(prompt) == 1
+                first, *found = output.prompt_logprobs
+                assert first is None and len(found) == len(prompt) - 1
+                expected = scores_of(model, prompt)
+                for at, row, token_id in zip(found, expected, prompt[1:]):
+                    count = 320 if each.prompt_logprobs == -1 else each.prompt_logprobs
+                    likeliest = row.topk(count).indices.tolist()
+                    assert [*at] == list(dict.fromkeys([token_id, *likeliest]))
+                    assert at[token_id].rank == 1 + int((row > row[token_id]).sum())
+                    for other, entry in at.items():
+                        assert entry.logprob == pytest.approx(row[other].item(), abs=2e-4)
+        plain = [dataclasses.replace(each, prompt_logprobs=None) for each in params]
+        assert token_ids(generate(llm, prompts, plain)) == token_ids(outputs)
+
+
+def test_prompt_logprobs_have_text_and_come_with_every_output(llm):
+    params = SamplingParams(n=2, seed=1, max_tokens=5, prompt_logprobs=1, logprobs=0)
+    outputs = list(llm.stream(["Once upon a time", "a"], params))
+    for output in outputs:
+        tokens = [output.prompt_token_ids[0]]
+        for token_id, at in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:]):
+            assert token_id in at and 1 <= len(at) <= 2
+            tokens.append(at[token_id].decoded_token)
+        text = llm.get_tokenizer().decode(tokens[0]) + "".join(tokens[1:])
+        assert text == output.prompt
+    (again,) = generate(llm, ["Once upon a time"], params)
+    assert again.prompt_logprobs == outputs[0].prompt_logprobs and again.num_cached_tokens == 0
 
 
 def test_bad_words(llm):

@@ -150,7 +150,7 @@ def test_parameters_can_be_changed_while_they_are_in_use(llm):
     ([], ""), (None, "")])
 def test_text_parts_are_joined(llm, content, text):
     message = {"role": "user", "content": content}
-    (prompt,) = llm.inputs.render([message])
+    (prompt,) = llm.inputs.render([message], add_generation_prompt=True)
     assert prompt["prompt"] == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     assert message == {"role": "user", "content": content}, "the user's message is left alone"
     assert llm.inputs.render([{"role": "user"}]) == llm.inputs.render(

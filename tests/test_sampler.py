@@ -26,8 +26,8 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
     if not any(map(sampler.is_edited, seqs)):  # as a CUDA graph does it
         assert torch.equal(sampler.sample(logits, temperatures, uniforms), tokens)
     return tokens.tolist(), [
-        None if seq.params.logprobs is None else logprobs_of(*row, seq)
-        for *row, seq in zip(logits, tokens, seqs)]
+        None if seq.params.logprobs is None else logprobs_of(row, int(token), seq.params.logprobs)
+        for row, token, seq in zip(logits, tokens, seqs)]
 
 
 def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
@@ -329,7 +329,7 @@ def test_ranks_are_one_to_k_with_ties_too(token, count):
     logits = torch.tensor([5.0, 5.0, 5.0, 1.0, 0.0])
     k = 5 if count == -1 else count
     likeliest = logits.double().log_softmax(-1).topk(k).indices.tolist()
-    found = logprobs_of(logits, torch.tensor(token), make(logprobs=count))
+    found = logprobs_of(logits, token, count)
     assert [*found] == list(dict.fromkeys([token, *likeliest]))
     assert [found[token_id].rank for token_id in likeliest] == [*range(1, k + 1)]
     assert token in likeliest or found[token].rank == {0: 3, 1: 3, 2: 3, 3: 4, 4: 5}[token]

@@ -23,7 +23,7 @@ from nanoengine.engine import Engine
 from nanoengine.sampler import Logprob
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.scheduler import BATCHING, VICTIMS, Scheduler
-from nanoengine.sequence import PendingToken, Sequence
+from nanoengine.sequence import NO_TOKEN, PendingToken, Sequence
 
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
@@ -36,9 +36,11 @@ OTHER_ORDERS = [order for order in itertools.permutations(ORDER_OF_COPIES)
                 if order != ORDER_OF_COPIES]
 
 
-def next_token(token_ids: list[int], seed: int) -> int:
-    """The "model": EOS now and then, else any token; a function of all tokens so far."""
-    value = hash((seed, *token_ids))
+def next_token(token_ids: list[int], seq: Sequence) -> int:
+    """The "model": now and then EOS or none, else any token; a function of all tokens so far."""
+    value = hash((seq.seed, *token_ids))
+    if value % 61 == 1 and seq.end_tokens:
+        return NO_TOKEN
     return EOS if value % 17 == 0 else 1 + value // 17 % (VOCABULARY - 1)
 
 
@@ -48,11 +50,22 @@ def next_logprobs(token_ids: list[int]) -> dict[int, Logprob]:
             for token_id in range(VOCABULARY)}
 
 
-def expected_output(seq: Sequence) -> list[int]:
+def expected_output(seq: Sequence) -> tuple[list[int], str]:
+    """All tokens of a sequence, and how it ends."""
     token_ids = seq.token_ids[:seq.num_prompt_tokens]
-    while len(token_ids) < seq.max_num_tokens and token_ids[seq.num_prompt_tokens:][-1:] != [EOS]:
-        token_ids.append(next_token(token_ids, seq.seed))
-    return token_ids
+    while len(token_ids) < seq.max_num_tokens:
+        token_id = next_token(token_ids, seq)
+        if token_id == NO_TOKEN:
+            return token_ids, "error"
+        token_ids.append(token_id)
+        if token_id == EOS:
+            return token_ids, "stop"
+    return token_ids, "length"
+
+
+def prefixes_of(token_ids: list[int]) -> list[int]:
+    """For each token, what stands for it and all before it."""
+    return list(itertools.accumulate(token_ids, lambda *pair: hash(pair)))
 
 
 def make_sequence(prompt: list[int], max_tokens: int, name: str = "", n: int = 1,
@@ -86,8 +99,7 @@ class ShadowCache:
         tokens = {seq: self.tokens(seq) for seq in batch.sequences}
         slots = {seq: self.slots_of(seq, start + count) for seq, start, count
                  in zip(batch.sequences, batch.starts, batch.num_tokens)}
-        prefixes = {seq: list(itertools.accumulate(tokens[seq], lambda *pair: hash(pair)))
-                    for seq in batch.sequences}
+        prefixes = {seq: prefixes_of(tokens[seq]) for seq in batch.sequences}
         written = set()
         for seq, start in zip(batch.sequences, batch.starts):
             for slot, prefix in zip(slots[seq][start:], prefixes[seq][start:]):
@@ -97,14 +109,16 @@ class ShadowCache:
         for seq in batch.sequences:
             held = [self.slots.get(slot) for slot in slots[seq]]
             assert held == prefixes[seq][:len(held)], "reads another's K and V"
-        self.sampled = [next_token(tokens[batch.sequences[index]], seq.seed)
+        self.sampled = [next_token(tokens[batch.sequences[index]], seq)
                         for index, seq in batch.sampled]
         return self.sampled
 
     def tokens(self, seq: Sequence) -> list[int]:
         """What the device knows: what it has sampled in the step before is there already."""
         *known, last = seq.token_ids
-        return [*known, self.sampled[last.row] if isinstance(last, PendingToken) else last]
+        if isinstance(last, PendingToken):
+            last = max(0, self.sampled[last.row])
+        return [*known, last]
 
     def copy(self, copies: Copies) -> None:
         device, host = self.slots, self.host_slots
@@ -140,13 +154,22 @@ class ShadowRunner:
         tokens = self.cache.run(batch)
         logprobs = {row: next_logprobs(seq.token_ids)
                     for row, (_, seq) in enumerate(batch.sampled) if seq.group}
-        return SimpleNamespace(batch=batch, wait=lambda: tokens, logprobs=logprobs,
-                               began=0.0, done=0.0)
+        return SimpleNamespace(batch=batch, wait=lambda: tokens, logprobs=logprobs, began=0.0,
+                               done=0.0, prompt_logprobs=self.score(batch))
+
+    def score(self, batch: Batch) -> list[int]:
+        """For each token to be scored, what stands for it and all before it."""
+        for index, position in batch.scored:
+            start = batch.starts[index]
+            assert start <= position < start + batch.num_tokens[index], "it has no logits"
+        return [prefixes_of(batch.sequences[index].token_ids[:position + 1])[-1]
+                for index, position in batch.scored]
 
 
 def contents(batch: Batch) -> list:
     """A deep copy of all that a batch says, but for the sequences, which go on."""
     return [batch.sequences[:], batch.starts[:], batch.num_tokens[:], batch.sampled[:],
+            batch.scored[:],
             [list(pairs.items()) for pairs in vars(batch.copies).values()], batch.preempted[:],
             batch.budget, batch.started, batch.next_step_needs_tokens]
 
@@ -166,6 +189,7 @@ class CheckedScheduler(Scheduler):
         return batch
 
     def check_batch(self, batch: Batch, running_before: list, waiting_before: list) -> None:
+        assert len(batch.scored) <= self.config.max_num_seqs
         config = self.config
         assert 0 < sum(batch.num_tokens) <= config.max_num_batched_tokens
         assert batch.budget == config.max_num_batched_tokens - sum(batch.num_tokens)
@@ -253,7 +277,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
     scheduler = engine.scheduler
     manager = scheduler.block_manager
     stems = [[rng.randrange(1, VOCABULARY) for _ in range(max_model_len)] for _ in range(3)]
-    arriving, searches, wanted = [], {}, {}
+    arriving, searches, wanted, scored = [], {}, {}, set()
     for number in range(rng.randint(1, 12)):
         length = rng.randint(1, max_model_len - 1)
         own = rng.randint(0, length)
@@ -271,6 +295,8 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
                 prompt, params)
         else:
             seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority)
+            seq.is_scored = rng.random() < 0.25
+            scored.update([seq] * seq.is_scored)
         arriving.append(seq)
     everyone = [completion for seq in arriving for completion in (seq, *seq.forks)]
     aborted: set[str] = set()
@@ -300,8 +326,11 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
         if seq.request_id in searches:
             assert searches[seq.request_id].finished == wanted[seq.request_id]
         elif seq.request_id not in aborted:
-            assert seq.token_ids == expected_output(seq)
-            assert seq.finish_reason == ("stop" if seq.token_ids[-1] == EOS else "length")
+            assert (seq.token_ids, seq.finish_reason) == expected_output(seq)
+            wanted_scores = prefixes_of(seq.token_ids[:seq.num_prompt_tokens - 1])
+            assert seq.prompt_logprobs == dict(enumerate(wanted_scores * (seq in scored), 1))
+            scheduler.counters["errors"] += seq.finish_reason == "error"
+            scheduler.counters["scored"] += len(seq.prompt_logprobs)
     if policies["preemption_mode"] == "recompute":
         assert not scheduler.counters["swap_preemptions"], "the pool is not to be used"
     return scheduler.counters
@@ -317,6 +346,7 @@ def test_random_workloads():
         assert totals[name] > 1000, name
     assert totals["prefix_cache_hits"] > 10_000
     assert totals["recomputed_tokens"] > 10_000
+    assert totals["errors"] > 1000 and totals["scored"] > 10_000
 
 
 def test_no_combination_of_policies_livelocks():

@@ -22,6 +22,7 @@ sums. At numba's level "max" all kernels are optimised twice, and both have the 
 """
 
 import functools
+import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -31,6 +32,9 @@ from typing import Any
 import numba
 import numpy as np
 from numba import carray, njit, prange
+
+# once in a process: a kernel is compiled together with the functions that it calls
+say_once = functools.cache(logging.getLogger(__name__).info)
 
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
 numba.config.OPT = type(numba.config.OPT)("max")  # type: ignore
@@ -150,6 +154,16 @@ def set_num_threads(count: int) -> None:
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore
 
 
+class Announcement(numba.core.event.Listener):
+    """Says that a kernel is being compiled, which takes seconds."""
+
+    def on_start(self, event):
+        say_once("compiling the attention kernel, which takes seconds; it is kept on disk")
+
+    def on_end(self, event):
+        pass
+
+
 def compile_kernel(kernel: Callable, signature: str) -> Callable:
     """The compiled kernel, from numba's cache on disk if it has it.
 
@@ -160,7 +174,8 @@ def compile_kernel(kernel: Callable, signature: str) -> Callable:
     try:
         compiled = jit(cache=True)(kernel)
         folder = compiled.stats.cache_path
-        compiled.compile(signature)
+        with numba.core.event.install_listener("numba:compile", Announcement()):
+            compiled.compile(signature)
     # a folder that is read-only, a full disk, a damaged file: all kinds of errors
     except Exception as error:
         warnings.warn(f"numba cannot use {folder}: kernels are compiled anew in each process "
