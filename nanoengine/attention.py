@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from nanoengine.kernels.paged_attention import paged_attention, set_num_threads
 from nanoengine.sampling_params import rejected
 
 # longest_query, longest_keys, then (name, dtype, shape, number of words) of each tensor
@@ -125,8 +126,6 @@ def cpu_attention(qkv: Tensor, norms: tuple[nn.Module, nn.Module], angles: Tenso
     Returns (T, heads, head_dim). All that the kernel gets is contiguous: for strided tensors numba
     would compile another kernel, in which LLVM might order sums in another way.
     """
-    # a GPU does without numba
-    from nanoengine.kernels.paged_attention import paged_attention, set_num_threads
     num_threads = torch.get_num_threads()
     set_num_threads(num_threads)
     # what numba, when it starts, tells the OpenMP that both share is every core
@@ -190,11 +189,16 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     starts = step.query_starts.tolist()
     for seq, length in enumerate(step.lengths.tolist()):
         rows = slice(starts[seq], starts[seq + 1])
-        keys, values = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length].transpose(1, 2)
+        gathered = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length].transpose(1, 2)
         ages = step.positions[rows, None] - torch.arange(length, device=query.device)
         mask = (ages >= 0) & (ages < (window or length))
+        # NaN reaches the queries that see it, and no others: a weight of 0 would not keep it out
+        is_finite = gathered.isfinite()
+        sees_nan = (mask & ~is_finite.all(dim=-1).all(dim=0).all(dim=0)).any(dim=-1)
+        keys, values = gathered.where(is_finite, 0)
         out[rows] = F.scaled_dot_product_attention(
             query[rows].transpose(0, 1), keys, values, mask, enable_gqa=True).transpose(0, 1)
+        out[rows].masked_fill_(sees_nan[:, None, None], torch.nan)
     return out
 
 

@@ -210,6 +210,14 @@ class BlockManager:
             self.hash_of_block[block] = block_hash
             self.blocks_by_hash.setdefault(block_hash, {})[block] = None
 
+    def forget(self, seq: Sequence) -> None:
+        """Forgets the hashes of a sequence's blocks, wherever these are by now."""
+        for block_hash in seq.block_hashes:
+            for block in self.blocks_by_hash.pop(block_hash, ()):
+                del self.hash_of_block[block]
+                if block in self.free:
+                    self.free.move_to_end(block, last=False)
+
     def reset_prefix_cache(self) -> None:
         """Forgets every hash. Blocks in use stay in use."""
         self.hash_of_block.clear()

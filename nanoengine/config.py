@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, WrapValidator
 from pydantic.dataclasses import dataclass
 
-from nanoengine.sampling_params import STRICT, Count, Float, Int, rejected
+from nanoengine.sampling_params import STRICT, Float, Int, Size, rejected
 
 # The default of these options depends on the device: None is replaced when a config is made.
 CPU_DEFAULTS: dict[str, Any] = {
@@ -110,10 +110,10 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: Annotated[Annotated[Int, Field(ge=2)] | None,
                              BeforeValidator(lambda v: None if v == -1 else v)] = None
-    max_num_seqs: Annotated[Count, OR_NONE] = TO_FILL_IN
-    max_num_batched_tokens: Annotated[Count, OR_NONE] = TO_FILL_IN
-    block_size: Annotated[Count, OR_NONE] = TO_FILL_IN
-    num_kv_blocks: Count | None = None
+    max_num_seqs: Annotated[Size, OR_NONE] = TO_FILL_IN
+    max_num_batched_tokens: Annotated[Size, OR_NONE] = TO_FILL_IN
+    block_size: Annotated[Size, OR_NONE] = TO_FILL_IN
+    num_kv_blocks: Size | None = None
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False

@@ -5,6 +5,7 @@ comes out becomes text (`outputs.py`).
 """
 
 import functools
+import gc
 import inspect
 import logging
 import os
@@ -34,11 +35,9 @@ logger = logging.getLogger(__name__)
 first_process = functools.cache(os.getpid)
 
 
-def check_process() -> None:
-    """Raises RuntimeError in a process where an engine would wait for threads that a fork lost."""
-    if os.getpid() != first_process():
-        raise RuntimeError("this process was forked from one that has an engine, and would hang: "
-                           "start it by multiprocessing's 'spawn'")
+def is_forked() -> bool:
+    """Whether an engine would wait here for threads that a fork has not taken over."""
+    return os.getpid() != first_process()
 
 
 class LLM(AbstractContextManager):
@@ -56,7 +55,7 @@ class LLM(AbstractContextManager):
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        check_process()
+        self._check_process()
         device = choose_device(options.pop("device", "auto"))
         self.config = config = EngineConfig.from_keywords(model=model, device=device, **options)
         folder = find_model(config.model, config.revision, config.download_dir)
@@ -84,9 +83,10 @@ class LLM(AbstractContextManager):
         # The requests of the call that is running, by request_id. If a call finds some of another
         # one, an interrupt has cut its cleaning up short.
         self.active: dict[str, Any] = {}
-        # held by the call that is running; its thread, and what another call in that thread is told
+        # held by the call that is running, in this thread
         self.lock = threading.Lock()
-        self.holder = 0, ""
+        self.thread: threading.Thread | None = None
+        self.is_in_step = False
 
     # ------------------------------------------------------------------------ generating
 
@@ -142,9 +142,7 @@ class LLM(AbstractContextManager):
 
         `.finished` marks a request's last. Abandoning the iterator frees its requests.
         """
-        steps = self._run(
-            lambda: self.inputs.make_requests(prompts, sampling_params, priority),
-            "a stream is open in this thread: exhaust or drop it first")
+        steps = self._run(lambda: self.inputs.make_requests(prompts, sampling_params, priority))
         # from here on the stream is open, until it is exhausted or dropped
         next(steps)
         return (request.output() for updated in steps for request in updated)
@@ -171,43 +169,58 @@ class LLM(AbstractContextManager):
             beam.text = tokenizer and tokenizer.decode(beam.tokens, True)
         return [BeamSearchOutput(search.finished) for search in searches]
 
-    def _run(self, make_requests: Callable[[], list[Any]],
-             busy: str = "a call of this thread is running") -> Generator[list[Any], None, None]:
+    def _run(self, make_requests: Callable[[], list[Any]]) -> Generator[list[Any], None, None]:
         """One call, from its turn to its end. It yields its requests, then after each step those
         with new tokens.
 
         make_requests: checks the whole call. The lock is taken before, and given back when the
             generator is exhausted or dropped, or fails.
-        busy: what a call in the same thread is told, which would wait for itself.
         """
-        check_process()
+        self._check_process()
+        if self.thread and not self.is_in_step:
+            # a stream that was dropped, but in a cycle of references, is still open
+            gc.collect()
         if self._is_mine():
-            raise RuntimeError(self.holder[1])
+            raise RuntimeError("a call of this thread is running" if self.is_in_step else
+                               "a stream is open in this thread: exhaust or drop it first")
         with self.lock:
-            self.holder = threading.get_ident(), busy
-            is_in_step = False
             try:
-                if self.engine.runner is None:
-                    raise RuntimeError("the LLM is closed")
                 if self.active:
                     self.engine.reset()
+                self._enter()
                 requests = make_requests()
                 self.active = {request.seq.request_id: request for request in requests}
                 for request in requests:
                     self.engine.add(request.seq)
                 yield requests
+                self._enter()
                 while self.engine.has_unfinished():
-                    self.holder = threading.get_ident(), busy
-                    is_in_step = True
+                    self.is_in_step = True
                     updated = self._step()
-                    is_in_step = False
+                    self.is_in_step = False
                     yield updated
+                    self._enter()
             finally:
-                self.holder = 0, ""
                 # a step that was broken off may have left any state
-                (self.engine.reset if is_in_step else self.engine.abort)()
+                clean_up = self.engine.reset if self.is_in_step else self.engine.abort
+                self.is_in_step = False
+                self.thread = None
+                clean_up()
                 self.active = {}
-                end_threads()
+                if not is_forked():
+                    end_threads()
+
+    def _enter(self) -> None:
+        """To be called whenever a call goes on, perhaps in another thread than before."""
+        self._check_process()
+        if self.engine.runner is None:
+            raise RuntimeError("the LLM is closed")
+        self.thread = threading.current_thread()
+
+    def _check_process(self) -> None:
+        if is_forked():
+            raise RuntimeError("this process was forked from one that has an engine, and would "
+                               "hang: start it by multiprocessing's 'spawn'")
 
     def _step(self) -> list[Any]:
         """Runs one step; returns the requests with new tokens."""
@@ -227,11 +240,13 @@ class LLM(AbstractContextManager):
 
     def _is_mine(self) -> bool:
         """Whether a call of this thread is running, or a stream that it read last is open."""
-        return self.holder[0] == threading.get_ident()
+        return self.thread is threading.current_thread()
 
     def _turn(self) -> AbstractContextManager:
         """The lock, for what can also be called while a stream of this thread is open."""
-        return nullcontext() if self._is_mine() else self.lock
+        if self._is_mine() and self.is_in_step:
+            raise RuntimeError("a call of this thread is running")
+        return nullcontext() if self._is_mine() or is_forked() else self.lock
 
     # -------------------------------------------------------------------------- the rest
 

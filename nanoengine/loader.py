@@ -43,10 +43,11 @@ def load_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise rejected("model", str(folder), "a folder with a config.json")
     with naming(folder / "config.json"):
-        num_layers = json.loads((folder / "config.json").read_text()).get("num_hidden_layers", 1)
-        # before transformers makes lists with something for each layer
-        if not 1 <= num_layers <= 10_000:
-            raise rejected("the model's num_hidden_layers", num_layers, "from 1 to 10000")
+        content = json.loads((folder / "config.json").read_text())
+        # before transformers makes lists that are as long
+        for name in ("num_hidden_layers", "num_labels"):
+            if content.get(name, 1) not in range(1, 10_001):
+                raise rejected(f"the model's {name}", content[name], "from 1 to 10000")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "head_dim", None) is None:
             config.head_dim = config.hidden_size // max(1, config.num_attention_heads)
@@ -56,9 +57,13 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder, or None where there is none: then prompts are token ids."""
-    files = [*folder.glob("tokenizer.*"), *folder.glob("vocab.json")]
+    if not [*folder.glob("tokenizer.*"), *folder.glob("vocab.json")]:
+        return None
     with naming(f"{folder}, tokenizer.json or another file of the tokenizer"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False) if files else None
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # some mistakes in its files show with the first text
+        tokenizer.encode("a")
+    return tokenizer
 
 
 def load_defaults(folder: Path, config: Any,
@@ -76,7 +81,7 @@ def load_defaults(folder: Path, config: Any,
         params = SamplingParams(**{DEFAULTS[name]: given[name] for name in counting})
         eos = given.get("eos_token_id", config.eos_token_id)
         eos_ids = eos if isinstance(eos, list) else {eos} - {None}
-        if not all(isinstance(token_id, int) for token_id in eos_ids):
+        if not all(type(token_id) is int for token_id in eos_ids):
             raise rejected("eos_token_id", eos, "a token id, or a list of them")
     others = (vars(GenerationConfig()).keys() & given) - counting - HARMLESS
     # 0, 1, False and True change nothing there, but without do_sample transformers is greedy
@@ -84,7 +89,9 @@ def load_defaults(folder: Path, config: Any,
     ignored |= {"do_sample"} if given.get("do_sample") is False else set()
     if ignored:
         warnings.warn(f"{file}: {sorted(ignored)} do not count here", stacklevel=2)
-    eos_tokens: dict[int, int | None] = {token_id: token_id for token_id in eos_ids}
+    # some files say -1 for none
+    eos_tokens: dict[int, int | None] = {
+        token_id: token_id for token_id in eos_ids if 0 <= token_id < config.vocab_size}
     if tokenizer and tokenizer.eos_token_id is not None:
         eos_tokens[tokenizer.eos_token_id] = None
     return params, eos_tokens

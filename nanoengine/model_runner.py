@@ -88,7 +88,7 @@ class ModelRunner:
         limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
         weight_bytes = num_weights(model_config) * self.dtype.itemsize
-        rope_bytes = 4 * self.max_model_len * model_config.head_dim
+        rope_bytes = 16 * self.max_model_len * model_config.head_dim
         check_memory(self.device, "model", str(folder), weight_bytes + rope_bytes)
         self.model = load_model(folder, model_config, self.dtype, self.device, config.load_format)
         is_invariant = self.backend == "numba" and self.model.lm_head.weight.is_mkldnn

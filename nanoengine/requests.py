@@ -92,10 +92,11 @@ class InputProcessor:
         tokenizer = self.get_tokenizer() if params.stop or params.bad_words else self.tokenizer
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
-        most = self.config.max_logprobs % (self.vocab_size + 1)
+        most = self.config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) % (self.vocab_size + 1) > most:
-                raise rejected(name, getattr(params, name), f"at most max_logprobs={most}")
+            count = getattr(params, name) or 0
+            if most >= 0 and not 0 <= count <= most:
+                raise rejected(name, count, f"from 0 to max_logprobs={most}")
         text, token_ids = self._parse_prompt(f"prompts[{index}]", prompt)
 
         number = self.num_requests + index
@@ -137,7 +138,9 @@ class InputProcessor:
         text = prompt.get("prompt")
         token_ids = prompt.get("prompt_token_ids")
         if token_ids is None and isinstance(text, str):
-            token_ids = self.get_tokenizer().encode(text)
+            tokenizer = self.get_tokenizer()
+            with naming(name):
+                token_ids = tokenizer.encode(text)
         is_known = prompt.keys() <= {"prompt", "prompt_token_ids"}
         if not is_known or not isinstance(token_ids, (list, tuple)):
             raise rejected(name, prompt, ACCEPTED_PROMPTS)

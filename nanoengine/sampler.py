@@ -140,12 +140,13 @@ def apply_processors(logits: Tensor, seq: Sequence) -> Tensor:
     for processor in seq.processors:
         scores = processor(input_ids.clone(), scores.clone())
         is_row = isinstance(scores, Tensor) and scores.shape == logits.shape
-        if not (is_row and scores.is_floating_point()):
+        if not (is_row and scores.is_floating_point() and scores.layout == logits.layout
+                and scores.device == logits.device):
             shown = (scores.shape, scores.dtype) if isinstance(scores, Tensor) else scores
             raise ValueError(f"request {seq.request_id}: its logits processor {processor} returned "
                              f"{shown}, and not floats of shape {tuple(logits.shape)}")
     # +inf is how some force a token
-    scores = scores.clamp(max=torch.finfo(torch.float32).max)
+    scores = scores.float().clamp(max=torch.finfo(torch.float32).max)
     return torch.where(logits.amax().isfinite(), scores, math.nan)
 
 

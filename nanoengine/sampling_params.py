@@ -42,6 +42,7 @@ Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
 Moderate = Annotated[
     Float, AfterValidator(lambda v: v and math.copysign(min(max(abs(v), 1e-18), 1e18), v))]
 Count = Annotated[Int, Field(ge=1)]
+Size = Annotated[Int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[Int, Field(ge=0)]
 NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]

@@ -237,16 +237,18 @@ class Scheduler:
             seq.metrics.finished_time = now
             if not seq.group:
                 token_id = seq.token_ids[-1] = token_ids[row]
-                if token_id in seq.end_tokens:
-                    self.finish(seq, "stop", seq.end_tokens[token_id])
-                elif token_id == NO_TOKEN:
+                if token_id == NO_TOKEN:
                     self._fail(seq)
+                elif token_id in seq.end_tokens:
+                    self.finish(seq, "stop", seq.end_tokens[token_id])
         self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for _, seq in taken)
         return taken
 
     def _fail(self, seq: Sequence) -> None:
-        """Ends a sequence of which no token can be sampled. Its neighbours lose nothing."""
+        """Ends a sequence of which no token can be sampled. Its neighbours lose nothing, and
+        nobody finds its blocks, where K and V may be NaN too."""
         del seq.token_ids[-1]
+        self.block_manager.forget(seq)
         cause = "its logits are NaN or infinite"
         if seq.processors:
             cause = f"its processors (bad_words, min_tokens, …) leave no token, or {cause}"

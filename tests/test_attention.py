@@ -302,7 +302,7 @@ def new_kernels(monkeypatch):
         made.append(make(*shape, **named))
         return made[-1]
 
-    monkeypatch.setattr(kernels, "paged_attention", paged_attention)
+    monkeypatch.setattr("nanoengine.attention.paged_attention", paged_attention)
     return made
 
 

@@ -156,7 +156,7 @@ def test_the_version_is_that_of_the_package():
 
 
 def test_sampling_params_as_in_vllm():
-    params = SamplingParams.from_optional(n=2, temperature=None, stop=None, top_k=None, max_tokens=5)
+    params = SamplingParams.from_optional(n=2, temperature=None, stop=None, max_tokens=5)
     assert params == SamplingParams(n=2, max_tokens=5)
     params.stop.append("a")
     copy = params.clone()

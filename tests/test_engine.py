@@ -75,8 +75,8 @@ class MadeUpRunner:
             assert self.in_flight.pop(0) is batch
             return [made_up_token(*row) for row in rows]
 
-        return SimpleNamespace(
-            batch=batch, wait=wait, logprobs={}, prompt_logprobs=[], began=self.now - 1, done=self.now)
+        return SimpleNamespace(batch=batch, wait=wait, logprobs={}, prompt_logprobs=[],
+                               began=self.now - 1, done=self.now)
 
 
 def make_engine(**options) -> Engine:

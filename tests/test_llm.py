@@ -406,6 +406,26 @@ def test_a_prompt_that_gives_nan_ends_with_an_error_and_its_neighbours_lose_noth
         assert llm.metrics()["generation_tokens"] == num_sampled
 
 
+@pytest.mark.parametrize("options", [dict(), dict(attention_backend="gather"),
+                                     dict(attention_backend="gather", dtype="float16")])
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_nan_is_not_found_in_the_prefix_cache(broken, options, max_tokens):
+    """A prompt that begins alike gets what it gets alone, in the same step or later."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    stem = [*range(1, 33)]
+    prompts = [[*stem, 300, 7], [*stem, 5], [*stem, 300], [*stem]]
+    with LLM(broken, num_kv_blocks=64, **dict(dtype="float32", block_size=16) | options) as llm:
+        (expected,) = token_ids(generate(llm, [prompts[1]], params))
+        assert 300 not in expected
+        llm.reset_prefix_cache()
+        for batch in ([0], [1], [0, 1], [1, 0], [2], [1], [3, 0, 2, 1], [1]):
+            outputs = generate(llm, [prompts[i] for i in batch], params)
+            for index, output in zip(batch, outputs):
+                (completion,) = output.outputs
+                assert (completion.finish_reason == "error") == (index in (0, 2))
+                assert index != 1 or completion.token_ids == expected
+
+
 def test_a_completion_that_meets_nan_keeps_what_it_has(broken):
     """In a stream too, whose last output of the request says so."""
     bias = [None, {300: 1e9}]

@@ -158,7 +158,7 @@ def text_copy(bundled, tmp_path) -> Path:
 
 def defaults_of(folder: Path, content, tokenizer=None):
     (folder / "generation_config.json").write_text(json.dumps(content))
-    return load_defaults(folder, SimpleNamespace(eos_token_id=9), tokenizer)
+    return load_defaults(folder, SimpleNamespace(eos_token_id=9, vocab_size=99), tokenizer)
 
 
 def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy):
@@ -173,6 +173,7 @@ def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy):
         own = SimpleNamespace(eos_token_id=5)
         assert defaults_of(text_copy, content, own)[1] == {2: 2, 5: None}
         assert defaults_of(text_copy, {"eos_token_id": 4}, own)[1] == {4: 4, 5: None}
+        assert defaults_of(text_copy, {"eos_token_id": [-1, 3, 99, 10**30]})[1] == {3: 3}
         (text_copy / "generation_config.json").write_text(json.dumps(content))
         with LLM(str(text_copy), num_kv_blocks=8) as llm:
             defaults = llm.get_default_sampling_params()
@@ -199,6 +200,9 @@ def test_what_does_not_count_is_named_in_a_warning(text_copy, content, names):
     ("generation_config.json", '{"top_k": 1.5}', "(?s)generation_config.json: .*top_k"),
     ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: eos_token_id='x'"),
     ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id=.1, None"),
+    ("generation_config.json", '{"eos_token_id": true}', "eos_token_id=True"),
+    ("tokenizer_config.json", '{"model_max_length": "2048"}', "tokenizer"),
+    ("config.json", '{"model_type": "qwen3", "num_labels": 1099511627776}', "num_labels"),
     ("tokenizer.json", "{", "tokenizer.json"), ("tokenizer.json", "[]", "tokenizer.json"),
     ("tokenizer.json", "5", "tokenizer.json"), ("tokenizer.json", "", "tokenizer.json"),
     ("tokenizer_config.json", "{", "tokenizer"), ("tokenizer_config.json", "[1]", "tokenizer"),
@@ -212,6 +216,21 @@ def test_damaged_files_are_named(text_copy, monkeypatch, file, content, message)
     (text_copy / file).write_text(content)
     with pytest.raises(ValueError, match=message):
         LLM(str(text_copy))
+
+
+def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypatch):
+    asked = []
+
+    def download(name, *, revision, cache_dir, allow_patterns):
+        asked.append((name, revision, cache_dir))
+        return {"some/model": tiny, "some/tokenizer": bundled}[name]
+
+    monkeypatch.setattr("nanoengine.loader.snapshot_download", download)
+    LLM("some/model", num_kv_blocks=4)
+    LLM("some/model", tokenizer="some/tokenizer", revision="v2", download_dir="there",
+        num_kv_blocks=4)
+    assert asked == [("some/model", None, None), ("some/model", "v2", "there"),
+                     ("some/tokenizer", "v2", "there")]
 
 
 def test_a_folder_without_a_config(tmp_path):

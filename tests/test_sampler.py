@@ -258,11 +258,20 @@ def test_every_number_that_is_accepted_can_be_sampled(options, expected):
 
 @pytest.mark.parametrize("result", [
     torch.zeros(20), torch.zeros(1, 19), torch.zeros(1, 1), torch.zeros(2, 20), torch.tensor(0.0),
+    torch.zeros(1, 20, device="meta"), torch.zeros(1, 20).to_sparse(),
     torch.zeros(1, 20, dtype=torch.int64), torch.ones(1, 20, dtype=torch.bool), None, [[0.0] * 20]])
 def test_a_result_of_another_shape_or_kind_is_an_error_that_names_the_request(result):
     for processors in ([give(result)], [give(result), give(torch.zeros(1, 20))]):
         with pytest.raises(ValueError, match=r"request 7: .* not floats of shape \(1, 20\)"):
             sample(torch.zeros(1, 20), [make(logits_processors=processors)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_result_of_another_precision_counts(dtype):
+    forced = torch.tensor([[0.0, 5.0, -math.inf, math.inf]], dtype=dtype)
+    assert sample(torch.zeros(1, 4), [make(logits_processors=[give(forced)], seed=1)])[0] == [3]
+    chosen = torch.full((1, 4), -math.inf, dtype=dtype).index_fill(1, torch.tensor([2]), 1.5)
+    assert sample(torch.zeros(1, 4), [make(logits_processors=[give(chosen)], seed=1)])[0] == [2]
 
 
 def test_a_processor_gets_copies():

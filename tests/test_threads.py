@@ -1,5 +1,6 @@
 """One engine and several threads or processes: turns, interrupts, forks, limits on threads."""
 
+import gc
 import itertools
 import os
 import subprocess
@@ -104,7 +105,66 @@ def test_a_call_from_within_a_call_is_refused(tiny_llm):
     params = SamplingParams(max_tokens=1, logits_processors=[nested])
     generate(tiny_llm, [[1]], params)
     list(tiny_llm.stream([[1]], params))
-    assert seen[0] == "a call of this thread is running" and "stream" in seen[1]
+    assert seen == ["a call of this thread is running"] * 2
+
+
+def test_closing_from_within_a_call_is_refused(tiny_llm):
+    def close(input_ids, scores):
+        for call in (tiny_llm.close, tiny_llm.reset_prefix_cache):
+            with pytest.raises(RuntimeError, match="a call of this thread is running"):
+                call()
+        return scores
+
+    params = SamplingParams(max_tokens=1, logits_processors=[close])
+    generate(tiny_llm, [[1], [2]], [params, GREEDY])
+    list(tiny_llm.stream([[1], [2]], [params, GREEDY]))
+    check_idle(tiny_llm)
+
+
+def test_a_stream_of_an_engine_that_was_closed_says_so(make_llm):
+    llm = make_llm(num_kv_blocks=16)
+    streams = [llm.stream([[1, 2]], GREEDY)]
+    next(streams[0])
+    llm.close()
+    with pytest.raises(RuntimeError, match="the LLM is closed"):
+        list(streams[0])
+    with pytest.raises(RuntimeError, match="the LLM is closed"):
+        llm.stream([[1, 2]], GREEDY)
+
+
+def test_a_new_thread_is_not_taken_for_one_that_has_ended(tiny_llm):
+    """The system gives a new thread the number of one that has ended."""
+    streams = []
+
+    def in_new_thread(function):
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        return thread
+
+    in_new_thread(lambda: streams.append(tiny_llm.stream([[1, 2]], GREEDY))).join()
+    results = []
+    waiting = in_new_thread(lambda: results.append(generate(tiny_llm, [[1, 2]])))
+    waiting.join(0.2)
+    assert waiting.is_alive() and not results
+    last = [*streams[0]][-1]
+    waiting.join(60)
+    assert token_ids(results[0]) == token_ids([last])
+
+
+def test_a_stream_dropped_in_a_cycle_of_references_is_dropped(tiny_llm):
+    def leave_one():
+        cycle = {}
+        cycle["itself"], cycle["stream"] = cycle, tiny_llm.stream([[1, 2]], GREEDY)
+        next(cycle["stream"])
+
+    gc.disable()
+    try:
+        leave_one()
+        generate(tiny_llm, [[1, 2]])
+        leave_one()
+        in_thread(generate, tiny_llm, [[1, 2]])
+    finally:
+        gc.enable()
 
 
 def test_closing_waits_for_the_call_of_another_thread(make_llm):
@@ -212,6 +272,27 @@ def run(script: str, **environment) -> subprocess.CompletedProcess:
                           timeout=120, env=os.environ | environment)
 
 
+FIRST_IMPORT = """
+import signal, sys, threading
+from nanoengine import LLM
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+llm = LLM(MODEL, dtype="float32", block_size=16, num_kv_blocks=8)
+for delay in (0.001, 0.05, 0.15):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        llm.generate([[1, 2, 3]], use_tqdm=False)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        pass
+print(len(llm.generate([[1, 2, 3]], use_tqdm=False)))
+"""
+
+
+def test_ctrl_c_in_the_first_call_of_a_process(tiny):
+    result = run(FIRST_IMPORT.replace("MODEL", repr(tiny)))
+    assert result.stdout == "1\n", result.stderr
+
+
 LIMITS = """
 import os, sys, torch, numba
 from nanoengine import LLM
@@ -273,13 +354,22 @@ llm.generate([[1]], use_tqdm=False)
 for function in (lambda: LLM(MODEL, **options), lambda: llm.generate([[1]]),
                  lambda: llm.stream([[1]])):
     print(in_child(function))
+stream = llm.stream([[1]])
+def drop():
+    global stream
+    del stream
+for function in (lambda: list(stream), drop, llm.close, llm.reset_prefix_cache):
+    print(in_child(function))
+print(len(list(stream)))
+llm.lock.acquire()  # as if a thread of the parent were in a call
+print(in_child(llm.close))
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_of_a_process_with_an_engine_is_told_so(tiny):
     result = run(FORK.replace("MODEL", repr(tiny)))
-    assert result.stdout.split() == ["5", "3", "3", "3"], result.stderr
+    assert result.stdout.split() == ["5"] + ["3"] * 4 + ["5"] * 3 + ["16", "5"], result.stderr
 
 
 # ------------------------------------------------------------- compiled kernels on the disk
@@ -301,6 +391,16 @@ def compile_double():
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(paged_attention.numba.config, "CACHE_DIR", str(tmp_path))
     return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")
+def test_a_first_compilation_says_that_it_compiles(cache, caplog):
+    with caplog.at_level("INFO", logger="nanoengine"):
+        for expected in (["compiling the attention kernel"], []):
+            paged_attention.say_once.cache_clear()
+            caplog.clear()
+            compile_double()
+            assert [message[:30] for message in caplog.messages] == expected
 
 
 @pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")
