@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from tqdm import tqdm
@@ -40,6 +40,15 @@ def is_forked() -> bool:
     return os.getpid() != first_process()
 
 
+Options = ParamSpec("Options")
+
+
+def with_options_of(config: Callable[Options, Any]) -> Callable[
+        [Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
+    """Shows editors which keywords a method takes that passes them on to a config."""
+    return lambda method: method
+
+
 class LLM(AbstractContextManager):
     """An engine for offline generation.
 
@@ -54,6 +63,7 @@ class LLM(AbstractContextManager):
     free. `metrics` can be called at any time, from any thread.
     """
 
+    @with_options_of(EngineConfig)
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._check_process()
         device = choose_device(options.pop("device", "auto"))
@@ -301,5 +311,5 @@ class LLM(AbstractContextManager):
         self.close()
 
 
-# for help() and editors: the options by name
+# the same for help() and notebooks
 LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict
 
-from typing_extensions import NotRequired
-
 from nanoengine.config import EngineConfig
 from nanoengine.outputs import Completion, Request
 from nanoengine.sampler import build_processors, hash64
@@ -24,11 +22,11 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
-class TokensPrompt(TypedDict):
+class TokensPrompt(TypedDict, total=False):
     """A prompt as token ids; its text, if given, is only handed back."""
 
     prompt_token_ids: list[int]
-    prompt: NotRequired[str]
+    prompt: str
 
 
 Prompts = str | dict[str, Any] | TextPrompt | TokensPrompt | list[Any]
