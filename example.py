@@ -24,8 +24,9 @@ def main() -> None:
             [{"role": "user", "content": "12 + 34"}],
             [{"role": "user", "content": "copy ball fox red"}],
         ]
-        for output in llm.chat(conversations, SamplingParams(temperature=0, max_tokens=20)):
-            print(f"{output.prompt.splitlines()[0]} -> {output.outputs[0].text}")
+        outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=20))
+        for messages, output in zip(conversations, outputs):
+            print(f"{messages[0]['content']} -> {output.outputs[0].text}")
 
         print("\nA story as it is written: ", end="", flush=True)
         shown = 0

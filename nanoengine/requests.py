@@ -77,8 +77,9 @@ class InputProcessor:
         params = one_for_each(len(prompts), "sampling_params", params, SamplingParams)
         priority = 0 if priority is None else priority
         priorities = one_for_each(len(prompts), "priority", priority, int)
-        if any(priorities) and self.config.scheduling_policy == "fcfs":
-            raise rejected("priority", priority, "0 unless scheduling_policy is 'priority'")
+        if len(set(priorities)) > 1 and self.config.scheduling_policy == "fcfs":
+            raise rejected("priority", priority,
+                           "the same for all unless scheduling_policy is 'priority'")
         requests = list(map(self._make_request, range(len(prompts)), prompts, params, priorities))
         self.num_requests += len(requests)
         return requests

@@ -93,8 +93,8 @@ class SamplingParams:
     seed: Annotated[Int | None, BeforeValidator(lambda v: None if v == -1 else v)] = None
     max_tokens: Count | None = 16
     min_tokens: Int = 0
-    stop: Texts = Field(default_factory=list)
-    stop_token_ids: Annotated[list[TokenId], AS_LIST] = Field(default_factory=list)
+    stop: Texts = Field(default_factory=list, kw_only=True)
+    stop_token_ids: Annotated[list[TokenId], AS_LIST] = Field(default_factory=list, kw_only=True)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: NumLogprobs | None = None
@@ -102,10 +102,10 @@ class SamplingParams:
     presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[Moderate, Field(gt=0)] = 1.0
-    bad_words: Texts = Field(default_factory=list)
+    bad_words: Texts = Field(default_factory=list, kw_only=True)
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     logit_bias: dict[TokenId, Moderate] | None = None
-    logits_processors: Annotated[list[Callable], AS_LIST] = Field(default_factory=list)
+    logits_processors: Annotated[list[Callable], AS_LIST] = Field(default_factory=list, kw_only=True)
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -123,8 +123,9 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Parameters in which None stands for the default."""
-        return cls(**{name: value for name, value in values.items() if value is not None})
+        """Parameters in which None stands for the default, but for `max_tokens`, as in vLLM."""
+        return cls(**{name: value for name, value in values.items()
+                      if value is not None or name == "max_tokens"})
 
     def clone(self) -> "SamplingParams":
         """A copy, with lists of its own; the logits processors are the same."""

@@ -158,6 +158,8 @@ def test_the_version_is_that_of_the_package():
 def test_sampling_params_as_in_vllm():
     params = SamplingParams.from_optional(n=2, temperature=None, stop=None, max_tokens=5)
     assert params == SamplingParams(n=2, max_tokens=5)
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    assert SamplingParams.from_optional() == SamplingParams()
     params.stop.append("a")
     copy = params.clone()
     copy.stop.append("b")
@@ -165,7 +167,7 @@ def test_sampling_params_as_in_vllm():
     assert (params.n, params.stop, copy.stop) == (2, ["a"], ["a", "b"])
     assert SamplingParams(logprobs=True, prompt_logprobs=True) == SamplingParams(
         logprobs=1, prompt_logprobs=1)
-    for positional in ((2,), (2, 0.5)):
+    for positional in ((2,), (2, 0.5), ("x",), ([],)):
         with pytest.raises((TypeError, ValueError)):
             SamplingParams(*positional)
     with pytest.raises(ValueError, match="prompt_logprobs"):

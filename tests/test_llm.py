@@ -117,8 +117,8 @@ def test_chat_takes_what_the_template_takes(llm):
                 dict(chat_template="{% if %}"), dict(chat_template_kwargs={"tokenize": True})):
         with pytest.raises((ValueError, TypeError)):
             llm.chat(messages, GREEDY, **bad)
-    with pytest.raises(ValueError, match="priority=1 .* unless scheduling_policy"):
-        llm.chat(messages, GREEDY, priority=1)
+    with pytest.raises(ValueError, match="priority=.* unless scheduling_policy"):
+        llm.chat([messages] * 2, GREEDY, priority=[0, 1])
 
 
 def test_streams_say_whose_text_it_is(llm):
@@ -531,8 +531,9 @@ def test_priorities(make_llm):
                 llm.generate(prompts, GREEDY, priority=bad)
     with make_llm() as llm:
         with pytest.raises(ValueError, match="priority=.*unless scheduling_policy is 'priority'"):
-            llm.generate(prompts, GREEDY, priority=1)
-        assert len(llm.generate(prompts, GREEDY, use_tqdm=False, priority=0)) == 6
+            llm.generate(prompts, GREEDY, priority=[0, 0, 0, 0, 0, 1])
+        for same in (0, 1, [2] * 6):
+            assert len(llm.generate(prompts, GREEDY, use_tqdm=False, priority=same)) == 6
 
 
 def finishing_order(outputs) -> list[int]:

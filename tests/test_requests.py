@@ -89,6 +89,7 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
     (None, GREEDY, "prompts=None.*must be a text"),
     ({"text": "a"}, GREEDY, r"prompts\[0\]=.*must be a text"),
     ({"prompt": "a", "extra": 1}, GREEDY, r"prompts\[0\]=.*must be a text"),
+    ("a\ud800b", GREEDY, r"prompts\[0\]: "),
     (["a", "b"], [GREEDY], "sampling_params=.*must be one SamplingParams, or 2 of them"),
     ("a", {"temperature": 0}, "sampling_params=.*must be"),
     ("a", 3, "sampling_params=.*must be"),
@@ -125,6 +126,15 @@ def test_priorities_are_one_for_each(make_llm):
             with pytest.raises(ValueError, match="priority=.* must be one int, or 2 of them"):
                 llm.generate([[1], [2]], GREEDY, priority=bad)
         assert llm.generate([], GREEDY, priority=[]) == []
+
+
+def test_a_limit_on_logprobs(make_llm):
+    with make_llm(max_logprobs=2, num_kv_blocks=8) as llm:
+        for name in ("logprobs", "prompt_logprobs"):
+            for count in (3, -1):
+                with pytest.raises(ValueError, match=f"{name}={count} .* max_logprobs=2"):
+                    llm.generate([[1, 2]], SamplingParams(**{name: count}))
+            generate(llm, [[1, 2]], SamplingParams(**{name: 2}))
 
 
 def test_parameters_can_be_changed_while_they_are_in_use(llm):

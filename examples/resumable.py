@@ -1,0 +1,58 @@
+"""A long job that can be stopped at any time: at the next start it goes on where it was.
+
+    python examples/resumable.py prompts.txt answers.jsonl
+
+prompts.txt has a prompt in each line. The number of the line, from 0, is the prompt's id. Each
+finished prompt becomes a line of answers.jsonl, in the order in which they finish. The id is the
+seed, too: an answer does not depend on where the job was stopped.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from nanoengine import LLM, SamplingParams
+
+BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
+
+
+def finished_ids(answers: Path) -> set[int]:
+    """The ids in the file. A last line that was cut off in the middle is removed."""
+    if not answers.exists():
+        return set()
+    content = answers.read_bytes()
+    whole = content[:content.rfind(b"\n") + 1]
+    os.truncate(answers, len(whole))
+    return {json.loads(line)["id"] for line in whole.splitlines()}
+
+
+def run(llm: LLM, prompts: list[str], answers: Path, max_tokens: int) -> None:
+    """Writes an answer for each prompt that has none in the file."""
+    finished = finished_ids(answers)
+    missing = [i for i in range(len(prompts)) if i not in finished]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=max_tokens) for i in missing]
+    with answers.open("a") as file:
+        for output in llm.stream([prompts[i] for i in missing], params):
+            if output.finished:
+                completion = output.outputs[0]
+                # output.index counts within this call
+                record = {"id": missing[output.index], "prompt": output.prompt,
+                          "text": completion.text, "finish_reason": completion.finish_reason}
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("--model", default=BUNDLED)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    flags = parser.parse_args(arguments)
+    with LLM(flags.model) as llm:
+        run(llm, flags.prompts.read_text().splitlines(), flags.answers, flags.max_tokens)
+
+
+if __name__ == "__main__":
+    main()

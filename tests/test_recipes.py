@@ -1,0 +1,315 @@
+"""The README's Use and Recipes, and the scripts in examples/: all runs, and does what it says.
+
+Each heading of the README has a namespace, in which its blocks run in order.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from nanoengine import LLM, SamplingParams, scheduler
+
+README = (ROOT / "README.md").read_text()
+
+
+def section(heading: str) -> str:
+    """The text from a heading to the next one that is not below it."""
+    level = heading.split()[0]
+    _, found, rest = README.partition(f"\n{heading}\n")
+    assert found, heading
+    return re.split(rf"\n#{{1,{len(level)}}} (?=\w)", without_code(rest))[0]
+
+
+def without_code(text: str) -> str:
+    """The text with the hashes of comments in code moved away from the beginning of a line."""
+    return re.sub(r"```.*?```", lambda code: code[0].replace("\n#", "\n #"), text, flags=re.DOTALL)
+
+
+def blocks(heading: str, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", section(heading), flags=re.DOTALL)
+
+
+def recipe(name: str) -> list[str]:
+    """The python blocks of a recipe."""
+    found = blocks(f"### {name}")
+    assert found, name
+    return found
+
+
+@pytest.fixture
+def execute(monkeypatch):
+    """Runs blocks in one namespace, from the repository root; returns it, and what was printed."""
+    monkeypatch.chdir(ROOT)
+    victims = dict(scheduler.VICTIMS)
+    made = []
+
+    def run(codes: list[str]) -> tuple[dict, str]:
+        names: dict = {"__name__": "recipe"}
+        made.append(names)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            for code in codes:
+                exec(compile(code, "README.md", "exec"), names)
+        return names, printed.getvalue()
+
+    yield run
+    scheduler.VICTIMS.clear()
+    scheduler.VICTIMS.update(victims)
+    for names in made:
+        if "llm" in names:
+            names["llm"].close()
+
+
+def example(name: str):
+    """A script of examples/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def command(name: str) -> list[str]:
+    """The arguments that the README calls an example with."""
+    found = [shlex.split(line) for code in blocks("## Recipes", "sh") for line in code.splitlines()]
+    arguments, = [rest for python, file, *rest in found if file == f"examples/{name}.py"]
+    return arguments
+
+
+# -------------------------------------------------------------------------------- the README
+
+
+def test_pictures_and_links_of_the_readme():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        file, _, anchor = target.partition("#")
+        if not target.startswith("http"):
+            assert (ROOT / file).is_file(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", (ROOT / file).read_text(), flags=re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+            assert anchor in slugs, target
+    first_screen = README.partition("Two commands do everything")[0]
+    picture, = re.findall(r"!\[\w[^]]+\]\((\S+\.png)\)", first_screen)
+    assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_the_readme_are_those_of_the_docs():
+    first_screen = README.partition("Two commands do everything")[0]
+    results = (ROOT / "docs" / "benchmarks.md").read_text()
+    notes = (ROOT / "docs" / "lab-notes.md").read_text()
+    rows = dict(re.findall(r"^\| (Hugging Face|vLLM|llama\.cpp)[^|]*\| ([^|]*)\|", first_screen,
+                           flags=re.MULTILINE))
+    for engine, source in (("Hugging Face", results), ("vLLM", results), ("llama.cpp", notes)):
+        figures = re.findall(r"\d\.\d+(?: to \d\.\d+)?", rows[engine])
+        paragraph, = [part for part in re.split(r"\n(?=- )|\n\n", source)
+                      if re.match(rf"(- )?\*\*(Against )?{re.escape(engine)}", part)]
+        assert figures and all(figure in paragraph for figure in figures), engine
+
+
+def test_every_recipe_is_tested():
+    recipes = re.findall(r"^### (.*)$", section("## Recipes"), flags=re.MULTILINE)
+    assert len(recipes) == 8
+    tests = Path(__file__).read_text()
+    in_code = [name for name in recipes if blocks(f"### {name}")]
+    in_commands = re.findall(r"examples/(\w+)\.py", "".join(blocks("## Recipes", "sh")))
+    assert all(f'recipe("{name}")' in tests for name in in_code)
+    assert {file.stem for file in (ROOT / "examples").glob("*.py")} == set(in_commands)
+    assert all(f'command("{name}")' in tests for name in in_commands)
+
+
+def test_use(execute):
+    names, printed = execute(blocks("## Use"))
+    assert "47 + 85 =  132" in printed.splitlines(), "the first block prints answers"
+    assert "0 True\n" in printed and "1 True\n" in printed
+    assert names["greedy"].temperature == 0 and names["scored"].temperature == 1
+    assert -30 < names["output"].prompt_logprobs[1][names["token_id"]].logprob < 0
+    assert names["output"].prompt_logprobs[0] is None
+
+
+def test_grammar(execute):
+    codes = recipe("JSON, or anything else that a grammar describes")
+    found = re.findall(r"'(.*?)'", execute(codes)[1])
+    assert len(found) == 2
+    assert all(re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", text) for text in found)
+
+
+def test_perplexity(execute):
+    names, printed = execute(recipe("Scores: multiple choice and perplexity"))
+    perplexity = float(printed.split()[-1])
+    assert perplexity == pytest.approx(math.prod(map(math.exp, names["logprobs"]))
+                                       ** (-1 / len(names["logprobs"])))
+    wrong = [code.replace("34 = 46", "34 = 92") for code in recipe("Scores: multiple choice and "
+                                                                   "perplexity")]
+    assert 1 < perplexity < float(execute(wrong)[1].split()[-1])
+
+
+def test_service(execute):
+    names, printed = execute(recipe("A service"))
+    assert printed == "[' 46', ' 132', ' a b d e']\n"
+    with pytest.raises(ValueError, match="empty"):
+        names["ask"]("").result(timeout=60)
+    assert names["ask"]("12 + 34 =").result(timeout=60) == " 46", "it goes on after an error"
+
+
+def test_two_processes(tmp_path):
+    code, = recipe("Two processes")
+    file = tmp_path / "two.py"
+    file.write_text(code)
+    ran = subprocess.run([sys.executable, file], cwd=ROOT, capture_output=True, text=True,
+                         env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300)
+    assert ran.stdout == "[[' 46'], [' 132']]\n", ran.stderr
+
+
+def test_prefix_hits(execute):
+    codes = recipe("Block size and prefix hits")
+    assert execute(codes)[1] == "16 192\n128 128\n"
+    shorter = [code.replace("* 200", "* 120") for code in codes]
+    assert "* 120" in shorter[0] and execute(shorter)[1] == "16 112\n128 0\n"
+
+
+def test_a_model_is_compared(execute):
+    names, _ = execute(recipe("Add a model"))
+    assert len(names["ours"]) == 20 and len(set(names["ours"])) > 5
+
+
+def test_a_policy(execute):
+    names, printed = execute(recipe("Add a policy"))
+    assert sum(json.loads(printed)) > 0, "the cache is too small for all"
+    calls = []
+    names["VICTIMS"]["random"] = lambda running: calls.append(1) or running[-1]
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    names["llm"].generate(["Once upon a time"] * 4, params, use_tqdm=False)
+    assert calls, "a function in the table is the one that is called"
+
+
+# -------------------------------------------------------------------------------- the examples
+
+
+def test_json_grammar(monkeypatch, bundled, capsys):
+    module = example("json_grammar")
+    module.main(command("json_grammar"))
+    assert re.fullmatch(r"Tell me .* -> Animal\(kind='\w+', age=\d+, friends=\[.*\]\)\n",
+                        capsys.readouterr().out)
+    texts = []
+    parse = module.Animal.model_validate_json
+    monkeypatch.setattr(module.Animal, "model_validate_json",
+                        lambda text: texts.append(text) or parse(text))
+    with LLM(bundled) as llm:
+        again = [module.ask(llm, ["12 + 34"], seed) for seed in (5, 5, 6)]
+        assert again[0] == again[1] != again[2], "the seed counts"
+        texts.clear()
+        for seed in range(0, 80, 8):
+            animals = module.ask(llm, module.QUESTIONS * 4, seed)
+            assert len(animals) == 8
+    assert len(texts) == 80 and len(set(texts)) > 40
+    for found in map(json.loads, texts):
+        assert found.keys() == {"kind", "age", "friends"}
+        assert found["kind"] in ("cat", "dog", "fox")
+        assert type(found["age"]) is int and 0 <= found["age"] <= 99
+        assert 1 <= len(found["friends"]) <= 3
+        assert set(found["friends"]) <= {"bear", "mouse", "owl"}
+    assert max(map(len, texts)) <= len(module.LONGEST)
+    assert json.loads(parse(module.LONGEST).model_dump_json()) == json.loads(module.LONGEST)
+
+
+def test_resumable(monkeypatch, tmp_path):
+    module = example("resumable")
+    prompts = ["Once upon a time", "12 + 34 =", "sort d b e a =", "count 17 to 23 =",
+               "copy ball fox red =", "Once", "47 + 85 =", "The fox"]
+    monkeypatch.chdir(tmp_path)
+    source, target = command("resumable")
+    Path(source).write_text("\n".join(prompts) + "\n")
+    asked = []
+    stream = LLM.stream
+    limit = len(prompts)
+
+    def records(file: str) -> dict[int, dict]:
+        lines = Path(file).read_text().splitlines() if Path(file).exists() else []
+        found = [json.loads(line) for line in lines]
+        assert len({record["id"] for record in found}) == len(found), "no request twice"
+        return {record["id"]: record for record in found}
+
+    def interrupted(llm, given, params):
+        asked.append(given)
+        finished = 0
+        for output in stream(llm, given, params):
+            finished += output.finished
+            if finished > limit:
+                raise KeyboardInterrupt
+            before = len(records(target))
+            yield output
+            assert len(records(target)) == before + output.finished, "it is in the file at once"
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+
+    module.main([source, target])
+    expected = records(target)
+    Path(target).unlink()
+    assert [expected[i]["prompt"] for i in range(len(prompts))] == prompts
+    assert expected[1]["text"] == " 46" and expected[6]["text"] == " 132"
+
+    # interrupted in the middle, and once more, in the middle of a line
+    limit = 3
+    with pytest.raises(KeyboardInterrupt):
+        module.main([source, target])
+    limit = 2
+    with pytest.raises(KeyboardInterrupt):
+        module.main([source, target])
+    done = records(target)
+    assert len(done) == 5
+    with Path(target).open("a") as file:
+        file.write('{"id": 7, "prom')
+    limit = len(prompts)
+    module.main([source, target])
+    assert records(target) == expected
+    assert sorted(asked[-1]) == sorted(prompts[i] for i in range(len(prompts)) if i not in done)
+    assert [len(each) for each in asked] == [8, 8, 5, 3]
+    module.main([source, target])
+    assert asked[-1] == [] and records(target) == expected
+
+
+def test_score(capsys):
+    module = example("score")
+    for arguments in (command("score"), ["47 + 85 =", " 131", " 132", " 122", "--mean"]):
+        module.main(arguments)
+        first, *others = capsys.readouterr().out.splitlines()
+        assert len(others) == 2
+        assert first.endswith(("12 + 34 = 46", "47 + 85 = 132"))
+        assert all(float(other.split()[0]) < float(first.split()[0]) <= 0 for other in others)
+
+
+def test_a_score_is_that_of_the_logits(bundled):
+    """The same from transformers' logits."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    with LLM(bundled, dtype="float32") as llm:
+        found, means = (example("score").scores(llm, "12 + 34 =", [" 45", " 46"], mean)
+                        for mean in (False, True))
+        texts = llm.get_tokenizer()(["12 + 34 =", "12 + 34 = 45", "12 + 34 = 46"]).input_ids
+    model = AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32)
+    assert means == pytest.approx([score / 3 for score in found]), "three tokens: ' 46'"
+    for ids, score in zip(texts[1:], found):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        start = len(texts[0])
+        assert score == pytest.approx(
+            sum(float(logprobs[i - 1, ids[i]]) for i in range(start, len(ids))), abs=1e-3)
+
+
+def test_example_shows_questions_beside_answers(capsys, monkeypatch):
+    spec = importlib.util.spec_from_file_location("example", ROOT / "example.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", ["example.py"])
+    module.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert "12 + 34 -> 46" in lines and "copy ball fox red -> ball fox red" in lines
