@@ -296,7 +296,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         "key_starts": int32(np.append(0, lengths.cumsum())),
         "lengths": int32(lengths),
         "block_tables": block_tables,
-        "sampled_rows": int32([*(stops[list(sampled)] - 1), *scored])}
+        "sampled_rows": int32(np.append(stops[list(sampled)] - 1, scored))}
 
 
 # -------------------------------------------------------------------------------- choices

@@ -44,6 +44,7 @@ Moderate = Annotated[
 Count = Annotated[Int, Field(ge=1)]
 Size = Annotated[Int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[Int, Field(ge=0)]
+EMPTY_LIST: Any = Field(default_factory=list, kw_only=True)
 NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
 
@@ -93,8 +94,8 @@ class SamplingParams:
     seed: Annotated[Int | None, BeforeValidator(lambda v: None if v == -1 else v)] = None
     max_tokens: Count | None = 16
     min_tokens: Int = 0
-    stop: Texts = Field(default_factory=list, kw_only=True)
-    stop_token_ids: Annotated[list[TokenId], AS_LIST] = Field(default_factory=list, kw_only=True)
+    stop: Texts = EMPTY_LIST
+    stop_token_ids: Annotated[list[TokenId], AS_LIST] = EMPTY_LIST
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: NumLogprobs | None = None
@@ -102,10 +103,10 @@ class SamplingParams:
     presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[Moderate, Field(gt=0)] = 1.0
-    bad_words: Texts = Field(default_factory=list, kw_only=True)
+    bad_words: Texts = EMPTY_LIST
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     logit_bias: dict[TokenId, Moderate] | None = None
-    logits_processors: Annotated[list[Callable], AS_LIST] = Field(default_factory=list, kw_only=True)
+    logits_processors: Annotated[list[Callable], AS_LIST] = EMPTY_LIST
     skip_special_tokens: bool = True
     detokenize: bool = True
 

@@ -131,16 +131,14 @@ class Scheduler:
         """Adds as many of a sequence's next tokens to a batch as its budget allows."""
         start = seq.num_computed_tokens
         num_tokens = min(len(seq.token_ids) - start, batch.budget)
-        last_scored = seq.num_prompt_tokens - 1 if seq.is_scored else 0
-        if start < last_scored:
+        if seq.is_scored and start < seq.num_prompt_tokens - 1:
             # a step has memory for the logits of so many
             num_tokens = min(num_tokens, self.config.max_num_seqs - len(batch.scored))
+            positions = range(start, min(start + num_tokens, seq.num_prompt_tokens - 1))
+            batch.scored += [(len(batch.sequences), position) for position in positions]
         if not num_tokens:
             return
         stop = start + num_tokens
-        if start < last_scored:
-            positions = range(start, min(stop, last_scored))
-            batch.scored += [(len(batch.sequences), position) for position in positions]
         if stop == len(seq.token_ids):
             # The parent comes last: it may finish at once, and its forks share its blocks before.
             for each in (*seq.forks, seq):
@@ -241,13 +239,14 @@ class Scheduler:
                     self._fail(seq)
                 elif token_id in seq.end_tokens:
                     self.finish(seq, "stop", seq.end_tokens[token_id])
-        self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for _, seq in taken)
+        self.counters["generation_tokens"] += len(taken)
         return taken
 
     def _fail(self, seq: Sequence) -> None:
         """Ends a sequence of which no token can be sampled. Its neighbours lose nothing, and
         nobody finds its blocks, where K and V may be NaN too."""
         del seq.token_ids[-1]
+        self.counters["generation_tokens"] -= 1
         self.block_manager.forget(seq)
         cause = "its logits are NaN or infinite"
         if seq.processors:
