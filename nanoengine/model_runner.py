@@ -87,9 +87,10 @@ class ModelRunner:
             config.attention_backend, self.device, self.dtype, config.block_size)
         limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
-        weight_bytes = num_weights(model_config) * self.dtype.itemsize
-        rope_bytes = 16 * self.max_model_len * model_config.head_dim
-        check_memory(self.device, "model", str(folder), weight_bytes + rope_bytes)
+        num_bytes = num_weights(model_config) * self.dtype.itemsize
+        # and while the table of angles is made
+        num_bytes += 16 * self.max_model_len * model_config.head_dim
+        check_memory(self.device, "model", str(folder), num_bytes)
         self.model = load_model(folder, model_config, self.dtype, self.device, config.load_format)
         is_invariant = self.backend == "numba" and self.model.lm_head.weight.is_mkldnn
         if config.batch_invariant and not is_invariant:
