@@ -12,11 +12,10 @@ __version__ = "0.2.0"
 __all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput",
            "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt"]
 
-# What the engine has to say is shown, unless the user says otherwise: by a handler or a level of
-# their own, logging.getLogger("nanoengine").setLevel("ERROR").
+# What the engine has to say is shown on stderr, or by the handlers that the user has made, if there
+# are any. logging.getLogger("nanoengine").setLevel("ERROR") silences it.
 logger = logging.getLogger(__name__)
-if not (logger.handlers or logger.level):
-    handler = logging.StreamHandler()
-    handler.addFilter(lambda record: not logging.getLogger().handlers)
-    logger.addHandler(handler)
-    logger.setLevel("INFO")
+handler = logging.StreamHandler()
+handler.addFilter(lambda record: not (logging.getLogger().handlers or logger.handlers[1:]))
+logger.addHandler(handler)
+logger.setLevel(logger.level or "INFO")

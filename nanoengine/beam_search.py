@@ -79,6 +79,8 @@ class BeamSearch:
         length = next(iter(self.scores)).num_tokens + 1
         penalty = (length - self.seq.num_prompt_tokens) ** self.params.length_penalty
         if not candidates:
+            for beam in self.scores:
+                self.scheduler.block_manager.forget(beam)
             self.finished += [BeamSearchSequence(beam.token_ids, score, score / penalty, "error")
                               for beam, score in self.scores.items()]
         chosen = []

@@ -211,7 +211,7 @@ class BlockManager:
             self.blocks_by_hash.setdefault(block_hash, {})[block] = None
 
     def forget(self, seq: Sequence) -> None:
-        """Forgets the hashes of a sequence's blocks, wherever these are by now."""
+        """Forgets the hashes of a sequence's blocks and of their twins, used or free."""
         for block_hash in seq.block_hashes:
             for block in self.blocks_by_hash.pop(block_hash, ()):
                 del self.hash_of_block[block]

@@ -20,14 +20,12 @@ GPU_DEFAULTS: dict[str, Any] = {
     "block_size": 256, "max_num_batched_tokens": 8192, "scheduling": "mixed", "run_ahead": True}
 TO_FILL_IN: Any = None
 
-# Keywords of vLLM's that change nothing here: the values that do so (None: any), and what this
-# engine does instead of the others.
+# Keywords of vLLM's that change nothing here: the values that do so, where None in place of a list
+# stands for any value, and what this engine does instead of the others.
 VLLM_KEYWORDS: dict[str, tuple[list[Any] | None, str]] = {
     "async_scheduling": (None, "`run_ahead` is the option for that"),
     "compilation_config": ([None, 0, {}], "`enforce_eager` is the option for that"),
-    "convert": (["auto", "none"], "it generates"),
     "cpu_offload_gb": ([0], "all weights stay on the device"),
-    "data_parallel_size": ([1], "one process runs one model on one device"),
     "disable_custom_all_reduce": (None, "nothing is reduced"),
     "disable_log_stats": (None, "`metrics()` has them"),
     "distributed_executor_backend": ([None, "uni"], "one process runs one model on one device"),
@@ -35,11 +33,8 @@ VLLM_KEYWORDS: dict[str, tuple[list[Any] | None, str]] = {
     "enable_lora": ([False], "there are no adapters"),
     "generation_config": (["auto"], "generation_config.json counts for `sampling_params=None`"),
     "hf_overrides": ([None, {}], "config.json counts"),
-    "hf_token": ([None], "huggingface_hub's own login counts"),
     "kv_cache_dtype": (["auto"], "the cache has the `dtype` of the weights"),
     "logits_processors": ([None], "`SamplingParams(logits_processors=)` has them"),
-    "max_seq_len_to_capture": (None, "decode steps of any length run in CUDA graphs"),
-    "override_generation_config": ([None, {}], "`SamplingParams` are the place for that"),
     "pipeline_parallel_size": ([1], "one process runs one model on one device"),
     "quantization": ([None], "weights have the precision that `dtype` says"),
     "runner": (["auto", "generate"], "it generates"),

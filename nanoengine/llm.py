@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -36,7 +35,7 @@ first_process = functools.cache(os.getpid)
 
 
 def is_forked() -> bool:
-    """Whether an engine would wait here for threads that a fork has not taken over."""
+    """Whether this process was forked from one that has made an engine: its threads are missing."""
     return os.getpid() != first_process()
 
 
@@ -70,17 +69,18 @@ class LLM(AbstractContextManager):
         self.config = config = EngineConfig.from_keywords(model=model, device=device, **options)
         folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder)
-        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
-            find_model(config.tokenizer or folder, config.revision, config.download_dir))
+        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(find_model(
+            config.tokenizer or folder, config.revision, config.download_dir, "tokenizer"))
         if config.tokenizer and tokenizer is None and not config.skip_tokenizer_init:
             raise rejected("tokenizer", str(config.tokenizer), "a folder or id with a tokenizer")
         default_params, eos_tokens = load_defaults(folder, self.model_config, tokenizer)
         try:
             runner = ModelRunner(config, self.model_config, folder)
-        # what PyTorch raises where memory is short, or a size is larger than any
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"{error} Lower max_num_batched_tokens or max_num_seqs") from error
+        # what PyTorch raises for sizes that no memory has
         except (MemoryError, RuntimeError) as error:
-            raise ValueError(f"{model} does not fit with these options: {error} Lower "
-                             f"max_num_batched_tokens or max_num_seqs") from error
+            raise ValueError(f"{model} cannot be run with these options: {error}") from error
         finally:
             end_threads()
         self.engine = Engine(config, runner)
@@ -90,11 +90,12 @@ class LLM(AbstractContextManager):
                     f"{runner.max_model_len} at once")
         self.inputs = InputProcessor(config, tokenizer, self.model_config.vocab_size,
                                      runner.max_model_len, default_params, eos_tokens)
-        # The requests of the call that is running, by request_id. If a call finds some of another
-        # one, an interrupt has cut its cleaning up short.
+        # The requests of the call that is running, by request_id. Some are left of the call before
+        # if an interrupt has stopped its clean-up.
         self.active: dict[str, Any] = {}
-        # held by the call that is running, in this thread
+        # held by the call that is running
         self.lock = threading.Lock()
+        # in which that call was last seen
         self.thread: threading.Thread | None = None
         self.is_in_step = False
 
@@ -115,7 +116,7 @@ class LLM(AbstractContextManager):
         steps = self._run(lambda: self.inputs.make_requests(prompts, sampling_params, priority))
         with closing(steps):
             requests = next(steps)
-            before = self.metrics()
+            before = self.engine.scheduler.counters.copy()
             with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
                 for updated in steps:
                     bar.update(sum(request.is_finished for request in updated))
@@ -140,10 +141,10 @@ class LLM(AbstractContextManager):
 
         The other arguments are those of `generate`. Raises ValueError where there is no template.
         """
-        prompts = self.inputs.render(
-            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message, tools=tools,
-            **chat_template_kwargs or {})
+        options = dict(chat_template_kwargs or {}, chat_template=chat_template, tools=tools,
+                       add_generation_prompt=add_generation_prompt,
+                       continue_final_message=continue_final_message)
+        prompts = self.inputs.render(messages, options)
         return self.generate(prompts, sampling_params, use_tqdm, priority)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None,
@@ -183,17 +184,14 @@ class LLM(AbstractContextManager):
         """One call, from its turn to its end. It yields its requests, then after each step those
         with new tokens.
 
-        make_requests: checks the whole call. The lock is taken before, and given back when the
-            generator is exhausted or dropped, or fails.
+        make_requests: checks the whole call, once it has its turn. The turn ends when the generator
+            is exhausted or dropped, or fails.
         """
         self._check_process()
-        if self.thread and not self.is_in_step:
-            # a stream that was dropped, but in a cycle of references, is still open
-            gc.collect()
-        if self._is_mine():
-            raise RuntimeError("a call of this thread is running" if self.is_in_step else
-                               "a stream is open in this thread: exhaust or drop it first")
-        with self.lock:
+        turn = self._turn()
+        if turn is not self.lock:
+            raise RuntimeError("a stream is open in this thread: exhaust or drop it first")
+        with turn:
             try:
                 if self.active:
                     self.engine.reset()
@@ -203,13 +201,8 @@ class LLM(AbstractContextManager):
                 for request in requests:
                     self.engine.add(request.seq)
                 yield requests
-                self._enter()
                 while self.engine.has_unfinished():
-                    self.is_in_step = True
-                    updated = self._step()
-                    self.is_in_step = False
-                    yield updated
-                    self._enter()
+                    yield self._step()
             finally:
                 # a step that was broken off may have left any state
                 clean_up = self.engine.reset if self.is_in_step else self.engine.abort
@@ -221,7 +214,7 @@ class LLM(AbstractContextManager):
                     end_threads()
 
     def _enter(self) -> None:
-        """To be called whenever a call goes on, perhaps in another thread than before."""
+        """Checks that a call can go on, and notes its thread, which may be another than before."""
         self._check_process()
         if self.engine.runner is None:
             raise RuntimeError("the LLM is closed")
@@ -234,29 +227,32 @@ class LLM(AbstractContextManager):
 
     def _step(self) -> list[Any]:
         """Runs one step; returns the requests with new tokens."""
+        self._enter()
+        self.is_in_step = True
         updated = {}
         for seq in self.engine.step():
             request = updated[seq.request_id] = self.active[seq.request_id]
             if stop := request.update(seq):
                 self.engine.finish(seq, "stop", stop)
+        self.is_in_step = False
         return list(updated.values())
 
     def _speed(self, before: dict[str, Any], seconds: float) -> str:
-        """Tokens per second since `metrics()` were those before, for the progress bar."""
+        """Tokens per second since the counters were those before, for the progress bar."""
         counters = self.engine.scheduler.counters
         prompts, outputs = (counters[name] - before[name] for name in (
             "prompt_tokens", "generation_tokens"))
         return f"{prompts / seconds:.0f} prompt tokens/s, {outputs / seconds:.0f} output tokens/s"
 
-    def _is_mine(self) -> bool:
-        """Whether a call of this thread is running, or a stream that it read last is open."""
-        return self.thread is threading.current_thread()
-
     def _turn(self) -> AbstractContextManager:
-        """The lock, for what can also be called while a stream of this thread is open."""
-        if self._is_mine() and self.is_in_step:
+        """The lock; nothing where a stream of this thread is open and holds it already."""
+        if self.thread and not self.is_in_step:
+            # a stream that was dropped, but in a cycle of references, is still open
+            gc.collect()
+        is_mine = self.thread is threading.current_thread()
+        if is_mine and self.is_in_step:
             raise RuntimeError("a call of this thread is running")
-        return nullcontext() if self._is_mine() or is_forked() else self.lock
+        return nullcontext() if is_mine or is_forked() else self.lock
 
     # -------------------------------------------------------------------------- the rest
 
@@ -265,7 +261,7 @@ class LLM(AbstractContextManager):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` stands for: see `loader.load_defaults`."""
-        return replace(self.inputs.default_params)
+        return self.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer. Raises ValueError where the model has none."""
@@ -298,11 +294,9 @@ class LLM(AbstractContextManager):
         return self.engine.metrics()
 
     def close(self) -> None:
-        """Frees the weights and the KV cache. The engine cannot generate afterwards."""
+        """Frees the weights and the KV cache. The engine cannot generate afterwards: a stream that
+        is open in this thread ends with an error."""
         with self._turn():
-            # what an open stream, or an interrupt, has left
-            if self.active:
-                self.engine.reset()
             self.engine.runner = None
         # does nothing where there is no GPU
         torch.cuda.empty_cache()

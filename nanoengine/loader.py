@@ -14,25 +14,28 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from nanoengine.model import Decoder, Linear, check_supported
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
-# What counts of generation_config.json is what counts in vLLM, here by our names, and EOS. What
-# does no harm: other ids, and where the file is from.
+# What counts of generation_config.json is what counts in vLLM, here by our names, and EOS. Other
+# entries do no harm if they are False or 0, or as they stand here (None: any value).
 DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-HARMLESS = {"eos_token_id", "bos_token_id", "pad_token_id", "transformers_version"}
+HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+            "transformers_version": None, "use_cache": None, "_from_model_config": None,
+            "do_sample": True, "num_beams": 1, "num_return_sequences": 1, "typical_p": 1,
+            "length_penalty": 1}
 
 
 def find_model(model: str | Path, revision: str | None = None,
-               download_dir: str | Path | None = None) -> Path:
+               download_dir: str | Path | None = None, name: str = "model") -> Path:
     """The folder of a model: itself, or the download of a Hugging Face id."""
     # no valid id, an unknown one, no network, no space, …
-    with naming(rejected("model", str(model), "a folder, or a Hugging Face id")):
+    with naming(rejected(name, str(model), "a folder, or a Hugging Face id")):
         is_folder = Path(model).is_dir()
         return Path(model if is_folder else snapshot_download(
             str(model), revision=revision, cache_dir=download_dir, allow_patterns=FILES))
@@ -83,10 +86,8 @@ def load_defaults(folder: Path, config: Any,
         eos_ids = eos if isinstance(eos, list) else {eos} - {None}
         if not all(type(token_id) is int for token_id in eos_ids):
             raise rejected("eos_token_id", eos, "a token id, or a list of them")
-    others = (vars(GenerationConfig()).keys() & given) - counting - HARMLESS
-    # 0, 1, False and True change nothing there, but without do_sample transformers is greedy
-    ignored = {name for name in others if given[name] not in (0, 1)}
-    ignored |= {"do_sample"} if given.get("do_sample") is False else set()
+    ignored = [name for name in given.keys() - counting
+               if HARMLESS.get(name, False) not in (given[name], None)]
     if ignored:
         warnings.warn(f"{file}: {sorted(ignored)} do not count here", stacklevel=2)
     # some files say -1 for none

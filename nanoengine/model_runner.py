@@ -88,7 +88,7 @@ class ModelRunner:
         limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
         num_bytes = num_weights(model_config) * self.dtype.itemsize
-        # and while the table of angles is made
+        # the table of angles, with what is needed to make it
         num_bytes += 16 * self.max_model_len * model_config.head_dim
         check_memory(self.device, "model", str(folder), num_bytes)
         self.model = load_model(folder, model_config, self.dtype, self.device, config.load_format)

@@ -16,7 +16,7 @@ class CompletionOutput:
     """One completion of a prompt.
 
     finish_reason: "stop" (EOS, a stop token or string), "length", "error" (no token could be
-        sampled, as its logits were not finite), or None while it goes on.
+        sampled), or None while it goes on.
     stop_reason: the stop string or token id that ended it, None for the tokenizer's EOS; what
         went wrong, after "error".
     """
@@ -148,9 +148,9 @@ class Request:
         seq = self.seq
         prompt_token_ids = seq.token_ids[:seq.num_prompt_tokens]
         outputs = [completion.output() for completion in self.completions]
-        is_scored = seq.params.prompt_logprobs is not None
-        prompt_logprobs = [seq.prompt_logprobs.get(i) for i in range(seq.num_prompt_tokens)]
+        prompt_logprobs = None
+        if seq.params.prompt_logprobs is not None:
+            prompt_logprobs = [seq.prompt_logprobs.get(i) for i in range(seq.num_prompt_tokens)]
         return RequestOutput(
             seq.request_id, self.prompt, prompt_token_ids, outputs, self.is_finished,
-            seq.metrics.num_cached_tokens, replace(seq.metrics), self.index,
-            prompt_logprobs if is_scored else None)
+            seq.metrics.num_cached_tokens, replace(seq.metrics), self.index, prompt_logprobs)

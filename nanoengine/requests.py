@@ -107,12 +107,12 @@ class InputProcessor:
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
         seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
                        stop_tokens if params.ignore_eos else end_tokens, priority)
-        seq.is_scored = params.prompt_logprobs is not None
+        seq.is_scored = params.prompt_logprobs is not None and length > 1
         seq.forks = [seq.fork(seed=hash64(~seq.seed, i), index=i) for i in range(1, params.n)]
         completions = [Completion(each, tokenizer) for each in (seq, *seq.forks)]
         return Request(text, completions, index)
 
-    def render(self, messages: Any, **options: Any) -> list[dict[str, Any]]:
+    def render(self, messages: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
         """One conversation or a list of them, as prompts, by the tokenizer's chat template.
 
         options: of transformers' `apply_chat_template`, and what the template itself asks for.
@@ -124,7 +124,7 @@ class InputProcessor:
         with naming("messages"):
             chats = [[message | {"content": text_of(message.get("content"))} for message in chat]
                      for chat in chats]
-            texts = tokenizer.apply_chat_template(chats, tokenize=False, **options)
+            texts = tokenizer.apply_chat_template(chats, **options | {"tokenize": False})
             # The template has written the special tokens.
             ids = tokenizer(texts, add_special_tokens=False).input_ids
         return [{"prompt": text, "prompt_token_ids": token_ids}
@@ -159,10 +159,13 @@ class InputProcessor:
 def text_of(content: Any) -> str:
     """The content of a message as one text; text parts are joined by newlines, as in vLLM."""
     parts = content if isinstance(content, list) else [] if content is None else [content]
+    texts = []
     for part in parts:
-        if not isinstance(part, str) and part.get("type") not in TEXT_PARTS:
-            raise rejected("content part", part, f"a text, or of a type in {TEXT_PARTS}")
-    return "\n".join(part if isinstance(part, str) else part["text"] for part in parts)
+        is_text_part = isinstance(part, dict) and part.get("type") in TEXT_PARTS
+        texts.append(part.get("text") if is_text_part else part)
+        if not isinstance(texts[-1], str):
+            raise rejected("content part", part, f"a text, or a text of a type in {TEXT_PARTS}")
+    return "\n".join(texts)
 
 
 def one_for_each(count: int, name: str, value: Any, kind: type) -> list[Any]:

@@ -132,7 +132,7 @@ class Scheduler:
         start = seq.num_computed_tokens
         num_tokens = min(len(seq.token_ids) - start, batch.budget)
         if seq.is_scored and start < seq.num_prompt_tokens - 1:
-            # a step has memory for the logits of so many
+            # no more rows of logits than a step can sample
             num_tokens = min(num_tokens, self.config.max_num_seqs - len(batch.scored))
             positions = range(start, min(start + num_tokens, seq.num_prompt_tokens - 1))
             batch.scored += [(len(batch.sequences), position) for position in positions]
@@ -222,8 +222,8 @@ class Scheduler:
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one for each of `batch.sampled`, and ends sequences.
 
-        Returns (row, sequence) for each token that counts, and for each sequence that ends for
-        want of one ("error"). The tokens of sequences that had ended before do not count.
+        Returns (row, sequence) for each token that counts, and for each sequence that ends because
+        none could be sampled ("error"). The tokens of sequences that had ended before do not count.
         """
         if not batch.is_advanced:
             self.advance(batch)
@@ -243,8 +243,8 @@ class Scheduler:
         return taken
 
     def _fail(self, seq: Sequence) -> None:
-        """Ends a sequence of which no token can be sampled. Its neighbours lose nothing, and
-        nobody finds its blocks, where K and V may be NaN too."""
+        """Ends a sequence for which no token can be sampled. Its blocks are forgotten: their K and
+        V may be NaN, too."""
         del seq.token_ids[-1]
         self.counters["generation_tokens"] -= 1
         self.block_manager.forget(seq)
@@ -316,7 +316,8 @@ class Scheduler:
         if not seq.finish_reason:
             (self.running if seq.is_running else self.waiting).remove(seq)
             self.block_manager.deallocate(seq)
-        seq.metrics.num_decoded_tokens = max(0, seq.num_tokens - seq.num_prompt_tokens - 1)
+        seq.metrics.num_decoded_tokens = max(
+            seq.metrics.num_decoded_tokens, seq.num_tokens - seq.num_prompt_tokens - 1)
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
 
@@ -329,6 +330,7 @@ class Scheduler:
         """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
         self.waiting.clear()
         self.running.clear()
+        self.preempted = []
         self.block_manager.reset()
 
 
@@ -343,7 +345,8 @@ def prefill_first(scheduler: Scheduler) -> Batch:
 def mixed(scheduler: Scheduler) -> Batch:
     """Decodes first; what is left of the budget goes to prompts, in chunks.
 
-    So decodes never wait for a prompt: Sarathi-Serve (Agrawal et al., 2024, arXiv:2403.02310).
+    So decodes never wait for a prompt, but for a fork that begins: Sarathi-Serve (Agrawal et al.,
+    2024, arXiv:2403.02310).
     """
     return scheduler.build([*scheduler.running], admit=True)
 

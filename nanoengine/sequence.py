@@ -19,7 +19,7 @@ from typing import Any
 from nanoengine.sampling_params import SamplingParams
 
 
-# what the sampler gives for a row whose logits are not finite
+# what the sampler gives for a row of which no token can be sampled
 NO_TOKEN = -1
 
 

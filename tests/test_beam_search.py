@@ -141,6 +141,8 @@ def test_beams_without_finite_log_probabilities_end_with_an_error(bundled, monke
         monkeypatch.setattr(llm.engine.runner, "compute", poisoned)
         both = llm.beam_search(["47 + 85 =", "Once"], params)
         check_idle(llm)
+        monkeypatch.setattr(llm.engine.runner, "compute", compute)
+        assert llm.beam_search(["47 + 85 =", "Once"], params) == good, "nothing of it is cached"
     assert both[0] == good[0]
     assert [beam.finish_reason for beam in both[1].sequences] == ["error"] * 2
     prompt = llm.get_tokenizer().encode("Once")

@@ -114,9 +114,10 @@ def test_chat_takes_what_the_template_takes(llm):
     assert prompt(begun, continue_final_message=True, add_generation_prompt=False) == (
         "<|im_start|>user\n12 + 34<|im_end|>\n<|im_start|>assistant\n4")
     for bad in (dict(chat_template="{{ 1 / 0 }}"), dict(continue_final_message=True),
-                dict(chat_template="{% if %}"), dict(chat_template_kwargs={"tokenize": True})):
-        with pytest.raises((ValueError, TypeError)):
+                dict(chat_template="{% if %}"), dict(chat_template_kwargs={"conversation": 1})):
+        with pytest.raises(ValueError, match="messages: "):
             llm.chat(messages, GREEDY, **bad)
+    assert prompt(chat_template_kwargs={"tokenize": True, "tools": 1}) == prompt()
     with pytest.raises(ValueError, match="priority=.* unless scheduling_policy"):
         llm.chat([messages] * 2, GREEDY, priority=[0, 1])
 
@@ -165,7 +166,10 @@ def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
         LLM({tiny!r}, num_kv_blocks=4)"""
     for setting, count in (
             ("", 1), ("logging.getLogger('nanoengine').setLevel('ERROR')", 0),
-            ("logging.basicConfig(level='INFO')", 1), ("logging.basicConfig(level='ERROR')", 1)):
+            ("logging.basicConfig(level='INFO')", 1), ("logging.basicConfig(level='ERROR')", 1),
+            ("logging.getLogger('nanoengine').addHandler(logging.StreamHandler())", 1),
+            ("import nanoengine; logging.getLogger('nanoengine').addHandler(logging.NullHandler())",
+             0)):
         result = subprocess.run([sys.executable, "-c", script.replace("SETTING", setting)],
                                 capture_output=True, text=True, check=True)
         assert result.stderr.count("KV blocks of") == count, (setting, result.stderr)

@@ -145,6 +145,8 @@ def test_a_shard_is_absent(make_model, tmp_path):
 def test_a_path_that_is_no_model(model):
     with pytest.raises(ValueError, match="model=.* must be a folder, or a Hugging Face id"):
         find_model(model)
+    with pytest.raises(ValueError, match="tokenizer=.* must be a folder, or a Hugging Face id"):
+        find_model(model, name="tokenizer")
 
 
 # ---------------------------------------------------------------------- files beside the weights
@@ -186,7 +188,8 @@ def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy):
 @pytest.mark.parametrize("content, names", [
     (dict(num_beams=4, temperature=0.5), "num_beams"), (dict(do_sample=False), "do_sample"),
     (dict(no_repeat_ngram_size=3, typical_p=0.9), "no_repeat_ngram_size', 'typical_p"),
-    (dict(suppress_tokens=[1], max_length=99), "max_length', 'suppress_tokens")])
+    (dict(suppress_tokens=[1], max_length=99), "max_length', 'suppress_tokens"),
+    (dict(no_repeat_ngram_size=1, foo=5, early_stopping=False), "foo', 'no_repeat_ngram_size")])
 def test_what_does_not_count_is_named_in_a_warning(text_copy, content, names):
     with pytest.warns(UserWarning, match=rf"generation_config.json: \['{names}'\] do not count"):
         defaults_of(text_copy, content)

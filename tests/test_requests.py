@@ -160,19 +160,20 @@ def test_parameters_can_be_changed_while_they_are_in_use(llm):
     ([], ""), (None, "")])
 def test_text_parts_are_joined(llm, content, text):
     message = {"role": "user", "content": content}
-    (prompt,) = llm.inputs.render([message], add_generation_prompt=True)
+    (prompt,) = llm.inputs.render([message], {"add_generation_prompt": True})
     assert prompt["prompt"] == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     assert message == {"role": "user", "content": content}, "the user's message is left alone"
-    assert llm.inputs.render([{"role": "user"}]) == llm.inputs.render(
-        [{"role": "user", "content": ""}])
+    assert llm.inputs.render([{"role": "user"}], {}) == llm.inputs.render(
+        [{"role": "user", "content": ""}], {})
 
 
 @pytest.mark.parametrize("messages, message", [
     ([{"role": "user", "content": [{"type": "image_url", "image_url": "…"}]}], "image_url"),
     ([{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
-    ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages: "),
-    ([{"role": "user", "content": [{"type": "text"}]}], "messages: "),
-    ([{"role": "user", "content": 5}], "messages: "), ([5], "messages: "), ([[5]], "messages: "),
+    ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "content part="),
+    ([{"role": "user", "content": [{"type": "text"}]}], "content part="),
+    ([{"role": "user", "content": 5}], "content part=5"), ([5], "messages: "),
+    ([[5]], "messages: "),
     ([{"role": "user", "content": {"type": "text", "text": "a"}}, "b"], "m"),
     ([], "messages="), ("hello", "messages="), (None, "messages=")])
 def test_other_conversations_are_refused_by_name(llm, messages, message):

@@ -33,7 +33,7 @@ import numba
 import numpy as np
 from numba import carray, njit, prange
 
-# once in a process: a kernel is compiled together with the functions that it calls
+# once in a process: compiling one kernel raises an event for each function in it
 say_once = functools.cache(logging.getLogger(__name__).info)
 
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
