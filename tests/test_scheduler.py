@@ -8,6 +8,7 @@ function of the whole prefix, so a schedule that mixes anything up also generate
 
 import itertools
 import random
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -353,6 +354,22 @@ def test_no_combination_of_policies_livelocks():
     for values in itertools.product(*POLICIES.values()):
         for seed in (1, 2, 3):
             run_workload(seed, **dict(zip(POLICIES, values)))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_the_blocks_of_a_sequence_that_fails_are_forgotten(max_tokens):
+    """Its K and V may be NaN. Those of others stay."""
+    scheduler = make_scheduler(10, 128, 4, 1000)
+    manager = scheduler.block_manager
+    good, bad = make_sequence([1] * 300, max_tokens), make_sequence([2] * 300, max_tokens)
+    for seq in (good, bad):
+        scheduler.add(seq)
+    batch = scheduler.schedule()
+    assert len(manager.hash_of_block) == 4
+    scheduler.postprocess(batch, [3, NO_TOKEN])
+    check_blocks(scheduler)
+    assert [bad.finish_reason, len(bad.token_ids)] == ["error", 300]
+    assert {tokens for _, tokens in manager.blocks_by_hash} == {array("i", [1] * 128).tobytes()}
 
 
 @pytest.mark.parametrize("order", OTHER_ORDERS, ids=", ".join)

@@ -334,6 +334,8 @@ def test_a_call_leaves_no_threads_of_its_own_behind(tiny_llm):
         in_thread(generate, tiny_llm, [[1, 2, 3]])
         generate(tiny_llm, [[1, 2, 3]])
     assert len(os.listdir("/proc/self/task")) == before
+    torch.ones(10**6).exp()
+    assert len(os.listdir("/proc/self/task")) > before, "a team is made when it is needed again"
 
 
 FORK = """
