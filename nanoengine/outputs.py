@@ -75,7 +75,9 @@ class Completion:
         if seq.finish_reason == "error":
             return None
         num_generated = seq.num_tokens - seq.num_prompt_tokens
-        unnamed = seq.logprobs[-1:] + [*seq.prompt_logprobs.values()] * (num_generated == 1)
+        unnamed = seq.logprobs[-1:]
+        if num_generated == 1:
+            unnamed += seq.prompt_logprobs.values()
         for token_id, found in [pair for logprobs in unnamed for pair in logprobs.items()]:
             found.decoded_token = self.tokenizer and self.tokenizer.decode([token_id], False)
         is_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
