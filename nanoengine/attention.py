@@ -5,9 +5,10 @@ asks is not known here, nor why a step consists of the tokens that it has.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from transformers import PretrainedConfig
 from nanoengine.kernels.paged_attention import paged_attention, set_num_threads
 from nanoengine.sampling_params import rejected
 
-# longest_query, longest_keys, then (name, dtype, shape, number of words) of each tensor
-Layout = tuple[int, int, tuple[tuple[str, str, tuple[int, ...], int], ...]]
+# (name, dtype, shape, number of 32-bit words) of each array in a buffer
+Layout = tuple[tuple[str, str, tuple[int, ...], int], ...]
+# the layout of a step's inputs, longest_query and longest_keys
+StepShape = tuple[Layout, int, int]
 
 
 @dataclass
@@ -37,7 +40,8 @@ class StepInputs:
     key_starts: (S + 1,), cumulative key counts (cu_seqlens_k).
     lengths: (S,), how many keys each sequence has, with those of this step (cache_seqlens).
     block_tables: (S, width), padded with 0.
-    sampled_rows: which of the T rows have logits: R that are sampled, and those that are scored.
+    sampled_rows: which of the T rows have logits: R that are sampled, and Q that are scored.
+    next_tokens: (R + Q,), the token behind each of these: -1 if it is to be sampled.
     longest_query, longest_keys: the most tokens, and the most keys, of a sequence (max_seqlen).
 
     The other tensors are int32. All are views of `buffer`, which crosses to the device in one copy.
@@ -49,7 +53,7 @@ class StepInputs:
         positions           4  5  6 |  8        lengths        7  9
         sequence_of_token   0  0  0 |  1        key_starts     0  7 16
         slot_blocks         8  8  8 |  6        block_tables   [3 8 0], [5 2 6]
-        slot_offsets        0  1  2 |  0        sampled_rows   3
+        slot_offsets        0  1  2 |  0        sampled_rows   3      next_tokens   -1
     """
 
     uniforms: Tensor
@@ -64,9 +68,16 @@ class StepInputs:
     lengths: Tensor
     block_tables: Tensor
     sampled_rows: Tensor
+    next_tokens: Tensor
     longest_query: int
     longest_keys: int
     buffer: Tensor
+
+    @classmethod
+    def unpack(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
+        layout, longest_query, longest_keys = shape
+        return cls(**unpack(buffer, layout), longest_query=longest_query,
+                   longest_keys=longest_keys, buffer=buffer)
 
     @property
     def ranges(self) -> tuple[Tensor, Tensor, int, int]:
@@ -74,29 +85,39 @@ class StepInputs:
         return self.query_starts, self.key_starts, self.longest_query, self.longest_keys
 
 
-def pack(arrays: dict[str, np.ndarray], longest_query: int, longest_keys: int,
-         pin_memory: bool) -> tuple[Tensor, Layout]:
-    """The arrays of a step, one behind the other in one int32 buffer, and how to unpack it.
+def pack(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layout]:
+    """Arrays, one behind the other in one int32 buffer on the host, and how to unpack it.
 
-    Arrays of 64-bit numbers come first, so that theirs are aligned. On a GPU the buffer is pinned:
+    Arrays of 64-bit numbers come first, so that theirs are aligned. For a GPU the buffer is pinned:
     PyTorch reuses one only when the copy from it is done, so that none is rewritten in flight.
     """
     words = [array.view(np.int32).ravel() for array in arrays.values()]
-    buffer = torch.empty(sum(map(len, words)), dtype=torch.int32, pin_memory=pin_memory)
+    buffer = torch.empty(sum(map(len, words)), dtype=torch.int32, pin_memory=device == "cuda")
     np.concatenate(words, out=buffer.numpy())
-    fields = tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
-                   for name, array in arrays.items())
-    return buffer, (longest_query, longest_keys, fields)
+    return buffer, tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
+                         for name, array in arrays.items())
 
 
-def unpack(buffer: Tensor, layout: Layout) -> StepInputs:
-    """The inputs of a step as views of the buffer, on whatever device that is."""
-    longest_query, longest_keys, fields = layout
-    parts = buffer.split([num_words for *_, num_words in fields])
-    views = {name: part.view(getattr(torch, dtype)).view(shape)
-             for (name, dtype, shape, _), part in zip(fields, parts)}
-    return StepInputs(
-        **views, longest_query=longest_query, longest_keys=longest_keys, buffer=buffer)
+def unpack(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The arrays as views of the buffer, on whatever device that is."""
+    parts = buffer.split([num_words for *_, num_words in layout])
+    return {name: part.view(getattr(torch, dtype)).view(shape)
+            for (name, dtype, shape, _), part in zip(layout, parts)}
+
+
+def send(device: torch.device, *arrays: Any) -> Iterable[Tensor]:
+    """Arrays of 64-bit numbers on the device, in one copy that nobody waits for."""
+    named = {str(number): np.asarray(array) for number, array in enumerate(arrays)}
+    if device.type == "cpu":
+        return map(torch.from_numpy, named.values())
+    buffer, layout = pack(named, device.type)
+    return unpack(buffer.to(device, non_blocking=True), layout).values()
+
+
+def known_ids(token_ids: Tensor, last_sampled: Tensor) -> Tensor:
+    """Token ids in which -1 - i stands for the token sampled in row i of the step before."""
+    rows = (-1 - token_ids).clamp(min=0)
+    return torch.where(token_ids < 0, last_sampled[rows], token_ids)
 
 
 def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtype: torch.dtype,
@@ -188,17 +209,19 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     out = torch.empty_like(query)
     starts = step.query_starts.tolist()
     for seq, length in enumerate(step.lengths.tolist()):
-        rows = slice(starts[seq], starts[seq + 1])
         gathered = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length].transpose(1, 2)
-        ages = step.positions[rows, None] - torch.arange(length, device=query.device)
-        mask = (ages >= 0) & (ages < (window or length))
         # NaN reaches the queries that see it, and no others: a weight of 0 would not keep it out
         is_finite = gathered.isfinite()
-        sees_nan = (mask & ~is_finite.all(dim=-1).all(dim=0).all(dim=0)).any(dim=-1)
+        is_nan = ~is_finite.all(dim=-1).all(dim=0).all(dim=0)
         keys, values = gathered.where(is_finite, 0)
-        out[rows] = F.scaled_dot_product_attention(
-            query[rows].transpose(0, 1), keys, values, mask, enable_gqa=True).transpose(0, 1)
-        out[rows].masked_fill_(sees_nan[:, None, None], torch.nan)
+        # not all queries at once: in float32 their weights for all keys are one tensor
+        for first in range(starts[seq], starts[seq + 1], 256):
+            rows = slice(first, min(first + 256, starts[seq + 1]))
+            ages = step.positions[rows, None] - torch.arange(length, device=query.device)
+            mask = (ages >= 0) & (ages < (window or length))
+            out[rows] = F.scaled_dot_product_attention(
+                query[rows].transpose(0, 1), keys, values, mask, enable_gqa=True).transpose(0, 1)
+            out[rows].masked_fill_((mask & is_nan).any(dim=-1)[:, None, None], torch.nan)
     return out
 
 
@@ -208,6 +231,18 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "gather": gather_attention}
 
 
+def can_import(name: str) -> bool:
+    """Whether a package works here. Warns about one that is there and cannot be imported."""
+    try:
+        import_module(name)
+    except ModuleNotFoundError:
+        return False
+    except Exception as error:
+        warnings.warn(f"{name} is there, but cannot be imported: {error}", stacklevel=2)
+        return False
+    return True
+
+
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
     """The backend of that name, or for "auto" the fastest for this device and precision.
 
@@ -215,7 +250,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     """
     is_fast = device == "cuda" and dtype != torch.float32
     works = {"numba": device == "cpu" and dtype != torch.float16,
-             "flash-attn": is_fast and find_spec("flash_attn") is not None,
+             "flash-attn": is_fast and can_import("flash_attn"),
              # compared as versions
              "varlen": is_fast and torch.__version__ >= "2.12",
              "gather": True}

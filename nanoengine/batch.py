@@ -35,8 +35,8 @@ class Batch:
         come several times (set by `Scheduler._place`).
     scored: (i, position) for each token of sequence i behind which the next token of the prompt is
         scored, for `prompt_logprobs` (set by `Scheduler._place`).
-    next_step_needs_tokens: whether the next step can't be scheduled before the tokens of this one
-        are known: for logits processors, beams and forks (set by `Scheduler._place`).
+    num_awaited: of how many sequences the next step needs the tokens on the host: of beams, and of
+        those with processors or bad words (set by `Scheduler._place`).
     copies: the block copies to be done first (set by `Scheduler.schedule`).
     preempted: the sequences that were preempted since the step before, each with "swap" or
         "recompute" (set by `Scheduler.schedule`).
@@ -53,7 +53,7 @@ class Batch:
     scored: list[tuple[int, int]] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
     preempted: list[tuple[Sequence, str]] = field(default_factory=list)
-    next_step_needs_tokens: bool = False
+    num_awaited: int = 0
     is_advanced: bool = False
 
     def __len__(self) -> int:

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from nanoengine.batch import Batch
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import Launched
@@ -71,28 +72,41 @@ class Engine:
     def _step_ahead(self) -> list[Sequence]:
         """Launches a step, then takes in the tokens of the step before.
 
-        Where the next step needs these tokens, it is launched by the next call.
+        Sequences whose tokens are awaited (`Sequence.is_awaited`) are left out of the step: they
+        run in every second one. If they are many, the whole step is left to the next call.
         """
         before, self.in_flight = self.in_flight, None
         if before:
             # as if its tokens were known
             self.scheduler.advance(before.batch)
-        can_go_on = before is None or not before.batch.next_step_needs_tokens
-        if can_go_on and self.scheduler.has_unfinished():
-            self.in_flight = self.runner.launch(self.scheduler.schedule())
+        if self.scheduler.has_unfinished() and not (before and self._is_awaited(before.batch)):
+            batch = self.scheduler.schedule()
+            if batch.sequences:
+                self.in_flight = self.runner.launch(batch)
         return self._take_in(before) if before else []
+
+    def _is_awaited(self, batch: Batch) -> bool:
+        """Whether the next step waits for the tokens of this one.
+
+        A fourth of the sequences at half their speed cost an eighth of the tokens: about as much as
+        a device loses that waits for the host. And no more pending tokens can be looked up than
+        `max_num_seqs`; where forks begin there can be more.
+        """
+        are_many = 4 * batch.num_awaited >= len(batch)
+        return are_many or len(batch.sampled) > self.config.max_num_seqs
 
     def _take_in(self, launched: Launched) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""
         batch = launched.batch
-        taken = self.scheduler.postprocess(batch, launched.wait())
-        for (index, position), found in zip(batch.scored, launched.prompt_logprobs):
+        tokens, logprobs = launched.wait()
+        taken = self.scheduler.postprocess(batch, tokens)
+        for row, (index, position) in enumerate(batch.scored, len(batch.sampled)):
             seq = batch.sequences[index]
-            seq.prompt_logprobs[position + 1] = found
+            seq.prompt_logprobs[position + 1] = logprobs[row]
             seq.is_scored = len(seq.prompt_logprobs) < seq.num_prompt_tokens - 1
         for row, seq in taken:
-            if row in launched.logprobs and seq.finish_reason != "error":
-                seq.logprobs.append(launched.logprobs[row])
+            if row in logprobs and seq.finish_reason != "error":
+                seq.logprobs.append(logprobs[row])
         if self.config.trace:
             launched.ended = self.clock()
             launched.metrics = self.metrics()

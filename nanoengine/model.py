@@ -85,16 +85,27 @@ def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
 # ------------------------------------------------------------------------------ operations
 
 
-def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """On a GPU torch.compile makes one kernel of the function; on a CPU it runs as it stands."""
-    compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
+def fused(*token_dims: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """On a GPU torch.compile makes one kernel of the function; on a CPU it runs as it stands.
 
-    def run(x: Tensor, *arguments: Tensor | float) -> Tensor:
-        return (compiled() if x.is_cuda else function)(x, *arguments)
-    return functools.wraps(function)(run)
+    token_dims: the dimension of each tensor that counts tokens. All others are constants of a
+        model: each gets kernels of its own, for one token and for several.
+    """
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        compiled = functools.cache(lambda: torch.compile(function, dynamic=False))
+
+        @functools.wraps(function)
+        def run(x: Tensor, *arguments: Any) -> Tensor:
+            if not x.is_cuda:
+                return function(x, *arguments)
+            for tensor, dim in zip((x, *arguments), token_dims):
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+            return compiled()(x, *arguments)
+        return run
+    return decorate
 
 
-@fused
+@fused(0)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32 and in place, for speed."""
     scaled = x.to(torch.float32, copy=True)
@@ -102,7 +113,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return scaled.mul_(mean.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
 
-@fused
+@fused(0, 1)
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turns each pair (x[i], x[i + head_dim / 2]) of (tokens, heads, head_dim) by its angle.
 
@@ -113,7 +124,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
-@fused
+@fused(0, 0)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202); gate is overwritten.
 
@@ -245,7 +256,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to logits."""
+    """Token ids to hidden states; `lm_head` makes logits of them."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -262,12 +273,12 @@ class Decoder(nn.Module):
         """Computes the step's T tokens and writes their K and V to the caches.
 
         token_ids: (T,); rope: (2, max_model_len, head_dim / 2), see `rope_table`; caches: see
-        `make_caches`; backend: one of attention.py's. Returns the logits of `step.sampled_rows`
-        alone, (rows, vocab_size).
+        `make_caches`; backend: one of attention.py's. Returns the hidden states of
+        `step.sampled_rows` alone, (rows, hidden_size).
         """
         hidden = self.embed_tokens(token_ids)
         angles = rope[:, step.positions]
         for layer, cache in zip(self.layers, caches):
             rows = step.sampled_rows if layer is self.layers[-1] else slice(None)
             hidden = layer(hidden, angles, cache, step, backend, rows)
-        return self.lm_head(self.norm(hidden))
+        return self.norm(hidden)

@@ -9,11 +9,16 @@ sequences run, and why, is not its business.
 """
 
 import ctypes
+import os
+import shutil
+import sysconfig
 import time
+import warnings
 from bisect import bisect_left
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +29,18 @@ from llvmlite.binding import get_host_cpu_features
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoengine.attention import BACKENDS, Layout, StepInputs, choose_backend
-from nanoengine.attention import make_caches, pack, unpack
+from nanoengine.attention import BACKENDS, StepInputs, StepShape, choose_backend, known_ids
+from nanoengine.attention import make_caches, pack
 from nanoengine.batch import Batch, Copies
 from nanoengine.config import EngineConfig
 from nanoengine.loader import load_model
 from nanoengine.model import num_weights, rope_table
-from nanoengine.sampler import Logprobs, is_edited, logprobs_of, sample, uniform
-from nanoengine.sampling_params import rejected
-from nanoengine.sequence import PendingToken, Sequence
+from nanoengine.sampler import Logprob, Logprobs, find_logprobs, sample, sample_plain, uniform
+from nanoengine.sampling_params import SamplingParams, rejected
+from nanoengine.sequence import Sequence
+
+# of steps without log-probabilities
+NO_ENTRIES = torch.empty(0, 3)
 
 
 @dataclass
@@ -40,8 +48,9 @@ class Launched:
     """A step on its way through the device, and later the record of it in `LLM.trace`.
 
     tokens: one for each of `batch.sampled`, on the host; to be read after `wait`.
-    logprobs: for each row of `batch.sampled` that asked for some.
-    prompt_logprobs: for each of `batch.scored`.
+    entries: all log-probabilities (`find_logprobs`), one row behind the other; the same holds.
+    num_entries: how many of them each row has that asked for some; the rows of `batch.scored` are
+        behind those of `batch.sampled`.
     began, done: when the device could begin with the inputs, and when the tokens are on the host:
         seconds of `time.monotonic()` on a CPU, CUDA events on a GPU.
     ended, metrics: when its tokens were taken in (`Engine`'s clock; it began at `batch.started`),
@@ -50,18 +59,22 @@ class Launched:
 
     batch: Batch
     tokens: Tensor
-    logprobs: dict[int, Logprobs]
+    entries: Tensor
+    num_entries: dict[int, int]
     began: Any
     done: Any
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     ended: float = 0.0
     metrics: Any = None
 
-    def wait(self) -> list[int]:
-        """The tokens, once the device has them."""
+    def wait(self) -> tuple[list[int], dict[int, Logprobs]]:
+        """The tokens, and the log-probabilities by row, once the device has them."""
         if isinstance(self.done, torch.cuda.Event):
             self.done.synchronize()
-        return self.tokens.tolist()
+        parts = self.entries.split(list(self.num_entries.values()))
+        logprobs = {row: {int(token_id): Logprob(value, int(rank))
+                          for token_id, value, rank in part.tolist()}
+                    for row, part in zip(self.num_entries, parts)}
+        return self.tokens.tolist(), logprobs
 
 
 class ModelRunner:
@@ -100,7 +113,9 @@ class ModelRunner:
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         has_graphs = self.is_gpu and self.backend != "gather" and not config.enforce_eager
         self.buckets = bucket_sizes(config.max_num_seqs) if has_graphs else []
-        self.graphs: dict[Layout, Any] = {}
+        self.graphs: dict[StepShape, Any] = {}
+        # without a compiler the model's functions run as they stand
+        self.is_plain = config.enforce_eager or self.is_gpu and not can_compile()
 
         # block 0 alone is enough to try a step
         self.allocate(num_blocks=0, num_host_blocks=0)
@@ -115,6 +130,8 @@ class ModelRunner:
         self.num_host_blocks = int(host_bytes // self.block_bytes)
         self.allocate(self.num_kv_blocks, self.num_host_blocks)
         self.capture()
+        if self.is_gpu:
+            self.compile()
 
     # ----------------------------------------------------------------------------- memory
 
@@ -140,10 +157,9 @@ class ModelRunner:
             return min(psutil.virtual_memory().available // 4, num_blocks * self.block_bytes)
         # what engines before this one have left
         torch.cuda.empty_cache()
-        length = -(-self.config.max_num_batched_tokens // num_seqs)
         # first, as it gives back what the allocator keeps
         self.capture()
-        self.launch(dummy_batch(num_seqs, min(length, self.max_model_len)))
+        self.launch(largest_batch(self.config, self.max_model_len))
         free, total = torch.cuda.mem_get_info()
         self.graphs.clear()
         torch.cuda.empty_cache()
@@ -157,49 +173,71 @@ class ModelRunner:
         """
         pool = torch.cuda.graph_pool_handle() if self.buckets else None
         for size in reversed(self.buckets):
-            buffer, layout = self.prepare(dummy_batch(size, 1))
-            step = unpack(buffer.to(self.device), layout)
-            # compiles, and warms up
-            self.compute(step)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                outputs = self.compute(step)
-            self.graphs[layout] = graph, step, outputs
+            for longest_keys in reversed(key_buckets(size, self.max_model_len)):
+                buffer, shape = self.prepare(dummy_batch(size, 1, longest_keys))
+                step = StepInputs.unpack(buffer.to(self.device), shape)
+                # compiles, and warms up
+                self.compute(step)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    logits = self.model.lm_head(self.compute(step))
+                    tokens = sample_plain(logits, step.temperatures, step.uniforms)
+                self.graphs[shape] = graph, step, (logits, tokens)
+
+    def compile(self) -> None:
+        """Runs a step for each of torch.compile's cases: one token or several, and none, one or
+        several rows. So none of them is compiled in the middle of a run."""
+        for num_seqs, length in ((1, 1), (1, 2), (2, 2)):
+            batch = dummy_batch(num_seqs, length, length)
+            self.launch(batch)
+            self.launch(replace(batch, sampled=[]))
 
     # ----------------------------------------------------------------------------- a step
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Begins a step. Its tokens stay on the device for the next step as well."""
+        """Begins a step. Its tokens stay on the device for the next step as well.
+
+        Logits are made for at most `max_num_seqs` rows at a time, however many rows forks and
+        scored prompts have: the memory for so many was measured.
+        """
         self.copy_blocks(batch.copies)
-        buffer, layout = self.prepare(batch)
+        buffer, shape = self.prepare(batch)
         began = self.timestamp()
-        seqs = [seq for _, seq in batch.sampled]
-        if layout in self.graphs:
-            graph, step, (logits, tokens) = self.graphs[layout]
+        captured: Any = None
+        hidden: Any = None
+        if shape in self.graphs:
+            graph, step, captured = self.graphs[shape]
             step.buffer.copy_(buffer, non_blocking=True)
             graph.replay()
-            if any(map(is_edited, seqs)):
-                tokens = sample(logits, step.temperatures, step.uniforms, seqs)
         else:
-            step = unpack(buffer.to(self.device, non_blocking=True), layout)
-            logits, tokens = self.compute(step, seqs)
-        # the rows behind them are padding
-        tokens = tokens[:len(seqs)]
+            step = StepInputs.unpack(buffer.to(self.device, non_blocking=True), shape)
+            hidden = self.compute(step)
+
+        seqs = [seq for _, seq in batch.sampled]
+        asked = logprobs_asked(batch)
+        tokens = torch.empty(len(seqs), dtype=torch.int64, device=self.device)
+        num_entries: dict[int, int] = {}
+        entries = []
+        for first in range(0, len(asked), self.config.max_num_seqs):
+            rows = slice(first, first + self.config.max_num_seqs)
+            logits, drawn = captured or (self.model.lm_head(hidden[rows]), None)
+            tokens[rows] = sample(logits, step.temperatures[rows], step.uniforms[rows], seqs[rows],
+                                  self.last_sampled, drawn)
+            if any(asked[rows]):
+                targets = step.next_tokens[rows].long()
+                targets[:len(tokens[rows])] = tokens[rows]
+                for alike, matrix in find_logprobs(logits, targets, asked[rows]):
+                    num_entries |= {first + row: matrix.shape[1] for row in alike}
+                    entries.append(matrix.flatten(0, 1))
+
         # There are more than max_num_seqs only where forks begin, and then the next step waits. For
         # NO_TOKEN the next step computes token 0, which nobody reads.
         self.last_sampled[:len(seqs)] = tokens[:len(self.last_sampled)].clamp(min=0)
-        logprobs = {
-            row: logprobs_of(logits[row], int(tokens[row]), seq.params.logprobs,
-                             seq.params.temperature if seq.group else 0)
-            for row, seq in enumerate(seqs) if seq.params.logprobs is not None}
-        scored = [(batch.sequences[index], position) for index, position in batch.scored]
-        prompt_logprobs = [
-            logprobs_of(row, seq.token_ids[position + 1], seq.params.prompt_logprobs or 0)
-            for row, (seq, position) in zip(logits[len(seqs):], scored)]
         # into pinned memory
-        on_host = tokens.to("cpu", non_blocking=True, copy=True)
-        return Launched(batch, on_host, logprobs, began, self.timestamp(), prompt_logprobs)
+        tokens = tokens.to("cpu", non_blocking=True)
+        found = torch.cat(entries).to("cpu", non_blocking=True) if entries else NO_ENTRIES
+        return Launched(batch, tokens, found, num_entries, began, self.timestamp())
 
     def timestamp(self) -> Any:
         """The device's present: seconds, or on a GPU an event behind all its work so far."""
@@ -216,47 +254,54 @@ class ModelRunner:
             for to, origin in pairs.items():
                 target[to].copy_(source[origin], non_blocking=True)
 
-    def prepare(self, batch: Batch) -> tuple[Tensor, Layout]:
-        """The inputs of a step in one buffer on the host, and their layout.
+    def prepare(self, batch: Batch) -> tuple[Tensor, StepShape]:
+        """The inputs of a step in one buffer on the host, and their shape.
 
-        A decode step is filled up to the size of a CUDA graph; its block tables then have the one
-        width that the graph knows.
+        A decode step is filled up to the size of a CUDA graph, and its block tables to the width.
         """
-        longest_keys = 0
+        longest_keys = max(map(add, batch.starts, batch.num_tokens))
         if self.buckets and batch.is_decode:
             batch = pad(batch, self.buckets[bisect_left(self.buckets, len(batch))])
-            longest_keys = self.max_model_len
+            lengths = key_buckets(len(batch), self.max_model_len)
+            longest_keys = lengths[bisect_left(lengths, longest_keys)]
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
-        longest_keys = longest_keys or int(arrays["lengths"].max())
-        return pack(arrays, max(batch.num_tokens), longest_keys, pin_memory=self.is_gpu)
+        buffer, layout = pack(arrays, self.device)
+        return buffer, (layout, max(batch.num_tokens), longest_keys)
 
-    def compute(self, step: StepInputs, seqs: Any = ()) -> tuple[Tensor, Tensor]:
-        """Logits and tokens of a step.
-
-        Without sequences the host reads nothing of it, so that a CUDA graph can hold it: tokens are
-        then sampled by temperature alone.
-        """
-        is_pending = step.token_ids < 0
-        rows = (-1 - step.token_ids).clamp(min=0)
-        token_ids = torch.where(is_pending, self.last_sampled[rows], step.token_ids)
-        logits = self.model(token_ids, step, self.rope, self.caches, BACKENDS[self.backend])
-        sampled = logits[:len(step.uniforms)]
-        return logits, sample(sampled, step.temperatures, step.uniforms, seqs)
+    def compute(self, step: StepInputs) -> Tensor:
+        """The last hidden states of the rows that have logits, (rows, hidden_size)."""
+        token_ids = known_ids(step.token_ids, self.last_sampled)
+        with torch.compiler.set_stance("force_eager") if self.is_plain else nullcontext():
+            return self.model(token_ids, step, self.rope, self.caches, BACKENDS[self.backend])
 
 
 # ------------------------------------------------------------------------- inputs of a step
 
 
-def dummy_batch(num_seqs: int, length: int) -> Batch:
-    """Dummy sequences, for measuring, for graph capture and as padding; they use block 0."""
-    seqs = [Sequence("", [0] * length, length, length)] * num_seqs
-    return Batch(sequences=seqs, starts=[0] * num_seqs, num_tokens=[length] * num_seqs,
-                 sampled=list(enumerate(seqs)))
+def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: Any) -> Batch:
+    """The last tokens of dummy sequences, for measuring, for graph capture and as padding.
+
+    They use block 0."""
+    seqs = [Sequence("", [0] * length, length, length, SamplingParams(**params))] * num_seqs
+    return Batch(sequences=seqs, starts=[length - num_tokens] * num_seqs,
+                 num_tokens=[num_tokens] * num_seqs, sampled=list(enumerate(seqs)))
+
+
+def largest_batch(config: EngineConfig, max_model_len: int) -> Batch:
+    """A step that takes the most memory: as many tokens as a step may have, of as few sequences as
+    possible, at their very end; and rows for all sequences that might be sampled, in the way that
+    takes most."""
+    num_seqs = min(config.max_num_seqs, -(-config.max_num_batched_tokens // max_model_len))
+    num_tokens = min(config.max_num_batched_tokens // num_seqs, max_model_len)
+    batch = dummy_batch(num_seqs, num_tokens, max_model_len, logprobs=20, min_p=0.1, top_p=0.9,
+                        presence_penalty=1.0, logit_bias={0: 1.0})
+    batch.sampled = [batch.sampled[row % num_seqs] for row in range(config.max_num_seqs)]
+    return batch
 
 
 def pad(batch: Batch, size: int) -> Batch:
     """A decode step with dummy sequences behind its own, `size` together."""
-    dummies = dummy_batch(size - len(batch), 1)
+    dummies = dummy_batch(size - len(batch), 1, 1)
     seqs = batch.sequences + dummies.sequences
     return Batch(sequences=seqs, starts=batch.starts + dummies.starts, num_tokens=[1] * size,
                  sampled=list(enumerate(seqs)))
@@ -265,24 +310,24 @@ def pad(batch: Batch, size: int) -> Batch:
 def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, np.ndarray]:
     """The arrays of `StepInputs`, those of 64-bit numbers first.
 
-    longest_keys: block tables are as wide as so many keys need; 0: as this batch needs. There is
-    one loop over sequences, none over tokens or blocks.
+    longest_keys: block tables are as wide as so many keys need. There is one loop over sequences,
+    none over tokens or blocks.
     """
-    token_ids: list[Any] = []
+    token_ids: list[int] = []
     for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
-        token_ids += seq.token_ids[start:start + count]
-        if type(token_ids[-1]) is PendingToken:
-            token_ids[-1] = -1 - token_ids[-1].row
+        token_ids += seq.device_ids(start, start + count)
     lengths = np.add(batch.starts, batch.num_tokens)
     stops = np.cumsum(batch.num_tokens)
     owners = np.arange(len(batch)).repeat(batch.num_tokens)
     positions = np.arange(len(token_ids)) + (lengths - stops)[owners]
-    width = -(-(longest_keys or int(lengths.max())) // block_size)
+    width = -(-longest_keys // block_size)
     rows = [seq.block_table[:width].tobytes().ljust(4 * width, b"\0") for seq in batch.sequences]
     block_tables = np.frombuffer(b"".join(rows), np.int32).reshape(-1, width)
     sampled, seqs = zip(*batch.sampled) if batch.sampled else ([], [])
     starts = np.append(0, stops)
     scored = [starts[index] + position - batch.starts[index] for index, position in batch.scored]
+    scored_tokens = [batch.sequences[index].token_ids[position + 1]
+                     for index, position in batch.scored]
     draws = map(uniform, seqs, lengths[list(sampled)].tolist())
     int32 = partial(np.asarray, dtype=np.int32)
     return {
@@ -297,7 +342,18 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         "key_starts": int32(np.append(0, lengths.cumsum())),
         "lengths": int32(lengths),
         "block_tables": block_tables,
-        "sampled_rows": int32(np.append(stops[list(sampled)] - 1, scored))}
+        "sampled_rows": int32(np.append(stops[list(sampled)] - 1, scored)),
+        "next_tokens": int32([-1] * len(seqs) + scored_tokens)}
+
+
+def logprobs_asked(batch: Batch) -> list[tuple[int, float] | None]:
+    """For each row of logits, sampled or scored, what `find_logprobs` wants to know."""
+    sampled = [None if seq.params.logprobs is None else
+               (seq.params.logprobs, seq.params.temperature if seq.group else 0.0)
+               for _, seq in batch.sampled]
+    scored = [(batch.sequences[index].params.prompt_logprobs or 0, 0.0)
+              for index, _ in batch.scored]
+    return [*sampled, *scored]
 
 
 # -------------------------------------------------------------------------------- choices
@@ -306,6 +362,28 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
 def bucket_sizes(most: int) -> list[int]:
     """1, 2, 4, 8, 16, 24, … up to and including `most`, whatever it is."""
     return [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
+
+
+def key_buckets(size: int, most: int) -> list[int]:
+    """For so many keys of a sequence there are CUDA graphs of a decode step of this size.
+
+    flash-attn shares out the keys of a small batch among all cores of a GPU, by the width of the
+    block tables: if that is far too large, most of them get nothing to do.
+    """
+    return [length for length in (1024, 4096, 16384) if length < most and size <= 32] + [most]
+
+
+def can_compile() -> bool:
+    """Whether torch.compile has what Triton needs: a C compiler and Python's headers.
+
+    Warns where it has not.
+    """
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    if compiler and has_headers:
+        return True
+    warnings.warn("slower model: torch.compile lacks a C compiler or Python.h", stacklevel=2)
+    return False
 
 
 def choose_device(device: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from nanoengine.config import EngineConfig
 from nanoengine.outputs import Completion, Request
-from nanoengine.sampler import build_processors, hash64
+from nanoengine.sampler import encode_bad_words, hash64
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 from nanoengine.sequence import Sequence
 
@@ -103,10 +103,10 @@ class InputProcessor:
         longest = min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
         stop_tokens: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         end_tokens = stop_tokens | self.eos_tokens
-        processors = build_processors(params, length, [*end_tokens], tokenizer, self.config.device)
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
-        seq = Sequence(str(number), token_ids, length, longest, params, seed, processors,
-                       stop_tokens if params.ignore_eos else end_tokens, priority)
+        seq = Sequence(str(number), token_ids, length, longest, params, seed,
+                       stop_tokens if params.ignore_eos else end_tokens, [*end_tokens],
+                       encode_bad_words(params, tokenizer), priority)
         seq.is_scored = params.prompt_logprobs is not None and length > 1
         seq.forks = [seq.fork(seed=hash64(~seq.seed, i), index=i) for i in range(1, params.n)]
         completions = [Completion(each, tokenizer) for each in (seq, *seq.forks)]

@@ -1,24 +1,32 @@
-"""Logits to tokens: processors, temperature, the three truncations, and one draw a row.
+"""Logits to tokens: edits, temperature, the three truncations, and one draw a row.
 
-Rows that need nothing pay nothing: greedy rows take an argmax of the raw logits, only rows with
-top-p are sorted, only rows with processors are edited. There is no generator state: what a row
-draws depends on the seed of its sequence and on its position alone.
+    a matrix of logits ── edit ──▶ scale ──▶ truncate ──▶ draw ──▶ a token for each row
+
+Rows of one kind are sampled as one matrix, and rows that need nothing pay nothing. What is done to
+a matrix is data: the host sends numbers, and the device works with them, so that nothing here waits
+for a GPU. Only a user's own processors are functions, called row by row. There
+is no generator state: a draw depends on the seed of its sequence and on its position alone.
 """
 
 import math
 import struct
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
-from transformers.generation import logits_process as hf
 
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.attention import known_ids, send
+from nanoengine.sampling_params import PLAIN, SamplingParams
 from nanoengine.sequence import NO_TOKEN, Sequence
+
+# The most logits of one matrix. On a CPU it stays in the cores' caches, on a GPU it is small beside
+# the KV cache.
+MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**24}
 
 
 @dataclass
@@ -37,53 +45,7 @@ class Logprob:
 # by token id
 Logprobs = dict[int, Logprob]
 
-# ------------------------------------------------------------------------------ processors
-
-
-def build_processors(params: SamplingParams, prompt_length: int, end_tokens: list[int],
-                     tokenizer: Any, device: str = "cpu") -> list[Callable]:
-    """Everything in a request that edits logits, as one list, in vLLM's order."""
-    allowed = params.allowed_token_ids
-    words = [word.lstrip() or word for word in params.bad_words]
-    banned = [tokenizer.encode(space + word, add_special_tokens=False)
-              for word in words for space in ("", " ")]
-    bias: Any = {(token_id,): value for token_id, value in (params.logit_bias or {}).items()}
-    has_output_penalty = params.presence_penalty or params.frequency_penalty
-    wanted: list[Any] = [
-        allowed and hf.PrefixConstrainedLogitsProcessor(lambda row, input_ids: allowed, 1),
-        banned and partial(ban_words, banned, prompt_length),
-        params.min_tokens and end_tokens and hf.MinNewTokensLengthLogitsProcessor(
-            prompt_length, params.min_tokens, end_tokens, device),
-        bias and hf.SequenceBiasLogitsProcessor(bias),
-        params.repetition_penalty != 1
-        and hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
-        has_output_penalty and partial(penalize_output, params, prompt_length)]
-    return [processor for processor in wanted if processor] + params.logits_processors
-
-
-def ban_words(words: list[list[int]], start: int, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """The last token of each word is impossible behind its other tokens.
-
-    input_ids: (1, tokens so far), generated ones from `start` on; scores: (1, vocab_size).
-    """
-    generated = input_ids[0, start:].tolist()
-    for *beginning, last in filter(None, words):
-        if generated[max(0, len(generated) - len(beginning)):] == beginning:
-            scores[0, last] = -math.inf
-    return scores
-
-
-def penalize_output(params: SamplingParams, start: int, input_ids: Tensor,
-                    scores: Tensor) -> Tensor:
-    """OpenAI's penalties: generated tokens lose once (presence) and for each time (frequency).
-
-    input_ids: (1, tokens so far), generated ones from `start` on; scores: (1, vocab_size).
-    """
-    counts = torch.bincount(input_ids[0, start:], minlength=scores.shape[1])
-    return scores - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
-
-
-# -------------------------------------------------------------------------------- sampling
+# ---------------------------------------------------------------------------- one sequence
 
 
 def hash64(seed: int, number: int) -> int:
@@ -96,40 +58,153 @@ def uniform(seq: Sequence, position: int) -> float:
     return seq.params.temperature and (hash64(seq.seed, position) >> 11) * 2.0**-53
 
 
-def is_edited(seq: Sequence) -> bool:
-    """Whether its logits are edited by more than a temperature."""
-    p = seq.params
-    is_truncated = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-    return is_truncated or len(seq.processors) > 0
+def encode_bad_words(params: SamplingParams, tokenizer: Any) -> list[list[int]]:
+    """The tokens of each bad word, at the beginning of a text and behind a space."""
+    words = [word.lstrip() or word for word in params.bad_words]
+    encoded = [tokenizer.encode(space + word, add_special_tokens=False)
+               for word in words for space in ("", " ")]
+    return [token_ids for token_ids in encoded if token_ids]
 
 
-def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, seqs: Any = ()) -> Tensor:
-    """One token for each row of logits, (rows, vocab_size): (rows,) int64.
+def biases(seq: Sequence) -> dict[int, float]:
+    """What is added to the logits of which tokens in the next step: -inf makes one impossible.
 
-    temperatures: (rows,) float32, where 0 takes the likeliest token; uniforms: (rows,) float64.
-    seqs: the sequences of the first rows, whose processors and truncations edit them; rows behind
-        them are padding. Without sequences nothing is read on the host: a CUDA graph can end here.
-
-    A row with NaN, with infinity, or whose processors leave no token gets NO_TOKEN.
+    Where only some tokens are allowed, these are all here, and all others are impossible. The last
+    token of a bad word is impossible behind the word's other tokens.
     """
-    if seqs and not any(seq.processors or seq.params.temperature for seq in seqs):
-        # several times faster than argmax in bfloat16
-        likeliest = logits.max(dim=-1)
-        return torch.where(likeliest.values.isfinite(), likeliest.indices, NO_TOKEN)
-    scores = logits.to(torch.float32, copy=True)
-    edited = [(row, seq) for row, seq in enumerate(seqs) if is_edited(seq)]
-    for row, seq in edited:
-        if seq.processors:
-            scores[row] = apply_processors(scores[row, None], seq)[0]
-    scores.sub_(scores.amax(dim=-1, keepdim=True))
-    # 1e-30 for greedy rows: it leaves weight to the maximum alone, and float32 can divide by it.
-    scores.div_(temperatures.clamp(min=1e-30)[:, None])
-    for row, seq in edited:
-        truncate(scores[row], seq.params)
-    return draw(scores, uniforms)
+    p = seq.params
+    found = dict(p.logit_bias or {})
+    if p.allowed_token_ids:
+        found = {token_id: found.get(token_id, 0.0) for token_id in p.allowed_token_ids}
+    if seq.num_tokens - seq.num_prompt_tokens < p.min_tokens:
+        found |= dict.fromkeys(seq.late_tokens, -math.inf)
+    for *beginning, last in seq.bad_words:
+        start = max(seq.num_prompt_tokens, seq.num_tokens - len(beginning))
+        if seq.token_ids[start:] == beginning:
+            found[last] = -math.inf
+    return found
 
 
-def apply_processors(logits: Tensor, seq: Sequence) -> Tensor:
+def first_penalized(seq: Sequence) -> int:
+    """From which token on the penalties count: the repetition penalty knows the prompt, too."""
+    p = seq.params
+    if p.repetition_penalty != 1:
+        return 0
+    return seq.num_prompt_tokens if p.presence_penalty or p.frequency_penalty else seq.num_tokens
+
+
+# ------------------------------------------------------------------------ rows of one kind
+
+
+def matrices(rows: Iterable[int], kinds: Any, logits: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+    """These rows by their kinds, so many at a time as a matrix may have; on host and device."""
+    rows_by_kind = defaultdict(list)
+    for row in rows:
+        rows_by_kind[kinds[row]].append(row)
+    most = max_rows(logits)
+    for alike in rows_by_kind.values():
+        for start in range(0, len(alike), most):
+            part = alike[start:start + most]
+            index, = send(logits.device, part)
+            yield part, index
+
+
+def max_rows(logits: Tensor) -> int:
+    """How many rows a matrix may have."""
+    return max(1, MATRIX_SIZE[logits.device.type] // logits.shape[1])
+
+
+def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, seqs: list[Sequence],
+           last_sampled: Tensor, drawn: Tensor | None = None) -> Tensor:
+    """One token for each sequence from its row of logits: (len(seqs),) int64.
+
+    logits: (rows, vocab_size); rows behind those of the sequences are padding.
+    temperatures: (rows,) float32, where 0 takes the likeliest token; uniforms: (rows,) float64.
+    last_sampled: the tokens for which pending ones stand.
+    drawn: what `sample_plain` gives, if that is known: only rows of other kinds are then sampled.
+
+    A row with NaN, with infinity, or whose edits leave no token gets NO_TOKEN.
+    """
+    kinds = [seq.params.kind for seq in seqs]
+    rows: Iterable[int] = [row for row, kind in enumerate(kinds) if kind != PLAIN]
+    if drawn is None:
+        if not rows:
+            is_greedy = not any(seq.params.temperature for seq in seqs)
+            logits = logits[:len(seqs)]
+            return likeliest(logits) if is_greedy else sample_plain(logits, temperatures, uniforms)
+        rows = range(len(seqs))
+        drawn = torch.empty(len(seqs), dtype=torch.int64, device=logits.device)
+    for part, index in matrices(rows, kinds, logits):
+        members = [seqs[row] for row in part]
+        scores = logits.index_select(0, index).float()
+        if kinds[part[0]].is_edited:
+            add_biases(scores, members)
+            penalize(scores, members, last_sampled)
+            for row, seq in enumerate(members):
+                if seq.params.logits_processors:
+                    scores[row] = run_processors(scores[row, None], seq)[0]
+        scale(scores, temperatures[index])
+        truncate(scores, [seq.params for seq in members])
+        drawn[index] = draw(scores, uniforms[index])
+    return drawn[:len(seqs)]
+
+
+def sample_plain(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
+    """One token for each row by temperature alone. A CUDA graph can end here."""
+    parts = zip(*(each.split(max_rows(logits)) for each in (logits, temperatures, uniforms)))
+    return torch.cat([
+        draw(scale(part.to(torch.float32, copy=True), part_temperatures), part_uniforms)
+        for part, part_temperatures, part_uniforms in parts])
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The token with the largest logit of each row."""
+    # several times faster than argmax in bfloat16
+    found = logits.max(dim=-1)
+    return torch.where(found.values.isfinite(), found.indices, NO_TOKEN)
+
+
+# ----------------------------------------------------------------------------------- edits
+
+
+def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
+    """In place: what `biases` says, and -inf for tokens that are not among those allowed."""
+    found = [biases(seq) for seq in seqs]
+    if any(found):
+        vocab_size = scores.shape[1]
+        others, places, added = send(
+            scores.device, [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs],
+            [row * vocab_size + token for row, each in enumerate(found) for token in each],
+            [bias for each in found for bias in each.values()])
+        bias = others.float()[:, None].repeat(1, vocab_size)
+        bias.view(-1)[places] = added.float()
+        scores += bias
+
+
+def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
+    """In place: the repetition penalty (Keskar et al., 2019, arXiv:1909.05858), for prompts, too.
+    Then OpenAI's: generated tokens lose once (presence) and for each time (frequency)."""
+    spans = [range(first_penalized(seq), seq.num_tokens) for seq in seqs]
+    if not any(spans):
+        return
+    tokens = [seq.device_ids(span.start, span.stop) for seq, span in zip(seqs, spans)]
+    is_generated = [np.array(span) >= seq.num_prompt_tokens for seq, span in zip(seqs, spans)]
+    penalties, owners, token_ids, amounts = send(
+        scores.device, [(seq.params.repetition_penalty, seq.params.presence_penalty,
+                         seq.params.frequency_penalty) for seq in seqs],
+        np.arange(len(seqs)).repeat([len(span) for span in spans]),
+        np.concatenate([np.array(each, np.int64) for each in tokens]),
+        np.concatenate(is_generated).astype(np.float64))
+    flat = scores.view(-1)
+    places = owners * scores.shape[1] + known_ids(token_ids, last_sampled)
+    counts = torch.zeros_like(flat).index_add_(0, places, amounts.float())[places]
+    repetition, presence, frequency = penalties.float()[owners].T
+    seen = flat[places]
+    seen = torch.where(seen < 0, seen * repetition, seen / repetition)
+    flat[places] = seen - presence * (counts > 0) - frequency * counts
+
+
+def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
     """A row of float32 logits, (1, vocab_size), after the processors of its request.
 
     Each processor gets copies, which it may keep or overwrite. NaN or infinity from the model
@@ -137,7 +212,7 @@ def apply_processors(logits: Tensor, seq: Sequence) -> Tensor:
     """
     input_ids = torch.tensor([seq.token_ids], device=logits.device)
     scores = logits
-    for processor in seq.processors:
+    for processor in seq.params.logits_processors:
         scores = processor(input_ids.clone(), scores.clone())
         is_row = isinstance(scores, Tensor) and scores.shape == logits.shape
         if not (is_row and scores.is_floating_point() and scores.layout == logits.layout
@@ -147,29 +222,65 @@ def apply_processors(logits: Tensor, seq: Sequence) -> Tensor:
                              f"{shown}, and not floats of shape {tuple(logits.shape)}")
     # +inf is how some force a token
     scores = scores.float().clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(logits.amax().isfinite(), scores, math.nan)
+    return torch.where(logits.amax() < math.inf, scores, math.nan)
 
 
-def truncate(logits: Tensor, params: SamplingParams) -> None:
-    """In place on a row of (vocab_size,) float32 with maximum 0: truncated tokens get -inf.
+def scale(scores: Tensor, temperatures: Tensor) -> Tensor:
+    """In place on float32 logits: a maximum of 0, then divided by the temperature of the row.
 
-    The order is vLLM's: temperature, min-p, top-k, top-p of what is left, renormalised. Nucleus
-    sampling (Holtzman et al., 2019, arXiv:1904.09751) keeps the fewest likeliest tokens that reach
-    top_p together, the token that crosses it included.
+    1e-30 for greedy rows leaves weight to the maximum alone, and float32 can divide by it.
     """
-    if params.min_p > 0:
-        logits.masked_fill_(logits < math.log(params.min_p), -math.inf)
-    if 0 < params.top_k < len(logits):
-        logits.masked_fill_(logits < logits.topk(params.top_k).values[-1], -math.inf)
-    if params.top_p < 1:
-        probabilities = logits.double().softmax(dim=-1)
-        # All tokens below this weigh less than 1 - top_p together: they cannot be in the nucleus.
-        threshold = probabilities.amax().clamp(max=(1 - params.top_p) / len(logits))
-        likely = (probabilities >= threshold).nonzero()[:, 0]
-        ordered, order = probabilities[likely].sort(descending=True, stable=True)
-        weight_before = ordered.cumsum(dim=-1) - ordered
-        kept = likely[order[weight_before < params.top_p]]
-        logits.copy_(torch.full_like(logits, -math.inf).index_copy_(0, kept, logits[kept]))
+    scores.sub_(scores.amax(dim=-1, keepdim=True))
+    return scores.div_(temperatures.clamp(min=1e-30)[:, None])
+
+
+def truncate(scores: Tensor, params: list[SamplingParams]) -> None:
+    """In place on scaled logits: truncated tokens get -inf.
+
+    The order is vLLM's: temperature, min-p, top-k (with all that are as likely as the last of
+    them), top-p of what is left, renormalised. All rows are of one kind.
+    """
+    kind, vocab_size = params[0].kind, scores.shape[1]
+    log_min_ps, top_ks, top_ps = send(
+        scores.device, [[math.log(p.min_p or 1)] for p in params],
+        [[min(p.top_k, vocab_size)] for p in params], [[p.top_p] for p in params])
+    largest_k = max(min(p.top_k, vocab_size) for p in params) if kind.has_top_k else vocab_size
+    if kind.has_min_p:
+        scores.masked_fill_(scores < log_min_ps.float(), -math.inf)
+    if kind.has_top_k:
+        least = scores.topk(largest_k).values.gather(1, top_ks - 1)
+        scores.masked_fill_(scores < least, -math.inf)
+    if kind.has_top_p:
+        weights = scores.double().softmax(dim=-1)
+        columns: Any = slice(None)
+        if weights.is_cpu:
+            # A CPU looks only at those that can be in the nucleus of some row: all other tokens of
+            # a row weigh less than 1 - top_p together.
+            threshold = weights.amax(dim=-1, keepdim=True).minimum((1 - top_ps) / vocab_size)
+            columns = (~(weights < threshold)).any(dim=0).nonzero()[:, 0]
+        kept = nucleus(weights[:, columns], top_ps, largest_k)
+        left = scores[:, columns].masked_fill(~kept, -math.inf)
+        scores.fill_(-math.inf)[:, columns] = left
+
+
+def nucleus(weights: Tensor, top_ps: Tensor, count: int) -> Tensor:
+    """Which tokens are in the nucleus: the fewest likeliest ones that reach top_p together, with
+    the one that crosses it (Holtzman et al., 2019, arXiv:1904.09751). Of several that are equally
+    likely, the first ones.
+
+    weights: (rows, tokens) float64 of sum 1; top_ps: (rows, 1); count: how many of a row need to be
+        sorted, where all others with a weight are as likely as the last of these.
+    """
+    ordered = weights.topk(min(count, weights.shape[1])).values
+    before = ordered.cumsum(dim=-1) - ordered
+    # 0 where weights are NaN
+    num_kept = (before < top_ps).sum(dim=-1, keepdim=True).clamp(min=1)
+    least = ordered.gather(1, num_kept - 1)
+    # the sum of all that are likelier than the least likely one in the nucleus
+    likelier = before.gather(1, (ordered > least).sum(dim=-1, keepdim=True))
+    is_least = weights == least
+    rank = is_least.cumsum(dim=-1) - 1
+    return (weights > least) | is_least & (likelier + rank * least < top_ps)
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
@@ -190,17 +301,33 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(totals > 0, tokens, NO_TOKEN)[:, 0]
 
 
-def logprobs_of(logits: Tensor, token_id: int, count: int, temperature: float = 0) -> Logprobs:
-    """The log-probabilities of a token and of the `count` likeliest ones, -1 for all.
+# ------------------------------------------------------------------------ log-probabilities
 
-    logits: (vocab_size,), the raw ones. For beams, which are chosen by their log-probabilities, the
-    temperature counts.
+
+def find_logprobs(logits: Tensor, targets: Tensor, asked: list[tuple[int, float] | None],
+                  ) -> Iterator[tuple[list[int], Tensor]]:
+    """Log-probabilities where they are asked for, of raw logits: some rows, and their entries.
+
+    targets: (rows,), a token of each row.
+    asked: for each row (count, temperature) or None: for the target and so many likeliest tokens,
+        -1 for all. Only for beams, which are chosen by their log-probabilities, the temperature
+        counts; 0 stands for 1.
+
+    The entries of a row are (1 + count, 3) float64: token id, log-probability and rank of the
+    target, then of the likeliest.
     """
-    values = (logits.double() / (temperature or 1)).log_softmax(dim=-1)
-    # the last of its equals
-    rank = int((values >= values[token_id]).sum())
-    found = {token_id: Logprob(values[token_id].item(), rank)}
-    top = values.topk(len(values) if count == -1 else min(count, len(values)))
-    for rank, (likely, value) in enumerate(zip(top.indices.tolist(), top.values.tolist()), 1):
-        found[likely] = Logprob(value, rank)
-    return found
+    wanted = {row: each for row, each in enumerate(asked) if each}
+    for part, index in matrices(wanted, asked, logits):
+        count, temperature = wanted[part[0]]
+        values = logits.index_select(0, index).double()
+        if temperature:
+            values /= temperature
+        values = values.log_softmax(dim=-1)
+        target = targets[index, None].clamp(min=0)
+        value = values.gather(1, target)
+        # the last of its equals
+        rank = (values >= value).sum(dim=-1, keepdim=True)
+        top = values.topk(values.shape[1] if count == -1 else min(count, values.shape[1]))
+        ranks = torch.arange(1, 1 + top.values.shape[1], device=rank.device).expand_as(top.indices)
+        pairs = (target, top.indices), (value, top.values), (rank, ranks)
+        yield part, torch.stack([torch.cat(pair, dim=1).double() for pair in pairs], dim=-1)

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
@@ -47,6 +48,18 @@ TokenId = Annotated[Int, Field(ge=0)]
 EMPTY_LIST: Any = Field(default_factory=list, kw_only=True)
 NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
+
+
+class Kind(NamedTuple):
+    """What a row of logits needs besides a temperature; rows of one kind can be one matrix."""
+
+    is_edited: bool = False
+    has_min_p: bool = False
+    has_top_k: bool = False
+    has_top_p: bool = False
+
+
+PLAIN = Kind()
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -121,6 +134,15 @@ class SamplingParams:
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n must be 1 when using greedy sampling, got {self.n}")
         return self
+
+    @cached_property
+    def kind(self) -> Kind:
+        is_drawn = self.temperature > 0
+        edits = (self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens,
+                 self.repetition_penalty != 1, self.presence_penalty, self.frequency_penalty,
+                 self.logits_processors)
+        return Kind(any(edits), is_drawn and self.min_p > 0, is_drawn and self.top_k > 0,
+                    is_drawn and self.top_p < 1)
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":

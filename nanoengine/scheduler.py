@@ -89,6 +89,9 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Chooses the sequences of the next step and gives them the blocks that they need."""
         batch = BATCHING[self.config.scheduling](self)
+        # all that could run are awaited
+        if not batch.sequences:
+            return batch
         batch.copies = self.block_manager.take_copies()
         batch.preempted, self.preempted = self.preempted, []
         copied = {f"{name}_blocks": len(pairs) for name, pairs in vars(batch.copies).items()}
@@ -114,7 +117,7 @@ class Scheduler:
         prefills = []
         for seq in candidates:
             num_left = len(seq.token_ids) - seq.num_computed_tokens
-            if num_left == 1 and seq.block_table:
+            if num_left == 1 and seq.block_table and not seq.is_awaited:
                 self._place(batch, seq)
             elif num_left > 1 and seq.block_table:
                 prefills.append(seq)
@@ -132,8 +135,6 @@ class Scheduler:
         start = seq.num_computed_tokens
         num_tokens = min(len(seq.token_ids) - start, batch.budget)
         if seq.is_scored and start < seq.num_prompt_tokens - 1:
-            # no more rows of logits than a step can sample
-            num_tokens = min(num_tokens, self.config.max_num_seqs - len(batch.scored))
             positions = range(start, min(start + num_tokens, seq.num_prompt_tokens - 1))
             batch.scored += [(len(batch.sequences), position) for position in positions]
         if not num_tokens:
@@ -143,9 +144,8 @@ class Scheduler:
             # The parent comes last: it may finish at once, and its forks share its blocks before.
             for each in (*seq.forks, seq):
                 batch.sampled.append((len(batch.sequences), each))
-            if seq.forks or seq.group or seq.processors:
-                batch.next_step_needs_tokens = True
-                seq.forks = []
+                batch.num_awaited += bool(each.group) or each.needs_tokens
+            seq.forks = []
         # a sequence that is admitted in this very step can share these blocks
         if num_tokens > 1:
             self.block_manager.register(seq, min(stop, seq.num_known_tokens))
@@ -249,7 +249,7 @@ class Scheduler:
         self.counters["generation_tokens"] -= 1
         self.block_manager.forget(seq)
         cause = "its logits are NaN or infinite"
-        if seq.processors:
+        if seq.params.kind.is_edited:
             cause = f"its processors (bad_words, min_tokens, …) leave no token, or {cause}"
         self.finish(seq, "error", f"request {seq.request_id}: {cause}")
         logger.error(seq.stop_reason)
@@ -260,7 +260,7 @@ class Scheduler:
         """Whether there are places and blocks for the head of waiting, with all its group."""
         group = self.waiting[0].group_or_self if self.waiting else []
         has_places = 0 < len(group) <= self.config.max_num_seqs - len(self.running)
-        return has_places and self.block_manager.can_allocate(group)
+        return has_places and not group[0].is_awaited and self.block_manager.can_allocate(group)
 
     def _pop_head(self) -> list[Sequence]:
         """Takes the head of waiting out, with all its group."""

@@ -89,8 +89,9 @@ class Sequence:
 
     token_ids: the prompt, then every generated token.
     max_num_tokens: with so many tokens the sequence is finished ("length").
-    processors: functions that edit its logits (`sampler.py`).
     end_tokens: the token ids that end it, each with the `stop_reason` that it gives.
+    late_tokens: the token ids that may not come before `min_tokens`.
+    bad_words: the token ids of each word that may not come.
     priority: smaller ones come first.
     num_held_tokens: once admitted, it holds blocks for at least so many tokens.
     index: the number of this completion in its request.
@@ -102,8 +103,9 @@ class Sequence:
     max_num_tokens: int
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
-    processors: list[Callable] = field(default_factory=list)
     end_tokens: dict[int, int | None] = field(default_factory=dict)
+    late_tokens: list[int] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
     priority: int = 0
     num_held_tokens: int = 0
     index: int = 0
@@ -133,10 +135,24 @@ class Sequence:
     num_tokens = property(lambda self: len(self.token_ids))
     num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)
     is_running = property(lambda self: len(self.block_table) > 0)
+    needs_tokens = property(
+        lambda self: bool(self.bad_words or self.params.logits_processors))
     group_or_self = property(lambda self: self.group or [self])
 
     num_known_tokens = property(
         lambda self: len(self.token_ids) - isinstance(self.token_ids[-1], PendingToken))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the next step needs its last token on the host, where it is not yet known."""
+        return self.needs_tokens and isinstance(self.token_ids[-1], PendingToken)
+
+    def device_ids(self, start: int, stop: int) -> list[int]:
+        """Token ids as the device gets them: -1 - row for a pending token."""
+        token_ids = self.token_ids[start:stop]
+        if token_ids and isinstance(token_ids[-1], PendingToken):
+            token_ids[-1] = -1 - token_ids[-1].row
+        return token_ids
 
     def fork(self, **changes: Any) -> "Sequence":
         """A sequence with the same tokens and parameters, which has yet to begin."""

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
-from nanoengine import attention
 from nanoengine.attention import (
     BACKENDS, StepInputs, choose_backend, cpu_attention, make_caches, pack, unpack)
 from nanoengine.kernels import paged_attention as kernels
@@ -69,7 +68,8 @@ def make_step(num_tokens, computed, block_size):
     positions = torch.cat([torch.arange(c, c + n) for c, n in zip(computed, num_tokens)])
     unused = torch.empty(0)
     return StepInputs(
-        uniforms=unused, temperatures=unused, token_ids=unused, sampled_rows=unused, buffer=unused,
+        uniforms=unused, temperatures=unused, token_ids=unused, sampled_rows=unused,
+        next_tokens=unused, buffer=unused,
         slot_blocks=tables[sequence_of_token, positions // block_size].long(),
         slot_offsets=positions % block_size,
         positions=positions.int(), sequence_of_token=sequence_of_token.int(),
@@ -213,11 +213,13 @@ def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
                   lengths=num_sequences, block_tables=(num_sequences, width), sampled_rows=num_rows)
     arrays |= {name: generator.integers(-2**31, 2**31, shape, np.int32)
                for name, shape in shapes.items()}
-    buffer, layout = pack(arrays, 12, 34, pin_memory=False)
+    arrays["next_tokens"] = generator.integers(-2**31, 2**31, num_rows, np.int32)
+    buffer, layout = pack(arrays, "cpu")
     assert buffer.dtype == torch.int32 and buffer.shape == (
         sum(array.nbytes for array in arrays.values()) // 4,)
-    assert {layout: "a key"}[pack(arrays, 12, 34, pin_memory=False)[1]], "as of a CUDA graph"
-    step = unpack(buffer, layout)
+    assert {layout: "a key"}[pack(arrays, "cpu")[1]], "as of a CUDA graph"
+    assert unpack(buffer, layout).keys() == arrays.keys()
+    step = StepInputs.unpack(buffer, (layout, 12, 34))
     assert (step.longest_query, step.longest_keys) == (12, 34) and step.buffer is buffer
     begin = buffer.data_ptr()
     for name, array in arrays.items():
@@ -227,8 +229,7 @@ def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
         assert tensor.data_ptr() % tensor.itemsize == 0, "aligned"
         if tensor.numel():
             assert begin <= tensor.data_ptr() < begin + buffer.nbytes, "a view"
-    buffer.copy_(pack({name: array[::-1].copy() for name, array in arrays.items()}, 12, 34,
-                      pin_memory=False)[0])
+    buffer.copy_(pack({name: array[::-1].copy() for name, array in arrays.items()}, "cpu")[0])
     for name, array in arrays.items():
         assert np.array_equal(getattr(step, name).numpy(), array[::-1]), "over the same memory"
 
@@ -268,7 +269,7 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch():
     ("cpu", torch.float16, True, "2.13.0", "gather"),
 ])
 def test_the_choice_of_a_backend(monkeypatch, recwarn, device, dtype, flash, version, expected):
-    monkeypatch.setattr(attention, "find_spec", lambda name: flash or None)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace() if flash else None)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     assert choose_backend("auto", device, dtype, 256) == expected
     warnings = [str(warning.message) for warning in recwarn]
@@ -284,6 +285,18 @@ def test_the_choice_of_a_backend(monkeypatch, recwarn, device, dtype, flash, ver
     if expected in ("flash-attn", "varlen"):
         with pytest.raises(ValueError, match="block_size=16 .* multiple of 256"):
             choose_backend("auto", device, dtype, 16)
+
+
+def test_a_package_that_cannot_be_imported_falls_through_to_the_next_backend(
+        monkeypatch, recwarn, tmp_path):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: of a torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.0"))
+    assert choose_backend("auto", "cuda", torch.bfloat16, 256) == "varlen"
+    (warning,) = recwarn
+    assert "flash_attn is there, but cannot be imported: undefined" in str(warning.message)
+    with pytest.raises(ValueError, match="attention_backend='flash-attn'"):
+        choose_backend("flash-attn", "cuda", torch.bfloat16, 256)
 
 
 def test_the_compiled_kernel_can_be_kept_on_disk():

@@ -26,23 +26,22 @@ def logits_of(llm: LLM, prompts: list[list[int]], max_tokens: int = 20) -> dict:
     """(prompt, number of tokens before): the logits there, of all tokens that were sampled."""
     found, first = {}, llm.inputs.num_requests
     runner, newest = llm.engine.runner, []
-    launch, compute = runner.launch, runner.compute
-
-    def compute_watched(*arguments):
-        newest.append(compute(*arguments))
-        return newest[-1]
+    launch = runner.launch
 
     def launch_watched(batch):
         keys = [(int(seq.request_id) - first, seq.num_tokens) for _, seq in batch.sampled]
         launched = launch(batch)
-        for key, row in zip(keys, newest[-1][0]):
+        for key, row in zip(keys, newest[-1] if keys else []):
             found[key] = row.clone()
         return launched
 
-    runner.launch, runner.compute = launch_watched, compute_watched
+    runner.launch = launch_watched
+    hook = runner.model.lm_head.register_forward_hook(
+        lambda module, inputs, logits: newest.append(logits))
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
                  use_tqdm=False)
-    runner.launch, runner.compute = launch, compute
+    runner.launch = launch
+    hook.remove()
     return found
 
 

@@ -123,25 +123,26 @@ def test_beams_have_text_and_leave_nothing_behind(bundled):
         assert llm.generate("47 + 85 =", greedy, use_tqdm=False)[0].outputs[0].text == " 132"
 
 
-def test_beams_without_finite_log_probabilities_end_with_an_error(bundled, monkeypatch):
+def test_beams_without_finite_log_probabilities_end_with_an_error(bundled):
     """They are returned as they are, and the other prompts lose nothing."""
     params = BeamSearchParams(beam_width=2, max_tokens=6)
     with LLM(bundled, dtype="float32", num_kv_blocks=64) as llm:
         good = llm.beam_search(["47 + 85 =", "Once"], params)
         assert {beam.finish_reason for beam in good[0].sequences} <= {"stop", "length"}
-        compute, steps = llm.engine.runner.compute, []
+        runner, batches = llm.engine.runner, []
+        launch, compute = runner.launch, runner.compute
 
-        def poisoned(step, seqs=()):
-            logits, tokens = compute(step, seqs)
-            steps.append(1)
-            if len(steps) > 3:
-                logits[[seq.request_id == "3" for seq in seqs]] = math.nan
-            return logits, tokens
+        def compute_poisoned(step):
+            hidden = compute(step)
+            if len(batches) > 3:
+                hidden[[seq.request_id == "3" for _, seq in batches[-1].sampled]] = math.nan
+            return hidden
 
-        monkeypatch.setattr(llm.engine.runner, "compute", poisoned)
+        runner.launch = lambda batch: batches.append(batch) or launch(batch)
+        runner.compute = compute_poisoned
         both = llm.beam_search(["47 + 85 =", "Once"], params)
         check_idle(llm)
-        monkeypatch.setattr(llm.engine.runner, "compute", compute)
+        runner.launch, runner.compute = launch, compute
         assert llm.beam_search(["47 + 85 =", "Once"], params) == good, "nothing of it is cached"
     assert both[0] == good[0]
     assert [beam.finish_reason for beam in both[1].sequences] == ["error"] * 2

@@ -1,6 +1,7 @@
 """The engine: exact under every schedule, running ahead or not, and hard to break."""
 
 import dataclasses
+import itertools
 import random
 from copy import deepcopy
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ class MadeUpRunner:
     num_host_blocks = 8
     max_model_len = 40
     block_bytes = 100
-    swap_seconds = 0.0
+    max_num_seqs = 256  # of the engine
 
     def __init__(self):
         self.now = 0.0
@@ -59,13 +60,14 @@ class MadeUpRunner:
     def launch(self, batch):
         self.happens("launch")
         assert len(self.in_flight) <= 1
-        assert not any(before.next_step_needs_tokens for before in self.in_flight)
+        assert batch.sequences and not any(seq.is_awaited for seq in batch.sequences)
         for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
             assert start == seq.num_computed_tokens and 0 < count <= seq.num_tokens - start
             *known, last = seq.token_ids
             assert all(type(token) is int for token in known)
             if type(last) is PendingToken:
                 assert self.in_flight[0].sampled[last.row][1] is seq
+                assert last.row < self.max_num_seqs, "no more can be looked up"
         rows = [(seq, batch.starts[i] + batch.num_tokens[i]) for i, seq in batch.sampled]
         self.in_flight.append(batch)
         self.now += 1
@@ -73,15 +75,15 @@ class MadeUpRunner:
         def wait():
             self.happens("wait")
             assert self.in_flight.pop(0) is batch
-            return [made_up_token(*row) for row in rows]
+            return [made_up_token(*row) for row in rows], {}
 
-        return SimpleNamespace(batch=batch, wait=wait, logprobs={}, prompt_logprobs=[],
-                               began=self.now - 1, done=self.now)
+        return SimpleNamespace(batch=batch, wait=wait, began=self.now - 1, done=self.now)
 
 
 def make_engine(**options) -> Engine:
     runner = MadeUpRunner()
     config = EngineConfig(model="made up", **dict(block_size=4, trace=True) | options)
+    runner.max_num_seqs = config.max_num_seqs
     return Engine(config, runner, clock=lambda: runner.now)
 
 
@@ -171,7 +173,7 @@ def test_sequences_run_to_their_end_over_any_runner(run_ahead, scheduling):
             preemption_mode=rng.choice(["swap", "recompute"]), max_waiting=rng.choice([None, 1]),
             kv_allocation=rng.choice(["on-demand", "on-demand", "reserve"]))
         seqs = [make_sequence(i, rng.randint(1, 18), rng.randint(1, 20), rng.choice([1, 1, 1, 3]),
-                              processors=[max] * (rng.random() < 0.1))
+                              bad_words=[[7]] * (rng.random() < 0.1))
                 for i in range(rng.randint(1, 8))]
         stop_after = {seq: rng.randint(1, 12) for seq in seqs if rng.random() < 0.2}
         run(engine, seqs, stop_after)
@@ -219,7 +221,7 @@ def test_nothing_in_a_record_changes_later(run_ahead):
 
 
 @pytest.mark.parametrize("changes, num_waits", [
-    ({}, 0), (dict(processors=[max]), 3), (dict(n=3), 1)])
+    ({}, 0), (dict(bad_words=[[7]]), 3), (dict(n=3), 0)])
 def test_a_step_is_taken_in_before_one_that_needs_its_tokens(changes, num_waits):
     """The others are launched while the one before is in flight."""
     engine = make_engine(run_ahead=True)
@@ -232,6 +234,44 @@ def test_a_step_is_taken_in_before_one_that_needs_its_tokens(changes, num_waits)
     plain = make_engine(run_ahead=False)
     run(plain, [make_sequence(4, num_new=8), make_sequence(8, 6, num_new=3, **changes)])
     assert plain.runner.events == ["launch", "wait"] * num_steps
+
+
+@pytest.mark.parametrize("num_awaited, is_ahead", [(1, True), (2, True), (3, False), (9, False)])
+def test_a_few_sequences_that_are_awaited_do_not_hold_up_the_others(
+        monkeypatch, num_awaited, is_ahead):
+    """They run in every second step, while the others run in each."""
+    monkeypatch.setattr(MadeUpRunner, "num_kv_blocks", 50)
+    engine = make_engine(run_ahead=True)
+    endless = (seq for seq in map(make_sequence, itertools.count())
+               if END not in expected_tokens(seq))
+    seqs = list(itertools.islice(endless, 9))
+    for seq in seqs[:num_awaited]:
+        seq.bad_words = [[7]]
+    run(engine, seqs)
+    events = "".join(event[0] for event in engine.runner.events)
+    assert events.startswith("l" + "lw" * 5 if is_ahead else "lw" * 6)
+    steps = [[seq in record.batch.sequences for record in engine.trace[:6]] for seq in seqs]
+    assert all(all(step) for step in steps[num_awaited:])
+    for step in steps[:num_awaited]:
+        assert step == [not is_ahead or number % 2 == 0 for number in range(6)]
+
+
+def test_when_all_that_is_left_is_awaited_nothing_is_launched():
+    """The step in between would be empty: it is no step, and no copies are lost."""
+    engine = make_engine(run_ahead=True)
+    seqs = [make_sequence(4 + i, 5 + i, num_new=3 if i else 9) for i in range(9)]
+    seqs[0].bad_words = [[7]]
+    run(engine, seqs)
+    assert all(record.batch.sequences for record in engine.trace)
+    assert engine.metrics()["num_steps"] == len(engine.trace) == engine.runner.now
+
+
+def test_no_more_tokens_are_pending_than_can_be_looked_up():
+    for max_num_seqs, num_waits in ((4, 1), (5, 0)):
+        engine = make_engine(run_ahead=True, max_num_seqs=max_num_seqs)
+        run(engine, [make_sequence(4, n=4), make_sequence(9)])
+        events = "".join(event[0] for event in engine.runner.events)
+        assert events.startswith("lw" * num_waits + "ll"), events
 
 
 @pytest.mark.parametrize("event, at", [("launch", 1), ("launch", 4), ("wait", 1), ("wait", 3)])
@@ -406,11 +446,12 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_known(make_llm
         generate(llm, prompts, params)
         assert events == ["launch", *["launch", "wait"] * 5, "wait"]
         assert llm.metrics()["computed_tokens"] == 14 + 2 * 5, "no row is wasted on length stops"
-        for must_know in (dict(presence_penalty=0.1), dict(n=2)):
+        own = [lambda input_ids, scores: scores]
+        for needs, num_waits in ((dict(logits_processors=own), 3), (dict(n=2), 0),
+                                 (dict(presence_penalty=0.1, min_tokens=2, top_p=0.5), 0)):
             events.clear()
-            mixed = [params, SamplingParams(max_tokens=3, ignore_eos=True, **must_know)]
+            mixed = [params, SamplingParams(max_tokens=3, ignore_eos=True, **needs)]
             generate(llm, prompts, mixed)
-            num_waits = 3 if "presence_penalty" in must_know else 1
             assert events[:2 * num_waits] == ["launch", "wait"] * num_waits
             assert events[2 * num_waits:2 * num_waits + 3] == ["launch", "launch", "wait"]
         events.clear()

@@ -1,6 +1,8 @@
 """Every supported architecture against transformers: tokens, logits, and what is refused."""
 
 import copy
+import functools
+import importlib.util
 import json
 import math
 import re
@@ -189,11 +191,45 @@ def test_functions_are_compiled_on_a_gpu_only_and_once(monkeypatch):
         return lambda x, *more: ("compiled", *more)
 
     monkeypatch.setattr(torch, "compile", compile_function)
-    function = fused(plain := lambda x, *more: ("plain", *more))
+    function = fused()(plain := lambda x, *more: ("plain", *more))
     on_cpu, on_gpu = SimpleNamespace(is_cuda=False), SimpleNamespace(is_cuda=True)
     assert [function(on_cpu, 1) for _ in range(2)] == [("plain", 1)] * 2 and not compiled
     assert [function(on_gpu, 2, 3) for _ in range(2)] == [("compiled", 2, 3)] * 2
-    assert compiled == [(plain, {"dynamic": True})] and function.__wrapped__ is plain
+    assert compiled == [(plain, {"dynamic": False})] and function.__wrapped__ is plain
+
+
+def test_only_the_number_of_tokens_is_dynamic(monkeypatch):
+    """Kernels for none, one and several tokens of each size in a model, and never more than
+    PyTorch compiles of a function before it gives up (8)."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append([tuple(each.shape) for each in inputs if isinstance(each, torch.Tensor)])
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    spec = importlib.util.find_spec("nanoengine.model")
+    fresh = importlib.util.module_from_spec(spec)  # whose functions are not compiled yet
+    spec.loader.exec_module(fresh)
+    counts = {}
+    with torch.inference_mode():
+        for function, calls in {
+                fresh.rms_norm: lambda n: [(torch.randn(n, *shape), torch.ones(shape[-1]), 1e-6)
+                                     for shape in ((64,), (4, 16), (2, 16)) if n or shape == (64,)],
+                fresh.rotate: lambda n: [(torch.randn(n, heads, 16), torch.randn(2, n, 8))
+                                   for heads in (4, 2) if n],
+                fresh.swiglu: lambda n: [torch.randn(n, 192).chunk(2, dim=-1)]}.items():
+            graphs.clear()
+            for num_tokens in (1, 2, 7, 0, 30, 1, 8):
+                for arguments in calls(num_tokens):
+                    expected = function.__wrapped__(*(
+                        each.clone() if isinstance(each, torch.Tensor) else each
+                        for each in arguments))
+                    assert torch.equal(function(*arguments), expected)
+            counts[function.__name__] = len(graphs)
+    torch.compiler.reset()
+    assert counts == {"rms_norm": 7, "rotate": 4, "swiglu": 3}
 
 
 # -------------------------------------------------------------------------------- families

@@ -10,25 +10,27 @@ import torch
 from conftest import random_prompts
 
 from nanoengine import LLM, SamplingParams, model_runner
-from nanoengine.attention import StepInputs, unpack
+from nanoengine.attention import StepInputs
 from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import (
-    ModelRunner, bucket_sizes, choose_device, choose_dtype, dummy_batch, size_cache, step_arrays)
-from nanoengine.sampler import uniform
+    ModelRunner, bucket_sizes, can_compile, choose_device, choose_dtype, key_buckets,
+    largest_batch, size_cache, step_arrays)
+from nanoengine.sampler import sample_plain, uniform
+from nanoengine.sampling_params import Kind
 from nanoengine.sequence import PendingToken, Sequence
 
 DTYPES = {"uniforms": torch.float64, "temperatures": torch.float32, "slot_blocks": torch.int64,
           "slot_offsets": torch.int64}  # the others are int32
 TENSORS = ("uniforms", "temperatures", "slot_blocks", "slot_offsets", "token_ids", "positions",
            "sequence_of_token", "query_starts", "key_starts", "lengths", "block_tables",
-           "sampled_rows")
+           "sampled_rows", "next_tokens")
 
 
 def make_runner(buckets=()) -> ModelRunner:
     runner = object.__new__(ModelRunner)
     runner.config = EngineConfig(model="m", block_size=4)
-    runner.is_gpu, runner.buckets, runner.max_model_len = False, list(buckets), 20
+    runner.device, runner.buckets, runner.max_model_len = "cpu", list(buckets), 20
     return runner
 
 
@@ -47,15 +49,16 @@ def make_batch(*rows) -> Batch:
 
 
 def prepared(runner: ModelRunner, batch: Batch) -> StepInputs:
-    return unpack(*runner.prepare(batch))
+    return StepInputs.unpack(*runner.prepare(batch))
 
 
 def test_the_inputs_of_a_step():
     batch = make_batch(([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 0, 2),
                        ([2, 4], range(30, 38), 3, 4))
     batch.sampled.insert(1, (1, Sequence("", [1], 1, 9, seed=77)))
-    buffer, layout = make_runner().prepare(batch)
-    step = unpack(buffer, layout)
+    batch.scored = [(2, 4), (1, 0)]
+    buffer, shape = make_runner().prepare(batch)
+    step = StepInputs.unpack(buffer, shape)
     assert buffer.dtype == torch.int32 and buffer.ndim == 1
     assert step.token_ids.tolist() == [19, 20, 21, 33, 34, 35, 36]
     assert step.positions.tolist() == [9, 0, 1, 3, 4, 5, 6]
@@ -66,7 +69,8 @@ def test_the_inputs_of_a_step():
     assert step.lengths.tolist() == [10, 2, 7]
     assert step.query_starts.tolist() == [0, 1, 3, 7] and step.longest_query == 4
     assert step.key_starts.tolist() == [0, 10, 12, 19] and step.longest_keys == 10
-    assert step.sampled_rows.tolist() == [0, 2, 2]
+    assert step.sampled_rows.tolist() == [0, 2, 2, 4, 1]
+    assert step.next_tokens.tolist() == [-1, -1, -1, 35, 21]
     assert step.temperatures.tolist() == [0.0, 1.0, 0.5]
     draws = [uniform(seq, length) for (_, seq), length in zip(batch.sampled, (10, 2, 2))]
     assert step.uniforms.tolist() == draws and 0 == draws[0] < draws[1] != draws[2] > 0
@@ -80,23 +84,23 @@ def test_the_inputs_of_a_step():
 def test_the_example_of_the_docstring():
     """What `StepInputs` says of a chunk beside a decode is what the code makes of such a batch."""
     text = StepInputs.__doc__.partition("An example")[2].partition("\n\n")[2]
-    example = {name: [int(number) for number in re.findall(r"\d+", numbers)]
-               for name, numbers in re.findall(r"([a-z_]+) {2,}([\d \[\],|]+)", text)}
+    example = {name: [int(number) for number in re.findall(r"-?\d+", numbers)]
+               for name, numbers in re.findall(r"([a-z_]+) {2,}([-\d \[\],|]+)", text)}
     assert example.keys() == set(TENSORS) - {"uniforms", "temperatures"}
     batch = make_batch(([3, 8], [47, 48, 49, 50, 51, 52, 53, 54], 4, 3),
                        ([5, 2, 6], range(9, 18), 8, 1))
-    arrays = step_arrays(batch, 4, 0)
+    arrays = step_arrays(batch, 4, longest_keys=9)
     assert {name: arrays[name].flatten().tolist() for name in example} == example
     assert arrays["block_tables"].shape == (2, 3)
 
 
 def test_a_buffer_in_flight_is_not_rewritten():
     runner, batch = make_runner(), make_batch(([7, 3, 9], range(10, 20), 9, 1))
-    first, layout = runner.prepare(batch)
+    first, shape = runner.prepare(batch)
     before = first.clone()
     batch.sequences[0].token_ids[9] = 99
     second, same = runner.prepare(batch)
-    assert torch.equal(first, before) and not torch.equal(first, second) and layout == same
+    assert torch.equal(first, before) and not torch.equal(first, second) and shape == same
 
 
 def test_a_batch_is_read_as_it_was_scheduled():
@@ -129,6 +133,26 @@ def test_bucket_sizes():
     assert bucket_sizes(256)[-3:] == [240, 248, 256]
 
 
+def test_small_buckets_have_graphs_for_several_lengths():
+    assert key_buckets(1, 500) == [500] and key_buckets(8, 1024) == [1024]
+    assert key_buckets(32, 40_960) == [1024, 4096, 16384, 40_960]
+    assert key_buckets(40, 40_960) == [40_960]
+
+
+@pytest.mark.parametrize("max_num_seqs, max_num_batched_tokens, max_model_len, expected", [
+    (8, 8, 600, [8]), (8, 2048, 600, [512] * 4), (2, 8192, 600, [600] * 2), (1, 1, 5, [1]),
+    (256, 8192, 40_960, [8192])])
+def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, expected):
+    config = EngineConfig(model="m", max_num_seqs=max_num_seqs,
+                          max_num_batched_tokens=max_num_batched_tokens)
+    batch = largest_batch(config, max_model_len)
+    assert batch.num_tokens == expected and len(batch.sampled) == max_num_seqs
+    assert not batch.is_decode or max_num_batched_tokens == 1, "no graph takes it over"
+    assert {start + count for start, count in zip(batch.starts, expected)} == {max_model_len}
+    (kind,) = {seq.params.kind for _, seq in batch.sampled}
+    assert kind == Kind(is_edited=True, has_min_p=True, has_top_p=True), "with a whole sort"
+
+
 def test_a_decode_step_is_filled_up_to_a_bucket():
     runner = make_runner(bucket_sizes(6))
     rows = [([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 1, 1), ([2], [30], 0, 1)]
@@ -153,9 +177,9 @@ class Replayed:
 
     def replay(self):
         self.replays += 1
-        logits, tokens = self.runner.compute(self.step)
+        logits = self.runner.model.lm_head(self.runner.compute(self.step))
         self.outputs[0].copy_(logits)
-        self.outputs[1].copy_(tokens)
+        self.outputs[1].copy_(sample_plain(logits, self.step.temperatures, self.step.uniforms))
 
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=19), SamplingParams(max_tokens=21, seed=1),
@@ -223,13 +247,43 @@ def test_the_free_memory_of_a_cpu(tiny, monkeypatch):
 def test_the_largest_step_is_tried_before_the_cache_has_its_size(tiny, monkeypatch):
     """As on a GPU: what is left beside it is measured."""
     def measure_free_bytes(runner):
-        launched = runner.launch(dummy_batch(4, 8))
-        assert len(launched.wait()) == 4 and runner.caches.nbytes == runner.block_bytes
+        batch = largest_batch(runner.config, runner.max_model_len)
+        launched = runner.launch(batch)
+        assert len(launched.wait()[0]) == 4 and runner.caches.nbytes == runner.block_bytes
         return 9 * runner.block_bytes + 1
 
     monkeypatch.setattr(ModelRunner, "measure_free_bytes", measure_free_bytes)
     with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=4) as llm:
         assert llm.engine.runner.num_kv_blocks == 9
+
+
+def test_logits_are_made_for_no_more_rows_than_were_measured(tiny):
+    """However many completions and scored tokens a step has."""
+    params = [SamplingParams(n=1 + 5 * (i % 2), seed=i, max_tokens=4, logprobs=i, top_p=1 - i / 9,
+                             prompt_logprobs=i or None) for i in range(4)]
+    prompts = random_prompts([30, 9, 12, 40])
+    found, sizes = [], []
+    for max_num_seqs in (64, 3):
+        with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=max_num_seqs) as llm:
+            sizes.clear()
+            llm.engine.runner.model.lm_head.register_forward_hook(
+                lambda module, inputs, logits: sizes.append(len(logits)))
+            found.append([(output.outputs, output.prompt_logprobs)
+                          for output in llm.generate(prompts, params, use_tqdm=False)])
+            assert max(sizes) == max_num_seqs
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("compiler, headers, expected", [
+    ("gcc", True, True), ("clang", True, True), (None, True, False), ("gcc", False, False)])
+def test_torch_compile_needs_a_compiler_and_headers(
+        monkeypatch, tmp_path, recwarn, compiler, headers, expected):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(model_runner.shutil, "which", lambda name: name == compiler or None)
+    monkeypatch.setattr(model_runner.sysconfig, "get_path", lambda name: str(tmp_path))
+    if headers:
+        (tmp_path / "Python.h").touch()
+    assert can_compile() == expected and len(recwarn) == (not expected)
 
 
 @pytest.mark.parametrize("features, dtype", [

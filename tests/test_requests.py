@@ -46,13 +46,13 @@ def test_the_sequences_of_a_request(llm):
     for index, each in enumerate(first_seqs):
         assert (each.request_id, each.index, each.params) == (str(number), index, params)
         assert each.token_ids == ids and each.num_prompt_tokens == len(ids)
-        assert each.max_num_tokens == len(ids) + 7 and len(each.processors) == 1
+        assert each.max_num_tokens == len(ids) + 7 and set(each.late_tokens) == {9, 0, 2}
         assert each.end_tokens == {9: 9, 0: 0, 2: None} and each.metrics is seq.metrics
         assert (each.num_computed_tokens, each.finish_reason, each.is_running) == (0, None, False)
     assert len({id(each.token_ids) for each in first_seqs}) == 3, "each its own list"
     other = second.seq
     assert len(second.completions) == 1
-    assert other.token_ids == [4, 5] and not other.forks and not other.processors
+    assert other.token_ids == [4, 5] and not other.forks and not other.needs_tokens
     assert other.request_id == str(number + 1) and other.metrics is not seq.metrics
     ignoring = SamplingParams(ignore_eos=True, stop_token_ids=[9], max_tokens=None)
     endless = inputs.make_requests("Once upon", ignoring)[0].seq

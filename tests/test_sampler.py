@@ -7,33 +7,45 @@ import pytest
 import torch
 
 from nanoengine import sampler
-from nanoengine.sampler import build_processors, draw, hash64, logprobs_of, uniform
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine.sampler import Logprob, draw, encode_bad_words, find_logprobs, hash64, uniform
+from nanoengine.sampling_params import PLAIN, SamplingParams
+from nanoengine.sequence import NO_TOKEN, PendingToken, Sequence
+
+NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 
 
 def make(prompt=(1, 2, 3), output=(), seed=0, end_tokens=(), **params) -> Sequence:
     sampling = SamplingParams(**params)
-    processors = build_processors(sampling, len(prompt), list(end_tokens), None)
-    return Sequence("7", [*prompt, *output], len(prompt), 100, sampling, seed, processors)
+    return Sequence("7", [*prompt, *output], len(prompt), 100, sampling, seed,
+                    late_tokens=list(end_tokens))
 
 
 def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
     """Tokens, and logprobs where asked for, as the runner gets them."""
     temperatures = torch.tensor([float(seq.params.temperature) for seq in seqs])
     uniforms = torch.tensor([uniform(seq, seq.num_tokens) for seq in seqs], dtype=torch.float64)
-    tokens = sampler.sample(logits, temperatures, uniforms, seqs)
-    if not any(map(sampler.is_edited, seqs)):  # as a CUDA graph does it
-        assert torch.equal(sampler.sample(logits, temperatures, uniforms), tokens)
-    return tokens.tolist(), [
-        None if seq.params.logprobs is None else logprobs_of(row, int(token), seq.params.logprobs)
-        for row, token, seq in zip(logits, tokens, seqs)]
+    tokens = sampler.sample(logits, temperatures, uniforms, seqs, NONE_PENDING)
+    # behind a CUDA graph, which has sampled all rows as if they were plain
+    drawn = sampler.sample_plain(logits, temperatures, uniforms)
+    assert torch.equal(drawn, tokens) or any(seq.params.kind != PLAIN for seq in seqs)
+    if not any(seq.params.logits_processors for seq in seqs):  # of which tests count the calls
+        again = sampler.sample(logits, temperatures, uniforms, seqs, NONE_PENDING, drawn)
+        assert torch.equal(again, tokens)
+    asked = [None if seq.params.logprobs is None else (seq.params.logprobs, 0.0) for seq in seqs]
+    return tokens.tolist(), logprobs(logits, tokens, asked)
+
+
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor, asked: list) -> list:
+    found = [None] * len(asked)
+    for rows, entries in find_logprobs(logits, tokens, asked):
+        for row, of_row in zip(rows, entries.tolist()):
+            found[row] = {int(i): Logprob(value, int(rank)) for i, value, rank in of_row}
+    return found
 
 
 def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
     scores = logits - logits.amax(dim=-1, keepdim=True)
-    for row in scores:
-        sampler.truncate(row, SamplingParams(**params))
+    sampler.truncate(scores, [SamplingParams(**params)] * len(scores))
     return scores
 
 
@@ -150,7 +162,8 @@ def test_rows_that_need_nothing_pay_nothing(monkeypatch):
     sample(logits, [make(), make(top_k=3), make(min_p=0.1), make(temperature=0)])
     for name in ("exp_", "softmax", "log_softmax", "float", "to"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: refuse("computed for greedy rows"))
-    tokens = sampler.sample(logits, torch.zeros(4), torch.zeros(4), [make(temperature=0)] * 4)
+    tokens = sampler.sample(logits, torch.zeros(4), torch.zeros(4), [make(temperature=0)] * 4,
+                            NONE_PENDING)
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
@@ -159,10 +172,13 @@ def test_rows_that_need_nothing_pay_nothing(monkeypatch):
 
 def edit(logits: list[float], **options) -> list[float]:
     seq = make(**options)
-    scores = torch.tensor([logits])
-    for processor in seq.processors:
-        scores = processor(torch.tensor([seq.token_ids]), scores)
-    return scores[0].tolist()
+    plain = make()
+    for seqs in ([seq], [plain, seq, plain]):
+        scores = torch.tensor([logits] * len(seqs))
+        sampler.add_biases(scores, seqs)
+        sampler.penalize(scores, seqs, NONE_PENDING)
+        assert all(row.tolist() == logits for row, each in zip(scores, seqs) if each is plain)
+    return scores[1].tolist()
 
 
 def test_penalties():
@@ -308,11 +324,10 @@ class Words:
 def test_bad_words_look_at_what_was_generated_alone(output, banned):
     params = SamplingParams(bad_words=["ab", "abc", "z"])
     prompt = Words().encode("xxab", False)
-    processors = build_processors(params, len(prompt), [], Words())
-    input_ids = torch.tensor([prompt + Words().encode(output, False)])
-    (scores,) = [processor(input_ids, torch.zeros(1, 30)) for processor in processors]
-    impossible = (scores[0] == -math.inf).nonzero()[:, 0].tolist()
-    assert impossible == sorted(Words().encode(banned + "z", False))
+    seq = Sequence("7", prompt + Words().encode(output, False), len(prompt), 100, params,
+                   bad_words=encode_bad_words(params, Words()))
+    found = sampler.biases(seq)
+    assert found == dict.fromkeys(Words().encode(banned + "z", False), -math.inf)
 
 
 # ----------------------------------------------------------------------------------- logprobs
@@ -338,7 +353,7 @@ def test_ranks_are_one_to_k_with_ties_too(token, count):
     logits = torch.tensor([5.0, 5.0, 5.0, 1.0, 0.0])
     k = 5 if count == -1 else count
     likeliest = logits.double().log_softmax(-1).topk(k).indices.tolist()
-    found = logprobs_of(logits, token, count)
+    (found,) = logprobs(logits[None], torch.tensor([token]), [(count, 0.0)])
     assert [*found] == list(dict.fromkeys([token, *likeliest]))
     assert [found[token_id].rank for token_id in likeliest] == [*range(1, k + 1)]
     assert token in likeliest or found[token].rank == {0: 3, 1: 3, 2: 3, 3: 4, 4: 5}[token]
@@ -358,8 +373,63 @@ def test_an_infinite_score_forces_a_token(temperature):
 def test_top_p_keeps_the_nucleus_of_a_large_vocabulary():
     torch.manual_seed(0)
     for spread, top_p in [(1.0, 0.5), (3.0, 0.95), (8.0, 0.999)]:
-        logits = torch.randn(1, 5000) * spread
-        expected, order = logits[0].double().softmax(-1).sort(descending=True)
-        kept = order[(expected.cumsum(-1) - expected) < top_p]
-        logits = truncated(logits, top_p=top_p)
-        assert set(logits[0].isfinite().nonzero().flatten().tolist()) == set(kept.tolist())
+        logits = torch.randn(7, 5000) * spread
+        found = truncated(logits, top_p=top_p).isfinite()
+        for row, kept in zip(logits, found):
+            expected, order = row.double().softmax(-1).sort(descending=True)
+            nucleus = order[(expected.cumsum(-1) - expected) < top_p]
+            assert set(kept.nonzero().flatten().tolist()) == set(nucleus.tolist())
+
+
+def truncated_one_by_one(row: torch.Tensor, top_k: int, top_p: float, min_p: float) -> list[int]:
+    """What is left of a row by the definitions: sorted, and token by token."""
+    row = row - row.max()
+    left = [i for i, x in enumerate(row.tolist()) if not min_p or x >= torch.tensor(min_p).log()]
+    ordered = sorted(left, key=lambda i: (-row[i].item(), i))
+    if top_k > 0:
+        least = row[ordered[min(top_k, len(ordered)) - 1]]
+        ordered = [i for i in ordered if row[i] >= least]
+    weights = row[ordered].double().softmax(-1).tolist()
+    total, kept = 0.0, []
+    for token, weight in zip(ordered, weights):
+        if total < top_p - 1e-12:
+            kept.append(token)
+        total += weight
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+@pytest.mark.parametrize("levels", [3, 40, 10_000])  # few: many tokens are equally likely
+def test_truncations_are_those_of_the_definitions(monkeypatch, levels, is_cpu):
+    """For matrices of several rows too, and in the way of a GPU, which looks at all tokens."""
+    if not is_cpu:
+        monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    generator = torch.Generator().manual_seed(levels)
+    for top_ks, top_ps, min_ps in itertools.product(
+            ([0] * 4, [1, 5, 30, 99], [7] * 4), ([1.0] * 4, [0.05, 0.37, 0.9, 0.999]),
+            ([0.0] * 4, [0.003, 0.11, 0.2, 0.9])):
+        logits = torch.randint(levels, (4, 64), generator=generator) * (6.0 / levels)
+        scores = logits - logits.amax(dim=-1, keepdim=True)
+        sampler.truncate(scores, [SamplingParams(top_k=k, top_p=p, min_p=m)
+                                  for k, p, m in zip(top_ks, top_ps, min_ps)])
+        for row, found, *params in zip(logits, scores, top_ks, top_ps, min_ps):
+            kept = found.isfinite().nonzero().flatten().tolist()
+            assert kept == truncated_one_by_one(row, *params), params
+            assert torch.equal(found[kept], (row - row.max())[kept])
+
+
+def test_a_matrix_has_rows_of_one_kind_and_fits_the_caches(monkeypatch):
+    monkeypatch.setitem(sampler.MATRIX_SIZE, "cpu", 30)
+    logits = torch.zeros(8, 10)
+    found = list(sampler.matrices([0, 1, 2, 3, 4, 6, 7], "abaaabab", logits))
+    assert [rows for rows, _ in found] == [[0, 2, 3], [4, 6], [1, 7]]
+    assert all(index.tolist() == rows for rows, index in found)
+    monkeypatch.setitem(sampler.MATRIX_SIZE, "cpu", 3)
+    assert len(list(sampler.matrices([0, 1], "aa", logits))) == 2, "one row at least"
+
+
+def test_penalties_know_a_pending_token():
+    seq = make(output=[3, PendingToken(1)], presence_penalty=1.0, frequency_penalty=0.5)
+    scores = torch.zeros(1, 5)
+    sampler.penalize(scores, [seq], torch.tensor([4, 3], dtype=torch.int32))
+    assert scores.tolist() == [[0, 0, 0, -2.0, 0]]

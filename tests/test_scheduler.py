@@ -145,18 +145,21 @@ class ShadowRunner:
     block_bytes, backend, swap_seconds = 1, "shadow", 0.0
 
     def __init__(self, cache: ShadowCache, num_kv_blocks: int, num_host_blocks: int,
-                 max_model_len: int) -> None:
+                 max_model_len: int, max_num_seqs: int) -> None:
         self.cache = cache
+        self.max_num_seqs = max_num_seqs
         self.num_kv_blocks = num_kv_blocks
         self.num_host_blocks = num_host_blocks
         self.max_model_len = max_model_len
 
     def launch(self, batch: Batch) -> SimpleNamespace:
+        assert all(seq.token_ids[-1].row < self.max_num_seqs for seq in batch.sequences
+                   if isinstance(seq.token_ids[-1], PendingToken)), "no more can be looked up"
         tokens = self.cache.run(batch)
         logprobs = {row: next_logprobs(seq.token_ids)
                     for row, (_, seq) in enumerate(batch.sampled) if seq.group}
-        return SimpleNamespace(batch=batch, wait=lambda: tokens, logprobs=logprobs, began=0.0,
-                               done=0.0, prompt_logprobs=self.score(batch))
+        logprobs |= enumerate(self.score(batch), len(batch.sampled))
+        return SimpleNamespace(batch=batch, wait=lambda: (tokens, logprobs), began=0.0, done=0.0)
 
     def score(self, batch: Batch) -> list[int]:
         """For each token to be scored, what stands for it and all before it."""
@@ -172,7 +175,7 @@ def contents(batch: Batch) -> list:
     return [batch.sequences[:], batch.starts[:], batch.num_tokens[:], batch.sampled[:],
             batch.scored[:],
             [list(pairs.items()) for pairs in vars(batch.copies).values()], batch.preempted[:],
-            batch.budget, batch.started, batch.next_step_needs_tokens]
+            batch.budget, batch.started, batch.num_awaited]
 
 
 class CheckedScheduler(Scheduler):
@@ -182,15 +185,21 @@ class CheckedScheduler(Scheduler):
 
     def schedule(self) -> Batch:
         running, waiting = list(self.running), list(self.waiting)
-        decodes = [seq for seq in running if seq.num_uncomputed_tokens == 1]
+        decodes = [seq for seq in running
+                   if seq.num_uncomputed_tokens == 1 and not seq.is_awaited]
+        num_steps = self.counters["num_steps"]
         batch = super().schedule()
+        assert self.counters["num_steps"] == num_steps + bool(batch.sequences)
+        if not batch.sequences:
+            assert any(seq.is_awaited or seq.group for seq in [*self.running, *self.waiting])
+            self.counters["empty_batches"] += 1
+            return batch
         self.check_batch(batch, running, waiting)
         self.check_decodes(batch, decodes)
         self.scheduled.append((batch, contents(batch)))
         return batch
 
     def check_batch(self, batch: Batch, running_before: list, waiting_before: list) -> None:
-        assert len(batch.scored) <= self.config.max_num_seqs
         config = self.config
         assert 0 < sum(batch.num_tokens) <= config.max_num_batched_tokens
         assert batch.budget == config.max_num_batched_tokens - sum(batch.num_tokens)
@@ -203,8 +212,9 @@ class CheckedScheduler(Scheduler):
             assert 0 < batch.num_tokens[index] <= seq.num_uncomputed_tokens
             assert (index in sampled) == (batch.num_tokens[index] == seq.num_uncomputed_tokens)
             assert len(seq.block_table) == self.block_manager.num_blocks_to_hold(seq)
-        assert batch.next_step_needs_tokens == any(
-            seq.group or seq is not batch.sequences[index] for index, seq in batch.sampled)
+        assert not any(seq.is_awaited for seq in batch.sequences)
+        assert batch.num_awaited == sum(
+            bool(seq.group or seq.bad_words) for _, seq in batch.sampled)
         victims = [seq for seq in running_before if seq not in self.running]
         admitted = [seq for seq in waiting_before if seq in self.running]
         priorities = [seq.priority for seq in self.waiting]
@@ -247,7 +257,8 @@ def make_engine(cache: ShadowCache, num_blocks, max_num_seqs, max_num_batched_to
     config = EngineConfig(
         model="none", device="cpu", block_size=cache.block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=caching, **options)
-    engine = Engine(config, ShadowRunner(cache, num_blocks, num_host_blocks, max_model_len))
+    engine = Engine(config, ShadowRunner(
+        cache, num_blocks, num_host_blocks, max_model_len, max_num_seqs))
     engine.scheduler.__class__ = CheckedScheduler
     engine.scheduler.scheduled = []
     return engine
@@ -296,6 +307,8 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
                 prompt, params)
         else:
             seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority)
+            for each in (seq, *seq.forks):
+                each.bad_words = [[7]] * (number % 5 == 4)  # so that its tokens are awaited
             seq.is_scored = rng.random() < 0.25
             scored.update([seq] * seq.is_scored)
         arriving.append(seq)

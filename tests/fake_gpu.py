@@ -1,0 +1,797 @@
+"""A GPU that is not there: it runs the engine's GPU path on any CPU, with real tokens.
+
+    with FakeGpu() as gpu:
+        llm = LLM(folder, device="cuda", dtype="bfloat16")
+        llm.generate(prompts, params)
+    assert not gpu.host_reads
+
+Inside the block, tensors with device="cuda" are `CudaTensor`s: they say that they are on cuda:0,
+and hold memory of the CPU. A dispatch mode hands each operator of PyTorch to `FakeGpu.execute`,
+which computes it on that memory by the rules of a GPU. Each rule has its check, and an error names
+the line of nanoengine that broke it:
+
+- An operator may not mix tensors of both devices, but for 0-dim tensors of the host.
+- A host that reads a value waits for the device. `gpu.host_reads` counts such places; while a graph
+  is captured they are errors.
+- A copy to the host that does not block arrives when an event behind it is waited for. Until then
+  there is rubbish.
+- A copy from pinned memory that does not block may read that memory until an event behind it is
+  waited for. What is written there in between breaks the copy.
+- A CUDA graph is a list of operators over fixed memory. A replay runs these operators again, not
+  the Python around them. All graphs share one pool: a replay spoils what the others have computed.
+- flash-attn and PyTorch's varlen kernel take only some types, shapes and strides.
+
+Products, norms and attention are summed in float64. So a row has the same bits whatever rows are
+beside it, and tokens must be equal with graphs or without, alone, in a batch or in chunks.
+
+What it cannot check: kernels (torch.compile leaves functions as they stand), how much memory is
+free, other streams than the current one, memory that is freed and used again, and speed. What
+passes here is not proven to work on a GPU, but what fails here is wrong.
+"""
+
+import ctypes
+import importlib.machinery
+import os
+import sys
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import nanoengine
+
+ENGINE_FOLDER = str(Path(nanoengine.__file__).parent)
+
+
+class GpuError(Exception):
+    """The engine did what a GPU would not allow, or what would give wrong results there.
+
+    It is no RuntimeError: nothing that is prepared for those may catch it.
+    """
+
+
+# --------------------------------------------------------------------------------- tensors
+
+
+class CudaTensor(Tensor):
+    """A tensor that says that it is on cuda:0.
+
+    memory: the tensor of the CPU that holds its numbers.
+    """
+
+    memory: Tensor
+
+    @staticmethod
+    def __new__(cls, memory: Tensor) -> "CudaTensor":
+        self = Tensor._make_wrapper_subclass(
+            cls, memory.size(), strides=memory.stride(), storage_offset=memory.storage_offset(),
+            dtype=memory.dtype, device=torch.device("cuda:0"))
+        self.memory = memory
+        return self
+
+    def __repr__(self, **options: Any) -> str:
+        return f"CudaTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, kinds: Any, arguments: Any = (),
+                           options: Any = None) -> Any:
+        return active_gpu().execute(operator, arguments, options or {})
+
+    # PyTorch refuses it for subclasses
+    def tolist(self) -> Any:
+        active_gpu().read_on_host("tolist")
+        return self.memory.tolist()
+
+
+def to_device(tree: Any) -> Any:
+    """The same nest of results, with tensors that are on the device."""
+    return tree_map_only(Tensor, CudaTensor, tree)
+
+
+def to_memory(tree: Any) -> Any:
+    """The same nest of arguments, with the memory of the tensors that are on the device."""
+    return tree_map_only(CudaTensor, lambda tensor: tensor.memory, tree)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Where its storage begins, which all views of it have in common."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def spoil(memory: Tensor) -> None:
+    """Fills it with rubbish that no result can depend on by accident."""
+    memory.fill_(torch.nan if memory.is_floating_point() else 77)
+
+
+def is_same(left: Tensor, right: Tensor) -> bool:
+    """Equal, where NaN is equal to NaN."""
+    both_nan = (left != left) & (right != right)
+    return bool(((left == right) | both_nan).all())
+
+
+def place() -> str:
+    """The line of nanoengine that is running now."""
+    frame: Any = sys._getframe()
+    while frame and not frame.f_code.co_filename.startswith(ENGINE_FOLDER):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "a test"
+
+
+# ------------------------------------------------------------------------------- operators
+
+# their results, or the shapes of their results, depend on values: the host waits for them
+DATA_DEPENDENT = {
+    "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero",
+    "aten::masked_select", "aten::bincount", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive"}
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+COPYING = {"aten::_to_copy", "aten::copy_"}
+SUMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linalg_vector_norm"}
+
+
+def compute(function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+    """Calls an operator or a kernel on memory of the CPU.
+
+    Matrix products and norms are summed in float64 and rounded once: with any order of the sums,
+    the result is the same.
+    """
+    if getattr(function, "name", str)().split(".")[0] not in SUMS:
+        return function(*arguments, **options)
+    exact = tree_map_only(Tensor, Tensor.double, arguments)
+    return function(*exact, **options).to(arguments[0].dtype)
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A copy between pinned memory and the device, until an event behind it is waited for.
+
+    number: it is the how-manieth of its device.
+    pinned: its part of the pinned memory.
+    value: what the device has written there, or what it has to find there.
+    """
+
+    number: int
+    pinned: Tensor
+    value: Tensor
+    is_to_host: bool
+    place: str
+
+    def land(self) -> None:
+        if self.is_to_host:
+            self.pinned.copy_(self.value)
+        elif not is_same(self.pinned, self.value):
+            raise GpuError(
+                f"a pinned buffer was rewritten before its copy at {self.place} was done")
+
+
+class Intercept(TorchDispatchMode):
+    """Hands all operators to a fake GPU, also those that make tensors."""
+
+    def __init__(self, gpu: "FakeGpu") -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, operator: Any, kinds: Any, arguments: Any = (),
+                           options: Any = None) -> Any:
+        return self.gpu.execute(operator, arguments, options or {})
+
+
+class FakeGpu:
+    """While it is entered, PyTorch has this GPU. It can be entered again, with all its tensors.
+
+    flash_attn: whether flash-attn is installed.
+    num_bytes: the size of its memory. All of it is always free.
+
+    host_reads: how often the host had to wait for the device, by place and cause.
+    num_launched: operators that ran outside of graphs.
+    num_replays, num_graphs: of CUDA graphs, how often they ran, and how many were captured.
+    """
+
+    active: "FakeGpu | None" = None
+
+    def __init__(self, flash_attn: bool = True, num_bytes: int = 2**28) -> None:
+        self.flash_attn = flash_attn
+        self.num_bytes = num_bytes
+        self.reset_counters()
+        self.num_graphs = 0
+        self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
+        self.captured: FakeGraph | None = None
+        # by storage; kept for good, so that no other tensor comes to lie there
+        self.pinned: dict[int, Tensor] = {}
+        self.num_transfers = 0
+        self.in_flight: list[Transfer] = []
+        self.intercept = Intercept(self)
+
+    def reset_counters(self) -> None:
+        self.host_reads: Counter[str] = Counter()
+        self.num_launched = 0
+        self.num_replays = 0
+
+    # -------------------------------------------------------------------- entering and leaving
+
+    def __enter__(self) -> "FakeGpu":
+        assert FakeGpu.active is None, "one fake GPU at a time"
+        with ExitStack() as stack:
+            stack.enter_context(device_guard())
+            for owner, name, replacement in replacements(self):
+                stack.enter_context(mock.patch.object(owner, name, replacement))
+            modules = {"flash_attn": flash_attn_module() if self.flash_attn else None}
+            stack.enter_context(mock.patch.dict(sys.modules, modules))
+            # so that torch.tensor(…, device="cuda") begins on the host
+            torch._C._set_only_lift_cpu_tensors(True)
+            stack.callback(torch._C._set_only_lift_cpu_tensors, False)
+            stack.enter_context(mock.patch.object(FakeGpu, "active", self))
+            stack.enter_context(self.intercept)
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.captured = None
+        self.stack.__exit__(*exception)
+
+    # ----------------------------------------------------------------------- one operator
+
+    def execute(self, operator: Any, arguments: Any, options: Any) -> Any:
+        """Runs an operator of PyTorch by the rules of a GPU, if it has to do with one."""
+        # it makes tensors that a wrapper cannot hold
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.execute(operator, arguments, options)
+        name = operator.name().split(".")[0]
+        options = dict(options)
+        device = options.get("device")
+        if name == "aten::_to_copy" and device is not None and device.type == "meta":
+            # "cuda" without an index: `device_guard` was asked for it, and is meta's
+            device = options["device"] = torch.device("cuda:0")
+        tensors = tensors_of((arguments, options))
+        is_on_device = any(isinstance(tensor, CudaTensor) for tensor in tensors)
+        if not is_on_device and not is_cuda(device):
+            return self.execute_on_host(operator, arguments, options)
+
+        if operator._can_decompose():
+            with self.intercept:
+                result = operator.decompose(*arguments, **options)
+            if result is not NotImplemented:
+                return result
+        if name == "aten::_to_copy":
+            return self.copy(operator, arguments[0], options)
+        if name == "aten::copy_":
+            return self.copy_into(operator, *arguments, **options)
+        self.check_arguments(name, arguments, options, tensors)
+        if is_cuda(device):
+            options["device"] = torch.device("cpu")
+        return self.launch(operator, arguments, options)
+
+    def execute_on_host(self, operator: Any, arguments: Any, options: Any) -> Any:
+        is_pinned = options.pop("pin_memory", False)
+        result = operator(*arguments, **options)
+        if is_pinned:
+            self.pinned[storage_of(result)] = result
+        return result
+
+    def check_arguments(self, name: str, arguments: Any, options: Any,
+                        tensors: list[Tensor]) -> None:
+        """Raises GpuError for tensors of both devices; notes what the host has to wait for."""
+        on_host = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
+        on_host = [tensor for tensor in on_host if tensor.ndim > 0]
+        if name in INDEXING:
+            indices = tensors_of(arguments[1])
+            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+                self.read_on_host("indexing by a mask")
+            # an index from the host is copied to the device
+            from_host = [tensor for tensor in on_host if any(tensor is index for index in indices)]
+            if from_host:
+                self.read_on_host("an index from the host")
+            on_host = on_host[len(from_host):]
+        makes_tensor = name.endswith("_like") or "::new_" in name
+        if on_host and not makes_tensor:
+            shown = [(type(tensor).__name__, tuple(tensor.shape)) for tensor in tensors]
+            raise GpuError(f"{name} on tensors of both devices at {place()}: {shown}")
+        is_of_unknown_size = name == "aten::repeat_interleave" and not options.get("output_size")
+        if name in DATA_DEPENDENT or is_of_unknown_size:
+            self.read_on_host(name.removeprefix("aten::"))
+
+    def launch(self, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+        """Runs an operator or a kernel on the device; a graph that is captured records it."""
+        of_memory = to_memory((arguments, options))
+        result = compute(function, *of_memory)
+        if self.captured is None:
+            self.num_launched += 1
+        else:
+            self.captured.record(function, *of_memory, result)
+        # an operator that works in place returns its argument
+        given = [each for each in tensors_of(arguments) if isinstance(each, CudaTensor)]
+        by_memory = {id(each.memory): each for each in given}
+        assert all(each.shape == each.memory.shape for each in given), "a wrapper keeps its shape"
+        def wrap(made: Tensor) -> CudaTensor:
+            return by_memory[id(made)] if id(made) in by_memory else CudaTensor(made)
+
+        return tree_map_only(Tensor, wrap, result)
+
+    # ---------------------------------------------------------------- between the two memories
+
+    def copy(self, operator: Any, source: Tensor, options: Any) -> Tensor:
+        """A copy of another type, or on another device: what `Tensor.to` does."""
+        non_blocking = options.pop("non_blocking", False)
+        target_device = options.pop("device", source.device)
+        options.pop("pin_memory", None)
+        if isinstance(source, CudaTensor) and is_cuda(target_device):
+            return self.launch(operator, (source,), options)
+        self.check_not_capturing("a copy between the devices")
+        self.num_launched += 1
+        if not isinstance(source, CudaTensor):
+            return CudaTensor(operator(self.read_from_host(source, non_blocking), **options))
+        target = operator(source.memory, **options)
+        if non_blocking:
+            # PyTorch makes the new tensor in pinned memory
+            self.pinned[storage_of(target)] = target
+        self.write_to_host(target, target.clone(), non_blocking)
+        return target
+
+    def copy_into(self, operator: Any, target: Tensor, source: Tensor,
+                  non_blocking: bool = False) -> Tensor:
+        """A copy into a tensor that is there already: what `Tensor.copy_` does."""
+        if isinstance(target, CudaTensor) and isinstance(source, CudaTensor):
+            return self.launch(operator, (target, source), {})
+        self.check_not_capturing("a copy between the devices")
+        self.num_launched += 1
+        if isinstance(target, CudaTensor):
+            target.memory.copy_(self.read_from_host(source, non_blocking))
+        else:
+            assert isinstance(source, CudaTensor)
+            value = source.memory.to(target.dtype, copy=True).expand_as(target)
+            self.write_to_host(target, value, non_blocking)
+        return target
+
+    def read_from_host(self, source: Tensor, non_blocking: bool) -> Tensor:
+        """What the device finds in memory of the host when it comes to it."""
+        source = source.detach()
+        if source.numel() == 0:
+            return source
+        if not non_blocking:
+            self.read_on_host("a copy from the host that blocks")
+            return source
+        if not self.is_pinned(source):
+            self.read_on_host("a copy from memory that is not pinned")
+            return source
+        # The device does one thing after the other: what it writes there comes first.
+        writes = [each for each in self.in_flight_at(source) if each.is_to_host]
+        for transfer in writes:
+            transfer.land()
+        value = source.clone()
+        for transfer in writes:
+            spoil(transfer.pinned)
+        if not writes:
+            self.begin_transfer(source, value, is_to_host=False)
+        return value
+
+    def write_to_host(self, target: Tensor, value: Tensor, non_blocking: bool) -> None:
+        """Writes a value of the device to memory of the host, now or when it is waited for."""
+        if not non_blocking:
+            self.read_on_host("a copy to the host that blocks")
+            target.copy_(value)
+        elif not self.is_pinned(target):
+            self.read_on_host("a copy to memory that is not pinned")
+            target.copy_(value)
+        else:
+            # The device does one thing after the other: what it reads there comes first.
+            reads = [each for each in self.in_flight_at(target) if not each.is_to_host]
+            for transfer in reads:
+                transfer.land()
+                self.in_flight.remove(transfer)
+            self.begin_transfer(target, value, is_to_host=True)
+            spoil(target)
+
+    def begin_transfer(self, pinned: Tensor, value: Tensor, is_to_host: bool) -> None:
+        self.num_transfers += 1
+        self.in_flight.append(Transfer(self.num_transfers, pinned, value, is_to_host, place()))
+
+    def in_flight_at(self, pinned: Tensor) -> list[Transfer]:
+        here = storage_of(pinned)
+        return [transfer for transfer in self.in_flight if storage_of(transfer.pinned) == here]
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return storage_of(tensor) in self.pinned
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """What `Tensor.pin_memory` does."""
+        if self.is_pinned(tensor):
+            return tensor
+        copied = tensor.clone()
+        self.pinned[storage_of(copied)] = copied
+        return copied
+
+    # -------------------------------------------------------------------------- waiting
+
+    def read_on_host(self, cause: str) -> None:
+        """The host needs a value, or memory, that the device has: it waits for all of its work."""
+        self.check_not_capturing(cause)
+        self.host_reads[f"{place()}: {cause}"] += 1
+        self.wait_for(self.num_transfers)
+
+    def check_not_capturing(self, what: str) -> None:
+        if self.captured is not None:
+            raise GpuError(f"{what} while a graph is captured, at {place()}")
+
+    def wait_for(self, number: int) -> None:
+        """Ends all transfers up to that number."""
+        done = [transfer for transfer in self.in_flight if transfer.number <= number]
+        self.in_flight = [transfer for transfer in self.in_flight if transfer.number > number]
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            for transfer in done:
+                transfer.land()
+
+    def synchronize(self, device: Any = None) -> None:
+        """What `torch.cuda.synchronize` does."""
+        self.read_on_host("synchronize")
+
+    @contextmanager
+    def capture(self, graph: "FakeGraph", pool: Any = None, stream: Any = None,
+                capture_error_mode: str = "global") -> Iterator[None]:
+        """What `torch.cuda.graph` does; it begins by waiting for the device."""
+        self.wait_for(self.num_transfers)
+        self.num_graphs += 1
+        self.captured = graph
+        try:
+            yield
+        finally:
+            self.captured = None
+
+
+def active_gpu() -> FakeGpu:
+    if FakeGpu.active is None:
+        raise GpuError("a tensor of a fake GPU is used where no fake GPU is entered")
+    return FakeGpu.active
+
+
+# --------------------------------------------------------------- events, streams and graphs
+
+
+class FakeEvent:
+    """Stands in for torch.cuda.Event. It is behind all transfers that had begun."""
+
+    def __init__(self, enable_timing: bool = False, **options: Any) -> None:
+        self.enable_timing = enable_timing
+        self.number: int | None = None
+        self.time = 0
+
+    def record(self, stream: Any = None) -> None:
+        gpu = active_gpu()
+        self.number = gpu.num_transfers
+        self.time = gpu.num_launched + gpu.num_replays
+
+    def synchronize(self) -> None:
+        gpu = active_gpu()
+        gpu.check_not_capturing("waiting for an event")
+        gpu.wait_for(self.number or 0)
+
+    def query(self) -> bool:
+        """The device is always done when it is asked."""
+        self.synchronize()
+        return True
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        """Milliseconds; here each operator takes one."""
+        if not (self.enable_timing and end.enable_timing):
+            raise GpuError("events without enable_timing=True know no time")
+        return float(end.time - self.time)
+
+
+class FakeStream:
+    """Stands in for the current torch.cuda.Stream, the only one."""
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent()
+        event.record()
+        return event
+
+    def wait_event(self, event: FakeEvent) -> None:
+        """All work of the one stream is in order."""
+
+    def synchronize(self) -> None:
+        active_gpu().synchronize()
+
+
+@dataclass
+class Record:
+    """An operator of a graph, with the memory that it reads and writes.
+
+    outputs: the memory of its results, None for those that lie in memory of its arguments.
+    """
+
+    function: Callable[..., Any]
+    arguments: Any
+    options: Any
+    outputs: list[Tensor | None]
+
+    def run(self) -> None:
+        results = tensors_of(compute(self.function, self.arguments, self.options))
+        for output, result in zip(self.outputs, results):
+            if output is not None:
+                output.copy_(result)
+
+
+class FakeGraph:
+    """Stands in for torch.cuda.CUDAGraph: operators in order, over fixed memory."""
+
+    def __init__(self) -> None:
+        self.gpu = active_gpu()
+        self.gpu.graphs.add(self)
+        self.records: list[Record] = []
+
+    def record(self, function: Callable[..., Any], arguments: Any, options: Any,
+               result: Any) -> None:
+        """Notes what has just been computed. Views need no work when the graph runs again."""
+        known = {storage_of(tensor) for tensor in tensors_of((arguments, options))}
+        outputs = [None if storage_of(tensor) in known else tensor for tensor in tensors_of(result)]
+        is_new = any(output is not None for output in outputs)
+        schema = getattr(function, "_schema", None)
+        if is_new or (schema is not None and schema.is_mutable):
+            self.records.append(Record(function, arguments, options, outputs))
+
+    def replay(self) -> None:
+        self.gpu.check_not_capturing("the replay of another graph")
+        self.gpu.num_replays += 1
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            for graph in self.gpu.graphs:
+                if graph is not self:
+                    graph.spoil()
+            for record in self.records:
+                record.run()
+
+    def spoil(self) -> None:
+        """Another graph has used the pool for what it computes."""
+        for record in self.records:
+            for output in record.outputs:
+                if output is not None:
+                    spoil(output)
+
+
+# ------------------------------------------------------------------------ attention kernels
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise GpuError(f"attention at {place()}: {message}")
+
+
+def check_paged(query: Tensor, keys: Tensor, values: Tensor, block_tables: Any,
+                num_seqs: int) -> None:
+    """What flash-attn demands of queries and of a paged cache (2.8.3, flash_api.cpp)."""
+    named = {"queries": query, "keys": keys, "values": values, "block_table": block_tables}
+    for name, tensor in named.items():
+        check(isinstance(tensor, CudaTensor), f"{name} must be on the GPU")
+        check(tensor.stride(-1) == 1, f"{name} must be contiguous in the last dimension")
+    check(query.dtype in (torch.float16, torch.bfloat16), f"float16 or bfloat16, not {query.dtype}")
+    check(query.dtype == keys.dtype == values.dtype, "queries, keys and values must have one dtype")
+    check(block_tables.dtype == torch.int32, f"block_table must be int32, not {block_tables.dtype}")
+    check(keys.ndim == 4 and keys.shape == values.shape,
+          "keys and values must be (blocks, block_size, kv_heads, head_dim)")
+    check(keys.shape[1] % 256 == 0, f"blocks of {keys.shape[1]} tokens are no multiple of 256")
+    head_dim = query.shape[-1]
+    check(head_dim == keys.shape[3], "queries and keys must have one size of heads")
+    check(head_dim <= 256 and head_dim % 8 == 0, f"heads of {head_dim} numbers")
+    check(query.shape[-2] % keys.shape[2] == 0, "the number of heads of queries and of keys")
+    check(num_seqs > 0, "an empty batch")
+    check(block_tables.ndim == 2 and len(block_tables) == num_seqs,
+          f"block_table must have {num_seqs} rows, and has the shape {tuple(block_tables.shape)}")
+    # the kernel loads 16 bytes at a time
+    for name, tensor in list(named.items())[:3]:
+        offsets = [tensor.storage_offset(), *tensor.stride()[:-1]]
+        is_aligned = all(offset * tensor.itemsize % 16 == 0 for offset in offsets)
+        check(is_aligned, f"{name} must be aligned to 16 bytes")
+
+
+def check_counts(name: str, counts: Any, size: int) -> None:
+    """What flash-attn demands of lengths, and of numbers that are summed up."""
+    check(isinstance(counts, CudaTensor), f"{name} must be on the GPU")
+    check(counts.dtype == torch.int32, f"{name} must be int32, not {counts.dtype}")
+    check(counts.is_contiguous(), f"{name} must be contiguous")
+    check(counts.shape == (size,), f"{name} must have the shape ({size},), not {counts.shape}")
+
+
+def check_maximum(name: str, value: Any, most: int) -> None:
+    check(type(value) is int, f"{name} must be an int, not {type(value).__name__}")
+    check(most <= value, f"{name} is {value}, and there are {most}")
+
+
+def paged_attention(query: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor,
+                    counts: list[int], lengths: list[int], window: int, is_causal: bool,
+                    scale: float) -> Tensor:
+    """What the kernels compute, in float64, rounded once.
+
+    query: (T, heads, head_dim); keys, values: (blocks, block_size, kv_heads, head_dim).
+    counts, lengths: how many queries, and how many keys, each sequence has.
+    window: a query sees so many keys to its left, -1 for all.
+    """
+    num_groups = query.shape[1] // keys.shape[2]
+    block_size = keys.shape[1]
+    check(max(lengths) <= block_tables.shape[1] * block_size, "more keys than the table has blocks")
+    check(sum(counts) == len(query), f"{len(query)} queries, and {sum(counts)} of all sequences")
+    out = torch.empty_like(query)
+    stop = 0
+    for table, count, length in zip(block_tables, counts, lengths):
+        start, stop = stop, stop + count
+        blocks = table[:-(-length // block_size)].long()
+        of_seq = [cache[blocks].flatten(0, 1)[:length].double() for cache in (keys, values)]
+        key, value = (each.repeat_interleave(num_groups, dim=1) for each in of_seq)
+        scores = torch.einsum("qhd,khd->hqk", query[start:stop].double(), key) * scale
+        positions = torch.arange(length - count, length)
+        ages = positions[:, None] - torch.arange(length)
+        is_seen = (ages >= 0) if is_causal else torch.ones_like(ages, dtype=torch.bool)
+        if window >= 0:
+            is_seen &= ages <= window
+        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
+        out[start:stop] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
+    return out
+
+
+def decode_kernel(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor,
+                  block_tables: Tensor, window: int, scale: float) -> Tensor:
+    """Each sequence has one query. This runs, on memory of the CPU, in each replay of a graph."""
+    out = paged_attention(query[:, 0], keys, values, block_tables, [1] * len(query),
+                          lengths.tolist(), window, True, scale)
+    return out[:, None]
+
+
+def varlen_kernel(query: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor,
+                  lengths: Tensor, block_tables: Tensor, longest_query: int, longest_keys: int,
+                  window: int, is_causal: bool, scale: float) -> Tensor:
+    """A sequence has any number of queries. This, too, runs in each replay of a graph."""
+    counts = query_starts.diff().tolist()
+    check_maximum("max_seqlen_q", longest_query, max(counts))
+    check_maximum("max_seqlen_k", longest_keys, int(lengths.max()))
+    return paged_attention(query, keys, values, block_tables, counts, lengths.tolist(), window,
+                           is_causal, scale)
+
+
+def flash_attn_with_kvcache(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any = None, v: Any = None,
+        rotary_cos: Any = None, rotary_sin: Any = None, cache_seqlens: Any = None,
+        cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
+        softmax_scale: float | None = None, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+        rotary_interleaved: bool = True, alibi_slopes: Any = None, num_splits: int = 0,
+        return_softmax_lse: bool = False) -> Tensor:
+    """flash-attn's function for decodes; it has the same arguments."""
+    check(q.ndim == 4, "queries must be (sequences, 1, heads, head_dim)")
+    check(q.shape[1] == 1 and k is None and v is None, "only decodes are emulated")
+    check_paged(q, k_cache, v_cache, block_table, len(q))
+    check_counts("cache_seqlens", cache_seqlens, len(q))
+    check(window_size[1] in (-1, 0), "only windows to the left are emulated")
+    scale = softmax_scale or q.shape[-1] ** -0.5
+    arguments = q, k_cache, v_cache, cache_seqlens, block_table, window_size[0], scale
+    return active_gpu().launch(decode_kernel, arguments, {})
+
+
+def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+        alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
+        block_table: Any = None) -> Tensor:
+    """flash-attn's function for prompts and decodes; it has the same arguments."""
+    check(q.ndim == 3, "queries must be (tokens, heads, head_dim)")
+    num_seqs = cu_seqlens_q.numel() - 1
+    check_paged(q, k, v, block_table, num_seqs)
+    check_counts("cu_seqlens_q", cu_seqlens_q, num_seqs + 1)
+    check_counts("cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
+    check(window_size[1] in (-1, 0), "only windows to the left are emulated")
+    is_causal = (causal and max_seqlen_q > 1) or window_size[1] == 0
+    arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, max_seqlen_q,
+                 max_seqlen_k, window_size[0], is_causal, softmax_scale or q.shape[-1] ** -0.5)
+    return active_gpu().launch(varlen_kernel, arguments, {})
+
+
+def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Any, cu_seq_k: Any, max_q: int,
+                max_k: int, *, return_aux: Any = None, scale: float | None = None,
+                window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+                seqused_k: Any = None, block_table: Any = None,
+                num_splits: int | None = None) -> Tensor:
+    """PyTorch's function, from 2.12 on; it has the same arguments."""
+    check(query.ndim == 3, "queries must be (tokens, heads, head_dim)")
+    num_seqs = cu_seq_q.numel() - 1
+    check_paged(query, key, value, block_table, num_seqs)
+    check(enable_gqa or query.size(1) == key.size(2), "more heads of queries need enable_gqa=True")
+    check_counts("cu_seq_q", cu_seq_q, num_seqs + 1)
+    check_counts("cu_seq_k", cu_seq_k, num_seqs + 1)
+    check_counts("seqused_k", seqused_k, num_seqs)
+    check(window_size[1] in (-1, 0), "only windows to the left are emulated")
+    arguments = (query, key, value, cu_seq_q, seqused_k, block_table, max_q, max_k, window_size[0],
+                 window_size[1] == 0, scale or query.shape[-1] ** -0.5)
+    return active_gpu().launch(varlen_kernel, arguments, {})
+
+
+def flash_attn_module() -> types.ModuleType:
+    """A module that can be imported, and found without being imported."""
+    module: Any = types.ModuleType("flash_attn")
+    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", loader=None)
+    module.__version__ = "2.8.3"
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+# ---------------------------------------------------------------- what PyTorch has instead
+
+
+def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
+    """(owner, name, what stands there instead) for all that asks a driver."""
+    to, tensor = Tensor.to, torch.tensor
+
+    def to_with_index(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """Without an index, "cuda" would ask the driver which device is the current one."""
+        arguments, options = tree_map_only(
+            str, lambda name: "cuda:0" if name == "cuda" else name, (arguments, options))
+        return to(self, *arguments, **options)
+
+    def tensor_pinned(*arguments: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        made = tensor(*arguments, **options)
+        return gpu.pin(made) if pin_memory else made
+
+    def leave_as_it_is(function: Any = None, **options: Any) -> Any:
+        """torch.compile(function, …), and torch.compile(…) as a decorator."""
+        return function if function is not None else lambda decorated: decorated
+
+    found: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "_lazy_init", lambda: None),
+        (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "mem_get_info", lambda device=None: (gpu.num_bytes, gpu.num_bytes)),
+        (torch.cuda, "synchronize", gpu.synchronize),
+        (torch.cuda, "current_stream", lambda device=None: FakeStream()),
+        (torch.cuda, "Event", FakeEvent),
+        (torch.cuda, "CUDAGraph", FakeGraph),
+        (torch.cuda, "graph", gpu.capture),
+        (torch.cuda, "graph_pool_handle", lambda: (0, 1)),
+        (torch, "compile", leave_as_it_is),
+        (torch.compiler, "set_stance", lambda *arguments, **options: nullcontext()),
+        (torch, "tensor", tensor_pinned),
+        (Tensor, "to", to_with_index),
+        (Tensor, "pin_memory", lambda self, device=None: gpu.pin(self)),
+        (Tensor, "is_pinned", lambda self, device=None: gpu.is_pinned(self))]
+    try:
+        import torch.nn.attention.varlen as varlen
+    except ImportError:
+        # before torch 2.10
+        return found
+    return [*found, (varlen, "varlen_attn", varlen_attn)]
+
+
+@contextmanager
+def device_guard() -> Iterator[None]:
+    """Indexing a tensor asks PyTorch's core for the guard of its device, which switches devices.
+
+    A PyTorch without CUDA has none for GPUs, and one with CUDA would call the driver. That of meta
+    tensors does nothing, so it takes the place in the registry, an array of pointers by device
+    type.
+    """
+    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
+    core = ctypes.CDLL(os.path.join(folder, "libc10.so"))
+    registry = "_ZN3c104impl26device_guard_impl_registryE"
+    cuda, meta = 1, 14
+    guards = (ctypes.c_void_p * (meta + 1)).in_dll(core, registry)
+    before = guards[cuda]
+    guards[cuda] = guards[meta]
+    try:
+        yield
+    finally:
+        guards[cuda] = before

@@ -1,0 +1,706 @@
+"""The engine's GPU path on a GPU that is not there: see `fake_gpu.py`.
+
+Tokens must be those of an engine that takes no short cuts: eager, two sequences at a time, each
+step waited for. In float32 they must be those of the engine on a CPU. Faults that are put in on
+purpose show that the tests can fail.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from conftest import check_idle, random_prompts
+from fake_gpu import FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache
+from safetensors.torch import load_file, save_file
+
+from nanoengine import LLM, BeamSearchParams, SamplingParams
+from nanoengine.attention import BACKENDS
+from nanoengine.model_runner import Launched, ModelRunner
+
+PROMPTS = random_prompts([1, 40, 254, 257, 20, 20, 90])
+# with a block that two steps share, and prompts that begin alike
+LONG_PROMPTS = random_prompts([1, 40, 250, 251, 257, 300, 20])
+SMALL = dict(dtype="bfloat16", max_model_len=400, max_num_seqs=8, num_kv_blocks=60,
+             attention_backend="flash-attn")
+PLAIN = dict(enforce_eager=True, run_ahead=False, max_num_seqs=2)
+EXACT = dict(dtype="float32", attention_backend="gather", block_size=16, num_kv_blocks=600)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+DRAWN = [SamplingParams(seed=n, max_tokens=4 + n, temperature=0.5 + 0.1 * n) for n in range(7)]
+BOTH = [SamplingParams(seed=n, max_tokens=3 + n, temperature=0.6 * (n % 3)) for n in range(7)]
+KINDS: dict[str, Any] = {"greedy": GREEDY, "drawn": DRAWN, "both": BOTH}
+LONG = SamplingParams(seed=5, temperature=0.7, max_tokens=10)
+
+
+# --------------------------------------------------------------------------- engines under test
+
+
+@dataclasses.dataclass
+class Engine:
+    """An LLM, and the fake GPU that it lives on, None for the CPU."""
+
+    llm: LLM
+    gpu: FakeGpu | None
+
+    def generate(self, prompts: Any, params: Any, keep_cache: bool = False) -> list:
+        """The outputs. Afterwards `gpu` has counted what happened in these steps alone."""
+        with self.gpu or nullcontext():
+            if not keep_cache:
+                self.llm.reset_prefix_cache()
+            if self.gpu:
+                self.gpu.reset_counters()
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            check_idle(self.llm)
+        return outputs
+
+
+def make_engine(folder: str, device: str = "cuda", **options: Any) -> Engine:
+    gpu = FakeGpu() if device == "cuda" else None
+    with gpu or nullcontext():
+        return Engine(LLM(folder, device=device, **SMALL | options), gpu)
+
+
+class Engines:
+    """Engines by folder and options, and references; each is made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.engines: dict[Any, Engine] = {}
+        self.references: dict[Any, list] = {}
+
+    def get(self, folder: str, **options: Any) -> Engine:
+        key = folder, tuple(sorted(options.items()))
+        if key not in self.engines:
+            self.engines[key] = make_engine(folder, **options)
+        return self.engines[key]
+
+    def reference(self, folder: str, name: str, prompts: Any, params: Any, **options: Any) -> list:
+        """What an engine without short cuts generates. The name stands for prompts and params."""
+        key = folder, name, tuple(sorted(options.items()))
+        if key not in self.references:
+            engine = self.get(folder, **PLAIN | options)
+            self.references[key] = engine.generate(prompts, params)
+        return self.references[key]
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return Engines()
+
+
+def tokens_of(outputs: list) -> list:
+    return [[(completion.token_ids, completion.finish_reason) for completion in output.outputs]
+            for output in outputs]
+
+
+def all_of(outputs: list) -> list:
+    """Tokens and log-probabilities, to the last bit."""
+    logprobs = [([completion.logprobs for completion in output.outputs], output.prompt_logprobs)
+                for output in outputs]
+    return [tokens_of(outputs), logprobs]
+
+
+def check_same(outputs: list, expected: list) -> None:
+    for number, (left, right) in enumerate(zip(tokens_of(outputs), tokens_of(expected))):
+        assert left == right, f"the tokens of prompt {number} are {left}, and should be {right}"
+    assert all_of(outputs) == all_of(expected), "other log-probabilities"
+
+
+def check_no_host_reads(gpu: FakeGpu) -> None:
+    assert not gpu.host_reads, f"the host has waited: {dict(gpu.host_reads)}"
+
+
+def needs(backend: str) -> None:
+    if backend == "varlen" and torch.__version__ < "2.12":
+        pytest.skip("PyTorch's varlen kernel takes block tables from 2.12 on")
+
+
+# ------------------------------------------------------------------------------ plain steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("backend, enforce_eager", [
+    ("flash-attn", False), ("flash-attn", True), ("varlen", False), ("varlen", True),
+    ("gather", False)])
+def test_backends_graphs_and_running_ahead(engines, tiny, backend, enforce_eager, run_ahead, kind):
+    needs(backend)
+    engine = engines.get(tiny, attention_backend=backend, enforce_eager=enforce_eager,
+                         run_ahead=run_ahead)
+    # gather rounds in other places than the two kernels
+    like = "gather" if backend == "gather" else "flash-attn"
+    expected = engines.reference(tiny, kind, PROMPTS, KINDS[kind], attention_backend=like)
+    check_same(engine.generate(PROMPTS, KINDS[kind]), expected)
+    has_graphs = backend != "gather" and not enforce_eager
+    assert bool(engine.llm.engine.runner.graphs) == bool(engine.gpu.num_replays) == has_graphs
+    if backend != "gather":
+        check_no_host_reads(engine.gpu)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_is_as_on_a_cpu(engines, tiny, kind):
+    on_gpu = engines.get(tiny, **EXACT, run_ahead=True).generate(PROMPTS, KINDS[kind])
+    on_cpu = engines.get(tiny, **EXACT, device="cpu").generate(PROMPTS, KINDS[kind])
+    assert tokens_of(on_gpu) == tokens_of(on_cpu)
+
+
+@pytest.mark.parametrize("batch_size", range(1, 9))
+def test_every_batch_size(engines, tiny, batch_size):
+    """With graphs for 1, 2, 4 and 8 sequences."""
+    engine = engines.get(tiny, run_ahead=True)
+    prompts = random_prompts([20] * 8)
+    expected = engines.reference(tiny, "batch", prompts, GREEDY)
+    check_same(engine.generate(prompts[:batch_size], GREEDY), expected[:batch_size])
+    check_no_host_reads(engine.gpu)
+
+
+def test_small_batches_have_graphs_for_several_lengths(engines, make_model):
+    """A sequence that grows beyond the keys of one graph goes on in the next one."""
+    folder = make_model(num_hidden_layers=1, max_position_embeddings=2048)[0]
+    prompts = random_prompts([1, 1020, 700])
+    engine = make_engine(folder, max_model_len=1500, max_num_seqs=4, run_ahead=True)
+    expected = engines.reference(folder, "growing", prompts, GREEDY, max_model_len=1500)
+    check_same(engine.generate(prompts, GREEDY), expected)
+    check_no_host_reads(engine.gpu)
+    used = {longest_keys for _, _, longest_keys in engine.llm.engine.runner.graphs}
+    assert used == {1024, 1500} and engine.gpu.num_replays == GREEDY.max_tokens - 1
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 5])
+def test_odd_sizes_of_graphs(engines, tiny, max_num_seqs):
+    engine = engines.get(tiny, run_ahead=True, max_num_seqs=max_num_seqs)
+    check_same(engine.generate(PROMPTS, BOTH), engines.reference(tiny, "both", PROMPTS, BOTH))
+    check_no_host_reads(engine.gpu)
+
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": {}, "Qwen2": dict(head_dim=None, hidden_size=128), "Mistral": dict(sliding_window=50)}
+
+
+@pytest.fixture(scope="module")
+def folders(make_model) -> dict[str, str]:
+    """Tiny models by architecture."""
+    return {name: make_model(name, num_hidden_layers=2, **changes)[0]
+            for name, changes in ARCHITECTURES.items()}
+
+
+@pytest.mark.parametrize("backend", ["flash-attn", "varlen"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_architectures(engines, folders, architecture, backend):
+    needs(backend)
+    folder = folders[architecture]
+    engine = engines.get(folder, attention_backend=backend, run_ahead=True)
+    expected = engines.reference(folder, "both", PROMPTS, BOTH)
+    check_same(engine.generate(PROMPTS, BOTH), expected)
+    check_no_host_reads(engine.gpu)
+    on_gpu = engines.reference(folder, "both", PROMPTS, BOTH, **EXACT)
+    on_cpu = engines.reference(folder, "both", PROMPTS, BOTH, **EXACT, device="cpu")
+    assert tokens_of(on_gpu) == tokens_of(on_cpu)
+
+
+# ------------------------------------------------------------------------ sampling parameters
+
+
+def shift(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A custom processor: each token makes the tokens after it likelier."""
+    return scores.index_add(1, (input_ids[0, -3:] + 1) % 320, torch.ones_like(scores[:, :3]))
+
+
+def break_sometimes(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores * math.nan if input_ids.shape[1] % 5 == 0 else scores
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "top_k": dict(top_k=5),
+    "top_p": dict(top_p=0.7),
+    "min_p": dict(min_p=0.1),
+    "all truncations": dict(top_k=50, top_p=0.9, min_p=0.01),
+    "logprobs": dict(logprobs=3),
+    "all logprobs": dict(logprobs=-1),
+    "greedy logprobs": dict(logprobs=2, temperature=0),
+    "prompt_logprobs": dict(prompt_logprobs=2),
+    "presence and frequency": dict(presence_penalty=0.5, frequency_penalty=0.5),
+    "all penalties": dict(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2),
+    "greedy repetition": dict(repetition_penalty=1.5, temperature=0),
+    "min_tokens": dict(min_tokens=4, stop_token_ids=list(range(150))),
+    "stop_token_ids": dict(stop_token_ids=list(range(60))),
+    "logit_bias": dict(logit_bias={5: 4.0, 7: -100.0}),
+    "allowed_token_ids": dict(allowed_token_ids=list(range(2, 30))),
+    "everything": dict(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logprobs=1,
+                       presence_penalty=0.5, min_tokens=2, stop_token_ids=list(range(40)),
+                       logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 300))),
+    "a custom processor": dict(logits_processors=[shift]),
+    "a processor that gives NaN": dict(logits_processors=[break_sometimes])}
+
+# for which the host may read what the device has computed
+MAY_READ = {"a custom processor", "a processor that gives NaN"}
+
+
+def edited_and_plain(options: dict[str, Any]) -> list[SamplingParams]:
+    """Requests with these parameters, and between them requests without."""
+    defaults = dict(temperature=0.8, max_tokens=7)
+    return [SamplingParams(seed=n, **defaults | options) if n % 3 else
+            SamplingParams(seed=n, max_tokens=8) for n in range(len(PROMPTS))]
+
+
+def check_errors(name: str, outputs: list) -> None:
+    has_failed = any(output.outputs[0].finish_reason == "error" for output in outputs)
+    assert has_failed == (name == "a processor that gives NaN"), tokens_of(outputs)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_sampling_parameters(engines, tiny, enforce_eager, name):
+    params = edited_and_plain(SAMPLED[name])
+    engine = engines.get(tiny, enforce_eager=enforce_eager, run_ahead=True)
+    outputs = engine.generate(PROMPTS, params)
+    check_same(outputs, engines.reference(tiny, name, PROMPTS, params))
+    check_errors(name, outputs)
+    if name not in MAY_READ:
+        check_no_host_reads(engine.gpu)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampling_parameters_are_as_on_a_cpu(engines, tiny, name):
+    params = edited_and_plain(SAMPLED[name])
+    on_gpu = engines.get(tiny, **EXACT, run_ahead=True).generate(PROMPTS, params)
+    on_cpu = engines.get(tiny, **EXACT, device="cpu").generate(PROMPTS, params)
+    assert tokens_of(on_gpu) == tokens_of(on_cpu)
+    check_errors(name, on_gpu)
+
+
+def test_bad_words_and_stop_strings(engines, bundled):
+    """What needs a tokenizer."""
+    prompts = ["Once upon a time", "12 + 34 =", "sort d b e a =", "The cat"]
+    params = [SamplingParams(temperature=0, max_tokens=12, bad_words=["the", "a"]),
+              SamplingParams(seed=1, max_tokens=12),
+              SamplingParams(seed=2, max_tokens=12, stop=["a"]),
+              SamplingParams(seed=3, max_tokens=12, bad_words=["was"])]
+    engine = engines.get(bundled, run_ahead=True)
+    expected = engines.reference(bundled, "words", prompts, params)
+    check_same(engine.generate(prompts, params), expected)
+    on_gpu = engines.get(bundled, **EXACT, run_ahead=True).generate(prompts, params)
+    on_cpu = engines.get(bundled, **EXACT, device="cpu").generate(prompts, params)
+    assert tokens_of(on_gpu) == tokens_of(on_cpu)
+
+
+@pytest.mark.parametrize("options", [
+    dict(enforce_eager=False), dict(enforce_eager=True), EXACT, EXACT | dict(device="cpu")],
+    ids=["graphs", "eager", "float32", "cpu"])
+def test_forks(engines, tiny, options):
+    """n > 1: in one step more rows are sampled than there are sequences."""
+    params = [SamplingParams(n=1 + n % 4, seed=n, max_tokens=7) for n in range(7)]
+    engine = engines.get(tiny, run_ahead=True, **options)
+    like = {} if engine.llm.config.dtype == "bfloat16" else EXACT
+    expected = engines.reference(tiny, "forks", PROMPTS, params, **like, max_num_seqs=4)
+    assert tokens_of(engine.generate(PROMPTS, params)) == tokens_of(expected)
+    if "dtype" not in options:
+        check_no_host_reads(engine.gpu)
+
+
+def search(engine: Engine) -> list:
+    with engine.gpu or nullcontext():
+        found = engine.llm.beam_search(PROMPTS[:4], BeamSearchParams(beam_width=3, max_tokens=6))
+    return [[beam.tokens for beam in output.sequences] for output in found]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_beam_search(engines, tiny, enforce_eager):
+    plain = engines.get(tiny, **PLAIN | dict(max_num_seqs=3))
+    engine = engines.get(tiny, enforce_eager=enforce_eager, run_ahead=True)
+    assert search(engine) == search(plain)
+
+
+def test_beam_search_is_as_on_a_cpu(engines, tiny):
+    on_gpu = engines.get(tiny, **EXACT, run_ahead=True)
+    assert search(on_gpu) == search(engines.get(tiny, **EXACT, device="cpu"))
+
+
+# ------------------------------------------------------------------- policies, memory, traces
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "preemption by recomputing": dict(num_kv_blocks=4),
+    "preemption by swapping": dict(num_kv_blocks=4, preemption_mode="swap", swap_space=0.01),
+    "chunks": dict(max_num_batched_tokens=48),
+    "chunks and few blocks": dict(max_num_batched_tokens=48, num_kv_blocks=6, max_waiting=1),
+    "one token of a prompt at a time": dict(max_num_batched_tokens=8),
+    "prefill-first": dict(scheduling="prefill-first"),
+    "static": dict(scheduling="static"),
+    "reserve": dict(kv_allocation="reserve", num_kv_blocks=10),
+    "max-length": dict(kv_allocation="max-length", num_kv_blocks=10),
+    "no prefix cache": dict(enable_prefix_caching=False),
+    "pages of 512": dict(block_size=512),
+    "measured memory": dict(num_kv_blocks=None)}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies(engines, tiny, name):
+    engine = make_engine(tiny, run_ahead=True, **POLICIES[name])
+    expected = engines.reference(tiny, "long", LONG_PROMPTS, LONG)
+    check_same(engine.generate(LONG_PROMPTS, LONG), expected)
+    check_no_host_reads(engine.gpu)
+    metrics = engine.llm.metrics()
+    assert bool(metrics["num_preemptions"]) == (metrics["num_blocks_free"] <= 6)
+    assert bool(metrics["swap_in_blocks"]) == ("swap" in name)
+
+
+def test_policies_are_as_on_a_cpu(engines, tiny):
+    """Swapping and chunks in float32, with small blocks."""
+    options = EXACT | dict(num_kv_blocks=38, preemption_mode="swap", swap_space=0.01,
+                           max_num_batched_tokens=300)
+    engine = make_engine(tiny, run_ahead=True, **options)
+    on_cpu = engines.reference(tiny, "long", LONG_PROMPTS, LONG, **EXACT, device="cpu")
+    assert tokens_of(engine.generate(LONG_PROMPTS, LONG)) == tokens_of(on_cpu)
+    assert engine.llm.metrics()["swap_in_blocks"] > 0
+
+
+def test_forks_that_are_swapped(engines, tiny):
+    params = [SamplingParams(n=3, seed=n, max_tokens=12) for n in range(len(LONG_PROMPTS))]
+    engine = make_engine(tiny, run_ahead=True, num_kv_blocks=6, preemption_mode="swap",
+                         swap_space=0.01)
+    expected = engines.reference(tiny, "long forks", LONG_PROMPTS, params, max_num_seqs=3)
+    check_same(engine.generate(LONG_PROMPTS, params), expected)
+    assert engine.llm.metrics()["swap_in_blocks"] > 0
+    check_no_host_reads(engine.gpu)
+
+
+@pytest.mark.parametrize("backend", ["flash-attn", "gather"])
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 500])
+def test_memory_is_measured_in_a_step_outside_graphs(
+        engines, tiny, monkeypatch, backend, max_num_batched_tokens):
+    """Of as many tokens, keys and sampled rows as a step can have."""
+    measured, launch = [], ModelRunner.launch
+
+    def watch(runner: ModelRunner, batch: Any) -> Launched:
+        shape = runner.prepare(batch)[1]
+        measured.append((batch, shape in runner.graphs))
+        return launch(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "launch", watch)
+    make_engine(tiny, attention_backend=backend, num_kv_blocks=None,
+                max_num_batched_tokens=max_num_batched_tokens)
+    batch, is_replayed = measured[0]
+    assert not is_replayed and len(batch.sampled) == SMALL["max_num_seqs"]
+    assert sum(batch.num_tokens) == max_num_batched_tokens
+    assert max(map(sum, zip(batch.starts, batch.num_tokens))) == SMALL["max_model_len"]
+
+
+def test_prefix_hits(engines, tiny):
+    engine = make_engine(tiny, run_ahead=True)
+    expected = engines.reference(tiny, "long", LONG_PROMPTS, LONG)
+    for num_hits in (0, 512):
+        check_same(engine.generate(LONG_PROMPTS, LONG, keep_cache=True), expected)
+        check_no_host_reads(engine.gpu)
+        assert engine.llm.metrics()["prefix_cache_hits"] == num_hits
+
+
+def test_a_stream_that_is_dropped_with_a_step_in_flight(engines, tiny):
+    engine = engines.get(tiny, run_ahead=True)
+    with engine.gpu:
+        stream = engine.llm.stream(LONG_PROMPTS, LONG)
+        for _ in range(4):
+            next(stream)
+        del stream
+    expected = engines.reference(tiny, "long", LONG_PROMPTS, LONG)
+    check_same(engine.generate(LONG_PROMPTS, LONG, keep_cache=True), expected)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_trace_has_the_time_of_the_device(engines, tiny, run_ahead):
+    engine = make_engine(tiny, trace=True, run_ahead=run_ahead)
+    outputs = engine.generate(LONG_PROMPTS, LONG)
+    check_same(outputs, engines.reference(tiny, "long", LONG_PROMPTS, LONG))
+    check_no_host_reads(engine.gpu)
+    steps = engine.llm.trace
+    assert len(steps) == engine.llm.metrics()["num_steps"] >= 10
+    assert all(step.began.elapsed_time(step.done) > 0 for step in steps)
+
+
+@pytest.fixture(scope="module")
+def broken(make_model) -> str:
+    """The folder of a model whose tokens from 250 on have NaN embeddings."""
+    folder = make_model(num_hidden_layers=2, tie_word_embeddings=False)[0]
+    weights = load_file(f"{folder}/model.safetensors")
+    weights["model.embed_tokens.weight"][250:, 5] = math.nan
+    save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_nan_ends_the_request_that_drew_it_and_no_other(engines, broken, enforce_eager):
+    prompts = random_prompts([1, 40, 254, 257, 20, 20, 90], vocab_size=250)
+    params = [SamplingParams(seed=n, temperature=1e9, max_tokens=5) for n in range(7)]
+    engine = engines.get(broken, enforce_eager=enforce_eager, run_ahead=True)
+    outputs = engine.generate(prompts, params)
+    check_same(outputs, engines.reference(broken, "nan", prompts, params))
+    check_no_host_reads(engine.gpu)
+    completions = [output.outputs[0] for output in outputs]
+    assert {completion.finish_reason for completion in completions} == {"error", "length"}
+    for completion in completions:
+        has_failed = completion.finish_reason == "error"
+        assert has_failed == (max(completion.token_ids[:4]) >= 250)
+
+
+# ---------------------------------------------------------------------- faults, put in on purpose
+
+Patch = pytest.MonkeyPatch
+
+
+def around_launch(patch: Patch, fault: Callable[[ModelRunner, Launched], None]) -> None:
+    """Does something wrong at the end of each step."""
+    launch = ModelRunner.launch
+
+    def launch_and_more(runner: ModelRunner, batch: Any) -> Launched:
+        launched = launch(runner, batch)
+        fault(runner, launched)
+        return launched
+
+    patch.setattr(ModelRunner, "launch", launch_and_more)
+
+
+def do_not_wait(patch: Patch) -> None:
+    """As on a CPU, where a step is done when it has been launched."""
+    def fault(runner: ModelRunner, launched: Launched) -> None:
+        launched.done = 0.0
+
+    around_launch(patch, fault)
+
+
+def wait_for_an_earlier_event(patch: Patch) -> None:
+    def fault(runner: ModelRunner, launched: Launched) -> None:
+        launched.done = launched.began
+
+    around_launch(patch, fault)
+
+
+def move_the_tokens(patch: Patch) -> None:
+    """Graphs still read them where they were."""
+    def fault(runner: ModelRunner, launched: Launched) -> None:
+        runner.last_sampled = runner.last_sampled.clone()
+
+    around_launch(patch, fault)
+
+
+def read_a_value_in_each_step(patch: Patch) -> None:
+    around_launch(patch, lambda runner, launched: runner.last_sampled.tolist())
+
+
+def leave_a_table_on_the_host(patch: Patch) -> None:
+    def fault(runner: ModelRunner, launched: Launched) -> None:
+        runner.rope = runner.rope.cpu()
+
+    around_launch(patch, fault)
+
+
+def read_a_value_in_a_graph(patch: Patch) -> None:
+    compute = ModelRunner.compute
+
+    def compute_and_read(*arguments: Any, **options: Any) -> Any:
+        outputs = compute(*arguments, **options)
+        outputs[0].sum().item()
+        return outputs
+
+    patch.setattr(ModelRunner, "compute", compute_and_read)
+
+
+def change_pinned_memory(patch: Patch, make: Callable[..., torch.Tensor]) -> None:
+    """make: what is done instead of torch.empty(…, pin_memory=True)."""
+    empty = torch.empty
+
+    def other_empty(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return (make if pin_memory else empty)(*shape, **options)
+
+    patch.setattr(torch, "empty", other_empty)
+
+
+def use_memory_that_is_not_pinned(patch: Patch) -> None:
+    change_pinned_memory(patch, torch.empty)
+
+
+def use_one_buffer_for_all_steps(patch: Patch) -> None:
+    empty = torch.empty
+    buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def part_of_the_buffer(*shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in buffers:
+            buffers[dtype] = empty(100_000, dtype=dtype, pin_memory=True)
+        size = empty(*shape, device="meta").shape
+        return buffers[dtype][:size.numel()].view(size)
+
+    change_pinned_memory(patch, part_of_the_buffer)
+
+
+def give_lengths_as_int64(patch: Patch) -> None:
+    attention = BACKENDS["flash-attn"]
+
+    def with_long_lengths(query: Any, cache: Any, window: Any, step: Any) -> torch.Tensor:
+        wrong = dataclasses.replace(step, lengths=step.lengths.long())
+        return attention(query, cache, window, wrong)
+
+    patch.setitem(BACKENDS, "flash-attn", with_long_lengths)
+
+
+def read_a_graph_after_another_has_run(patch: Patch) -> None:
+    replay = FakeGraph.replay
+
+    def replay_two(graph: FakeGraph) -> None:
+        replay(graph)
+        replay(next(other for other in graph.gpu.graphs if other is not graph))
+
+    patch.setattr(FakeGraph, "replay", replay_two)
+
+
+def run_plain_steps(engines: Engines, folder: str, enforce_eager: bool) -> None:
+    """Raises AssertionError or GpuError where plain steps do not go as they must."""
+    engine = make_engine(folder, run_ahead=True, enforce_eager=enforce_eager)
+    outputs = engine.generate(PROMPTS, BOTH)
+    check_same(outputs, engines.reference(folder, "both", PROMPTS, BOTH))
+    check_no_host_reads(engine.gpu)
+
+
+@pytest.mark.parametrize("enforce_eager, fault, found", [
+    (False, do_not_wait, "the tokens of prompt"),
+    (True, do_not_wait, "the tokens of prompt"),
+    (False, wait_for_an_earlier_event, "the tokens of prompt"),
+    (True, wait_for_an_earlier_event, "the tokens of prompt"),
+    (False, move_the_tokens, "the tokens of prompt"),
+    (False, read_a_value_in_each_step, "the host has waited: .*: tolist"),
+    (True, read_a_value_in_each_step, "the host has waited: .*: tolist"),
+    (False, read_a_value_in_a_graph, "_local_scalar_dense while a graph is captured"),
+    (True, leave_a_table_on_the_host, "on tensors of both devices at model.py"),
+    (False, use_memory_that_is_not_pinned, "the host has waited: .*not pinned"),
+    (True, use_memory_that_is_not_pinned, "the host has waited: .*not pinned"),
+    (False, use_one_buffer_for_all_steps, "a pinned buffer was rewritten"),
+    (True, use_one_buffer_for_all_steps, "a pinned buffer was rewritten"),
+    (False, give_lengths_as_int64, "cache_seqlens must be int32, not torch.int64"),
+    (True, give_lengths_as_int64, "cache_seqlens must be int32, not torch.int64"),
+    (False, read_a_graph_after_another_has_run, "the tokens of prompt")])
+def test_faults_are_found(engines, tiny, monkeypatch, enforce_eager, fault, found):
+    # made before there is a fault
+    engines.reference(tiny, "both", PROMPTS, BOTH)
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, GpuError), match=found):
+        run_plain_steps(engines, tiny, enforce_eager)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_without_a_fault_nothing_is_found(engines, tiny, enforce_eager):
+    run_plain_steps(engines, tiny, enforce_eager)
+
+
+# --------------------------------------------------------------------------- the fake GPU itself
+
+
+def test_results_are_those_of_a_cpu():
+    numbers = torch.randn(4, 6)
+    with FakeGpu() as gpu:
+        on_gpu = numbers.to("cuda")
+        assert on_gpu.is_cuda and on_gpu.shape == (4, 6)
+        on_gpu[1:3, ::2] += torch.arange(3, device="cuda")
+        found = on_gpu.softmax(dim=-1)[:, 1].cpu()
+    numbers[1:3, ::2] += torch.arange(3)
+    assert torch.equal(found, numbers.softmax(dim=-1)[:, 1])
+    causes = [read.split(": ")[1] for read in gpu.host_reads]
+    assert causes == ["a copy from the host that blocks", "a copy to the host that blocks"]
+
+
+def test_tensors_of_both_devices_do_not_mix():
+    with FakeGpu():
+        on_gpu = torch.ones(3, device="cuda")
+        assert (on_gpu + torch.tensor(1.0)).tolist() == [2, 2, 2]
+        with pytest.raises(GpuError, match="aten::add on tensors of both devices"):
+            on_gpu + torch.ones(3)
+
+
+def test_a_copy_to_the_host_is_rubbish_until_an_event_behind_it():
+    with FakeGpu() as gpu:
+        numbers = torch.arange(3, device="cuda")
+        before = torch.cuda.current_stream().record_event()
+        on_host = numbers.to("cpu", non_blocking=True)
+        behind = torch.cuda.current_stream().record_event()
+        before.synchronize()
+        assert on_host.tolist() != [0, 1, 2]
+        behind.synchronize()
+        assert on_host.tolist() == [0, 1, 2]
+    assert not gpu.host_reads
+
+
+def test_pinned_memory_stays_as_it_is_until_it_is_copied():
+    with FakeGpu() as gpu:
+        pinned = torch.zeros(3).pin_memory()
+        on_gpu = pinned.to("cuda", non_blocking=True)
+        pinned += 1
+        with pytest.raises(GpuError, match="a pinned buffer was rewritten"):
+            on_gpu.tolist()
+        assert list(gpu.host_reads) == ["a test: tolist"]
+
+
+def test_the_device_does_one_thing_after_the_other():
+    """A block is swapped out, in and out again, and the host waits for none of it."""
+    with FakeGpu() as gpu:
+        pool = torch.zeros(3, pin_memory=True)
+        block = torch.ones(3, device="cuda")
+        pool.copy_(block, non_blocking=True)
+        again = pool.to("cuda", non_blocking=True) + 1
+        pool.copy_(again, non_blocking=True)
+        assert not gpu.host_reads
+        assert again.tolist() == [2, 2, 2]
+        assert pool.tolist() == [2, 2, 2]
+
+
+def test_a_graph_runs_its_operators_over_fixed_memory():
+    with FakeGpu() as gpu:
+        number = torch.ones((), device="cuda")
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(first):
+            doubled = number * 2
+        with torch.cuda.graph(second):
+            number += 1
+            squared = number * number
+        number.fill_(5)
+        first.replay()
+        assert doubled.item() == 10
+        second.replay()
+        assert squared.item() == 36
+        assert doubled.isnan().item(), "the second graph has used the pool"
+        assert (gpu.num_graphs, gpu.num_replays) == (2, 2)
+
+
+@pytest.mark.parametrize("read, message", [
+    (lambda x: x.item(), "_local_scalar_dense"),
+    (lambda x: x.tolist(), "tolist"),
+    (lambda x: x.nonzero(), "nonzero"),
+    (lambda x: x[x > 0], "indexing by a mask"),
+    (lambda x: x.cpu(), "a copy between the devices"),
+    (lambda x: torch.tensor([1], device="cuda"), "a copy between the devices"),
+    (lambda x: torch.cuda.synchronize(), "synchronize"),
+    (lambda x: torch.cuda.current_stream().record_event().synchronize(), "waiting for an event")])
+def test_a_capture_reads_nothing_on_the_host(read, message):
+    with FakeGpu():
+        numbers = torch.ones(1, device="cuda")
+        with pytest.raises(GpuError, match=f"{message} while a graph is captured"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                read(numbers)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(block_size=128), "no multiple of 256"),
+    (dict(head_dim=12), "heads of 12 numbers"),
+    (dict(dtype=torch.float32), "float16 or bfloat16"),
+    (dict(lengths=torch.int64), "cache_seqlens must be int32"),
+    (dict(num_rows=3), "block_table must have 2 rows"),
+    (dict(length=600), "more keys than the table has blocks")])
+def test_flash_attn_checks_its_arguments(changes, message):
+    made = dict(block_size=256, head_dim=32, dtype=torch.bfloat16, lengths=torch.int32, num_rows=2,
+                length=300) | changes
+    with FakeGpu():
+        shape = 4, made["block_size"], 1, made["head_dim"]
+        cache = torch.zeros(shape, dtype=made["dtype"], device="cuda")
+        query = torch.zeros(2, 1, 2, made["head_dim"], dtype=made["dtype"], device="cuda")
+        lengths = torch.full((2,), made["length"], dtype=made["lengths"], device="cuda")
+        tables = torch.zeros(made["num_rows"], 2, dtype=torch.int32, device="cuda")
+        with pytest.raises(GpuError, match=message):
+            flash_attn_with_kvcache(query, cache, cache, cache_seqlens=lengths, block_table=tables)
