@@ -114,8 +114,8 @@ class ModelRunner:
         has_graphs = self.is_gpu and self.backend != "gather" and not config.enforce_eager
         self.buckets = bucket_sizes(config.max_num_seqs) if has_graphs else []
         self.graphs: dict[StepShape, Any] = {}
-        # without a compiler the model's functions run as they stand
-        self.is_plain = config.enforce_eager or self.is_gpu and not can_compile()
+        # then the model's functions run as they stand, as on a CPU
+        self.is_plain = self.is_gpu and (config.enforce_eager or not can_compile())
 
         # block 0 alone is enough to try a step
         self.allocate(num_blocks=0, num_host_blocks=0)
@@ -171,18 +171,21 @@ class ModelRunner:
 
         Only their logits are kept apart, for rows that need more than a temperature.
         """
+        def run(step: StepInputs) -> tuple[Tensor, Tensor]:
+            logits = self.model.lm_head(self.compute(step))
+            return logits, sample_plain(logits, step.temperatures, step.uniforms)
+
         pool = torch.cuda.graph_pool_handle() if self.buckets else None
         for size in reversed(self.buckets):
             for longest_keys in reversed(key_buckets(size, self.max_model_len)):
                 buffer, shape = self.prepare(dummy_batch(size, 1, longest_keys))
                 step = StepInputs.unpack(buffer.to(self.device), shape)
                 # compiles, and warms up
-                self.compute(step)
+                run(step)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
-                    logits = self.model.lm_head(self.compute(step))
-                    tokens = sample_plain(logits, step.temperatures, step.uniforms)
-                self.graphs[shape] = graph, step, (logits, tokens)
+                    outputs = run(step)
+                self.graphs[shape] = graph, step, outputs
 
     def compile(self) -> None:
         """Runs a step for each of torch.compile's cases: one token or several, and none, one or
