@@ -85,14 +85,6 @@ def biases(seq: Sequence) -> dict[int, float]:
     return found
 
 
-def first_penalized(seq: Sequence) -> int:
-    """From which token on the penalties count: the repetition penalty knows the prompt, too."""
-    p = seq.params
-    if p.repetition_penalty != 1:
-        return 0
-    return seq.num_prompt_tokens if p.presence_penalty or p.frequency_penalty else seq.num_tokens
-
-
 # ------------------------------------------------------------------------ rows of one kind
 
 
@@ -184,21 +176,23 @@ def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
 def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
     """In place: the repetition penalty (Keskar et al., 2019, arXiv:1909.05858), for prompts, too.
     Then OpenAI's: generated tokens lose once (presence) and for each time (frequency)."""
-    spans = [range(first_penalized(seq), seq.num_tokens) for seq in seqs]
-    if not any(spans):
+    penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+                 for p in (seq.params for seq in seqs)]
+    if set(penalties) == {(1, 0, 0)}:
         return
-    tokens = [seq.device_ids(span.start, span.stop) for seq, span in zip(seqs, spans)]
-    is_generated = [np.array(span) >= seq.num_prompt_tokens for seq, span in zip(seqs, spans)]
-    penalties, owners, token_ids, amounts = send(
-        scores.device, [(seq.params.repetition_penalty, seq.params.presence_penalty,
-                         seq.params.frequency_penalty) for seq in seqs],
-        np.arange(len(seqs)).repeat([len(span) for span in spans]),
-        np.concatenate([np.array(each, np.int64) for each in tokens]),
-        np.concatenate(is_generated).astype(np.float64))
+    starts = [0 if repetition != 1 else seq.num_prompt_tokens
+              for seq, (repetition, _, _) in zip(seqs, penalties)]
+    tokens = [np.array(seq.device_ids(start), np.int64) for seq, start in zip(seqs, starts)]
+    is_generated = [np.arange(start, seq.num_tokens) >= seq.num_prompt_tokens
+                    for seq, start in zip(seqs, starts)]
+    owners = np.arange(len(seqs)).repeat([len(each) for each in tokens])
+    rows, token_ids, amounts, of_rows = send(
+        scores.device, owners, np.concatenate(tokens), np.concatenate(is_generated, dtype=float),
+        penalties)
     flat = scores.view(-1)
-    places = owners * scores.shape[1] + known_ids(token_ids, last_sampled)
+    places = rows * scores.shape[1] + known_ids(token_ids, last_sampled)
     counts = torch.zeros_like(flat).index_add_(0, places, amounts.float())[places]
-    repetition, presence, frequency = penalties.float()[owners].T
+    repetition, presence, frequency = of_rows.float()[rows].T
     seen = flat[places]
     seen = torch.where(seen < 0, seen * repetition, seen / repetition)
     flat[places] = seen - presence * (counts > 0) - frequency * counts
@@ -258,6 +252,7 @@ def truncate(scores: Tensor, params: list[SamplingParams]) -> None:
             # a row weigh less than 1 - top_p together.
             threshold = weights.amax(dim=-1, keepdim=True).minimum((1 - top_ps) / vocab_size)
             columns = (~(weights < threshold)).any(dim=0).nonzero()[:, 0]
+            largest_k = len(columns)
         kept = nucleus(weights[:, columns], top_ps, largest_k)
         left = scores[:, columns].masked_fill(~kept, -math.inf)
         scores.fill_(-math.inf)[:, columns] = left
@@ -268,19 +263,21 @@ def nucleus(weights: Tensor, top_ps: Tensor, count: int) -> Tensor:
     the one that crosses it (Holtzman et al., 2019, arXiv:1904.09751). Of several that are equally
     likely, the first ones.
 
-    weights: (rows, tokens) float64 of sum 1; top_ps: (rows, 1); count: how many of a row need to be
-        sorted, where all others with a weight are as likely as the last of these.
+    weights: (rows, tokens) float64 of sum 1; top_ps: (rows, 1).
+    count: how many of a row are to be sorted; all others that have a weight are as likely as the
+        last of these.
     """
-    ordered = weights.topk(min(count, weights.shape[1])).values
-    before = ordered.cumsum(dim=-1) - ordered
+    ordered = weights.topk(count).values
+    cumulated = ordered.cumsum(dim=-1)
     # 0 where weights are NaN
-    num_kept = (before < top_ps).sum(dim=-1, keepdim=True).clamp(min=1)
+    num_kept = (cumulated - ordered < top_ps).sum(dim=-1, keepdim=True).clamp(min=1)
     least = ordered.gather(1, num_kept - 1)
-    # the sum of all that are likelier than the least likely one in the nucleus
-    likelier = before.gather(1, (ordered > least).sum(dim=-1, keepdim=True))
+    num_likelier = (ordered > least).sum(dim=-1, keepdim=True)
+    # where all that were sorted do not reach top_p
+    num_more = ((top_ps - cumulated[:, -1:]) / least).ceil().clamp(min=0)
     is_least = weights == least
-    rank = is_least.cumsum(dim=-1) - 1
-    return (weights > least) | is_least & (likelier + rank * least < top_ps)
+    is_kept = is_least.cumsum(dim=-1) <= num_kept - num_likelier + num_more
+    return (weights > least) | is_least & is_kept
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:

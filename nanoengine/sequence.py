@@ -147,7 +147,7 @@ class Sequence:
         """Whether the next step needs its last token on the host, where it is not yet known."""
         return self.needs_tokens and isinstance(self.token_ids[-1], PendingToken)
 
-    def device_ids(self, start: int, stop: int) -> list[int]:
+    def device_ids(self, start: int, stop: int | None = None) -> list[int]:
         """Token ids as the device gets them: -1 - row for a pending token."""
         token_ids = self.token_ids[start:stop]
         if token_ids and isinstance(token_ids[-1], PendingToken):

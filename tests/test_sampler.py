@@ -392,7 +392,7 @@ def truncated_one_by_one(row: torch.Tensor, top_k: int, top_p: float, min_p: flo
     weights = row[ordered].double().softmax(-1).tolist()
     total, kept = 0.0, []
     for token, weight in zip(ordered, weights):
-        if total < top_p - 1e-12:
+        if total < top_p:
             kept.append(token)
         total += weight
     return sorted(kept)
@@ -406,7 +406,7 @@ def test_truncations_are_those_of_the_definitions(monkeypatch, levels, is_cpu):
         monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     generator = torch.Generator().manual_seed(levels)
     for top_ks, top_ps, min_ps in itertools.product(
-            ([0] * 4, [1, 5, 30, 99], [7] * 4), ([1.0] * 4, [0.05, 0.37, 0.9, 0.999]),
+            ([0] * 4, [1, 5, 30, 99], [7] * 4), ([1.0] * 4, [0.0513, 0.3719, 0.9021, 0.9993]),
             ([0.0] * 4, [0.003, 0.11, 0.2, 0.9])):
         logits = torch.randint(levels, (4, 64), generator=generator) * (6.0 / levels)
         scores = logits - logits.amax(dim=-1, keepdim=True)

@@ -11,6 +11,7 @@ from conftest import ROOT, greedy_reference, random_prompts
 from nanoengine import LLM, SamplingParams, sampler
 from nanoengine.attention import BACKENDS, choose_backend
 from nanoengine.model import rms_norm, rotate, swiglu
+from nanoengine.sequence import Sequence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -162,9 +163,47 @@ def test_draws_on_the_gpu_are_those_on_the_cpu():
     logits = torch.randn(500, 20_000) * 3
     temperatures = torch.linspace(0, 2, 500)
     uniforms = torch.rand(500, dtype=torch.float64)
-    on_cpu = sampler.sample(logits, temperatures, uniforms)
-    on_gpu = sampler.sample(logits.cuda(), temperatures.cuda(), uniforms.cuda()).cpu()
+    on_cpu = sampler.sample_plain(logits, temperatures, uniforms)
+    on_gpu = sampler.sample_plain(logits.cuda(), temperatures.cuda(), uniforms.cuda()).cpu()
     assert (on_cpu != on_gpu).sum() <= 1, "float32 exponentials differ in their last bit"
+
+
+@pytest.mark.parametrize("options", [
+    dict(top_k=20, top_p=0.95), dict(top_p=0.9), dict(min_p=0.02), dict(top_k=5, min_p=0.01),
+    dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
+    dict(logit_bias={5: 2.0, 7: -9.0}, allowed_token_ids=list(range(3000)))])
+def test_edited_rows_on_the_gpu_are_those_on_the_cpu(options):
+    """As large as real ones: 256 rows of 152k, with many ties, as bfloat16 has them."""
+    torch.manual_seed(0)
+    logits = (torch.randn(256, 151_936) * 3).bfloat16()
+    seqs = [Sequence("0", [1, 2, 3, 700 + n, 700 + n, 9], 3, 99, SamplingParams(**options), seed=n)
+            for n in range(256)]
+    uniforms = torch.tensor([sampler.uniform(seq, 6) for seq in seqs], dtype=torch.float64)
+    inputs = logits, torch.ones(256), uniforms, torch.zeros(1, dtype=torch.int32)
+    tokens = []
+    for device in ("cpu", "cuda"):
+        rows, temperatures, draws, last_sampled = (each.to(device) for each in inputs)
+        tokens.append(sampler.sample(rows, temperatures, draws, seqs, last_sampled).cpu())
+    assert (tokens[0] != tokens[1]).sum() <= 1, "float32 exponentials differ in their last bit"
+
+
+def test_edited_steps_wait_for_nothing(small):
+    """PyTorch itself says so: an operator that waits for the GPU is an error here."""
+    params = [SamplingParams(seed=n, max_tokens=20, temperature=0.8 * (n % 4 > 0),
+                             top_k=5 * (n % 2), top_p=1 - n / 30, min_p=0.01 * (n % 3),
+                             logprobs=n % 3 or None,
+                             presence_penalty=0.1 * (n % 2), repetition_penalty=1 + n / 50,
+                             logit_bias={n: 1.0}, min_tokens=n % 4, ignore_eos=True)
+              for n in range(len(PROMPTS))]
+    with LLM(small[0], dtype="bfloat16", run_ahead=True, **SMALL) as llm:
+        expected = run(llm, params=params)
+        llm.reset_prefix_cache()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = run(llm, params=params)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 
 
 def test_drawn_tokens_do_not_depend_on_graphs(small):
