@@ -3,9 +3,13 @@
 It owns the model, the memory of the KV cache, the inputs of a step and the CUDA graphs. Which
 sequences run, and why, is not its business.
 
-    launch(batch)      copies blocks, prepares the inputs, then
+    launch(batch)      copies blocks, then
       prepare(batch)   host: a batch to one buffer of numbers
-      compute(inputs)  device: these numbers to logits and tokens, or a CUDA graph of that
+      compute(step)    device: these numbers to hidden states
+      sample(logits)   device: logits of these to tokens (sampler.py)
+
+A CUDA graph does the last two at once, as if all rows needed only a temperature; rows that need
+more are then sampled again, from the graph's logits.
 """
 
 import ctypes
@@ -217,6 +221,7 @@ class ModelRunner:
             step = StepInputs.unpack(buffer.to(self.device, non_blocking=True), shape)
             hidden = self.compute(step)
 
+        # tokens and log-probabilities, a part of the rows at a time
         seqs = [seq for _, seq in batch.sampled]
         asked = logprobs_asked(batch)
         tokens = torch.empty(len(seqs), dtype=torch.int64, device=self.device)
@@ -234,8 +239,8 @@ class ModelRunner:
                     num_entries |= {first + row: matrix.shape[1] for row in alike}
                     entries.append(matrix.flatten(0, 1))
 
-        # There are more than max_num_seqs only where forks begin, and then the next step waits. For
-        # NO_TOKEN the next step computes token 0, which nobody reads.
+        # There are more than max_num_seqs only where forks begin, and then the next step waits for
+        # their tokens. For NO_TOKEN the next step computes token 0, which nobody reads.
         self.last_sampled[:len(seqs)] = tokens[:len(self.last_sampled)].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

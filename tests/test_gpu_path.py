@@ -7,6 +7,7 @@ purpose show that the tests can fail.
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,7 @@ from conftest import check_idle, random_prompts
 from fake_gpu import FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache
 from safetensors.torch import load_file, save_file
 
-from nanoengine import LLM, BeamSearchParams, SamplingParams
+from nanoengine import LLM, BeamSearchParams, SamplingParams, model
 from nanoengine.attention import BACKENDS
 from nanoengine.model_runner import Launched, ModelRunner
 
@@ -386,6 +387,49 @@ def test_memory_is_measured_in_a_step_outside_graphs(
     assert not is_replayed and len(batch.sampled) == SMALL["max_num_seqs"]
     assert sum(batch.num_tokens) == max_num_batched_tokens
     assert max(map(sum, zip(batch.starts, batch.num_tokens))) == SMALL["max_model_len"]
+
+
+@pytest.mark.parametrize("backend", ["flash-attn", "gather"])
+def test_all_that_torch_compile_tells_apart_has_come_at_the_start(
+        tiny, monkeypatch, backend):
+    """It compiles anew for none, for one and for several rows: never in the middle of a run."""
+    cases = set()
+
+    def watch(name: str, function: Callable[..., torch.Tensor]) -> None:
+        def watched(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+            cases.add((name, min(len(x), 2), *x.shape[1:]))
+            return function(x, *arguments)
+        monkeypatch.setattr(model, name, watched)
+
+    for name in ("rms_norm", "rotate", "swiglu"):
+        watch(name, getattr(model, name))
+    engine = make_engine(tiny, attention_backend=backend, max_num_batched_tokens=8)
+    at_start = set(cases)
+    engine.generate(PROMPTS, BOTH)
+    engine.generate(PROMPTS[0], GREEDY)
+    assert cases == at_start and len(at_start) == 14
+
+
+def test_without_compiling_nothing_is_compiled(tiny, monkeypatch):
+    """With enforce_eager, and where there is no compiler, which is said once."""
+    stances = []
+
+    def set_stance(stance: str) -> Any:
+        stances.append(stance)
+        return nullcontext()
+
+    for options in ({}, dict(enforce_eager=True)):
+        with FakeGpu():
+            monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
+            LLM(tiny, device="cuda", **SMALL | options).generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        assert bool(stances) == bool(options) and set(stances) <= {"force_eager"}
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    stances.clear()
+    with FakeGpu(), pytest.warns(UserWarning, match="lacks a C compiler") as warned:
+        monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
+        LLM(tiny, device="cuda", **SMALL).generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert stances and len(warned) == 1
 
 
 def test_prefix_hits(engines, tiny):
