@@ -117,7 +117,7 @@ class Scheduler:
         prefills = []
         for seq in candidates:
             num_left = len(seq.token_ids) - seq.num_computed_tokens
-            if num_left == 1 and seq.block_table and not seq.is_awaited:
+            if num_left == 1 and seq.block_table and not (seq.needs_tokens and seq.is_awaited):
                 self._place(batch, seq)
             elif num_left > 1 and seq.block_table:
                 prefills.append(seq)
@@ -144,7 +144,8 @@ class Scheduler:
             # The parent comes last: it may finish at once, and its forks share its blocks before.
             for each in (*seq.forks, seq):
                 batch.sampled.append((len(batch.sequences), each))
-                batch.num_awaited += bool(each.group) or each.needs_tokens
+                if each.needs_tokens or each.group:
+                    batch.num_awaited += 1
             seq.forks = []
         # a sequence that is admitted in this very step can share these blocks
         if num_tokens > 1:

@@ -95,6 +95,7 @@ class Sequence:
     priority: smaller ones come first.
     num_held_tokens: once admitted, it holds blocks for at least so many tokens.
     index: the number of this completion in its request.
+    needs_tokens: whether its next step needs all its tokens on the host.
     """
 
     request_id: str
@@ -109,6 +110,7 @@ class Sequence:
     priority: int = 0
     num_held_tokens: int = 0
     index: int = 0
+    needs_tokens: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     num_computed_tokens: int = state(int)
@@ -135,8 +137,6 @@ class Sequence:
     num_tokens = property(lambda self: len(self.token_ids))
     num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)
     is_running = property(lambda self: len(self.block_table) > 0)
-    needs_tokens = property(
-        lambda self: bool(self.bad_words or self.params.logits_processors))
     group_or_self = property(lambda self: self.group or [self])
 
     num_known_tokens = property(
@@ -144,7 +144,7 @@ class Sequence:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the next step needs its last token on the host, where it is not yet known."""
+        """Whether its next step has to wait for its last token."""
         return self.needs_tokens and isinstance(self.token_ids[-1], PendingToken)
 
     def device_ids(self, start: int, stop: int | None = None) -> list[int]:

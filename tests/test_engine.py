@@ -173,7 +173,7 @@ def test_sequences_run_to_their_end_over_any_runner(run_ahead, scheduling):
             preemption_mode=rng.choice(["swap", "recompute"]), max_waiting=rng.choice([None, 1]),
             kv_allocation=rng.choice(["on-demand", "on-demand", "reserve"]))
         seqs = [make_sequence(i, rng.randint(1, 18), rng.randint(1, 20), rng.choice([1, 1, 1, 3]),
-                              bad_words=[[7]] * (rng.random() < 0.1))
+                              needs_tokens=rng.random() < 0.1)
                 for i in range(rng.randint(1, 8))]
         stop_after = {seq: rng.randint(1, 12) for seq in seqs if rng.random() < 0.2}
         run(engine, seqs, stop_after)
@@ -221,7 +221,7 @@ def test_nothing_in_a_record_changes_later(run_ahead):
 
 
 @pytest.mark.parametrize("changes, num_waits", [
-    ({}, 0), (dict(bad_words=[[7]]), 3), (dict(n=3), 0)])
+    ({}, 0), (dict(needs_tokens=True), 3), (dict(n=3), 0)])
 def test_a_step_is_taken_in_before_one_that_needs_its_tokens(changes, num_waits):
     """The others are launched while the one before is in flight."""
     engine = make_engine(run_ahead=True)
@@ -246,7 +246,7 @@ def test_a_few_sequences_that_are_awaited_do_not_hold_up_the_others(
                if END not in expected_tokens(seq))
     seqs = list(itertools.islice(endless, 9))
     for seq in seqs[:num_awaited]:
-        seq.bad_words = [[7]]
+        seq.needs_tokens = True
     run(engine, seqs)
     events = "".join(event[0] for event in engine.runner.events)
     assert events.startswith("l" + "lw" * 5 if is_ahead else "lw" * 6)
@@ -260,7 +260,7 @@ def test_when_all_that_is_left_is_awaited_nothing_is_launched():
     """The step in between would be empty: it is no step, and no copies are lost."""
     engine = make_engine(run_ahead=True)
     seqs = [make_sequence(4 + i, 5 + i, num_new=3 if i else 9) for i in range(9)]
-    seqs[0].bad_words = [[7]]
+    seqs[0].needs_tokens = True
     run(engine, seqs)
     assert all(record.batch.sequences for record in engine.trace)
     assert engine.metrics()["num_steps"] == len(engine.trace) == engine.runner.now

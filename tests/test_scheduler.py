@@ -214,7 +214,7 @@ class CheckedScheduler(Scheduler):
             assert len(seq.block_table) == self.block_manager.num_blocks_to_hold(seq)
         assert not any(seq.is_awaited for seq in batch.sequences)
         assert batch.num_awaited == sum(
-            bool(seq.group or seq.bad_words) for _, seq in batch.sampled)
+            bool(seq.group or seq.needs_tokens) for _, seq in batch.sampled)
         victims = [seq for seq in running_before if seq not in self.running]
         admitted = [seq for seq in waiting_before if seq in self.running]
         priorities = [seq.priority for seq in self.waiting]
@@ -308,7 +308,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
         else:
             seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority)
             for each in (seq, *seq.forks):
-                each.bad_words = [[7]] * (number % 5 == 4)  # so that its tokens are awaited
+                each.needs_tokens = number % 5 == 4
             seq.is_scored = rng.random() < 0.25
             scored.update([seq] * seq.is_scored)
         arriving.append(seq)
