@@ -6,7 +6,6 @@ comes out becomes text (`outputs.py`).
 
 import functools
 import gc
-import inspect
 import logging
 import os
 import threading
@@ -121,7 +120,11 @@ class LLM(AbstractContextManager):
                 for updated in steps:
                     bar.update(sum(request.is_finished for request in updated))
                     if use_tqdm:
-                        bar.set_postfix_str(self._speed(before, bar.format_dict["elapsed"]), False)
+                        new = self.engine.scheduler.counters - before
+                        seconds = bar.format_dict["elapsed"]
+                        bar.set_postfix_str(
+                            f"{new['prompt_tokens'] / seconds:.0f} prompt tokens/s, "
+                            f"{new['generation_tokens'] / seconds:.0f} output tokens/s", False)
         return [request.output() for request in requests]
 
     def chat(self, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
@@ -237,13 +240,6 @@ class LLM(AbstractContextManager):
         self.is_in_step = False
         return list(updated.values())
 
-    def _speed(self, before: dict[str, Any], seconds: float) -> str:
-        """Tokens per second since the counters were those before, for the progress bar."""
-        counters = self.engine.scheduler.counters
-        prompts, outputs = (counters[name] - before[name] for name in (
-            "prompt_tokens", "generation_tokens"))
-        return f"{prompts / seconds:.0f} prompt tokens/s, {outputs / seconds:.0f} output tokens/s"
-
     def _turn(self) -> AbstractContextManager:
         """The lock; nothing where a stream of this thread is open and holds it already."""
         if self.thread and not self.is_in_step:
@@ -306,4 +302,4 @@ class LLM(AbstractContextManager):
 
 
 # the same for help() and notebooks
-LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore
+LLM.__signature__ = EngineConfig.__signature__  # type: ignore
