@@ -38,6 +38,13 @@ def is_forked() -> bool:
     return os.getpid() != first_process()
 
 
+def check_process() -> None:
+    """Raises RuntimeError in a forked process."""
+    if is_forked():
+        raise RuntimeError("this process was forked from one that has an engine, and would hang: "
+                           "start it by multiprocessing's 'spawn'")
+
+
 Options = ParamSpec("Options")
 
 
@@ -63,7 +70,7 @@ class LLM(AbstractContextManager):
 
     @with_options_of(EngineConfig)
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self._check_process()
+        check_process()
         device = choose_device(options.pop("device", "auto"))
         self.config = config = EngineConfig.from_keywords(model=model, device=device, **options)
         folder = find_model(config.model, config.revision, config.download_dir)
@@ -190,15 +197,13 @@ class LLM(AbstractContextManager):
         make_requests: checks the whole call, once it has its turn. The turn ends when the generator
             is exhausted or dropped, or fails.
         """
-        self._check_process()
-        turn = self._turn()
-        if turn is not self.lock:
-            raise RuntimeError("a stream is open in this thread: exhaust or drop it first")
-        with turn:
+        with self._turn() as is_free:
+            if not is_free:
+                raise RuntimeError("a stream is open in this thread: exhaust or drop it first")
             try:
+                self._enter()
                 if self.active:
                     self.engine.reset()
-                self._enter()
                 requests = make_requests()
                 self.active = {request.seq.request_id: request for request in requests}
                 for request in requests:
@@ -218,15 +223,10 @@ class LLM(AbstractContextManager):
 
     def _enter(self) -> None:
         """Checks that a call can go on, and notes its thread, which may be another than before."""
-        self._check_process()
+        check_process()
         if self.engine.runner is None:
             raise RuntimeError("the LLM is closed")
         self.thread = threading.current_thread()
-
-    def _check_process(self) -> None:
-        if is_forked():
-            raise RuntimeError("this process was forked from one that has an engine, and would "
-                               "hang: start it by multiprocessing's 'spawn'")
 
     def _step(self) -> list[Any]:
         """Runs one step; returns the requests with new tokens."""
@@ -241,14 +241,17 @@ class LLM(AbstractContextManager):
         return list(updated.values())
 
     def _turn(self) -> AbstractContextManager:
-        """The lock; nothing where a stream of this thread is open and holds it already."""
+        """The lock, which gives True; or False where a stream of this thread is open and holds it.
+
+        A forked process may go on without the lock, which a lost thread may hold, to clean up.
+        """
         if self.thread and not self.is_in_step:
             # a stream that was dropped, but in a cycle of references, is still open
             gc.collect()
         is_mine = self.thread is threading.current_thread()
         if is_mine and self.is_in_step:
             raise RuntimeError("a call of this thread is running")
-        return nullcontext() if is_mine or is_forked() else self.lock
+        return nullcontext(is_forked()) if is_mine or is_forked() else self.lock
 
     # -------------------------------------------------------------------------- the rest
 
