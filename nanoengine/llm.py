@@ -82,11 +82,10 @@ class LLM(AbstractContextManager):
         default_params, eos_tokens = load_defaults(folder, self.model_config, tokenizer)
         try:
             runner = ModelRunner(config, self.model_config, folder)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(f"{error} Lower max_num_batched_tokens or max_num_seqs") from error
-        # what PyTorch raises for sizes that no memory has
+        # what PyTorch raises for sizes that the memory does not have, or no memory has
         except (MemoryError, RuntimeError) as error:
-            raise ValueError(f"{model} cannot be run with these options: {error}") from error
+            raise ValueError(f"{model} cannot be run with these options: {error} Lower "
+                             "max_num_batched_tokens or max_num_seqs if memory lacks") from error
         finally:
             end_threads()
         self.engine = Engine(config, runner)
