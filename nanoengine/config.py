@@ -128,10 +128,9 @@ class EngineConfig:
     @classmethod
     def from_keywords(cls, **keywords: Any) -> "EngineConfig":
         """A config of keywords in which some of vLLM's may be that change nothing here."""
-        for name in VLLM_KEYWORDS.keys() & keywords:
-            accepted, instead = VLLM_KEYWORDS[name]
-            value = keywords.pop(name)
-            if accepted is not None and value not in accepted:
+        for name, (accepted, instead) in VLLM_KEYWORDS.items():
+            value = keywords.pop(name, accepted and accepted[0])
+            if accepted and value not in accepted:
                 raise rejected(name, value, f"one of {accepted}: {instead}")
         return cls(**keywords)
 
