@@ -151,11 +151,10 @@ def load_weights(folder: Path, missing: dict[str, Tensor]) -> None:
                     continue
                 # opened anew for each: pages of a mapped file count as memory until it is closed
                 tensor = safe_open(file, framework="pt").get_tensor(full_name)
-                target = missing.pop(name, None)
-                is_fitting = target is not None and target.shape == tensor.shape
-                if target is None or not (is_fitting and tensor.is_floating_point()):
+                is_fitting = name in missing and missing[name].shape == tensor.shape
+                if not is_fitting or not tensor.is_floating_point():
                     shown = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                     raise rejected(full_name, shown, "floats of the model's shape, and come once")
-                target.copy_(tensor)
+                missing.pop(name).copy_(tensor)
     if missing:
         raise ValueError(f"{folder}: its files lack {len(missing)} tensors: {[*missing][:3]}")
