@@ -179,11 +179,9 @@ class LLM(AbstractContextManager):
             ignore_eos=params.ignore_eos,
             logprobs=params.beam_width * max(2, 1 + len(self.inputs.eos_tokens)))
 
-        def make_searches() -> list[BeamSearch]:
-            requests = self.inputs.make_requests(prompts, sampling_params)
-            return [BeamSearch(each.seq, params, self.engine.scheduler) for each in requests]
-
-        searches, *_ = self._run(make_searches)
+        searches, *_ = self._run(lambda: [
+            BeamSearch(request.seq, params, self.engine.scheduler)
+            for request in self.inputs.make_requests(prompts, sampling_params)])
         tokenizer = self.inputs.tokenizer
         for beam in [beam for search in searches for beam in search.finished]:
             beam.text = tokenizer and tokenizer.decode(beam.tokens, True)
