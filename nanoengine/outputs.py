@@ -148,11 +148,10 @@ class Request:
     def output(self) -> RequestOutput:
         """The request as it stands now."""
         seq = self.seq
-        prompt_token_ids = seq.token_ids[:seq.num_prompt_tokens]
-        outputs = [completion.output() for completion in self.completions]
         prompt_logprobs = None
         if seq.params.prompt_logprobs is not None:
             prompt_logprobs = [seq.prompt_logprobs.get(i) for i in range(seq.num_prompt_tokens)]
         return RequestOutput(
-            seq.request_id, self.prompt, prompt_token_ids, outputs, self.is_finished,
+            seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
+            [completion.output() for completion in self.completions], self.is_finished,
             seq.metrics.num_cached_tokens, replace(seq.metrics), self.index, prompt_logprobs)
