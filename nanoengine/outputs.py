@@ -73,17 +73,16 @@ class Completion:
     def update(self) -> str | None:
         """Takes in the newest token; returns the stop string that its text completes, if any."""
         seq = self.seq
-        if seq.finish_reason == "error":
-            return None
         num_generated = seq.num_tokens - seq.num_prompt_tokens
         unnamed = seq.logprobs[-1:]
         if num_generated == 1:
             unnamed += seq.prompt_logprobs.values()
         for token_id, found in [pair for logprobs in unnamed for pair in logprobs.items()]:
             found.decoded_token = self.tokenizer and self.tokenizer.decode([token_id], False)
-        is_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
         num_letters = len(self.text)
-        if self.tokenizer and is_text:
+        # the token that ended it counts if stop strings do; a sequence with an error has no new one
+        kept = "stop" if seq.params.include_stop_str_in_output else None
+        if self.tokenizer and seq.finish_reason in (None, "length", kept):
             self.text += self._decode()
         return self._find_stop(num_letters) if num_generated > seq.params.min_tokens else None
 
