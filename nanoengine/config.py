@@ -12,12 +12,11 @@ from pydantic.dataclasses import dataclass
 
 from nanoengine.sampling_params import STRICT, Float, Int, Size, rejected
 
-# The default of these options depends on the device: None is replaced when a config is made.
-CPU_DEFAULTS: dict[str, Any] = {
-    "block_size": 128, "max_num_batched_tokens": 2048, "scheduling": "prefill-first",
-    "run_ahead": False}
-GPU_DEFAULTS: dict[str, Any] = {
-    "block_size": 256, "max_num_batched_tokens": 8192, "scheduling": "mixed", "run_ahead": True}
+# Options whose default depends on the device: the default on a CPU, and on a GPU. It replaces None
+# when a config is made.
+DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "block_size": (128, 256), "max_num_batched_tokens": (2048, 8192),
+    "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
 TO_FILL_IN: Any = None
 
 # Keywords of vLLM's that change nothing here: the values that do so, where None in place of a list
@@ -129,23 +128,21 @@ class EngineConfig:
     @classmethod
     def from_keywords(cls, **keywords: Any) -> "EngineConfig":
         """A config of keywords in which some of vLLM's may be that change nothing here."""
-        for name in VLLM_KEYWORDS.keys() & keywords:
-            accepted, instead = VLLM_KEYWORDS[name]
-            value = keywords.pop(name)
-            if accepted is not None and value not in accepted:
+        for name, (accepted, instead) in VLLM_KEYWORDS.items():
+            value = keywords.pop(name, accepted and accepted[0])
+            if accepted and value not in accepted:
                 raise rejected(name, value, f"one of {accepted}: {instead}")
         return cls(**keywords)
 
     def __post_init__(self) -> None:
         """Fills in what was not given, and checks the two limits of a step together."""
-        found = dict(GPU_DEFAULTS if self.device == "cuda" else CPU_DEFAULTS)
-        num_tokens = max(found["max_num_batched_tokens"], self.max_num_seqs or 0)
-        found["max_num_batched_tokens"] = num_tokens
-        found["max_num_seqs"] = min(256, self.max_num_batched_tokens or num_tokens)
-        for name in found:
-            if getattr(self, name) is None:
-                # the one place that may write: the config is frozen
-                object.__setattr__(self, name, found[name])
+        num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
+        found = {name: pair[self.device == "cuda"] for name, pair in DEFAULTS.items()}
+        found["max_num_seqs"] = num_seqs
+        found["max_num_batched_tokens"] = max(found["max_num_batched_tokens"], num_seqs)
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        # the one place that may write: the config is frozen
+        vars(self).update(found | given)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise rejected("max_num_batched_tokens", self.max_num_batched_tokens,
                            f"at least max_num_seqs={self.max_num_seqs}")

@@ -6,7 +6,6 @@ comes out becomes text (`outputs.py`).
 
 import functools
 import gc
-import inspect
 import logging
 import os
 import threading
@@ -39,6 +38,13 @@ def is_forked() -> bool:
     return os.getpid() != first_process()
 
 
+def check_process() -> None:
+    """Raises RuntimeError in a forked process."""
+    if is_forked():
+        raise RuntimeError("this process was forked from one that has an engine, and would hang: "
+                           "start it by multiprocessing's 'spawn'")
+
+
 Options = ParamSpec("Options")
 
 
@@ -64,7 +70,7 @@ class LLM(AbstractContextManager):
 
     @with_options_of(EngineConfig)
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self._check_process()
+        check_process()
         device = choose_device(options.pop("device", "auto"))
         self.config = config = EngineConfig.from_keywords(model=model, device=device, **options)
         folder = find_model(config.model, config.revision, config.download_dir)
@@ -76,11 +82,10 @@ class LLM(AbstractContextManager):
         default_params, eos_tokens = load_defaults(folder, self.model_config, tokenizer)
         try:
             runner = ModelRunner(config, self.model_config, folder)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(f"{error} Lower max_num_batched_tokens or max_num_seqs") from error
-        # what PyTorch raises for sizes that no memory has
+        # what PyTorch raises for sizes that the memory does not have, or no memory has
         except (MemoryError, RuntimeError) as error:
-            raise ValueError(f"{model} cannot be run with these options: {error}") from error
+            raise ValueError(f"{model} cannot be run with these options: {error} Lower "
+                             "max_num_batched_tokens or max_num_seqs if memory lacks") from error
         finally:
             end_threads()
         self.engine = Engine(config, runner)
@@ -121,7 +126,11 @@ class LLM(AbstractContextManager):
                 for updated in steps:
                     bar.update(sum(request.is_finished for request in updated))
                     if use_tqdm:
-                        bar.set_postfix_str(self._speed(before, bar.format_dict["elapsed"]), False)
+                        new = self.engine.scheduler.counters - before
+                        seconds = bar.format_dict["elapsed"]
+                        bar.set_postfix_str(
+                            f"{new['prompt_tokens'] / seconds:.0f} prompt tokens/s, "
+                            f"{new['generation_tokens'] / seconds:.0f} output tokens/s", False)
         return [request.output() for request in requests]
 
     def chat(self, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
@@ -170,11 +179,9 @@ class LLM(AbstractContextManager):
             ignore_eos=params.ignore_eos,
             logprobs=params.beam_width * max(2, 1 + len(self.inputs.eos_tokens)))
 
-        def make_searches() -> list[BeamSearch]:
-            requests = self.inputs.make_requests(prompts, sampling_params)
-            return [BeamSearch(each.seq, params, self.engine.scheduler) for each in requests]
-
-        searches, *_ = self._run(make_searches)
+        searches, *_ = self._run(lambda: [
+            BeamSearch(request.seq, params, self.engine.scheduler)
+            for request in self.inputs.make_requests(prompts, sampling_params)])
         tokenizer = self.inputs.tokenizer
         for beam in [beam for search in searches for beam in search.finished]:
             beam.text = tokenizer and tokenizer.decode(beam.tokens, True)
@@ -187,15 +194,13 @@ class LLM(AbstractContextManager):
         make_requests: checks the whole call, once it has its turn. The turn ends when the generator
             is exhausted or dropped, or fails.
         """
-        self._check_process()
-        turn = self._turn()
-        if turn is not self.lock:
-            raise RuntimeError("a stream is open in this thread: exhaust or drop it first")
-        with turn:
+        with self._turn() as is_free:
+            if not is_free:
+                raise RuntimeError("a stream is open in this thread: exhaust or drop it first")
             try:
+                self._enter()
                 if self.active:
                     self.engine.reset()
-                self._enter()
                 requests = make_requests()
                 self.active = {request.seq.request_id: request for request in requests}
                 for request in requests:
@@ -215,15 +220,10 @@ class LLM(AbstractContextManager):
 
     def _enter(self) -> None:
         """Checks that a call can go on, and notes its thread, which may be another than before."""
-        self._check_process()
+        check_process()
         if self.engine.runner is None:
             raise RuntimeError("the LLM is closed")
         self.thread = threading.current_thread()
-
-    def _check_process(self) -> None:
-        if is_forked():
-            raise RuntimeError("this process was forked from one that has an engine, and would "
-                               "hang: start it by multiprocessing's 'spawn'")
 
     def _step(self) -> list[Any]:
         """Runs one step; returns the requests with new tokens."""
@@ -237,22 +237,18 @@ class LLM(AbstractContextManager):
         self.is_in_step = False
         return list(updated.values())
 
-    def _speed(self, before: dict[str, Any], seconds: float) -> str:
-        """Tokens per second since the counters were those before, for the progress bar."""
-        counters = self.engine.scheduler.counters
-        prompts, outputs = (counters[name] - before[name] for name in (
-            "prompt_tokens", "generation_tokens"))
-        return f"{prompts / seconds:.0f} prompt tokens/s, {outputs / seconds:.0f} output tokens/s"
-
     def _turn(self) -> AbstractContextManager:
-        """The lock; nothing where a stream of this thread is open and holds it already."""
+        """The lock, which gives True; or False where a stream of this thread is open and holds it.
+
+        A forked process may go on without the lock, which a lost thread may hold, to clean up.
+        """
         if self.thread and not self.is_in_step:
             # a stream that was dropped, but in a cycle of references, is still open
             gc.collect()
         is_mine = self.thread is threading.current_thread()
         if is_mine and self.is_in_step:
             raise RuntimeError("a call of this thread is running")
-        return nullcontext() if is_mine or is_forked() else self.lock
+        return nullcontext(is_forked()) if is_mine or is_forked() else self.lock
 
     # -------------------------------------------------------------------------- the rest
 
@@ -306,4 +302,4 @@ class LLM(AbstractContextManager):
 
 
 # the same for help() and notebooks
-LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore
+LLM.__signature__ = EngineConfig.__signature__  # type: ignore

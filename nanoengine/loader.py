@@ -36,8 +36,7 @@ def find_model(model: str | Path, revision: str | None = None,
     """The folder of a model: itself, or the download of a Hugging Face id."""
     # no valid id, an unknown one, no network, no space, …
     with naming(rejected(name, str(model), "a folder, or a Hugging Face id")):
-        is_folder = Path(model).is_dir()
-        return Path(model if is_folder else snapshot_download(
+        return Path(model if Path(model).is_dir() else snapshot_download(
             str(model), revision=revision, cache_dir=download_dir, allow_patterns=FILES))
 
 
@@ -102,8 +101,7 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str,
                load_format: str) -> Decoder:
     """The model with its weights in `dtype`; "dummy": random ones, always the same."""
     with torch.device("meta"):
-        model = Decoder(config).to(dtype)
-    model.to_empty(device=device).requires_grad_(False)
+        model = Decoder(config).to(dtype).to_empty(device=device).requires_grad_(False)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     targets = checkpoint_tensors(model)
@@ -151,11 +149,10 @@ def load_weights(folder: Path, missing: dict[str, Tensor]) -> None:
                     continue
                 # opened anew for each: pages of a mapped file count as memory until it is closed
                 tensor = safe_open(file, framework="pt").get_tensor(full_name)
-                target = missing.pop(name, None)
-                is_fitting = target is not None and target.shape == tensor.shape
-                if target is None or not (is_fitting and tensor.is_floating_point()):
+                is_fitting = name in missing and missing[name].shape == tensor.shape
+                if not is_fitting or not tensor.is_floating_point():
                     shown = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                     raise rejected(full_name, shown, "floats of the model's shape, and come once")
-                target.copy_(tensor)
+                missing.pop(name).copy_(tensor)
     if missing:
         raise ValueError(f"{folder}: its files lack {len(missing)} tensors: {[*missing][:3]}")

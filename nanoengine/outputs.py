@@ -67,24 +67,24 @@ class Completion:
         self.context = seq.token_ids[-6:]
         # tokens in the middle of a character
         self.pending: list[int] = []
-        self.longest_stop = max(map(len, seq.params.stop), default=1)
+        # letters at the end that may yet become a stop string
+        self.num_held = max(map(len, seq.params.stop), default=1) - 1
 
     def update(self) -> str | None:
         """Takes in the newest token; returns the stop string that its text completes, if any."""
         seq = self.seq
-        if seq.finish_reason == "error":
-            return None
         num_generated = seq.num_tokens - seq.num_prompt_tokens
         unnamed = seq.logprobs[-1:]
         if num_generated == 1:
             unnamed += seq.prompt_logprobs.values()
         for token_id, found in [pair for logprobs in unnamed for pair in logprobs.items()]:
             found.decoded_token = self.tokenizer and self.tokenizer.decode([token_id], False)
-        is_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
-        piece = self._decode() if self.tokenizer and is_text else ""
-        self.text += piece
-        can_stop = num_generated > seq.params.min_tokens
-        return self._find_stop(len(piece)) if piece and can_stop else None
+        num_letters = len(self.text)
+        # the token that ended it counts if stop strings do; a sequence with an error has no new one
+        kept = "stop" if seq.params.include_stop_str_in_output else None
+        if self.tokenizer and seq.finish_reason in (None, "length", kept):
+            self.text += self._decode()
+        return self._find_stop(num_letters) if num_generated > seq.params.min_tokens else None
 
     def _decode(self) -> str:
         """The text that the newest token completes: none in the middle of a character."""
@@ -101,24 +101,23 @@ class Completion:
         self.pending = []
         return piece
 
-    def _find_stop(self, num_new: int) -> str | None:
-        """Of the stop strings that end in the newest letters the one that ends first, or stands
+    def _find_stop(self, num_letters: int) -> str | None:
+        """Of the stop strings that end behind so many letters the one that ends first, or stands
         first in the list; cuts the text there."""
         params = self.seq.params
-        end = len(self.text) - num_new + 1
-        found = [(self.text.find(stop, max(0, end - len(stop))), stop) for stop in params.stop]
-        matches = [match for match in found if match[0] >= 0]
-        index, stop = min(matches, key=lambda match: match[0] + len(match[1]), default=(0, None))
-        if stop:
-            self.text = self.text[:index + len(stop) * params.include_stop_str_in_output]
-        return stop
+        for end in range(num_letters + 1, len(self.text) + 1):
+            for stop in params.stop:
+                if self.text.endswith(stop, 0, end):
+                    cut = 0 if params.include_stop_str_in_output else len(stop)
+                    self.text = self.text[:end - cut]
+                    return stop
+        return None
 
     def output(self) -> CompletionOutput:
         """The completion as it stands now; what may yet become a stop string is held back."""
         seq = self.seq
-        text = self.text
-        if not (seq.finish_reason or seq.params.include_stop_str_in_output):
-            text = text[:max(0, len(text) - self.longest_stop + 1)]
+        is_whole = seq.finish_reason or seq.params.include_stop_str_in_output
+        text = self.text if is_whole else self.text[:max(0, len(self.text) - self.num_held)]
         token_ids = seq.token_ids[seq.num_prompt_tokens:]
         chosen = [found[token_id].logprob for found, token_id in zip(seq.logprobs, token_ids)]
         logprobs, cumulative = (seq.logprobs[:], sum(chosen)) if chosen else (None, None)
@@ -148,11 +147,10 @@ class Request:
     def output(self) -> RequestOutput:
         """The request as it stands now."""
         seq = self.seq
-        prompt_token_ids = seq.token_ids[:seq.num_prompt_tokens]
-        outputs = [completion.output() for completion in self.completions]
         prompt_logprobs = None
         if seq.params.prompt_logprobs is not None:
             prompt_logprobs = [seq.prompt_logprobs.get(i) for i in range(seq.num_prompt_tokens)]
         return RequestOutput(
-            seq.request_id, self.prompt, prompt_token_ids, outputs, self.is_finished,
+            seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
+            [completion.output() for completion in self.completions], self.is_finished,
             seq.metrics.num_cached_tokens, replace(seq.metrics), self.index, prompt_logprobs)

@@ -73,10 +73,8 @@ class InputProcessor:
         are_ids = len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)
         if are_ids or isinstance(prompts, (str, dict)):
             prompts = [prompts]
-        params = self.default_params if params is None else params
-        params = one_for_each(len(prompts), "sampling_params", params, SamplingParams)
-        priority = 0 if priority is None else priority
-        priorities = one_for_each(len(prompts), "priority", priority, int)
+        params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
+        priorities = one_for_each(len(prompts), "priority", priority, 0)
         if len(set(priorities)) > 1 and self.config.scheduling_policy == "fcfs":
             raise rejected("priority", priority,
                            "the same for all unless scheduling_policy is 'priority'")
@@ -138,9 +136,8 @@ class InputProcessor:
         text = prompt.get("prompt")
         token_ids = prompt.get("prompt_token_ids")
         if token_ids is None and isinstance(text, str):
-            tokenizer = self.get_tokenizer()
             with naming(name):
-                token_ids = tokenizer.encode(text)
+                token_ids = self.get_tokenizer().encode(text)
         is_known = prompt.keys() <= {"prompt", "prompt_token_ids"}
         if not is_known or not isinstance(token_ids, (list, tuple)):
             raise rejected(name, prompt, ACCEPTED_PROMPTS)
@@ -169,8 +166,10 @@ def text_of(content: Any) -> str:
     return "\n".join(texts)
 
 
-def one_for_each(count: int, name: str, value: Any, kind: type) -> list[Any]:
-    """One value for all prompts, or a list of one for each, as a list."""
+def one_for_each(count: int, name: str, value: Any, default: Any) -> list[Any]:
+    """One value for all prompts, a list of one for each, or None for the default, as a list."""
+    kind = type(default)
+    value = default if value is None else value
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count or not all(isinstance(item, kind) for item in values):
         raise rejected(name, value, f"one {kind.__name__}, or {count} of them")

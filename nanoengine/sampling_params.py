@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -35,8 +34,8 @@ def naming(what: object) -> Iterator[None]:
 
 # vLLM's shorthands: one text stands for a list of it, None for an empty list
 AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
-# NumPy's numbers count as Python's
-NUMPY = BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)
+# numbers of NumPy, and of PyTorch, count as Python's
+NUMPY = BeforeValidator(lambda v: v.item() if hasattr(v, "item") else v)
 Int = Annotated[int, NUMPY]
 Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
 # 0, or between 1e-18 and 1e18 in size: no product or sum with a logit then leaves float32
@@ -137,12 +136,11 @@ class SamplingParams:
 
     @cached_property
     def kind(self) -> Kind:
-        is_drawn = self.temperature > 0
         edits = (self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens,
                  self.repetition_penalty != 1, self.presence_penalty, self.frequency_penalty,
                  self.logits_processors)
-        return Kind(any(edits), is_drawn and self.min_p > 0, is_drawn and self.top_k > 0,
-                    is_drawn and self.top_p < 1)
+        truncations = self.min_p > 0, self.top_k > 0, self.top_p < 1
+        return Kind(any(edits), *truncations) if self.temperature else Kind(any(edits))
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
