@@ -51,7 +51,7 @@ class Scheduler:
         self.counters: Counter[str] = Counter()
         # since the last step
         self.preempted: list[tuple[Sequence, str]] = []
-        # for "static": a batch that has begun to decode admits no more
+        # whether the last step was all decode: then "static" admits no more
         self.is_decoding = False
 
     def num_held_tokens(self, seq: Sequence) -> int:
@@ -337,9 +337,16 @@ class Scheduler:
 # -------------------------------------------------------------------------------- policies
 
 
-def prefill_first(scheduler: Scheduler) -> Batch:
-    """Prompts before anything else: a step is all prefill or all decode, as in nano-vllm."""
-    return prefills(scheduler, admit=True) or scheduler.build([*scheduler.running], admit=False)
+def prefill_first(scheduler: Scheduler, admit: bool = True) -> Batch:
+    """Prompts before anything else: a step is all prefill or all decode, as in nano-vllm.
+
+    Prompts have had all their blocks since their admission, so that only `max_waiting` can make a
+    sequence give way to them.
+    """
+    begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
+    prefills = scheduler.build(begun, admit)
+    scheduler.is_decoding = not prefills.sequences
+    return scheduler.build([*scheduler.running], False) if scheduler.is_decoding else prefills
 
 
 def mixed(scheduler: Scheduler) -> Batch:
@@ -356,17 +363,7 @@ def static(scheduler: Scheduler) -> Batch:
 
     So engines worked before continuous batching (Orca: Yu et al., OSDI 2022); to be compared with.
     """
-    batch = prefills(scheduler, admit=not (scheduler.is_decoding and scheduler.running))
-    scheduler.is_decoding = batch is None
-    return batch or scheduler.build([*scheduler.running], admit=False)
-
-
-def prefills(scheduler: Scheduler, admit: bool) -> Batch | None:
-    """A batch of prompts alone, if there are any. They have had all their blocks since their
-    admission, so that only `max_waiting` can make a sequence give way to them."""
-    begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
-    batch = scheduler.build(begun, admit)
-    return batch if batch.sequences else None
+    return prefill_first(scheduler, admit=not (scheduler.is_decoding and scheduler.running))
 
 
 def highest(rank: Callable[[Sequence], float]) -> Callable[[deque[Sequence]], Sequence]:
