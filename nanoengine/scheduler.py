@@ -114,15 +114,10 @@ class Scheduler:
         if admit:
             self._overtake()
 
-        prefills = []
-        for seq in candidates:
-            num_left = len(seq.token_ids) - seq.num_computed_tokens
-            if num_left == 1 and seq.block_table and not seq.is_awaited:
+        # decodes, with one token left, come first
+        for seq in sorted(candidates, key=lambda seq: seq.num_uncomputed_tokens > 1):
+            if seq.block_table and not seq.is_awaited:
                 self._place(batch, seq)
-            elif num_left > 1 and seq.block_table:
-                prefills.append(seq)
-        for seq in prefills:
-            self._place(batch, seq)
 
         while admit and batch.budget and self._can_admit_head():
             for seq in self._pop_head():
@@ -133,13 +128,13 @@ class Scheduler:
     def _place(self, batch: Batch, seq: Sequence) -> None:
         """Adds as many of a sequence's next tokens to a batch as its budget allows."""
         start = seq.num_computed_tokens
-        num_tokens = min(len(seq.token_ids) - start, batch.budget)
-        if seq.is_scored and start < seq.num_prompt_tokens - 1:
-            positions = range(start, min(start + num_tokens, seq.num_prompt_tokens - 1))
-            batch.scored += [(len(batch.sequences), position) for position in positions]
+        stop = min(start + batch.budget, len(seq.token_ids))
+        num_tokens = stop - start
         if not num_tokens:
             return
-        stop = start + num_tokens
+        if seq.is_scored:
+            positions = range(start, min(stop, seq.num_prompt_tokens - 1))
+            batch.scored += [(len(batch.sequences), position) for position in positions]
         if stop == len(seq.token_ids):
             # The parent comes last: it may finish at once, and its forks share its blocks before.
             for each in (*seq.forks, seq):
