@@ -120,7 +120,7 @@ class Scheduler:
                 self._place(batch, seq)
 
         while admit and batch.budget and self._can_admit_head():
-            for seq in self._pop_head():
+            for seq in self.waiting[0].group_or_self:
                 self._admit(seq)
                 self._place(batch, seq)
         return batch
@@ -184,9 +184,9 @@ class Scheduler:
         if victims:
             victim = max(victims, key=attrgetter("num_tokens"))
             victim.gave_way = True
-            group = self._pop_head()
             self.preempt(victim)
-            self.waiting.extendleft(reversed(group))
+            # it waits already: it only moves in front of the victim again
+            self.preempt(head)
 
     # ---------------------------------------------------------------------- after a step
 
@@ -257,13 +257,10 @@ class Scheduler:
         has_places = 0 < len(group) <= self.config.max_num_seqs - len(self.running)
         return has_places and not group[0].is_awaited and self.block_manager.can_allocate(group)
 
-    def _pop_head(self) -> list[Sequence]:
-        """Takes the head of waiting out, with all its group."""
-        return [self.waiting.popleft() for _ in self.waiting[0].group_or_self]
-
     def _admit(self, seq: Sequence) -> None:
         """Moves a sequence to the tail of running, with all its blocks."""
         num_hits = self.block_manager.allocate(seq)
+        self.waiting.remove(seq)
         self.running.append(seq)
         num_lost = max(0, seq.num_preempted_tokens - seq.num_computed_tokens)
         self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
@@ -284,7 +281,10 @@ class Scheduler:
             insort_left(self.waiting, child, key=BY_PRIORITY)
 
     def preempt(self, seq: Sequence) -> None:
-        """Sends a sequence and its group to the front of waiting, without their blocks."""
+        """Sends a sequence and its group to the front of waiting, without their blocks.
+
+        Members that wait already, as they have found no room, have none to lose.
+        """
         manager = self.block_manager
         for member in reversed(seq.group_or_self):
             (self.running if member.is_running else self.waiting).remove(member)
