@@ -43,16 +43,21 @@ class Scheduler:
         self.config = config
         self.max_model_len = max_model_len
         self.clock = clock
+        # what each of them counts is said in LLM.metrics
+        self.counters: Counter[str] = Counter()
+        # whether the last step was all decode: then "static" admits no more
+        self.is_decoding = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
         # sorted by priority, then by arrival
         self.waiting: deque[Sequence] = deque()
         # in the order of admission
         self.running: deque[Sequence] = deque()
-        # what each of them counts is said in LLM.metrics
-        self.counters: Counter[str] = Counter()
         # since the last step
         self.preempted: list[tuple[Sequence, str]] = []
-        # whether the last step was all decode: then "static" admits no more
-        self.is_decoding = False
+        self.block_manager.reset()
 
     def num_held_tokens(self, seq: Sequence) -> int:
         """For how many tokens a sequence holds blocks at least, from its admission on.
@@ -315,18 +320,6 @@ class Scheduler:
             seq.metrics.num_decoded_tokens, seq.num_tokens - seq.num_prompt_tokens - 1)
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
-
-    def abort(self) -> None:
-        """Ends all sequences, between two steps. The prefix cache stays as it is."""
-        for seq in [*self.waiting, *self.running]:
-            self.finish(seq, "abort")
-
-    def reset(self) -> None:
-        """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
-        self.waiting.clear()
-        self.running.clear()
-        self.preempted = []
-        self.block_manager.reset()
 
 
 # -------------------------------------------------------------------------------- policies
