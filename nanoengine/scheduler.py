@@ -115,7 +115,7 @@ class Scheduler:
         3. Waiting prompts are admitted, unless the step has preempted.
         """
         batch = Batch(self.config.max_num_batched_tokens, self.clock())
-        admit = not self._make_room(candidates) and admit
+        admit = self._make_room(candidates) and admit
         if admit:
             self._overtake()
 
@@ -159,19 +159,18 @@ class Scheduler:
         """Gives each candidate the block that its newest token needs, if it needs one.
 
         Sequences are preempted until all candidates that are left can have theirs. Returns whether
-        any was.
+        there was room without that.
         """
         manager = self.block_manager
         size = manager.block_size
-        has_preempted = False
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
+        has_room = manager.can_append(len(lacking))
         while not manager.can_append(len(lacking)):
             self.preempt(VICTIMS[self.config.preemption_victim](self.running))
             lacking = [seq for seq in lacking if seq.is_running]
-            has_preempted = True
         for seq in lacking:
             manager.may_append(seq)
-        return has_preempted
+        return has_room
 
     def _overtake(self) -> None:
         """In a long queue, a head that does not fit takes the place of the longest sequence.
