@@ -235,12 +235,11 @@ def can_import(name: str) -> bool:
     """Whether a package works here. Warns about one that is there and cannot be imported."""
     try:
         import_module(name)
-    except ModuleNotFoundError:
-        return False
+        return True
     except Exception as error:
-        warnings.warn(f"{name} is there, but cannot be imported: {error}", stacklevel=2)
+        if not isinstance(error, ModuleNotFoundError):
+            warnings.warn(f"{name} is there, but cannot be imported: {error}", stacklevel=2)
         return False
-    return True
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
