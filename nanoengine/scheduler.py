@@ -119,10 +119,11 @@ class Scheduler:
         if admit:
             self._overtake()
 
+        left = [seq for seq in candidates if seq.block_table and not seq.is_awaited]
         # decodes, with one token left, come first
-        for seq in sorted(candidates, key=lambda seq: seq.num_uncomputed_tokens > 1):
-            if seq.block_table and not seq.is_awaited:
-                self._place(batch, seq)
+        left.sort(key=lambda seq: len(seq.token_ids) - seq.num_computed_tokens > 1)
+        for seq in left:
+            self._place(batch, seq)
 
         while admit and batch.budget and self._can_admit_head():
             for seq in self.waiting[0].group_or_self:
