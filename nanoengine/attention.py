@@ -29,6 +29,8 @@ StepShape = tuple[Layout, int, int]
 class StepInputs:
     """What the device needs for one step: T tokens of S sequences, R rows to sample.
 
+    buffer: int32, crosses to the device in one copy. All tensors below are views of it.
+    longest_query, longest_keys: the most tokens, and the most keys, of a sequence (max_seqlen).
     uniforms: (R,) float64 in [0, 1), each decides a draw.
     temperatures: (R,) float32.
     slot_blocks, slot_offsets: (T,) int64, the block into which a token's K and V go, and the place
@@ -42,9 +44,8 @@ class StepInputs:
     block_tables: (S, width), padded with 0.
     sampled_rows: which of the T rows have logits: R that are sampled, and Q that are scored.
     next_tokens: (R + Q,), the token behind each of these: -1 if it is to be sampled.
-    longest_query, longest_keys: the most tokens, and the most keys, of a sequence (max_seqlen).
 
-    The other tensors are int32. All are views of `buffer`, which crosses to the device in one copy.
+    The other tensors are int32.
 
     An example, with blocks of 4 tokens: a chunk of sequence 0 (its tokens 4 to 6, not its last)
     beside a decode of sequence 1 (its ninth token).
@@ -56,6 +57,9 @@ class StepInputs:
         slot_offsets        0  1  2 |  0        sampled_rows   3      next_tokens   -1
     """
 
+    buffer: Tensor
+    longest_query: int
+    longest_keys: int
     uniforms: Tensor
     temperatures: Tensor
     slot_blocks: Tensor
@@ -69,15 +73,11 @@ class StepInputs:
     block_tables: Tensor
     sampled_rows: Tensor
     next_tokens: Tensor
-    longest_query: int
-    longest_keys: int
-    buffer: Tensor
 
     @classmethod
     def unpack(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
         layout, longest_query, longest_keys = shape
-        return cls(**unpack(buffer, layout), longest_query=longest_query,
-                   longest_keys=longest_keys, buffer=buffer)
+        return cls(buffer, longest_query, longest_keys, **unpack(buffer, layout))
 
     @property
     def ranges(self) -> tuple[Tensor, Tensor, int, int]:
@@ -235,12 +235,11 @@ def can_import(name: str) -> bool:
     """Whether a package works here. Warns about one that is there and cannot be imported."""
     try:
         import_module(name)
-    except ModuleNotFoundError:
-        return False
+        return True
     except Exception as error:
-        warnings.warn(f"{name} is there, but cannot be imported: {error}", stacklevel=2)
+        if not isinstance(error, ModuleNotFoundError):
+            warnings.warn(f"{name} is there, but cannot be imported: {error}", stacklevel=2)
         return False
-    return True
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:

@@ -164,8 +164,7 @@ class BlockManager:
         """Takes back all blocks of a sequence, and has the computed ones copied to the host."""
         computed = seq.block_table[:self.num_blocks_for(seq.num_computed_tokens)]
         self.deallocate(seq)
-        host_blocks = [self.free_host_blocks.pop() for _ in computed]
-        self.host_tables[seq] = host_blocks
+        host_blocks = self.host_tables[seq] = [self.free_host_blocks.pop() for _ in computed]
         # The copy for a fork made in this step is not done yet: its parent's block is read instead.
         origins = [self.copies.copy_on_write.get(block, block) for block in computed]
         self.copies.swap_out.update(zip(host_blocks, origins))
@@ -206,8 +205,7 @@ class BlockManager:
         num_full = stop // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_computed_tokens // self.block_size, num_full):
             block = seq.block_table[index]
-            block_hash = self._hash(seq, index)
-            self.hash_of_block[block] = block_hash
+            block_hash = self.hash_of_block[block] = self._hash(seq, index)
             self.blocks_by_hash.setdefault(block_hash, {})[block] = None
 
     def forget(self, seq: Sequence) -> None:

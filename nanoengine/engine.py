@@ -3,14 +3,14 @@
     while engine.has_unfinished():
         sequences_with_a_new_token = engine.step()
 
-A plain step is three lines (`Engine.step`):
+A plain step is three lines:
 
     batch = scheduler.schedule()        # which sequences, how many tokens of each
     launched = runner.launch(batch)     # device work
     take_in(launched)                   # waits; scheduler.postprocess(batch, its tokens)
 
-Running ahead is the same with a step in flight (`Engine._step_ahead`): step 2 is scheduled and
-launched before the tokens of step 1 are waited for, so that the device never waits for the host.
+Running ahead is the same with a step in flight: step 2 is scheduled and launched before the tokens
+of step 1 are waited for, so that the device never waits for the host. `Engine.step` does both.
 
     host     schedule 1  launch 1 │ advance 1  schedule 2  launch 2  take in 1 │ advance 2  sche…
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
@@ -62,18 +62,11 @@ class Engine:
         return self.in_flight is not None or self.scheduler.has_unfinished()
 
     def step(self) -> list[Sequence]:
-        """Runs one step; returns the sequences that have a new token, or, for beams, logprobs."""
-        if self.config.run_ahead:
-            return self._step_ahead()
-        batch = self.scheduler.schedule()
-        launched = self.runner.launch(batch)
-        return self._take_in(launched)
+        """Runs one step; returns the sequences that have a new token, or, for beams, logprobs.
 
-    def _step_ahead(self) -> list[Sequence]:
-        """Launches a step, then takes in the tokens of the step before.
-
-        Sequences whose tokens are awaited (`Sequence.is_awaited`) are left out of the step: they
-        run in every second one. If they are many, the whole step is left to the next call.
+        When the engine runs ahead, these are the tokens of the step before. Sequences whose tokens
+        are awaited (`Sequence.is_awaited`) are left out of the step: they run in every second one.
+        If they are many, the whole step is left to the next call.
         """
         before, self.in_flight = self.in_flight, None
         if before:
@@ -83,6 +76,8 @@ class Engine:
             batch = self.scheduler.schedule()
             if batch.sequences:
                 self.in_flight = self.runner.launch(batch)
+        if not self.config.run_ahead:
+            before, self.in_flight = self.in_flight, None
         return self._take_in(before) if before else []
 
     def _is_awaited(self, batch: Batch) -> bool:
@@ -115,7 +110,8 @@ class Engine:
 
     def abort(self) -> None:
         """Ends all sequences, between two steps. The prefix cache stays as it is."""
-        self.scheduler.abort()
+        for seq in [*self.scheduler.waiting, *self.scheduler.running]:
+            self.finish(seq, "abort")
         self.in_flight = None
 
     def reset(self) -> None:

@@ -43,16 +43,21 @@ class Scheduler:
         self.config = config
         self.max_model_len = max_model_len
         self.clock = clock
+        # what each of them counts is said in LLM.metrics
+        self.counters: Counter[str] = Counter()
+        # whether the last step was all decode: then "static" admits no more
+        self.is_decoding = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
         # sorted by priority, then by arrival
         self.waiting: deque[Sequence] = deque()
         # in the order of admission
         self.running: deque[Sequence] = deque()
-        # what each of them counts is said in LLM.metrics
-        self.counters: Counter[str] = Counter()
         # since the last step
         self.preempted: list[tuple[Sequence, str]] = []
-        # for "static": a batch that has begun to decode admits no more
-        self.is_decoding = False
+        self.block_manager.reset()
 
     def num_held_tokens(self, seq: Sequence) -> int:
         """For how many tokens a sequence holds blocks at least, from its admission on.
@@ -110,22 +115,19 @@ class Scheduler:
         3. Waiting prompts are admitted, unless the step has preempted.
         """
         batch = Batch(self.config.max_num_batched_tokens, self.clock())
-        admit = not self._make_room(candidates) and admit
+        admit = self._make_room(candidates) and admit
         if admit:
             self._overtake()
 
-        prefills = []
-        for seq in candidates:
-            num_left = len(seq.token_ids) - seq.num_computed_tokens
-            if num_left == 1 and seq.block_table and not (seq.needs_tokens and seq.is_awaited):
-                self._place(batch, seq)
-            elif num_left > 1 and seq.block_table:
-                prefills.append(seq)
-        for seq in prefills:
+        left = [seq for seq in candidates if seq.block_table and not (
+            seq.needs_tokens and seq.is_pending)]
+        # decodes, with one token left, come first
+        left.sort(key=lambda seq: len(seq.token_ids) - seq.num_computed_tokens > 1)
+        for seq in left:
             self._place(batch, seq)
 
         while admit and batch.budget and self._can_admit_head():
-            for seq in self._pop_head():
+            for seq in self.waiting[0].group_or_self:
                 self._admit(seq)
                 self._place(batch, seq)
         return batch
@@ -133,13 +135,13 @@ class Scheduler:
     def _place(self, batch: Batch, seq: Sequence) -> None:
         """Adds as many of a sequence's next tokens to a batch as its budget allows."""
         start = seq.num_computed_tokens
-        num_tokens = min(len(seq.token_ids) - start, batch.budget)
-        if seq.is_scored and start < seq.num_prompt_tokens - 1:
-            positions = range(start, min(start + num_tokens, seq.num_prompt_tokens - 1))
-            batch.scored += [(len(batch.sequences), position) for position in positions]
+        stop = min(start + batch.budget, len(seq.token_ids))
+        num_tokens = stop - start
         if not num_tokens:
             return
-        stop = start + num_tokens
+        if seq.is_scored:
+            positions = range(start, min(stop, seq.num_prompt_tokens - 1))
+            batch.scored += [(len(batch.sequences), position) for position in positions]
         if stop == len(seq.token_ids):
             # The parent comes last: it may finish at once, and its forks share its blocks before.
             for each in (*seq.forks, seq):
@@ -160,19 +162,18 @@ class Scheduler:
         """Gives each candidate the block that its newest token needs, if it needs one.
 
         Sequences are preempted until all candidates that are left can have theirs. Returns whether
-        any was.
+        there was room without that.
         """
         manager = self.block_manager
         size = manager.block_size
-        has_preempted = False
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
+        has_room = manager.can_append(len(lacking))
         while not manager.can_append(len(lacking)):
             self.preempt(VICTIMS[self.config.preemption_victim](self.running))
             lacking = [seq for seq in lacking if seq.is_running]
-            has_preempted = True
         for seq in lacking:
             manager.may_append(seq)
-        return has_preempted
+        return has_room
 
     def _overtake(self) -> None:
         """In a long queue, a head that does not fit takes the place of the longest sequence.
@@ -190,9 +191,9 @@ class Scheduler:
         if victims:
             victim = max(victims, key=attrgetter("num_tokens"))
             victim.gave_way = True
-            group = self._pop_head()
             self.preempt(victim)
-            self.waiting.extendleft(reversed(group))
+            # it waits already: it only moves in front of the victim again
+            self.preempt(head)
 
     # ---------------------------------------------------------------------- after a step
 
@@ -263,13 +264,10 @@ class Scheduler:
         has_places = 0 < len(group) <= self.config.max_num_seqs - len(self.running)
         return has_places and not group[0].is_awaited and self.block_manager.can_allocate(group)
 
-    def _pop_head(self) -> list[Sequence]:
-        """Takes the head of waiting out, with all its group."""
-        return [self.waiting.popleft() for _ in self.waiting[0].group_or_self]
-
     def _admit(self, seq: Sequence) -> None:
         """Moves a sequence to the tail of running, with all its blocks."""
         num_hits = self.block_manager.allocate(seq)
+        self.waiting.remove(seq)
         self.running.append(seq)
         num_lost = max(0, seq.num_preempted_tokens - seq.num_computed_tokens)
         self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
@@ -290,7 +288,10 @@ class Scheduler:
             insort_left(self.waiting, child, key=BY_PRIORITY)
 
     def preempt(self, seq: Sequence) -> None:
-        """Sends a sequence and its group to the front of waiting, without their blocks."""
+        """Sends a sequence and its group to the front of waiting, without their blocks.
+
+        Members that wait already, as they have found no room, have none to lose.
+        """
         manager = self.block_manager
         for member in reversed(seq.group_or_self):
             (self.running if member.is_running else self.waiting).remove(member)
@@ -322,25 +323,20 @@ class Scheduler:
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
 
-    def abort(self) -> None:
-        """Ends all sequences, between two steps. The prefix cache stays as it is."""
-        for seq in [*self.waiting, *self.running]:
-            self.finish(seq, "abort")
-
-    def reset(self) -> None:
-        """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
-        self.waiting.clear()
-        self.running.clear()
-        self.preempted = []
-        self.block_manager.reset()
-
 
 # -------------------------------------------------------------------------------- policies
 
 
-def prefill_first(scheduler: Scheduler) -> Batch:
-    """Prompts before anything else: a step is all prefill or all decode, as in nano-vllm."""
-    return prefills(scheduler, admit=True) or scheduler.build([*scheduler.running], admit=False)
+def prefill_first(scheduler: Scheduler, admit: bool = True) -> Batch:
+    """Prompts before anything else: a step is all prefill or all decode, as in nano-vllm.
+
+    Prompts have had all their blocks since their admission, so that only `max_waiting` can make a
+    sequence give way to them.
+    """
+    begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
+    prefills = scheduler.build(begun, admit)
+    scheduler.is_decoding = not prefills.sequences
+    return scheduler.build([*scheduler.running], False) if scheduler.is_decoding else prefills
 
 
 def mixed(scheduler: Scheduler) -> Batch:
@@ -357,17 +353,7 @@ def static(scheduler: Scheduler) -> Batch:
 
     So engines worked before continuous batching (Orca: Yu et al., OSDI 2022); to be compared with.
     """
-    batch = prefills(scheduler, admit=not (scheduler.is_decoding and scheduler.running))
-    scheduler.is_decoding = batch is None
-    return batch or scheduler.build([*scheduler.running], admit=False)
-
-
-def prefills(scheduler: Scheduler, admit: bool) -> Batch | None:
-    """A batch of prompts alone, if there are any. They have had all their blocks since their
-    admission, so that only `max_waiting` can make a sequence give way to them."""
-    begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
-    batch = scheduler.build(begun, admit)
-    return batch if batch.sequences else None
+    return prefill_first(scheduler, admit=not (scheduler.is_decoding and scheduler.running))
 
 
 def highest(rank: Callable[[Sequence], float]) -> Callable[[deque[Sequence]], Sequence]:

@@ -46,10 +46,8 @@ class RequestMetrics:
     queue_time = property(lambda m: m.first_scheduled_time - m.arrival_time)
     time_to_first_token = property(lambda m: m.first_token_time - m.arrival_time)
     end_to_end_time = property(lambda m: m.finished_time - m.arrival_time)
-
-    @property
-    def time_per_output_token(self) -> float:
-        return (self.finished_time - self.first_token_time) / max(1, self.num_decoded_tokens)
+    time_per_output_token = property(
+        lambda m: (m.finished_time - m.first_token_time) / max(1, m.num_decoded_tokens))
 
 
 @dataclass(eq=False, slots=True)
@@ -139,13 +137,11 @@ class Sequence:
     is_running = property(lambda self: len(self.block_table) > 0)
     group_or_self = property(lambda self: self.group or [self])
 
-    num_known_tokens = property(
-        lambda self: len(self.token_ids) - isinstance(self.token_ids[-1], PendingToken))
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether its next step has to wait for its last token."""
-        return self.needs_tokens and isinstance(self.token_ids[-1], PendingToken)
+    # whether its last token is not yet known on the host
+    is_pending = property(lambda self: isinstance(self.token_ids[-1], PendingToken))
+    num_known_tokens = property(lambda self: len(self.token_ids) - self.is_pending)
+    # whether the next step has to wait for its last token
+    is_awaited = property(lambda self: self.needs_tokens and self.is_pending)
 
     def device_ids(self, start: int, stop: int | None = None) -> list[int]:
         """Token ids as the device gets them: -1 - row for a pending token."""
