@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, WrapValidator
 from pydantic.dataclasses import dataclass
 
-from nanoengine.sampling_params import STRICT, Float, Int, Size, rejected
+from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, rejected
 
 # Options whose default depends on the device: the default on a CPU, and on a GPU. It replaces None
 # when a config is made.
@@ -25,9 +25,9 @@ VLLM_KEYWORDS: dict[str, tuple[list[Any] | None, str]] = {
     "async_scheduling": (None, "`run_ahead` is the option for that"),
     "compilation_config": ([None, 0, {}], "`enforce_eager` is the option for that"),
     "cpu_offload_gb": ([0], "all weights stay on the device"),
-    "disable_custom_all_reduce": (None, "nothing is reduced"),
+    "disable_custom_all_reduce": (None, "PyTorch reduces"),
     "disable_log_stats": (None, "`metrics()` has them"),
-    "distributed_executor_backend": ([None, "uni"], "one process runs one model on one device"),
+    "distributed_executor_backend": ([None, "mp", "uni"], "ranks are processes of one machine"),
     "enable_chunked_prefill": ([None, True], "a prompt longer than a step always comes in chunks"),
     "enable_lora": ([False], "there are no adapters"),
     "generation_config": (["auto"], "generation_config.json counts for `sampling_params=None`"),
@@ -39,7 +39,6 @@ VLLM_KEYWORDS: dict[str, tuple[list[Any] | None, str]] = {
     "runner": (["auto", "generate"], "it generates"),
     "speculative_config": ([None], "each token is computed by the model itself"),
     "task": (["auto", "generate"], "it generates"),
-    "tensor_parallel_size": ([1], "one process runs one model on one device"),
     "tokenizer_mode": (["auto"], "the tokenizer is the fast one of transformers"),
     "tokenizer_revision": ([None], "`revision` counts for model and tokenizer"),
     "trust_remote_code": ([False], "code that comes with a model never runs")}
@@ -71,6 +70,7 @@ class EngineConfig:
         sequences of max_model_len can fill, within a quarter of the free memory. On a GPU: what
         fits into gpu_memory_utilization of its memory beside everything else that is there.
     enforce_eager: no CUDA graphs for decode steps.
+    tensor_parallel_size: how many devices, or processes of a CPU, share the model (distributed.py).
     attention_backend: a name in attention.py's `BACKENDS`; "auto": the fastest that works here.
     run_ahead: launch a step before the tokens of the step before it are known.
     enable_prefix_caching: find blocks again by the hash of their tokens.
@@ -111,6 +111,7 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    tensor_parallel_size: Count = 1
     attention_backend: Literal["auto", "numba", "flash-attn", "varlen", "gather"] = "auto"
     run_ahead: Annotated[bool, OR_NONE] = TO_FILL_IN
     scheduling: Annotated[Literal["prefill-first", "mixed", "static"], OR_NONE] = TO_FILL_IN

@@ -293,6 +293,8 @@ class LLM(AbstractContextManager):
         """Frees the weights and the KV cache. The engine cannot generate afterwards: a stream that
         is open in this thread ends with an error."""
         with self._turn():
+            if self.engine.runner:
+                self.engine.runner.ranks.close()
             self.engine.runner = None
         # does nothing where there is no GPU
         torch.cuda.empty_cache()

@@ -16,9 +16,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from nanoengine.distributed import Group
 from nanoengine.model import Decoder, Linear, check_supported
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 
+EMPTY = torch.empty(0, 0, 0)
+ALONE = Group()
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 # What counts of generation_config.json is what counts in vLLM, here by our names, and EOS. Other
@@ -98,10 +101,10 @@ def load_defaults(folder: Path, config: Any,
 
 
 def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str,
-               load_format: str) -> Decoder:
+               load_format: str, group: Group = ALONE) -> Decoder:
     """The model with its weights in `dtype`; "dummy": random ones, always the same."""
     with torch.device("meta"):
-        model = Decoder(config).to(dtype).to_empty(device=device).requires_grad_(False)
+        model = Decoder(config, group).to(dtype).to_empty(device=device).requires_grad_(False)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     targets = checkpoint_tensors(model)
@@ -111,7 +114,7 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str,
         for target in targets.values():
             target.uniform_(-0.03, 0.03, generator=generator).add_(target.ndim == 1)
     else:
-        load_weights(folder, targets)
+        load_weights(folder, targets, group)
     for module in model.modules():
         if isinstance(module, Linear) and device == "cpu":
             module.pack()
@@ -134,7 +137,7 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     return targets
 
 
-def load_weights(folder: Path, missing: dict[str, Tensor]) -> None:
+def load_weights(folder: Path, missing: dict[str, Tensor], group: Group) -> None:
     """Copies the tensors of a checkpoint, sharded or not, to where they go; none stays missing.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, left over,
@@ -148,11 +151,29 @@ def load_weights(folder: Path, missing: dict[str, Tensor]) -> None:
                     # computed here; tied to the embedding
                     continue
                 # opened anew for each: pages of a mapped file count as memory until it is closed
-                tensor = safe_open(file, framework="pt").get_tensor(full_name)
-                is_fitting = name in missing and missing[name].shape == tensor.shape
-                if not is_fitting or not tensor.is_floating_point():
-                    shown = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                tensor = safe_open(file, framework="pt").get_slice(full_name)
+                target = missing.pop(name, EMPTY)
+                part = part_of(tensor.get_shape(), target, group)
+                if part is None or "F" not in tensor.get_dtype():
+                    shown = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
                     raise rejected(full_name, shown, "floats of the model's shape, and come once")
-                missing.pop(name).copy_(tensor)
+                rows = tensor[part]
+                target[:len(rows)].copy_(rows)
+                # the last part of a vocabulary may be shorter
+                target[len(rows):].zero_()
+                # what all ranks add up has the bias of one
+                if group.rank and name.endswith(("o_proj.bias", "down_proj.bias")):
+                    target.zero_()
     if missing:
         raise ValueError(f"{folder}: its files lack {len(missing)} tensors: {[*missing][:3]}")
+
+
+def part_of(shape: list[int], target: Tensor, group: Group) -> tuple[slice, ...] | None:
+    """The part of a checkpoint's tensor that a rank has: its share where the tensor is larger than
+    its target. None where it does not fit."""
+    shares = [-(-size // group.size) for size in shape]
+    fits = len(shape) == target.ndim and all(
+        own in (size, share) for size, share, own in zip(shape, shares, target.shape))
+    return tuple(slice(None) if own == size else slice(group.rank * own, (group.rank + 1) * own)
+                 for size, own in zip(shape, target.shape)) if fits else None
+

@@ -7,6 +7,7 @@ which sequence. Parameters bear the names of transformers' checkpoints, less "se
 "mlp."; `loader.py` fills them. A new model of the family is a row in `FAMILIES`.
 """
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoengine.attention import StepInputs, cpu_attention
+from nanoengine.distributed import Group
 from nanoengine.sampling_params import rejected
 
 # -------------------------------------------------------------------------------- families
@@ -153,6 +155,18 @@ def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
     return torch.stack((angles.cos(), angles.sin())) * factor
 
 
+def shard(config: PretrainedConfig, size: int) -> PretrainedConfig:
+    """The config of what each of `size` ranks has. Raises ValueError for what cannot be divided."""
+    part = copy.deepcopy(config)
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        whole = getattr(config, name)
+        if whole % size:
+            raise rejected("tensor_parallel_size", size, f"a divisor of {name}={whole}")
+        setattr(part, name, whole // size)
+    part.vocab_size = -(-config.vocab_size // size)
+    return part
+
+
 def num_weights(config: PretrainedConfig) -> int:
     """How many numbers the matrices have, tied ones counted once."""
     heads = config.num_attention_heads + config.num_key_value_heads
@@ -203,8 +217,9 @@ class Linear(nn.Linear):
 class DecoderLayer(nn.Module):
     """Attention, then an MLP, each behind a norm and with a residual connection."""
 
-    def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
+    def __init__(self, config: PretrainedConfig, layer_index: int, group: Group) -> None:
         super().__init__()
+        self.group = group
         family = FAMILIES[config.model_type]
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         self.window = window_of(config, layer_index)
@@ -232,10 +247,10 @@ class DecoderLayer(nn.Module):
         K and V of all T tokens are written to the cache; only `rows` go on behind attention.
         """
         attended = self.attend(self.input_layernorm(hidden), angles, cache, step, backend)
-        hidden = hidden[rows] + self.o_proj(attended.flatten(1)[rows])
+        hidden = hidden[rows] + self.group.sum(self.o_proj(attended.flatten(1)[rows]))
         gate_up = self.gate_up_proj(self.post_attention_layernorm(hidden))
         gate, up = gate_up.chunk(2, dim=-1)
-        return hidden + self.down_proj(swiglu(gate, up))
+        return hidden + self.group.sum(self.down_proj(swiglu(gate, up)))
 
     def attend(self, hidden: Tensor, angles: Tensor, cache: Tensor, step: StepInputs,
                backend: Callable) -> Tensor:
@@ -258,13 +273,14 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token ids to hidden states; `lm_head` makes logits of them."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
+    def __init__(self, config: PretrainedConfig, group: Group) -> None:
         super().__init__()
+        self.group = group
         # from_pretrained: nn.Embedding itself would first draw its numbers, which takes a second
         weight = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(weight)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+            DecoderLayer(config, index, group) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size})
 
@@ -276,9 +292,19 @@ class Decoder(nn.Module):
         `make_caches`; backend: one of attention.py's. Returns the hidden states of
         `step.sampled_rows` alone, (rows, hidden_size).
         """
-        hidden = self.embed_tokens(token_ids)
+        hidden = self.embed(token_ids)
         angles = rope[:, step.positions]
         for layer, cache in zip(self.layers, caches):
             rows = step.sampled_rows if layer is self.layers[-1] else slice(None)
             hidden = layer(hidden, angles, cache, step, backend, rows)
         return self.norm(hidden)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Each rank has the rows of its part of the vocabulary."""
+        if self.group.size == 1:
+            return self.embed_tokens(token_ids)
+        rows = len(self.embed_tokens.weight)
+        own_ids = token_ids - self.group.rank * rows
+        is_here = (own_ids >= 0) & (own_ids < rows)
+        found = self.embed_tokens(own_ids.clamp(0, rows - 1))
+        return self.group.sum(torch.where(is_here[:, None], found, 0))

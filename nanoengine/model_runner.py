@@ -19,6 +19,7 @@ import sysconfig
 import time
 import warnings
 from bisect import bisect_left
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,8 +38,9 @@ from nanoengine.attention import BACKENDS, StepInputs, StepShape, choose_backend
 from nanoengine.attention import make_caches, pack
 from nanoengine.batch import Batch, Copies
 from nanoengine.config import EngineConfig
+from nanoengine.distributed import Group, Ranks, uninterrupted
 from nanoengine.loader import load_model
-from nanoengine.model import num_weights, rope_table
+from nanoengine.model import num_weights, rope_table, shard
 from nanoengine.sampler import Logprob, Logprobs, find_logprobs, sample, sample_plain, uniform
 from nanoengine.sampling_params import SamplingParams, rejected
 from nanoengine.sequence import Sequence
@@ -94,8 +96,28 @@ class ModelRunner:
     Raises torch.OutOfMemoryError where a GPU has no room for weights, largest step and graphs.
     """
 
-    def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path,
+                 group: Group | None = None) -> None:
         self.config = config
+        self.vocab_size = model_config.vocab_size
+        size = config.tensor_parallel_size
+        part = shard(model_config, size)
+        num_gpus = torch.cuda.device_count()
+        if config.device == "cuda" and size > max(1, num_gpus):
+            raise rejected("tensor_parallel_size", size, f"at most {num_gpus}, the GPUs there are")
+        self.group = group or Group(size=size)
+        self.ranks = Ranks(self.group, config, model_config, folder)
+        try:
+            with self.ranks.explained():
+                self.group.connect(config.device)
+                self.load(part, folder)
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    def load(self, model_config: PretrainedConfig, folder: Path) -> None:
+        """Weights, KV cache and CUDA graphs. model_config: of this rank's part of the model."""
+        config = self.config
         self.model_config = model_config
         self.device = config.device
         self.is_gpu = config.device == "cuda"
@@ -108,10 +130,13 @@ class ModelRunner:
         # the table of angles, with what is needed to make it
         num_bytes += 16 * self.max_model_len * model_config.head_dim
         check_memory(self.device, "model", str(folder), num_bytes)
-        self.model = load_model(folder, model_config, self.dtype, self.device, config.load_format)
-        is_invariant = self.backend == "numba" and self.model.lm_head.weight.is_mkldnn
+        self.model = load_model(folder, model_config, self.dtype, self.device, config.load_format,
+                                self.group)
+        is_invariant = (self.backend == "numba" and self.model.lm_head.weight.is_mkldnn
+                        and self.group.size == 1)
         if config.batch_invariant and not is_invariant:
-            raise rejected("batch_invariant", True, "False without packed weights, numba and a CPU")
+            raise rejected("batch_invariant", True,
+                           "False without packed weights, numba, a CPU and a single rank")
 
         self.rope = rope_table(model_config, self.max_model_len).to(self.device)
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
@@ -124,7 +149,8 @@ class ModelRunner:
         # block 0 alone is enough to try a step
         self.allocate(num_blocks=0, num_host_blocks=0)
         self.block_bytes = self.caches.nbytes
-        free_bytes = 0 if config.num_kv_blocks else self.measure_free_bytes()
+        # also where it is not needed: then all ranks have their weights
+        free_bytes = self.group.least(0 if config.num_kv_blocks else self.measure_free_bytes())
         self.num_kv_blocks, self.max_model_len = size_cache(
             config, limit, self.block_bytes, free_bytes)
         host_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
@@ -158,7 +184,8 @@ class ModelRunner:
         num_seqs = self.config.max_num_seqs
         if not self.is_gpu:
             num_blocks = num_seqs * -(-self.max_model_len // self.config.block_size)
-            return min(psutil.virtual_memory().available // 4, num_blocks * self.block_bytes)
+            available = psutil.virtual_memory().available // 4 // self.group.size
+            return min(available, num_blocks * self.block_bytes)
         # what engines before this one have left
         torch.cuda.empty_cache()
         # first, as it gives back what the allocator keeps
@@ -176,7 +203,7 @@ class ModelRunner:
         Only their logits are kept apart, for rows that need more than a temperature.
         """
         def run(step: StepInputs) -> tuple[Tensor, Tensor]:
-            logits = self.model.lm_head(self.compute(step))
+            logits = self.logits(self.compute(step))
             return logits, sample_plain(logits, step.temperatures, step.uniforms)
 
         pool = torch.cuda.graph_pool_handle() if self.buckets else None
@@ -187,7 +214,8 @@ class ModelRunner:
                 # compiles, and warms up
                 run(step)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                # other threads may ask the device meanwhile: NCCL's does
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     outputs = run(step)
                 self.graphs[shape] = graph, step, outputs
 
@@ -203,49 +231,80 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Begins a step. Its tokens stay on the device for the next step as well.
-
-        Logits are made for at most `max_num_seqs` rows at a time, however many rows forks and
-        scored prompts have: the memory for so many was measured.
-        """
-        self.copy_blocks(batch.copies)
+        """Begins a step. Its tokens stay on the device for the next step as well."""
         buffer, shape = self.prepare(batch)
         began = self.timestamp()
-        captured: Any = None
-        hidden: Any = None
+        with uninterrupted() if self.group.size > 1 else nullcontext(), self.ranks.explained():
+            self.ranks.send(batch.copies, buffer.numpy(), shape)
+            step, parts = self.run(batch.copies, buffer, shape)
+            try:
+                tokens, entries, num_entries = self.sample(batch, step, parts)
+            finally:
+                self.finish(parts)
+        # into pinned memory
+        tokens = tokens.to("cpu", non_blocking=True)
+        entries = entries.to("cpu", non_blocking=True)
+        return Launched(batch, tokens, entries, num_entries, began, self.timestamp())
+
+    @torch.inference_mode()
+    def follow(self, copies: Copies, numbers: np.ndarray, shape: StepShape) -> None:
+        """What another rank does for a step that rank 0 launches."""
+        _, parts = self.run(copies, torch.from_numpy(numbers), shape)
+        self.finish(parts)
+
+    def run(self, copies: Copies, buffer: Tensor,
+            shape: StepShape) -> tuple[StepInputs, Iterator[Any]]:
+        """The inputs of a step, and the logits of its rows, part by part, each with the tokens that
+        a CUDA graph has drawn, or None.
+
+        A part has at most `max_num_seqs` rows, however many rows forks and scored prompts have: the
+        memory for so many was measured.
+        """
+        self.copy_blocks(copies)
         if shape in self.graphs:
-            graph, step, captured = self.graphs[shape]
+            graph, step, outputs = self.graphs[shape]
             step.buffer.copy_(buffer, non_blocking=True)
             graph.replay()
-        else:
-            step = StepInputs.unpack(buffer.to(self.device, non_blocking=True), shape)
-            hidden = self.compute(step)
+            return step, iter([outputs])
+        step = StepInputs.unpack(buffer.to(self.device, non_blocking=True), shape)
+        hidden = self.compute(step)
+        starts = range(0, len(hidden), self.config.max_num_seqs)
+        return step, ((self.logits(hidden[start:start + self.config.max_num_seqs]), None)
+                      for start in starts)
 
-        # tokens and log-probabilities, a part of the rows at a time
+    def sample(self, batch: Batch, step: StepInputs,
+               parts: Iterator[Any]) -> tuple[Tensor, Tensor, dict[int, int]]:
+        """Tokens and log-probabilities of a step: see `Launched`, where they are on the host."""
         seqs = [seq for _, seq in batch.sampled]
         asked = logprobs_asked(batch)
         tokens = torch.empty(len(seqs), dtype=torch.int64, device=self.device)
-        num_entries: dict[int, int] = {}
         entries = []
-        for first in range(0, len(asked), self.config.max_num_seqs):
+        num_entries: dict[int, int] = {}
+        for first, (logits, drawn) in zip(range(0, len(asked), self.config.max_num_seqs), parts):
             rows = slice(first, first + self.config.max_num_seqs)
-            logits, drawn = captured or (self.model.lm_head(hidden[rows]), None)
             tokens[rows] = sample(logits, step.temperatures[rows], step.uniforms[rows], seqs[rows],
                                   self.last_sampled, drawn)
             if any(asked[rows]):
                 targets = step.next_tokens[rows].long()
                 targets[:len(tokens[rows])] = tokens[rows]
-                for alike, matrix in find_logprobs(logits, targets, asked[rows]):
-                    num_entries |= {first + row: matrix.shape[1] for row in alike}
-                    entries.append(matrix.flatten(0, 1))
-
+                for alike, found in find_logprobs(logits, targets, asked[rows]):
+                    num_entries |= {first + row: found.shape[1] for row in alike}
+                    entries.append(found.flatten(0, 1))
         # There are more than max_num_seqs only where forks begin, and then the next step waits for
         # their tokens. For NO_TOKEN the next step computes token 0, which nobody reads.
         self.last_sampled[:len(seqs)] = tokens[:len(self.last_sampled)].clamp(min=0)
-        # into pinned memory
-        tokens = tokens.to("cpu", non_blocking=True)
-        found = torch.cat(entries).to("cpu", non_blocking=True) if entries else NO_ENTRIES
-        return Launched(batch, tokens, found, num_entries, began, self.timestamp())
+        return tokens, torch.cat(entries) if entries else NO_ENTRIES, num_entries
+
+    def finish(self, parts: Iterator[Any]) -> None:
+        """What is left of a step for all ranks, also if an error has kept rank 0 from sampling."""
+        for _ in parts:
+            pass
+        if self.config.run_ahead:
+            self.group.share(self.last_sampled)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(rows, vocab_size), of all ranks' parts."""
+        return self.group.join(self.model.lm_head(hidden))[:, :self.vocab_size]
 
     def timestamp(self) -> Any:
         """The device's present: seconds, or on a GPU an event behind all its work so far."""

@@ -117,7 +117,7 @@ def test_shorthands_and_numpy_numbers():
     ("trust_remote_kode", False, "Unexpected keyword"),
     ("max_model_len", -2, "greater than or equal to 2"),
     ("trust_remote_code", True, "one of [False]: code that comes with a model never runs"),
-    ("tensor_parallel_size", 2, "one of [1]: one process runs one model on one device"),
+    ("pipeline_parallel_size", 2, "one of [1]: one process runs one model on one device"),
     ("quantization", "awq", "one of [None]: weights have the precision"),
     ("enable_chunked_prefill", False, "[None, True]: a prompt longer than a step always"),
 ])

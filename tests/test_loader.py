@@ -114,8 +114,8 @@ def test_tied_embeddings_may_or_may_not_be_in_the_file(make_model, tmp_path):
      "does not fit the model.*layers.9"),
     (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"norm.weight=.* \(63,\)"),
     (lambda t: t.update({"norm.weight": torch.ones(64)}), "norm.weight=.* come once"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(64).int()}), "int32.* must be floats"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(64).bool()}), "bool.* must be floats"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(64).int()}), "I32.* must be floats"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(64).bool()}), "BOOL.* must be floats"),
 ])
 def test_tensors_missing_left_over_twice_or_misshapen(copy, change, message):
     rewrite(copy, change)

@@ -199,7 +199,7 @@ def test_decode_steps_run_in_graphs(tiny, monkeypatch, options):
                  for prompt, params in zip(prompts, PARAMS)]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
     with LLM(tiny, dtype="float32", max_num_seqs=5, block_size=16, max_model_len=70,
              **options) as llm:
         runner = llm.engine.runner

@@ -1,0 +1,210 @@
+"""Tensor parallelism on the CPU: two ranks give the tokens of one, and leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from conftest import GREEDY, ROOT, check_idle, random_prompts
+
+from nanoengine import LLM, BeamSearchParams, SamplingParams, model_runner
+from nanoengine.distributed import Group, Ranks
+from nanoengine.loader import part_of
+
+PROMPTS = random_prompts([3, 17, 40, 9, 70, 22])
+PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=10 + i, logprobs=2,
+                         n=1 + 2 * (i % 2), top_p=0.9 if i % 3 == 1 else 1.0,
+                         presence_penalty=0.3 * (i % 4 == 3)) for i in range(len(PROMPTS))]
+SMALL = dict(dtype="float32", block_size=16, num_kv_blocks=100, max_num_seqs=8)
+SCARCE = SMALL | dict(num_kv_blocks=9, max_num_seqs=5, max_num_batched_tokens=16,
+                      preemption_mode="swap", swap_space=0.01)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each():
+    """Ranks have as many threads as rank 0."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def everything(llm: LLM) -> list:
+    """What a model generates in all ways, and twice, so that the prefix cache has something."""
+    outputs = [output for _ in range(2)
+               for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    found = [[completion.token_ids for completion in output.outputs] for output in outputs]
+    for output in llm.stream(PROMPTS[:2], GREEDY):
+        if output.finished:
+            found.append(output.outputs[0].token_ids)
+    beams = llm.beam_search(PROMPTS[:2], BeamSearchParams(2, 6))
+    check_idle(llm)
+    return found + [[beam.tokens for beam in output.sequences] for output in beams]
+
+
+def processes_of(llm: LLM) -> list[subprocess.Popen]:
+    return llm.engine.runner.ranks.processes
+
+
+@pytest.mark.parametrize("architecture, changes", [
+    ("Llama", dict(attention_bias=True, mlp_bias=True)), ("Mistral", dict(sliding_window=20)),
+    ("Qwen2", dict(head_dim=None)), ("Qwen3", dict(tie_word_embeddings=True))])
+def test_two_ranks_give_the_tokens_of_one(make_model, architecture, changes):
+    """Fused, tied, biased weights, and a vocabulary that two ranks cannot share evenly."""
+    folder, _ = make_model(architecture, vocab_size=321, num_hidden_layers=2, **changes)
+    with LLM(folder, **SMALL) as llm:
+        expected = everything(llm)
+        logprobs = llm.generate(PROMPTS[0], PARAMS[0], use_tqdm=False)[0].outputs[0].logprobs
+    with LLM(folder, tensor_parallel_size=2, **SMALL) as llm:
+        assert everything(llm) == expected
+        assert llm.metrics()["prefix_cache_hits"] > 0
+        others = llm.generate(PROMPTS[0], PARAMS[0], use_tqdm=False)[0].outputs[0].logprobs
+        (process,) = processes_of(llm)
+    assert process.returncode is not None, "ended by close"
+    for left, right in zip(logprobs, others, strict=True):
+        assert left.keys() == right.keys()
+        for token_id in left:
+            assert left[token_id].logprob == pytest.approx(right[token_id].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_two_ranks_with_few_blocks_chunks_and_steps_ahead(tiny, run_ahead):
+    with LLM(tiny, **SMALL) as llm:
+        expected = everything(llm)
+    with LLM(tiny, tensor_parallel_size=2, run_ahead=run_ahead, **SCARCE) as llm:
+        assert everything(llm) == expected
+        metrics = llm.metrics()
+        assert metrics["swap_in_blocks"] > 0 and metrics["copy_on_write_blocks"] > 0
+
+
+@pytest.fixture
+def two_ranks(tiny):
+    with LLM(tiny, tensor_parallel_size=2, **SMALL) as llm:
+        yield llm
+
+
+def test_after_errors_and_interrupts_the_ranks_still_agree(two_ranks):
+    def fail(input_ids, scores):
+        raise KeyError("on purpose")
+
+    def generate(params):
+        return [output.outputs[0].token_ids
+                for output in two_ranks.generate(PROMPTS, params, use_tqdm=False)]
+
+    expected = generate(GREEDY)
+    with pytest.raises(KeyError, match="on purpose"):
+        generate([*[GREEDY] * 5, SamplingParams(n=2, logits_processors=[fail])])
+    assert generate(GREEDY) == expected
+    for number in range(5):
+        timer = threading.Timer(0.02 + 0.03 * number, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                generate(GREEDY)
+        assert generate(GREEDY) == expected
+        check_idle(two_ranks)
+
+
+@pytest.mark.parametrize("is_in_a_step", [True, False])
+def test_a_rank_that_dies_is_named_at_once(two_ranks, is_in_a_step):
+    (process,) = processes_of(two_ranks)
+    two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+    died = []
+
+    def kill():
+        died.append(time.monotonic())
+        process.kill()
+
+    if is_in_a_step:
+        threading.Timer(0.1, kill).start()
+    else:
+        kill()
+        process.wait()
+    with pytest.raises(RuntimeError, match="rank 1 of the engine has died"):
+        while True:
+            two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert time.monotonic() - died[0] < 10
+    with pytest.raises(RuntimeError, match="rank 1 of the engine has died"):
+        two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_runner, "Ranks",
+                        lambda group, config, model_config, folder: Ranks(
+                            group, config, model_config, tmp_path))  # where there are no weights
+    with pytest.raises(ValueError, match=f"{tmp_path}: its files lack"):
+        LLM(tiny, tensor_parallel_size=2, **SMALL)
+
+
+SCRIPT = """
+from nanoengine import LLM, SamplingParams
+llm = LLM({folder!r}, tensor_parallel_size=2, dtype="float32", block_size=16, num_kv_blocks=100)
+other = LLM({folder!r}, tensor_parallel_size=2, dtype="float32", block_size=16, num_kv_blocks=100)
+for process in [*llm.engine.runner.ranks.processes, *other.engine.runner.ranks.processes]:
+    print(process.pid, flush=True)
+while True:
+    for each in (llm, other):
+        each.generate([[1, 2, 3]], SamplingParams(max_tokens=20), use_tqdm=False)
+    print("alive", flush=True)
+"""
+
+
+def test_a_script_without_a_guard_runs_two_engines_and_leaves_nothing_when_it_is_killed(
+        tiny, tmp_path):
+    """The other ranks do not run the script again, and end with it."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(folder=tiny))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True,
+                          env=environment) as process:
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        assert process.stdout.readline() == "alive\n"
+        process.kill()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, "a rank has outlived its engine"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_cannot_be_divided_is_refused(tiny, make_model):
+    for size, message in ((3, "a divisor of num_attention_heads=4"),
+                          (4, "a divisor of num_key_value_heads=2"), (0, "greater than or equal")):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size[^@]*{message}"):
+            LLM(tiny, tensor_parallel_size=size, **SMALL)
+    odd = make_model(intermediate_size=95, num_hidden_layers=1)[0]
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 .* of intermediate_size=95"):
+        LLM(odd, tensor_parallel_size=2, **SMALL)
+    with pytest.raises(ValueError, match="batch_invariant"):
+        LLM(tiny, tensor_parallel_size=2, batch_invariant=True, **SMALL)
+
+
+def test_more_ranks_than_gpus_are_refused(tiny, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 .* at most 1, the GPUs"):
+        LLM(tiny, tensor_parallel_size=2, device="cuda", **SMALL)
+
+
+@pytest.mark.parametrize("shape, target, rank, expected", [
+    ((8, 6), (8, 6), 1, [slice(None), slice(None)]),
+    ((8, 6), (4, 6), 1, [slice(4, 8), slice(None)]),
+    ((8, 6), (8, 3), 0, [slice(None), slice(0, 3)]),
+    ((7,), (4,), 1, [slice(4, 8)]),
+    ((8, 6), (2, 6), 0, None), ((8,), (8, 1), 0, None), ((8, 7), (8, 3), 0, None)])
+def test_a_rank_reads_its_part_of_a_tensor(shape, target, rank, expected):
+    group = object.__new__(Group)
+    group.rank, group.size = rank, 2
+    found = part_of(list(shape), torch.empty(target), group)
+    assert found == (expected and tuple(expected))
