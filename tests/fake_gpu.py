@@ -45,6 +45,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -229,6 +230,8 @@ class FakeGpu:
 
     def __enter__(self) -> "FakeGpu":
         assert FakeGpu.active is None, "one fake GPU at a time"
+        # what `with torch.device(…)` knows is found once: it must be the functions of before
+        _device_constructors()
         with ExitStack() as stack:
             stack.enter_context(device_guard())
             for owner, name, replacement in replacements(self):
