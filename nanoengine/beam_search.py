@@ -58,6 +58,8 @@ class BeamSearch:
         self.finished: list[BeamSearchSequence] = []
         seq.group = [seq]
 
+    is_finished = property(lambda self: not self.scores)
+
     def update(self, seq: Sequence) -> None:
         """To be called for each beam that has new log-probabilities.
 

@@ -167,6 +167,27 @@ class LLM(AbstractContextManager):
         next(steps)
         return (request.output() for updated in steps for request in updated)
 
+    def enqueue(self, prompts: Prompts, sampling_params: Params = None,
+                priority: int | list[int] | None = None) -> list[str]:
+        """Adds requests to the open stream of this thread, which yields their outputs, too.
+
+        So a job of any length keeps the engine full: whenever a request has finished, the next one
+        is added. Takes the arguments of `generate`; returns the request ids. Raises ValueError for
+        bad input, after which the stream goes on, and RuntimeError where no stream is open.
+        """
+        if self.thread is not threading.current_thread() or self.is_in_step:
+            raise RuntimeError("no stream is open in this thread: `stream` opens one")
+        return self._add(self.inputs.make_requests(prompts, sampling_params, priority))
+
+    def _add(self, requests: list[Any]) -> list[str]:
+        """Queues all requests, or none where one could never run."""
+        for request in requests:
+            self.engine.scheduler.check_fits(request.seq)
+        for request in requests:
+            self.active[request.seq.request_id] = request
+            self.engine.add(request.seq)
+        return [request.seq.request_id for request in requests]
+
     def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The `params.beam_width` best completions of each prompt that beam search finds.
 
@@ -202,9 +223,7 @@ class LLM(AbstractContextManager):
                 if self.active:
                     self.engine.reset()
                 requests = make_requests()
-                self.active = {request.seq.request_id: request for request in requests}
-                for request in requests:
-                    self.engine.add(request.seq)
+                self._add(requests)
                 yield requests
                 while self.engine.has_unfinished():
                     yield self._step()
@@ -234,6 +253,9 @@ class LLM(AbstractContextManager):
             request = updated[seq.request_id] = self.active[seq.request_id]
             if stop := request.update(seq):
                 self.engine.finish(seq, "stop", stop)
+        for request in updated.values():
+            if request.is_finished:
+                del self.active[request.seq.request_id]
         self.is_in_step = False
         return list(updated.values())
 

@@ -551,3 +551,40 @@ def test_a_prompt_larger_than_the_cache(make_llm):
         generate(llm, [[1] * 63], SamplingParams(max_tokens=9))
     with pytest.raises(ValueError, match="max_model_len=65 .* at most 64"):
         make_llm(num_kv_blocks=4, max_model_len=65)
+
+
+# ----------------------------------------------------------------------------------- enqueue
+
+
+def test_requests_join_an_open_stream(llm):
+    """A job of any length keeps the engine full, and the engine keeps nothing of what is done."""
+    prompts = [f"{number} + {number} =" for number in range(30)]
+    params = SamplingParams(temperature=0, max_tokens=6)
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    found, added = {}, {}
+    for output in llm.stream(prompts[:3], params):
+        if output.finished:
+            found[output.prompt] = output.outputs[0].text
+            if len(added) < 27:
+                prompt = prompts[3 + len(added)]
+                (added[prompt],) = llm.enqueue(prompt, params)
+        assert len(llm.active) <= 3
+    assert [found[prompt] for prompt in prompts] == expected
+    assert len(set(added.values())) == 27
+    check_idle(llm)
+
+
+def test_what_cannot_join_leaves_the_stream_as_it_is(llm):
+    params = SamplingParams(temperature=0, max_tokens=6)
+    (expected,) = llm.generate("47 + 85 =", params, use_tqdm=False)
+    with pytest.raises(RuntimeError, match="no stream is open in this thread"):
+        llm.enqueue("47 + 85 =")
+    stream = llm.stream("47 + 85 =", params)
+    next(stream)
+    never = SamplingParams(max_tokens=None)
+    for bad in (["1", 7], [[10**6]], [""], ["x " * 5000]):
+        with pytest.raises(ValueError, match="prompts"):
+            llm.enqueue(bad, never)
+    assert len(llm.active) == 1
+    assert [*stream][-1].outputs[0].text == expected.outputs[0].text
+    check_idle(llm)

@@ -117,7 +117,7 @@ def test_figures_of_the_readme_are_those_of_the_docs():
 
 def test_every_recipe_is_tested():
     recipes = re.findall(r"^### (.*)$", section("## Recipes"), flags=re.MULTILINE)
-    assert len(recipes) == 8
+    assert len(recipes) == 9
     tests = Path(__file__).read_text()
     in_code = [name for name in recipes if blocks(f"### {name}")]
     in_commands = re.findall(r"examples/(\w+)\.py", "".join(blocks("## Recipes", "sh")))
@@ -219,6 +219,19 @@ def test_json_grammar(monkeypatch, bundled, capsys):
         assert set(found["friends"]) <= {"bear", "mouse", "owl"}
     assert max(map(len, texts)) <= len(module.LONGEST)
     assert json.loads(parse(module.LONGEST).model_dump_json()) == json.loads(module.LONGEST)
+
+
+def test_batch(monkeypatch, tmp_path):
+    """The command of the README; test_batch_job.py has the rest."""
+    module = example("batch")
+    arguments = command("batch")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    module.main(arguments)
+    results = [json.loads(line) for line in Path(arguments[-1]).read_text().splitlines()]
+    requests = Path(arguments[1]).read_text().splitlines()
+    assert len(results) == len(requests) == 6
+    assert [result["response"]["status_code"] for result in results].count(200) == 5
 
 
 def test_resumable(monkeypatch, tmp_path):

@@ -1,0 +1,295 @@
+"""A batch job that survives: a request a line comes in, a result a line goes out.
+
+    python examples/batch.py --model models/tiny-qwen3 -i requests.jsonl -o results.jsonl
+
+A request is a line of OpenAI's batch format, as for vLLM's `run-batch`, or simply
+{"prompt": "12 + 34 =", "max_tokens": 8}. A result is a line of OpenAI's output format, written as
+soon as the request has finished. The number of its line is the id of a request, and its seed if it
+has none of its own. A bad line becomes an error with its number.
+
+The same command, started again after a crash, a full disk or `kill -9`, goes on with what is
+missing. A line that is deleted from the results is computed again. The input is read as a window
+on the file: memory does not grow with it.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
+
+from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanoengine.sampling_params import naming
+
+BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+
+# the fields of a body
+SAMPLING = {each.name for each in fields(SamplingParams)} - {
+    "detokenize", "logits_processors", "prompt_logprobs"}
+TEMPLATE = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "documents", "tools"}
+OF_CHATS = {"messages", "chat_template_kwargs", "max_completion_tokens", "top_logprobs"}
+KNOWN = {CHAT: SAMPLING | TEMPLATE | OF_CHATS, COMPLETION: SAMPLING | {"prompt"}}
+IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
+           "request_id", "safety_identifier", "service_tier", "store", "user"}
+# the one value that changes nothing
+NEUTRAL: dict[str, Any] = {
+    "best_of": 1, "echo": False, "modalities": ["text"], "priority": 0,
+    "response_format": {"type": "text"}, "stream": False, "tool_choice": "none",
+    "use_beam_search": False}
+
+BEGIN_OF_RESULT = b'{"id": "line-'
+Lines = Iterator[tuple[int, bytes]]
+
+
+# -------------------------------------------------------------------------------- one request
+
+
+@dataclass
+class Request:
+    """The request in a line; `read` fills in what it says."""
+
+    number: int
+    custom_id: Any = None
+    url: Any = COMPLETION
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+    def read(self, line: bytes, llm: LLM) -> Any:
+        """Takes in the line; returns the prompt. Raises an error for what cannot be honoured."""
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError("a request must be a JSON object")
+        self.custom_id = row.pop("custom_id", None)
+        if "prompt" in row:
+            row = {"url": COMPLETION, "body": row}
+        row = {"method": "POST", "url": None, "body": None} | row
+        self.url = row["url"]
+        is_known = self.url in (CHAT, COMPLETION) and row["method"] == "POST" and len(row) == 3
+        if not is_known or not isinstance(row["body"], dict):
+            raise ValueError(f"a request has custom_id, method POST, url {CHAT} or {COMPLETION}, "
+                             "an object as its body, and nothing else")
+        # null stands for the default
+        body = {name: value for name, value in row["body"].items() if value is not None}
+        for name in body.keys() - KNOWN[self.url] - IGNORED:
+            if name not in NEUTRAL or body[name] != NEUTRAL[name]:
+                raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}")
+        self.params = self._sampling_params(body, llm.get_default_sampling_params())
+        if self.url == CHAT:
+            options = body.get("chat_template_kwargs", {}) | {"add_generation_prompt": True}
+            options |= {name: body[name] for name in TEMPLATE & body.keys()}
+            prompt, = llm.inputs.render(body.get("messages"), options)
+            return prompt
+        prompt = body.get("prompt")
+        if not isinstance(prompt, (str, list)):
+            raise ValueError("prompt must be a text or a list of token ids")
+        # the API takes a list of prompts: here it can have one
+        is_nested = len(prompt) == 1 and isinstance(prompt[0], (str, list))
+        return prompt[0] if is_nested else prompt
+
+    def _sampling_params(self, body: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+        given = {"max_tokens": 16} | {name: body[name] for name in SAMPLING & body.keys()}
+        if given.get("seed", -1) == -1:
+            given["seed"] = self.number
+        if "logit_bias" in given:
+            given["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
+        if self.url == CHAT:
+            # None is what fits
+            given["max_tokens"] = body.get("max_completion_tokens", body.get("max_tokens"))
+            has_logprobs = body.get("logprobs", False)
+            if has_logprobs not in (False, True) or body.get("top_logprobs") and not has_logprobs:
+                raise ValueError("logprobs must be true or false, and true for top_logprobs")
+            given["logprobs"] = body.get("top_logprobs", 0) if has_logprobs else None
+        return replace(defaults, **given)
+
+    def response(self, output: RequestOutput, model: str) -> dict[str, Any]:
+        """What the server would answer."""
+        num_prompt_tokens = len(output.prompt_token_ids)
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens,
+                 "total_tokens": num_prompt_tokens + num_tokens}
+        return {
+            "id": f"cmpl-line-{self.number}",
+            "object": "chat.completion" if self.url == CHAT else "text_completion",
+            "created": int(time.time()), "model": model,
+            "choices": [self._choice(completion) for completion in output.outputs], "usage": usage}
+
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        pairs = [*zip(completion.logprobs or [], completion.token_ids)]
+        logprobs: dict[str, Any]
+        if self.url == CHAT:
+            message = {"role": "assistant", "content": completion.text, "refusal": None}
+            content: dict[str, Any] = {"message": message}
+            logprobs = {"content": [self._chat_logprob(*pair) for pair in pairs]}
+        else:
+            content = {"text": completion.text}
+            tokens = [described(found[token_id])["token"] for found, token_id in pairs]
+            logprobs = {
+                "tokens": tokens, "text_offset": [0, *accumulate(map(len, tokens))][:-1],
+                "token_logprobs": [described(found[token_id])["logprob"]
+                                   for found, token_id in pairs],
+                "top_logprobs": [{each["token"]: each["logprob"]
+                                  for each in map(described, found.values())}
+                                 for found, _ in pairs]}
+        return content | {
+            "index": completion.index, "logprobs": logprobs if pairs else None,
+            "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+    def _chat_logprob(self, found: dict[int, Any], token_id: int) -> dict[str, Any]:
+        count = self.params.logprobs
+        likeliest = sorted(found.values(), key=lambda each: each.rank)
+        top = [described(each) for each in likeliest if count == -1 or each.rank <= count]
+        return described(found[token_id]) | {"top_logprobs": top}
+
+
+def described(logprob: Any) -> dict[str, Any]:
+    """A token and its log-probability; JSON has no infinity, and -9999 is vLLM's."""
+    token = logprob.decoded_token or ""
+    return {"token": token, "logprob": max(logprob.logprob, -9999.0),
+            "bytes": list(token.encode())}
+
+
+# -------------------------------------------------------------------------------- all requests
+
+
+def numbered(file: BinaryIO) -> Lines:
+    """The lines of a file that are not blank, with their numbers from 1."""
+    return ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def skip_finished(lines: Lines, results: Path) -> tuple[int, Lines]:
+    """How many lines have a result, and the others. Cuts a torn last line off the results.
+
+    The results are about in the order of the lines: it is enough to know the first line that has
+    none, and the numbers behind it that have one.
+    """
+    num_finished = 0
+    num_bytes = 0
+    behind = set()
+    first = next(lines, None)
+    with results.open("rb") as file:
+        for line in file:
+            if not BEGIN_OF_RESULT.startswith(line[:len(BEGIN_OF_RESULT)]):
+                sys.exit(f"{results} has a line that is no result of this job: {line[:60]!r}")
+            if not line.endswith(b"\n"):
+                break
+            num_bytes += len(line)
+            number = int(line.split(b'"', 4)[3].removeprefix(b"line-"))
+            if first and number >= first[0] and number not in behind:
+                num_finished += 1
+                behind.add(number)
+            while first and first[0] in behind:
+                behind.remove(first[0])
+                first = next(lines, None)
+    os.truncate(results, num_bytes)
+    rest = chain([first] if first else [], lines)
+    return num_finished, ((number, line) for number, line in rest if number not in behind)
+
+
+@dataclass
+class Job:
+    """Keeps the engine full until all lines are done.
+
+    lines: what is to do. results: where the results go, without a buffer.
+    active: the requests in the engine, by request_id.
+    """
+
+    llm: LLM
+    model: str
+    lines: Lines
+    results: BinaryIO
+    bar: tqdm
+    active: dict[str, Request] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_errors: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def run(self) -> None:
+        outputs = self.llm.stream([])
+        self._fill()
+        for output in outputs:
+            if output.finished:
+                self._finish(self.active.pop(output.request_id), output)
+                self._fill()
+
+    def _fill(self) -> None:
+        """Queues twice what can run: the engine never waits, and memory does not grow."""
+        num_free = 2 * self.llm.config.max_num_seqs - len(self.active)
+        while num_free > 0 and (found := next(self.lines, None)):
+            request = Request(found[0])
+            try:
+                with naming(f"line {request.number}"):
+                    prompt = request.read(found[1], self.llm)
+                    request_id, = self.llm.enqueue([prompt], request.params)
+                self.active[request_id] = request
+                num_free -= 1
+            except ValueError as error:
+                self._write(request, 400, error=str(error))
+
+    def _finish(self, request: Request, output: RequestOutput) -> None:
+        self.num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        failed = [each.stop_reason for each in output.outputs if each.finish_reason == "error"]
+        if failed:
+            self._write(request, 500, error=f"line {request.number}: {failed[0]}")
+        else:
+            self._write(request, 200, request.response(output, self.model))
+
+    def _write(self, request: Request, status: int, body: dict[str, Any] | None = None,
+               error: str | None = None) -> None:
+        key = f"line-{request.number}"
+        response = {"status_code": status, "request_id": f"batch-{key}", "body": body}
+        # the id comes first: `skip_finished` looks for it there
+        record = {"id": key, "custom_id": request.custom_id, "response": response,
+                  "error": error and {"message": error}}
+        data = json.dumps(record).encode() + b"\n"
+        # a disk that is nearly full takes a part
+        while data:
+            data = data[self.results.write(data):]
+        self.num_errors += bool(error)
+        speed = self.num_tokens / (time.monotonic() - self.began)
+        self.bar.set_postfix_str(f"{speed:.0f} output tokens/s, {self.num_errors} errors", False)
+        self.bar.update()
+
+
+def run(flags: argparse.Namespace) -> None:
+    with flags.input_file.open("rb") as file, flags.output_file.open("ab", 0) as results:
+        # held until the file is closed, however the process ends
+        fcntl.flock(results, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        total = sum(1 for _ in numbered(file))
+        file.seek(0)
+        num_finished, lines = skip_finished(numbered(file), flags.output_file)
+        with (LLM(flags.model, **flags.options) as llm,
+              tqdm(total=total, initial=num_finished, desc="Requests") as bar):
+            Job(llm, str(flags.model), lines, results, bar).run()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-i", "--input-file", type=Path, required=True)
+    parser.add_argument("-o", "--output-file", type=Path, required=True)
+    parser.add_argument("--model", default=BUNDLED)
+    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON",
+                        help="""keywords of LLM: '{"max_num_seqs": 64}'""")
+    flags = parser.parse_args(arguments)
+    output = flags.output_file
+    if output.exists() and not output.is_file():
+        parser.error(f"{output} is not a file that a job could go on with")
+    try:
+        run(flags)
+    except BlockingIOError:
+        sys.exit(f"{output}: another job is writing to this file")
+    except (OSError, KeyboardInterrupt) as error:
+        sys.exit(f"Stopped by {error!r}. What is done is in {output}; the same command goes on.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,426 @@
+"""examples/batch.py: every request ends up in the results exactly once, whatever happens."""
+
+import fcntl
+import functools
+import io
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_recipes import example
+
+from nanoengine import LLM, SamplingParams
+
+SCRIPT = ROOT / "examples" / "batch.py"
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return example("batch")
+
+
+@pytest.fixture
+def job(batch, bundled, llm, tmp_path, monkeypatch):
+    """Runs a job on lines, with a model that is loaded already; returns its results by line."""
+    monkeypatch.setattr(batch, "LLM", lambda model, **options: Kept(llm))
+    source = tmp_path / "requests.jsonl"
+    target = tmp_path / "results.jsonl"
+
+    def run(lines: list | None = None) -> dict[int, dict]:
+        if lines is not None:
+            source.write_bytes(b"".join(map(as_line, lines)))
+        batch.main(["--model", bundled, "-i", str(source), "-o", str(target)])
+        return results(target)
+
+    run.source, run.target = source, target
+    return run
+
+
+class Kept:
+    """A model that stays open behind a `with`."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def __enter__(self) -> LLM:
+        return self.llm
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def as_line(row: object) -> bytes:
+    return (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n"
+
+
+def results(target: Path) -> dict[int, dict]:
+    records = [json.loads(line) for line in target.read_text().splitlines()]
+    found = {int(record["id"].removeprefix("line-")): record for record in records}
+    assert len(found) == len(records), "no request twice"
+    return found
+
+
+def of_api(body: dict, url: str = COMPLETION, **changes) -> dict:
+    return {"custom_id": "a", "method": "POST", "url": url, "body": body} | changes
+
+
+def chat(content: object = "12 + 34", **body) -> dict:
+    return of_api({"messages": [{"role": "user", "content": content}]} | body, CHAT)
+
+
+def body_of(record: dict) -> dict:
+    assert record["error"] is None and record["response"]["status_code"] == 200, record
+    return record["response"]["body"]
+
+
+def texts(found: dict[int, dict]) -> dict[int, list[str]]:
+    return {number: [choice.get("text") or choice["message"]["content"]
+                     for choice in body_of(record)["choices"]]
+            for number, record in found.items()}
+
+
+def without_times(found: dict[int, dict]) -> dict[int, dict]:
+    for record in found.values():
+        if record["response"]["body"]:
+            del record["response"]["body"]["created"]
+    return found
+
+
+# ----------------------------------------------------------------------------------- the format
+
+
+def test_chats_and_completions(job, llm, bundled):
+    found = job([
+        chat(temperature=0, model="gpt-4o-mini", user="me", stream=False, seed=None),
+        b"", b"  ",
+        of_api({"prompt": "47 + 85 =", "temperature": 0}, custom_id=None),
+        {"prompt": llm.get_tokenizer().encode("47 + 85 ="), "temperature": 0, "custom_id": "a"},
+        of_api({"prompt": ["47 + 85 ="], "temperature": 0, "stop": "3", "echo": False}),
+        chat([{"type": "text", "text": "12 + 34"}], temperature=0, max_completion_tokens=1,
+             max_tokens=5)])
+    assert found.keys() == {1, 4, 5, 6, 7}
+    assert texts(found) == {1: ["46"], 4: [" 132"], 5: [" 132"], 6: [" 1"], 7: ["4"]}
+    assert [found[i]["custom_id"] for i in found if i in (4, 5)] == [None, "a"]
+    body = body_of(found[1])
+    assert body["object"] == "chat.completion" and body["model"] == bundled
+    assert body["choices"] == [{
+        "index": 0, "message": {"role": "assistant", "content": "46", "refusal": None},
+        "logprobs": None, "finish_reason": "stop", "stop_reason": None}]
+    num_prompt_tokens = body["usage"]["prompt_tokens"]
+    assert body["usage"] == {"prompt_tokens": num_prompt_tokens, "completion_tokens": 3,
+                             "total_tokens": num_prompt_tokens + 3}
+    assert abs(body["created"] - time.time()) < 60
+    assert found[1]["response"]["request_id"] == "batch-line-1"
+    body = body_of(found[6])
+    assert body["object"] == "text_completion"
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"][0]["stop_reason"] == "3"
+    assert body_of(found[7])["choices"][0]["finish_reason"] == "length"
+
+
+def test_parameters(job, batch, llm, monkeypatch):
+    """What reaches the engine, by line."""
+    seen = []
+    enqueue = llm.enqueue
+    monkeypatch.setattr(llm, "enqueue", lambda prompts, params: (
+        seen.append((prompts, params)) or enqueue(prompts, params)))
+    everything = dict(
+        n=2, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, seed=4, max_tokens=3, min_tokens=1,
+        stop=["x"], stop_token_ids=[9], include_stop_str_in_output=True, ignore_eos=True,
+        logprobs=2, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1,
+        bad_words=["y"], allowed_token_ids=[5, 6, 7], skip_special_tokens=False)
+    job([of_api({"prompt": "Once", "logit_bias": {"5": 1.5}} | everything),
+         {"prompt": "Once", "seed": -1, "max_tokens": None}, {"prompt": "Once", "seed": 0},
+         chat(temperature=0), chat(max_tokens=2, logprobs=True, top_logprobs=3),
+         chat(chat_template="{{ x }}{{ messages[0].content }}{{ tools[0].type }}", max_tokens=1,
+              chat_template_kwargs={"x": "<"}, tools=[{"type": "function"}], tool_choice="none"),
+         of_api({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content":
+                "b c"}], "add_generation_prompt": False, "continue_final_message": True}, CHAT)])
+    params = [params for _, params in seen]
+    defaults = llm.get_default_sampling_params()
+    assert params[0] == SamplingParams(**everything, logit_bias={5: 1.5})
+    assert (params[1].seed, params[1].max_tokens) == (2, 16)
+    assert params[1].top_k == defaults.top_k == 50, "of generation_config.json"
+    assert params[2].seed == 0
+    assert (params[3].seed, params[3].max_tokens, params[3].logprobs) == (4, None, None)
+    assert (params[4].max_tokens, params[4].logprobs) == (2, 3)
+    prompts = [prompt["prompt"] for [prompt], _ in seen[5:]]
+    assert prompts[0] == "<12 + 34function" and prompts[1].endswith("b c")
+
+
+def test_several_completions_and_logprobs(job, llm):
+    found = job([{"prompt": "Once upon", "n": 2, "max_tokens": 6, "temperature": 5},
+                 {"prompt": "Once upon", "logprobs": 2, "max_tokens": 5, "ignore_eos": True},
+                 chat(logprobs=True, top_logprobs=2, max_tokens=3),
+                 chat(logprobs=True, max_tokens=3)])
+    first, second = body_of(found[1])["choices"]
+    assert (first["index"], second["index"]) == (0, 1) and first["text"] != second["text"]
+    assert body_of(found[1])["usage"]["completion_tokens"] <= 12
+
+    params = llm.get_default_sampling_params()
+    params.seed, params.max_tokens, params.logprobs, params.ignore_eos = 2, 5, 2, True
+    expected = llm.generate("Once upon", params, use_tqdm=False)[0].outputs[0]
+    choice = body_of(found[2])["choices"][0]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == expected.text == "".join(logprobs["tokens"])
+    assert sum(logprobs["token_logprobs"]) == pytest.approx(expected.cumulative_logprob)
+    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+    assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"])
+
+    content = body_of(found[3])["choices"][0]["logprobs"]["content"]
+    text = body_of(found[3])["choices"][0]["message"]["content"]
+    assert b"".join(bytes(token["bytes"]) for token in content).decode().startswith(text)
+    for token in content:
+        likeliest, next_one = token["top_logprobs"]
+        assert likeliest["logprob"] >= next_one["logprob"] and likeliest.keys() == {
+            "token", "logprob", "bytes"}
+    content = body_of(found[4])["choices"][0]["logprobs"]["content"]
+    assert [token["top_logprobs"] for token in content] == [[]] * len(content)
+
+
+def test_bad_rows(job):
+    good = {"prompt": "12 + 34 =", "temperature": 0}
+    bad = [
+        (b"{", "Expecting"), (b"\xff\xff", "decode"), (b"[" * 99999, "recursion"), ([], "object"),
+        ("text", "object"), (None, "object"), ({}, "url"), ({"custom_id": "a"}, "url"),
+        (of_api({}, "/v1/embeddings"), "url"), (of_api({}, ["x"]), "url"), (of_api({}), "prompt"),
+        (of_api(None), "body"), (of_api([]), "body"), (of_api(good, method="GET"), "POST"),
+        (of_api(good, temperature=1), "nothing else"), (good | {"temperatur": 1}, "temperatur=1"),
+        (good | {"temperature": -1}, "temperature"), (good | {"temperature": "1"}, "temperature"),
+        (good | {"max_tokens": 0}, "max_tokens"), (good | {"n": 2}, "greedy"),
+        (good | {"logit_bias": {"x": 1}}, "'x'"), (good | {"logit_bias": [1]}, "list"),
+        (good | {"logit_bias": {"99999": 1}}, "vocabulary"), (good | {"stop": 5}, "stop"),
+        (good | {"stream": True}, "stream"), (good | {"echo": True}, "echo"),
+        (good | {"suffix": "x"}, "suffix"), (good | {"best_of": 2}, "best_of"),
+        (good | {"response_format": {"type": "json_object"}}, "response_format"),
+        (good | {"messages": []}, "messages"), (good | {"prompt_logprobs": 1}, "prompt_logprobs"),
+        (good | {"max_completion_tokens": 1}, "max_completion_tokens"),
+        ({"prompt": ""}, "empty"), ({"prompt": []}, "empty"), ({"prompt": 5}, "prompt"),
+        ({"prompt": None}, "prompt"), ({"prompt": ["a", "b"]}, "vocabulary"),
+        ({"prompt": [99999]}, "vocabulary"), ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": [5] * 5000}, "max_model_len"), (of_api({}, CHAT), "messages"),
+        (of_api({"messages": []}, CHAT), "messages"), (of_api({"messages": "x"}, CHAT), "messages"),
+        (of_api({"messages": ["x"]}, CHAT), "messages"), (chat(5), "content"),
+        (of_api({"messages": [[], []]}, CHAT), "line"), (chat([{"type": "image_url"}]), "content"),
+        (chat(prompt="x"), "prompt"), (chat(logprobs=5), "logprobs"),
+        (chat(top_logprobs=2), "top_logprobs"), (chat(logprobs=True, top_logprobs="x"), "logprobs"),
+        (chat(chat_template_kwargs=5), "dict"), (chat(chat_template="{% x %}"), "messages"),
+        (chat(tool_choice="auto"), "tool_choice"), (chat(continue_final_message=True), "message"),
+        (good | {"bad_words": ["\ud800"]}, "line")]
+    found = job([row for row, _ in bad] + [good])
+    assert found.keys() == set(range(1, len(bad) + 2))
+    assert texts({0: found.pop(len(bad) + 1)}) == {0: [" 46"]}
+    for number, (row, word) in enumerate(bad, 1):
+        record = found[number]
+        assert record["error"], (row, record)
+        message = record["error"]["message"]
+        assert message.startswith(f"line {number}: ") and word in message, (row, message)
+        assert record["response"] == {
+            "status_code": 400, "request_id": f"batch-line-{number}", "body": None}
+        assert record["custom_id"] == (row.get("custom_id") if isinstance(row, dict) else None)
+    before = job.target.read_bytes()
+    job()
+    assert job.target.read_bytes() == before, "an error counts as done"
+
+
+def test_a_completion_that_fails(job, llm, monkeypatch):
+    """As where logits are not finite."""
+    stream = llm.stream
+
+    def change(outputs):
+        for output in outputs:
+            if output.finished and output.prompt == "two":
+                output.outputs[1].finish_reason = "error"
+                output.outputs[1].stop_reason = "request 7: no token"
+            yield output
+
+    monkeypatch.setattr(llm, "stream", lambda prompts: change(stream(prompts)))
+    found = job([{"prompt": "one"}, {"prompt": "two", "n": 2, "custom_id": "b"}])
+    assert body_of(found[1])
+    assert found[2]["error"] == {"message": "line 2: request 7: no token"}
+    assert found[2]["response"]["status_code"] == 500 and found[2]["custom_id"] == "b"
+
+
+# ------------------------------------------------------------------------------- it goes on
+
+
+def many(count: int = 40) -> list[dict]:
+    """Requests of all kinds, without a seed; some lines are blank or bad."""
+    draw = random.Random(5)
+    rows = []
+    for i in range(count):
+        kinds = [{"prompt": f"Once {i}", "max_tokens": draw.randrange(1, 40)}, b"",
+                 {"prompt": "The fox", "n": 2, "max_tokens": 9}, {"prompt": ""},
+                 chat("Tell me a story about a cat.", max_tokens=draw.randrange(1, 40))]
+        rows.append(draw.choice(kinds))
+    return rows
+
+
+def numbers(rows: list) -> set[int]:
+    return {number for number, row in enumerate(rows, 1) if row != b""}
+
+
+def test_a_job_that_is_stopped_goes_on(job, batch, monkeypatch, capsys):
+    rows = many()
+    expected = without_times(job(rows))
+    assert expected.keys() == numbers(rows)
+    bytes_before = job.target.read_bytes()
+    job()
+    assert job.target.read_bytes() == bytes_before
+    capsys.readouterr()
+
+    # the first line, a torn one in any place, and lines of the middle
+    lines = bytes_before.splitlines(keepends=True)
+    draw = random.Random(3)
+    for length in (0, 1, 5, len(batch.BEGIN_OF_RESULT), 20, len(lines[-1]) - 1):
+        kept = draw.sample(lines[:-1], draw.randrange(len(lines)))
+        job.target.write_bytes(b"".join(kept) + lines[-1][:length])
+        assert without_times(job()) == expected
+        assert job.target.read_bytes().startswith(b"".join(kept)), "nothing is written anew"
+        assert f"{len(kept)}/{len(expected)}" in capsys.readouterr().err, "the bar begins there"
+
+
+def test_interrupted(job, llm, monkeypatch):
+    rows = many(120)
+    enqueue = llm.enqueue
+    for limit in (18, 25, 17):
+        calls = []
+
+        def interrupt(*arguments, calls=calls, limit=limit):
+            calls.append(arguments)
+            if len(calls) > limit:
+                raise KeyboardInterrupt
+            return enqueue(*arguments)
+
+        monkeypatch.setattr(llm, "enqueue", interrupt)
+        with pytest.raises(SystemExit, match="the same command goes on"):
+            job(rows)
+    monkeypatch.setattr(llm, "enqueue", enqueue)
+    stopped = without_times(job(rows))
+    job.target.unlink()
+    assert stopped == without_times(job(rows))
+
+
+def test_a_full_disk(job, batch, monkeypatch):
+    """The limit on the size of files: a write takes what is left, the next one none."""
+    # the limit holds for captured output, too
+    monkeypatch.setattr(batch, "tqdm", functools.partial(batch.tqdm, file=io.StringIO()))
+    rows = many()
+    expected = without_times(job(rows))
+    size = job.target.stat().st_size
+    job.target.unlink()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (1, size // 3, size // 2 + 7, size - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(SystemExit, match="File too large.*results.jsonl"):
+                job()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert job.target.stat().st_size == limit, "it is torn"
+    assert without_times(job()) == expected
+
+
+def test_files_that_cannot_be_used(job, batch, bundled, tmp_path, capsys):
+    job.source.write_bytes(as_line({"prompt": "one"})[:-1])
+    with pytest.raises(SystemExit, match="no result of this job"):
+        batch.main(["-i", str(job.source), "-o", str(job.source)])
+    assert job.source.read_bytes() == as_line({"prompt": "one"})[:-1], "it is as it was"
+    with pytest.raises(SystemExit, match="No such file"):
+        batch.main(["-i", str(tmp_path / "none"), "-o", str(job.target)])
+    with pytest.raises(SystemExit):
+        batch.main(["-i", str(job.source), "-o", "/dev/full"])
+    assert "/dev/full is not a file" in capsys.readouterr().err
+    with job.target.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="another job is writing"):
+            job()
+    assert texts(job()).keys() == {1}, "a last line without its end is a line"
+
+
+# starts a job for each line that it reads, as a process with all its imports
+STARTER = """
+import os, sys
+import batch
+import transformers.models.auto
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        batch.main(sys.argv[1:])
+        os._exit(0)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_killed(tmp_path, bundled):
+    """kill -9, three times, at random moments after the first new result."""
+    rows = many(200)
+    source = tmp_path / "requests.jsonl"
+    target = tmp_path / "results.jsonl"
+    source.write_bytes(b"".join(map(as_line, rows)))
+    target.touch()
+    sizes = [0]
+    path = os.pathsep.join([str(ROOT), str(SCRIPT.parent)])
+    with subprocess.Popen(
+            [sys.executable, "-c", STARTER, "--model", bundled, "-i", source, "-o", target,
+             "--options", '{"max_num_seqs": 8}'],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}) as starter:
+        for kill in (True, True, True, False):
+            starter.stdin.write("\n")
+            pid = int(starter.stdout.readline())
+            if kill:
+                deadline = time.monotonic() + 60
+                while target.stat().st_size <= sizes[-1] and time.monotonic() < deadline:
+                    time.sleep(0.002)
+                time.sleep(random.uniform(0, 0.05))
+                os.kill(pid, signal.SIGKILL)
+            assert int(starter.stdout.readline()) == -signal.SIGKILL * kill
+            sizes.append(target.stat().st_size)
+        starter.stdin.close()
+    assert sizes == sorted(set(sizes)), "each time it has gone on"
+    assert results(target).keys() == numbers(rows)
+
+
+# ---------------------------------------------------------------------------------- its size
+
+
+def test_the_window_is_constant(job, batch, llm, monkeypatch):
+    rows = [{"prompt": [5 + i % 50], "max_tokens": 1} for i in range(2000)]
+    rows[0] = {"prompt": [5], "max_tokens": 200, "ignore_eos": True}
+    rows[1::10] = [b""] * 200
+    rows[2::10] = [b"bad"] * 200
+    most = []
+    enqueue = llm.enqueue
+    monkeypatch.setattr(llm, "enqueue", lambda *arguments: (
+        most.append(len(llm.active)) or enqueue(*arguments)))
+    found = job(rows)
+    assert found.keys() == numbers(rows)
+    assert max(most) < 2 * llm.config.max_num_seqs == 16
+    assert sorted(most)[len(most) // 2] >= 8, "the engine is full"
+
+
+def test_what_is_finished_is_a_number_and_a_small_set(batch, tmp_path):
+    """Whatever lines are blank, and though requests finish out of order."""
+    lines = [b"x\n" if number % 3 else b"\n" for number in range(20000)]
+    kept = [number for number, line in enumerate(lines, 1) if line.strip()]
+    draw = random.Random(0)
+    finished = sorted(kept[:-50], key=lambda number: number + draw.uniform(0, 100))
+    missing = [finished.pop(), finished.pop(-20)]
+    target = tmp_path / "results.jsonl"
+    target.write_text("".join(f'{{"id": "line-{number}", "x": 1}}\n' for number in finished))
+    num_finished, rest = batch.skip_finished(batch.numbered(lines), target)
+    assert num_finished == len(finished)
+    assert len(rest.gi_frame.f_locals["behind"]) < 100
+    assert [number for number, _ in rest] == sorted(missing + kept[-50:])
