@@ -80,6 +80,10 @@ class Group:
             self.backend.broadcast([x]).wait()
 
 
+# a model on one device
+ALONE = Group()
+
+
 class Ranks:
     """The processes of ranks 1, 2, …, on rank 0. They end with this process, however it ends."""
 

@@ -16,12 +16,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from nanoengine.distributed import Group
+from nanoengine.distributed import ALONE, Group
 from nanoengine.model import Decoder, Linear, check_supported
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 
 EMPTY = torch.empty(0, 0, 0)
-ALONE = Group()
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 # What counts of generation_config.json is what counts in vLLM, here by our names, and EOS. Other

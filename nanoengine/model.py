@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoengine.attention import StepInputs, cpu_attention
-from nanoengine.distributed import Group
+from nanoengine.distributed import ALONE, Group
 from nanoengine.sampling_params import rejected
 
 # -------------------------------------------------------------------------------- families
@@ -217,7 +217,8 @@ class Linear(nn.Linear):
 class DecoderLayer(nn.Module):
     """Attention, then an MLP, each behind a norm and with a residual connection."""
 
-    def __init__(self, config: PretrainedConfig, layer_index: int, group: Group) -> None:
+    def __init__(self, config: PretrainedConfig, layer_index: int,
+                 group: Group = ALONE) -> None:
         super().__init__()
         self.group = group
         family = FAMILIES[config.model_type]
@@ -273,7 +274,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token ids to hidden states; `lm_head` makes logits of them."""
 
-    def __init__(self, config: PretrainedConfig, group: Group) -> None:
+    def __init__(self, config: PretrainedConfig, group: Group = ALONE) -> None:
         super().__init__()
         self.group = group
         # from_pretrained: nn.Embedding itself would first draw its numbers, which takes a second

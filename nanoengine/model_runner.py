@@ -3,13 +3,15 @@
 It owns the model, the memory of the KV cache, the inputs of a step and the CUDA graphs. Which
 sequences run, and why, is not its business.
 
-    launch(batch)      copies blocks, then
-      prepare(batch)   host: a batch to one buffer of numbers
-      compute(step)    device: these numbers to hidden states
-      sample(logits)   device: logits of these to tokens (sampler.py)
+    launch(batch)       rank 0: a step, which other ranks `follow`
+      prepare(batch)    host: a batch to one buffer of numbers
+      run(buffer)       device, all ranks: copies blocks, then
+        compute(step)   these numbers to hidden states
+        logits(hidden)  these to logits, part by part
+      sample(parts)     device, rank 0: logits to tokens (sampler.py)
 
-A CUDA graph does the last two at once, as if all rows needed only a temperature; rows that need
-more are then sampled again, from the graph's logits.
+A CUDA graph does compute, logits and sample at once, as if all rows needed only a temperature; rows
+that need more are then sampled again, from the graph's logits.
 """
 
 import ctypes
@@ -84,7 +86,7 @@ class Launched:
 
 
 class ModelRunner:
-    """Runs batches on one device.
+    """Runs batches on one device, or with the other ranks of its group on several.
 
     backend: the name of the attention backend that was chosen.
     num_kv_blocks: the blocks that can be handed out; block 0 comes on top.
@@ -110,7 +112,9 @@ class ModelRunner:
         try:
             with self.ranks.explained():
                 self.group.connect(config.device)
+                self.is_loaded = False
                 self.load(part, folder)
+                self.is_loaded = True
         except BaseException:
             self.ranks.close()
             raise
@@ -235,7 +239,9 @@ class ModelRunner:
         buffer, shape = self.prepare(batch)
         began = self.timestamp()
         with uninterrupted() if self.group.size > 1 else nullcontext(), self.ranks.explained():
-            self.ranks.send(batch.copies, buffer.numpy(), shape)
+            # before, all ranks try the same steps by themselves
+            if self.is_loaded:
+                self.ranks.send(batch.copies, buffer.numpy(), shape)
             step, parts = self.run(batch.copies, buffer, shape)
             try:
                 tokens, entries, num_entries = self.sample(batch, step, parts)
