@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanoengine.sampling_params import naming
+from nanoengine.sampling_params import RequestOutputKind, naming
 
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
 CHAT = "/v1/chat/completions"
@@ -35,7 +35,7 @@ COMPLETION = "/v1/completions"
 
 # the fields of a body
 SAMPLING = {each.name for each in fields(SamplingParams)} - {
-    "detokenize", "logits_processors", "prompt_logprobs"}
+    "detokenize", "logits_processors", "output_kind", "prompt_logprobs"}
 TEMPLATE = {
     "add_generation_prompt", "chat_template", "continue_final_message", "documents", "tools"}
 OF_CHATS = {"messages", "chat_template_kwargs", "max_completion_tokens", "top_logprobs"}
@@ -109,7 +109,7 @@ class Request:
             if has_logprobs not in (False, True) or body.get("top_logprobs") and not has_logprobs:
                 raise ValueError("logprobs must be true or false, and true for top_logprobs")
             given["logprobs"] = body.get("top_logprobs", 0) if has_logprobs else None
-        return replace(defaults, **given)
+        return replace(defaults, **given, output_kind=RequestOutputKind.FINAL_ONLY)
 
     def response(self, output: RequestOutput, model: str) -> dict[str, Any]:
         """What the server would answer."""

@@ -165,7 +165,8 @@ class LLM(AbstractContextManager):
         steps = self._run(lambda: self.inputs.make_requests(prompts, sampling_params, priority))
         # from here on the stream is open, until it is exhausted or dropped
         next(steps)
-        return (request.output() for updated in steps for request in updated)
+        return (request.output() for updated in steps for request in updated
+                if request.is_finished or request.is_shown_early)
 
     def enqueue(self, prompts: Prompts, sampling_params: Params = None,
                 priority: int | list[int] | None = None) -> list[str]:

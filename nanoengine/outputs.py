@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoengine.sampler import Logprobs
+from nanoengine.sampling_params import RequestOutputKind
 from nanoengine.sequence import RequestMetrics, Sequence
 
 
@@ -138,6 +139,8 @@ class Request:
     index: int = 0
 
     seq = property(lambda self: self.completions[0].seq)
+    is_shown_early = property(
+        lambda self: self.seq.params.output_kind != RequestOutputKind.FINAL_ONLY)
     is_finished = property(lambda self: all(c.seq.finish_reason for c in self.completions))
 
     def update(self, seq: Sequence) -> str | None:

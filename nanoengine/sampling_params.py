@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
@@ -47,6 +48,13 @@ TokenId = Annotated[Int, Field(ge=0)]
 EMPTY_LIST: Any = Field(default_factory=list, kw_only=True)
 NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
+
+
+class RequestOutputKind(Enum):
+    """What a stream yields of a request: all outputs so far, or the last alone."""
+
+    CUMULATIVE = 0
+    FINAL_ONLY = 2
 
 
 class Kind(NamedTuple):
@@ -92,6 +100,7 @@ class SamplingParams:
         far) and (1, vocab_size), as in transformers; they run after all of the above.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: make text at all.
+    output_kind: what `LLM.stream` yields of the request.
 
     Temperature, repetition_penalty and biases count as 1e18 beyond that, and as 1e-18 below.
 
@@ -121,6 +130,7 @@ class SamplingParams:
     logits_processors: Annotated[list[Callable], AS_LIST] = EMPTY_LIST
     skip_special_tokens: bool = True
     detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     @model_validator(mode="after")
     def check_together(self) -> "SamplingParams":

@@ -18,6 +18,7 @@ from conftest import ROOT
 from test_recipes import example
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.sampling_params import RequestOutputKind
 
 SCRIPT = ROOT / "examples" / "batch.py"
 CHAT = "/v1/chat/completions"
@@ -148,7 +149,8 @@ def test_parameters(job, batch, llm, monkeypatch):
                 "b c"}], "add_generation_prompt": False, "continue_final_message": True}, CHAT)])
     params = [params for _, params in seen]
     defaults = llm.get_default_sampling_params()
-    assert params[0] == SamplingParams(**everything, logit_bias={5: 1.5})
+    assert params[0] == SamplingParams(**everything, logit_bias={5: 1.5},
+                                       output_kind=RequestOutputKind.FINAL_ONLY)
     assert (params[1].seed, params[1].max_tokens) == (2, 16)
     assert params[1].top_k == defaults.top_k == 50, "of generation_config.json"
     assert params[2].seed == 0

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams, TextPrompt, TokensPrompt
 from nanoengine.model_runner import ModelRunner
+from nanoengine.sampling_params import RequestOutputKind
 
 
 def test_the_bundled_model_is_right(llm):
@@ -588,3 +589,19 @@ def test_what_cannot_join_leaves_the_stream_as_it_is(llm):
     assert len(llm.active) == 1
     assert [*stream][-1].outputs[0].text == expected.outputs[0].text
     check_idle(llm)
+
+
+def test_a_stream_can_yield_finished_requests_alone(llm):
+    prompts = ["47 + 85 =", "Once upon a time", "1 + 1 ="]
+    final = RequestOutputKind.FINAL_ONLY
+    params = [SamplingParams(temperature=0, max_tokens=9, output_kind=final),
+              SamplingParams(temperature=0, max_tokens=9),
+              SamplingParams(seed=1, n=3, max_tokens=9, output_kind=final)]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    found = [[output for output in llm.stream(prompts, params) if output.index == index]
+             for index in range(3)]
+    assert len(found[0]) == len(found[2]) == 1 and len(found[1]) > 3
+    for outputs, wanted in zip(found, expected):
+        assert outputs[-1].finished and outputs[-1].outputs == wanted.outputs
+    with pytest.raises(ValueError, match="output_kind"):
+        SamplingParams(output_kind="final")
