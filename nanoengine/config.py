@@ -69,7 +69,7 @@ class EngineConfig:
     num_kv_blocks: the blocks of the KV cache. The default on a CPU: as many as max_num_seqs
         sequences of max_model_len can fill, within a quarter of the free memory. On a GPU: what
         fits into gpu_memory_utilization of its memory beside everything else that is there.
-    enforce_eager: no CUDA graphs for decode steps.
+    enforce_eager: no CUDA graphs for decode steps, and no torch.compile.
     tensor_parallel_size: how many devices, or processes of a CPU, share the model (distributed.py).
     attention_backend: a name in attention.py's `BACKENDS`; "auto": the fastest that works here.
     run_ahead: launch a step before the tokens of the step before it are known.

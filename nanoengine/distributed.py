@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -92,7 +92,8 @@ class Ranks:
         self.connections: list[Connection] = []
         # what has ended them
         self.error: Exception | None = None
-        code = "from nanoengine.distributed import main; main()"
+        code = ("from nanoengine import distributed, model_runner; "
+                "distributed.main(model_runner.ModelRunner)")
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path),
                                     "OMP_NUM_THREADS": str(torch.get_num_threads())}
         for rank in range(1, group.size if group.rank == 0 else 0):
@@ -158,9 +159,11 @@ def uninterrupted() -> Iterator[None]:
             before(*interrupts[0])
 
 
-def main() -> None:
-    """The process of a rank: does what rank 0 says until that has gone."""
-    from nanoengine.model_runner import ModelRunner
+def main(make_runner: Callable[..., Any]) -> None:
+    """The process of a rank: does what rank 0 says until that has gone.
+
+    make_runner: the class ModelRunner, which stands below this file.
+    """
     # Ctrl-C is for rank 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
@@ -179,7 +182,7 @@ def main() -> None:
         if config.device == "cuda":
             torch.cuda.set_device(rank)
         group = Group(rank, size, port)
-        runner = ModelRunner(config, model_config, folder, group)
+        runner = make_runner(config, model_config, folder, group)
         while True:
             runner.follow(*messages.get())
     except Exception as error:

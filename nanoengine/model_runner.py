@@ -3,12 +3,13 @@
 It owns the model, the memory of the KV cache, the inputs of a step and the CUDA graphs. Which
 sequences run, and why, is not its business.
 
-    launch(batch)       rank 0: a step, which other ranks `follow`
-      prepare(batch)    host: a batch to one buffer of numbers
-      run(buffer)       device, all ranks: copies blocks, then
-        compute(step)   these numbers to hidden states
-        logits(hidden)  these to logits, part by part
-      sample(parts)     device, rank 0: logits to tokens (sampler.py)
+    launch(batch)         rank 0: a step, which other ranks `follow`
+      prepare(batch)      host: a batch to one buffer of numbers
+      step(buffer)
+        run(buffer)       device, all ranks: copies blocks, then
+          compute(step)   these numbers to hidden states
+          logits(hidden)  these to logits, part by part
+        sample(parts)     device, rank 0: logits to tokens (sampler.py)
 
 A CUDA graph does compute, logits and sample at once, as if all rows needed only a temperature; rows
 that need more are then sampled again, from the graph's logits.
@@ -112,9 +113,7 @@ class ModelRunner:
         try:
             with self.ranks.explained():
                 self.group.connect(config.device)
-                self.is_loaded = False
                 self.load(part, folder)
-                self.is_loaded = True
         except BaseException:
             self.ranks.close()
             raise
@@ -194,7 +193,8 @@ class ModelRunner:
         torch.cuda.empty_cache()
         # first, as it gives back what the allocator keeps
         self.capture()
-        self.launch(largest_batch(self.config, self.max_model_len))
+        largest = largest_batch(self.config, self.max_model_len)
+        self.step(largest, *self.prepare(largest))
         free, total = torch.cuda.mem_get_info()
         self.graphs.clear()
         torch.cuda.empty_cache()
@@ -228,25 +228,27 @@ class ModelRunner:
         several rows. So none of them is compiled in the middle of a run."""
         for num_seqs, length in ((1, 1), (1, 2), (2, 2)):
             batch = dummy_batch(num_seqs, length, length)
-            self.launch(batch)
-            self.launch(replace(batch, sampled=[]))
+            for each in (batch, replace(batch, sampled=[])):
+                self.step(each, *self.prepare(each))
 
     # ----------------------------------------------------------------------------- a step
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Begins a step. Its tokens stay on the device for the next step as well."""
+        """Begins a step on all ranks."""
         buffer, shape = self.prepare(batch)
-        began = self.timestamp()
         with uninterrupted() if self.group.size > 1 else nullcontext(), self.ranks.explained():
-            # before, all ranks try the same steps by themselves
-            if self.is_loaded:
-                self.ranks.send(batch.copies, buffer.numpy(), shape)
-            step, parts = self.run(batch.copies, buffer, shape)
-            try:
-                tokens, entries, num_entries = self.sample(batch, step, parts)
-            finally:
-                self.finish(parts)
+            self.ranks.send(batch.copies, buffer.numpy(), shape)
+            return self.step(batch, buffer, shape)
+
+    @torch.inference_mode()
+    def step(self, batch: Batch, buffer: Tensor, shape: StepShape) -> Launched:
+        """Begins a step on this rank. Its tokens stay on the device for the next step as well."""
+        began = self.timestamp()
+        step, parts = self.run(batch.copies, buffer, shape)
+        try:
+            tokens, entries, num_entries = self.sample(batch, step, parts)
+        finally:
+            self.finish(parts)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)
         entries = entries.to("cpu", non_blocking=True)

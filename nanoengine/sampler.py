@@ -4,8 +4,8 @@
 
 Rows of one kind are sampled as one matrix, and rows that need nothing pay nothing. What is done to
 a matrix is data: the host sends numbers, and the device works with them, so that nothing here waits
-for a GPU. Only a user's own processors are functions, called row by row. There
-is no generator state: a draw depends on the seed of its sequence and on its position alone.
+for a GPU. Only a user's own processors are functions, called row by row. There is no generator
+state: a draw depends on the seed of its sequence and on its position alone.
 """
 
 import math

@@ -373,14 +373,13 @@ def test_forks_that_are_swapped(engines, tiny):
 def test_memory_is_measured_in_a_step_outside_graphs(
         engines, tiny, monkeypatch, backend, max_num_batched_tokens):
     """Of as many tokens, keys and sampled rows as a step can have."""
-    measured, launch = [], ModelRunner.launch
+    measured, step = [], ModelRunner.step
 
-    def watch(runner: ModelRunner, batch: Any) -> Launched:
-        shape = runner.prepare(batch)[1]
+    def watch(runner: ModelRunner, batch: Any, buffer: torch.Tensor, shape: Any) -> Launched:
         measured.append((batch, shape in runner.graphs))
-        return launch(runner, batch)
+        return step(runner, batch, buffer, shape)
 
-    monkeypatch.setattr(ModelRunner, "launch", watch)
+    monkeypatch.setattr(ModelRunner, "step", watch)
     make_engine(tiny, attention_backend=backend, num_kv_blocks=None,
                 max_num_batched_tokens=max_num_batched_tokens)
     batch, is_replayed = measured[0]
