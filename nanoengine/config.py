@@ -24,7 +24,6 @@ TO_FILL_IN: Any = None
 VLLM_KEYWORDS: dict[str, tuple[list[Any] | None, str]] = {
     "async_scheduling": (None, "`run_ahead` is the option for that"),
     "compilation_config": ([None, 0, {}], "`enforce_eager` is the option for that"),
-    "cpu_offload_gb": ([0], "all weights stay on the device"),
     "disable_custom_all_reduce": (None, "PyTorch reduces"),
     "disable_log_stats": (None, "`metrics()` has them"),
     "distributed_executor_backend": ([None, "mp", "uni"], "ranks are processes of one machine"),
@@ -69,6 +68,8 @@ class EngineConfig:
     num_kv_blocks: the blocks of the KV cache. The default on a CPU: as many as max_num_seqs
         sequences of max_model_len can fill, within a quarter of the free memory. On a GPU: what
         fits into gpu_memory_utilization of its memory beside everything else that is there.
+    cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
+        to the GPU in each step (offload.py); of each GPU's part, where several share the model.
     enforce_eager: no CUDA graphs for decode steps, and no torch.compile.
     tensor_parallel_size: how many devices, or processes of a CPU, share the model (distributed.py).
     attention_backend: a name in attention.py's `BACKENDS`; "auto": the fastest that works here.
@@ -109,6 +110,7 @@ class EngineConfig:
     block_size: Annotated[Size, OR_NONE] = TO_FILL_IN
     num_kv_blocks: Size | None = None
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
+    cpu_offload_gb: Annotated[Float, Field(ge=0)] = 0.0
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     tensor_parallel_size: Count = 1
@@ -144,6 +146,8 @@ class EngineConfig:
         given = {name: value for name, value in vars(self).items() if value is not None}
         # the one place that may write: the config is frozen
         vars(self).update(found | given)
+        if self.cpu_offload_gb and self.device != "cuda":
+            raise rejected("cpu_offload_gb", self.cpu_offload_gb, "0 on a CPU")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise rejected("max_num_batched_tokens", self.max_num_batched_tokens,
                            f"at least max_num_seqs={self.max_num_seqs}")

@@ -166,7 +166,7 @@ class LLM(AbstractContextManager):
         # from here on the stream is open, until it is exhausted or dropped
         next(steps)
         return (request.output() for updated in steps for request in updated
-                if request.is_finished or request.is_shown_early)
+                if request.is_shown_early or request.is_finished)
 
     def enqueue(self, prompts: Prompts, sampling_params: Params = None,
                 priority: int | list[int] | None = None) -> list[str]:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from nanoengine.distributed import ALONE, Group
 from nanoengine.model import Decoder, Linear, check_supported
+from nanoengine.offload import Offload, choose_layers
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 
 EMPTY = torch.empty(0, 0, 0)
@@ -99,11 +100,17 @@ def load_defaults(folder: Path, config: Any,
     return params, eos_tokens
 
 
-def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str,
-               load_format: str, group: Group = ALONE) -> Decoder:
-    """The model with its weights in `dtype`; "dummy": random ones, always the same."""
+def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str, load_format: str,
+               group: Group = ALONE, offload_bytes: float = 0) -> Decoder:
+    """The model with its weights in `dtype`; "dummy": random ones, always the same.
+
+    offload_bytes: the weights of so many layers stay in the host's memory.
+    """
     with torch.device("meta"):
-        model = Decoder(config, group).to(dtype).to_empty(device=device).requires_grad_(False)
+        model = Decoder(config, group).to(dtype).requires_grad_(False)
+    on_host = choose_layers(model.layers, offload_bytes)
+    for module in (model.embed_tokens, *model.layers, model.norm, model.lm_head):
+        module.to_empty(device="cpu" if module in on_host else device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     targets = checkpoint_tensors(model)
@@ -111,12 +118,16 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str,
         generator = torch.Generator(device).manual_seed(0)
         # about the spread of trained weights; norms around 1
         for target in targets.values():
-            target.uniform_(-0.03, 0.03, generator=generator).add_(target.ndim == 1)
+            drawn = torch.empty_like(target, device=device)
+            drawn.uniform_(-0.03, 0.03, generator=generator).add_(target.ndim == 1)
+            target.copy_(drawn)
     else:
         load_weights(folder, targets, group)
     for module in model.modules():
         if isinstance(module, Linear) and device == "cpu":
             module.pack()
+    if on_host:
+        Offload(model, on_host, device)
     return model
 
 

@@ -132,9 +132,11 @@ class ModelRunner:
         num_bytes = num_weights(model_config) * self.dtype.itemsize
         # the table of angles, with what is needed to make it
         num_bytes += 16 * self.max_model_len * model_config.head_dim
-        check_memory(self.device, "model", str(folder), num_bytes)
+        offload_bytes = config.cpu_offload_gb * 2**30
+        check_memory(self.device, "model", str(folder), num_bytes - offload_bytes)
+        check_memory("cpu", "cpu_offload_gb", config.cpu_offload_gb, min(offload_bytes, num_bytes))
         self.model = load_model(folder, model_config, self.dtype, self.device, config.load_format,
-                                self.group)
+                                self.group, offload_bytes)
         is_invariant = (self.backend == "numba" and self.model.lm_head.weight.is_mkldnn
                         and self.group.size == 1)
         if config.batch_invariant and not is_invariant:

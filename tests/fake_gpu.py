@@ -19,14 +19,16 @@ the line of nanoengine that broke it:
   waited for. What is written there in between breaks the copy.
 - A CUDA graph is a list of operators over fixed memory. A replay runs these operators again, not
   the Python around them. All graphs share one pool: a replay spoils what the others have computed.
+- Work of two streams on the same memory needs one that waits for the other. A graph holds the work
+  of streams that wait for the captured one, and that one has to wait for theirs in the end.
 - flash-attn and PyTorch's varlen kernel take only some types, shapes and strides.
 
 Products, norms and attention are summed in float64. So a row has the same bits whatever rows are
 beside it, and tokens must be equal with graphs or without, alone, in a batch or in chunks.
 
 What it cannot check: kernels (torch.compile leaves functions as they stand), how much memory is
-free, other streams than the current one, memory that is freed and used again, and speed. What
-passes here is not proven to work on a GPU, but what fails here is wrong.
+free, memory that is freed and used again, and speed. What passes here is not proven to work on a
+GPU, but what fails here is wrong.
 """
 
 import ctypes
@@ -219,6 +221,11 @@ class FakeGpu:
         self.pinned: dict[int, Tensor] = {}
         self.num_transfers = 0
         self.in_flight: list[Transfer] = []
+        self.main_stream = self.stream = FakeStream()
+        # by storage: the stream that has last used it, and in the how-manieth of its operators
+        self.last_used: dict[int, tuple[FakeStream, int]] = {}
+        # of the main stream, when the capture of a graph began
+        self.capture_began = 0
         self.intercept = Intercept(self)
 
     def reset_counters(self) -> None:
@@ -316,6 +323,7 @@ class FakeGpu:
         """Runs an operator or a kernel on the device; a graph that is captured records it."""
         of_memory = to_memory((arguments, options))
         result = compute(function, *of_memory)
+        self.use((arguments, options))
         if self.captured is None:
             self.num_launched += 1
         else:
@@ -328,6 +336,37 @@ class FakeGpu:
             return by_memory[id(made)] if id(made) in by_memory else CudaTensor(made)
 
         return tree_map_only(Tensor, wrap, result)
+
+    def use(self, tree: Any) -> None:
+        """Notes that an operator of the current stream uses the tensors that are on the device.
+
+        Raises GpuError if another stream might still be at work on one of them.
+        """
+        stream = self.stream
+        if not self.is_held(stream):
+            raise GpuError(f"work at {place()} on a stream that the graph does not hold")
+        stream.num_operators += 1
+        for tensor in tensors_of(tree):
+            if isinstance(tensor, CudaTensor):
+                storage = storage_of(tensor.memory)
+                other, number = self.last_used.get(storage, (stream, 0))
+                if other is not stream and stream.waited.get(other, 0) < number:
+                    raise GpuError(f"work at {place()} does not wait for another stream")
+                self.last_used[storage] = stream, stream.num_operators
+
+    def is_held(self, stream: "FakeStream") -> bool:
+        """Whether the graph that is captured, if there is one, holds the work of the stream."""
+        is_forked = stream.waited.get(self.main_stream, -1) >= self.capture_began
+        return self.captured is None or stream is self.main_stream or is_forked
+
+    @contextmanager
+    def use_stream(self, stream: "FakeStream") -> Iterator[None]:
+        """What `torch.cuda.stream` does."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     # ---------------------------------------------------------------- between the two memories
 
@@ -352,10 +391,13 @@ class FakeGpu:
     def copy_into(self, operator: Any, target: Tensor, source: Tensor,
                   non_blocking: bool = False) -> Tensor:
         """A copy into a tensor that is there already: what `Tensor.copy_` does."""
-        if isinstance(target, CudaTensor) and isinstance(source, CudaTensor):
+        # a graph copies from the same pinned memory each time
+        is_captured = self.captured is not None and non_blocking and self.is_pinned(source)
+        if isinstance(target, CudaTensor) and (isinstance(source, CudaTensor) or is_captured):
             return self.launch(operator, (target, source), {})
         self.check_not_capturing("a copy between the devices")
         self.num_launched += 1
+        self.use((target, source))
         if isinstance(target, CudaTensor):
             target.memory.copy_(self.read_from_host(source, non_blocking))
         else:
@@ -452,9 +494,15 @@ class FakeGpu:
         """What `torch.cuda.graph` does; it begins by waiting for the device."""
         self.wait_for(self.num_transfers)
         self.num_graphs += 1
+        self.main_stream.num_operators += 1
+        self.capture_began = self.main_stream.num_operators
         self.captured = graph
         try:
             yield
+            for other in {stream for stream, _ in self.last_used.values()} - {self.main_stream}:
+                is_waited = self.main_stream.waited.get(other, 0) >= other.num_operators
+                if self.is_held(other) and not is_waited:
+                    raise GpuError("a capture ended before the work of another stream")
         finally:
             self.captured = None
 
@@ -499,15 +547,26 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Stands in for the current torch.cuda.Stream, the only one."""
+    """Stands in for torch.cuda.Stream.
+
+    num_operators: how many it has run.
+    waited: by stream, how many of another's operators have surely run before the next one here.
+    """
+
+    def __init__(self) -> None:
+        self.num_operators = 0
+        self.waited: dict[FakeStream, int] = {}
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        if not active_gpu().is_held(other):
+            raise GpuError(f"a graph waits, at {place()}, for work that it does not hold")
+        for stream, number in (*other.waited.items(), (other, other.num_operators)):
+            self.waited[stream] = max(number, self.waited.get(stream, 0))
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = event or FakeEvent()
         event.record()
         return event
-
-    def wait_event(self, event: FakeEvent) -> None:
-        """All work of the one stream is in order."""
 
     def synchronize(self) -> None:
         active_gpu().synchronize()
@@ -760,7 +819,9 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.num_bytes, gpu.num_bytes)),
         (torch.cuda, "synchronize", gpu.synchronize),
-        (torch.cuda, "current_stream", lambda device=None: FakeStream()),
+        (torch.cuda, "current_stream", lambda device=None: gpu.stream),
+        (torch.cuda, "stream", gpu.use_stream),
+        (torch.cuda, "Stream", FakeStream),
         (torch.cuda, "Event", FakeEvent),
         (torch.cuda, "CUDAGraph", FakeGraph),
         (torch.cuda, "graph", gpu.capture),

@@ -206,6 +206,20 @@ def test_edited_steps_wait_for_nothing(small):
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_weights_on_the_host(make_model, enforce_eager):
+    """The same kernels on the same weights: every bit is the same. Random weights are, too."""
+    folder = make_model(head_dim=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=6,
+                        max_position_embeddings=2048, initializer_range=0.05)[0]
+    for load_format in ("auto", "dummy"):
+        results = []
+        for gibibytes in (0.0, 2e-2, 1.0):
+            with LLM(folder, dtype="bfloat16", cpu_offload_gb=gibibytes, load_format=load_format,
+                     enforce_eager=enforce_eager, **SMALL) as llm:
+                results.append([output.token_ids for output in run(llm)])
+        assert results[0] == results[1] == results[2]
+
+
 def test_drawn_tokens_do_not_depend_on_graphs(small):
     params = [SamplingParams(seed=n, max_tokens=30, temperature=0.05, ignore_eos=True, logprobs=50,
                              top_p=0.9 if n % 3 == 0 else 1.0, top_k=20 if n % 4 == 0 else 0)

@@ -1,0 +1,65 @@
+"""Weights that do not fit: some layers keep theirs in the host's memory.
+
+The weights of such a layer cross to the GPU when its turn comes, into one of two rooms that these
+layers use by turns. One layer computes in one room while the weights of the next come into the
+other, on a stream of their own (ZeRO-Inference; Aminabadi et al., 2022, arXiv:2207.00032):
+
+    side stream   │ weights of 1 │ weights of 3 │ weights of 5 │
+    main stream   │ layer 0 ─────│ layers 1, 2 ─│ layers 3, 4 ─│ layer 5
+
+The parameters of a layer are views of its room, so that a layer knows nothing of this, and CUDA
+graphs hold the copies as they hold everything else.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+
+def choose_layers(layers: nn.ModuleList, num_bytes: float) -> list[nn.Module]:
+    """The layers that stay on the host: whole ones, `num_bytes` at least, if there are so many.
+
+    They are evenly spread: then weights also cross while the layers between them compute.
+    """
+    layer_bytes = sum(parameter.nbytes for parameter in layers[0].parameters())
+    count = math.ceil(min(len(layers), num_bytes / layer_bytes))
+    turns = [index * count // len(layers) for index in range(len(layers) + 1)]
+    return [layer for layer, turn, next_turn in zip(layers, turns, turns[1:]) if next_turn > turn]
+
+
+class Offload:
+    """Moves the weights of layers, which are on the host, before each layer computes.
+
+    model: of which they are layers: its forward begins with the first copy.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[nn.Module], device: str) -> None:
+        self.weights = [parameters_to_vector(layer.parameters()).pin_memory() for layer in layers]
+        self.rooms = [torch.empty_like(weights, device=device) for weights in self.weights[:2]]
+        self.stream = torch.cuda.Stream()
+        model.register_forward_pre_hook(lambda *_: self.fetch(0))
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, number=number: self.turn(number))
+            self.move_in(layer, self.rooms[number % 2])
+
+    def move_in(self, layer: nn.Module, room: Tensor) -> None:
+        """Makes the parameters of a layer views of the room, in the order of its weights."""
+        for module in layer.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                view = room[:parameter.numel()].view_as(parameter)
+                setattr(module, name, nn.Parameter(view, requires_grad=False))
+                room = room[parameter.numel():]
+
+    def turn(self, number: int) -> None:
+        """A layer waits for its weights; those of the next begin to cross."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self.fetch(number + 1)
+
+    def fetch(self, number: int) -> None:
+        """Copies a layer's weights into its room, once the layer before it there has computed."""
+        if number < len(self.weights):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.rooms[number % 2].copy_(self.weights[number], non_blocking=True)
