@@ -56,6 +56,11 @@ class Group:
         elif self.size > 1:
             self.backend = kinds.ProcessGroupGloo(*place, TIMEOUT)
 
+    def abort(self) -> None:
+        """Ends the kernels of NCCL, which wait for ever for a rank that has died. Gloo notices."""
+        if self.backend and self.device == "cuda":
+            self.backend.abort()
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in place."""
         if self.backend:
@@ -104,11 +109,27 @@ class Ranks:
                     [sys.executable, "-c", code, str(number)], pass_fds=[number], env=environment))
             self.connections.append(Connection(ours.detach()))
             self.connections[-1].send((rank, group.size, group.store.port, *setup))
+            threading.Thread(target=self._watch, args=(group, self.processes[-1]),
+                             daemon=True).start()
 
-    def send(self, *message: Any) -> None:
-        """The same for all. Raises what has ended them, if they have ended."""
+    def _watch(self, group: Group, process: subprocess.Popen) -> None:
+        """Frees a device that waits for a rank which has died. What it computes then is rubbish."""
+        process.wait()
+        # not if `close` has ended it
+        if self.connections or self.error:
+            group.abort()
+
+    def check(self) -> None:
+        """Raises what has ended the ranks, if they have ended."""
         if self.error:
             raise self.error
+        with self.explained():
+            if any(process.poll() is not None for process in self.processes):
+                raise EOFError
+
+    def send(self, *message: Any) -> None:
+        """The same for all."""
+        self.check()
         content = pickle.dumps(message) if self.connections else b""
         for connection in self.connections:
             connection.send_bytes(content)
@@ -135,9 +156,9 @@ class Ranks:
 
     def close(self) -> None:
         """Ends the ranks: each does so when its connection is closed."""
-        for connection in self.connections:
+        connections, self.connections = self.connections, []
+        for connection in connections:
             connection.close()
-        self.connections = []
         for process in self.processes:
             process.wait()
 

@@ -22,7 +22,7 @@ import sysconfig
 import time
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,6 +62,7 @@ class Launched:
         behind those of `batch.sampled`.
     began, done: when the device could begin with the inputs, and when the tokens are on the host:
         seconds of `time.monotonic()` on a CPU, CUDA events on a GPU.
+    check: raises an error if a rank that had a part in it has died.
     ended, metrics: when its tokens were taken in (`Engine`'s clock; it began at `batch.started`),
         and what `metrics()` gave then; with trace=True.
     """
@@ -72,6 +73,7 @@ class Launched:
     num_entries: dict[int, int]
     began: Any
     done: Any
+    check: Callable[[], None] = lambda: None
     ended: float = 0.0
     metrics: Any = None
 
@@ -79,6 +81,7 @@ class Launched:
         """The tokens, and the log-probabilities by row, once the device has them."""
         if isinstance(self.done, torch.cuda.Event):
             self.done.synchronize()
+        self.check()
         parts = self.entries.split(list(self.num_entries.values()))
         logprobs = {row: {int(token_id): Logprob(value, int(rank))
                           for token_id, value, rank in part.tolist()}
@@ -254,7 +257,8 @@ class ModelRunner:
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)
         entries = entries.to("cpu", non_blocking=True)
-        return Launched(batch, tokens, entries, num_entries, began, self.timestamp())
+        return Launched(batch, tokens, entries, num_entries, began, self.timestamp(),
+                        self.ranks.check)
 
     @torch.inference_mode()
     def follow(self, copies: Copies, numbers: np.ndarray, shape: StepShape) -> None:

@@ -110,8 +110,11 @@ def test_after_errors_and_interrupts_the_ranks_still_agree(two_ranks):
 
 
 @pytest.mark.parametrize("is_in_a_step", [True, False])
-def test_a_rank_that_dies_is_named_at_once(two_ranks, is_in_a_step):
+def test_a_rank_that_dies_is_named_at_once(two_ranks, is_in_a_step, monkeypatch):
+    """And a device that waits for it is freed, without which a GPU would wait for ever."""
     (process,) = processes_of(two_ranks)
+    is_aborted = threading.Event()
+    monkeypatch.setattr(Group, "abort", lambda group: is_aborted.set())
     two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
     died = []
 
@@ -122,12 +125,16 @@ def test_a_rank_that_dies_is_named_at_once(two_ranks, is_in_a_step):
     if is_in_a_step:
         threading.Timer(0.1, kill).start()
     else:
+        two_ranks.engine.runner.ranks.check()
         kill()
         process.wait()
+        with pytest.raises(RuntimeError, match="rank 1 of the engine has died"):
+            two_ranks.engine.runner.ranks.check()
     with pytest.raises(RuntimeError, match="rank 1 of the engine has died"):
         while True:
             two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert time.monotonic() - died[0] < 10
+    assert is_aborted.wait(timeout=10)
     with pytest.raises(RuntimeError, match="rank 1 of the engine has died"):
         two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
 
