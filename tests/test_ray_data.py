@@ -2,18 +2,12 @@
 
 import contextlib
 import json
-import os
-import shutil
+import re
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
 from test_recipes import example
 
 from nanoengine import SamplingParams
@@ -23,7 +17,6 @@ pytest.importorskip("ray")
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 
-SCRIPT = ROOT / "examples" / "ray_data.py"
 
 
 @pytest.fixture(scope="module")
@@ -37,35 +30,6 @@ def replica(ray_data, bundled, llm, monkeypatch):
     monkeypatch.setattr(ray_data, "LLM", lambda model, **options: llm)
     return lambda output_format="jsonl", **sampling: ray_data.Replica(
         bundled, {}, sampling, output_format)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts the example, as a user would, with a Ray of its own.
-
-    Ray's files are in a folder of their own. Its name is short: sockets lie in it.
-    """
-    folder = tempfile.mkdtemp(prefix="ray")
-    environment = {name: value for name, value in os.environ.items() if name[:4] != "RAY_"} | {
-        "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    jobs = []
-
-    def run(*arguments: object) -> subprocess.Popen:
-        job = subprocess.Popen(
-            [sys.executable, SCRIPT, *map(str, arguments)], env=environment, cwd=folder,
-            stdout=(Path(folder) / "log").open("w"), stderr=subprocess.STDOUT)
-        job.log = Path(folder) / "log"
-        jobs.append(job)
-        return job
-
-    yield run
-    for job in jobs:
-        if job.poll() is None:
-            for process in [*psutil.Process(job.pid).children(recursive=True), job]:
-                process.kill()
-        job.wait()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def table_of(rows: list) -> pyarrow.Table:
@@ -197,36 +161,38 @@ def replicas(job: subprocess.Popen) -> set[psutil.Process]:
     return found
 
 
-def test_a_replica_is_killed(start, replica, tmp_path):
-    """One of two replicas is killed, when some rows are written."""
+def test_a_replica_is_killed(ray_job, replica, tmp_path):
+    """One of two replicas is killed, a second after its engine has started."""
     rows = [{"id": i, "prompt": f"Once upon a time {i}",
              "sampling_params": {"max_tokens": 50 + i % 50, "ignore_eos": True}}
-            for i in range(200)]
-    rows += [{"id": 200, "prompt": 5}, {"id": 201, "messages": chat("12 + 34")}]
+            for i in range(300)]
+    rows += [{"id": 300, "prompt": 5}, {"id": 301, "messages": chat("12 + 34")}]
     source = tmp_path / "in"
     target = tmp_path / "out"
     source.mkdir()
-    for name, part in (("a.jsonl", rows[:120]), ("b.json", rows[120:])):
+    for name, part in (("a.jsonl", rows[:170]), ("b.json", rows[170:])):
         (source / name).write_bytes(b"\n".join(table_of(part)["line"].to_pylist()) + b"\n\n")
     (source / "notes.txt").write_text("no rows")
-    job = start("-i", source, "-o", target, "--replicas", 2, "--batch-size", 4,
-                "--rows-per-file", 8, "--options", '{"dtype": "float32", "max_num_seqs": 8}')
+    job = ray_job("-i", source, "-o", target, "--replicas", 2, "--batch-size", 4,
+                  "--rows-per-file", 8, "--options", '{"dtype": "float32", "max_num_seqs": 8}')
     seen = set()
     processes: set[psutil.Process] = set()
-    is_killed = False
+    killed = None
     while job.poll() is None:
         processes |= {*psutil.Process(job.pid).children(recursive=True)}
         seen |= replicas(job)
-        if not is_killed and target.exists() and any(target.iterdir()):
-            replicas(job).pop().kill()
-            is_killed = True
+        started = re.search(r"pid=(\d+)\).* KV blocks", job.log.read_text())
+        if started and not killed:
+            time.sleep(1)
+            killed = psutil.Process(int(started[1]))
+            killed.kill()
         time.sleep(0.05)
     assert job.returncode == 0, job.log.read_text()
-    assert len(seen) == 3, "another one has taken its place"
+    assert len(seen) == 3 and killed in seen, "another one has taken its place"
     assert not psutil.wait_procs(processes, timeout=30)[1], "nothing is left behind"
 
     found = [json.loads(line) for file in target.iterdir() for line in file.open()]
-    assert sorted(row["id"] for row in found) == list(range(202)), "every row comes out once"
+    assert sorted(row["id"] for row in found) == list(range(302)), "every row comes out once"
     expected = rows_of(replica()(table_of(rows)))
     assert sorted(found, key=lambda row: row["id"]) == expected
-    assert [bool(row["error"]) for row in expected] == [False] * 200 + [True, False]
+    assert [bool(row["error"]) for row in expected] == [False] * 300 + [True, False]
