@@ -175,10 +175,11 @@ class LineSink(BlockBasedFileDatasink):
 
 
 def read(path: str, input_format: str, output_format: str) -> ray.data.Dataset:
+    """From JSONL to Parquet, each column must have one type: there, a bad line ends the job."""
     if input_format == "parquet":
         return ray.data.read_parquet(path, file_extensions=["parquet"])
     if output_format == "parquet":
-        return ray.data.read_json(path, lines=True, file_extensions=["jsonl", "json"])
+        return ray.data.read_json(path, file_extensions=["jsonl", "json"])
     return ray.data.read_datasource(LineSource(path, file_extensions=["jsonl", "json"]))
 
 
