@@ -2,10 +2,16 @@
 
 import dataclasses
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from array import array
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 # Two test processes share the cores, each with two threads: one that waits must not spin. This has
@@ -23,8 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What takes longest comes first, so that both processes have work to the end. Kernels that several
 # files need are compiled in one of the first two, which have no shape in common.
-SLOWEST = ["test_gpu_path", "test_attention", "test_engine", "test_lab", "test_batch_invariant",
-           "test_scheduler", "test_bench", "test_model", "test_sampler", "test_requests"]
+SLOWEST = ["test_gpu_path", "test_attention", "test_engine", "test_lab", "test_ray_data",
+           "test_batch_invariant", "test_scheduler", "test_bench", "test_model", "test_sampler",
+           "test_requests"]
 
 
 def pytest_collection_modifyitems(items: list) -> None:
@@ -117,6 +124,36 @@ def greedy_reference(model, prompt: list[int], max_tokens: int) -> list[int]:
 def random_prompts(lengths, vocab_size: int = 320, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture
+def ray_job() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts examples/ray_data.py, as a user would, with a Ray of its own.
+
+    Ray's files are in a folder of their own. Its name is short: sockets lie in it.
+    """
+    folder = tempfile.mkdtemp(prefix="ray")
+    environment = {name: value for name, value in os.environ.items() if name[:4] != "RAY_"} | {
+        "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    log = Path(folder) / "log"
+    jobs = []
+
+    def run(*arguments: object) -> subprocess.Popen:
+        job = subprocess.Popen(
+            [sys.executable, ROOT / "examples" / "ray_data.py", *map(str, arguments)],
+            env=environment, cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT)
+        job.log = log
+        jobs.append(job)
+        return job
+
+    yield run
+    for job in jobs:
+        if job.poll() is None:
+            for process in [*psutil.Process(job.pid).children(recursive=True), job]:
+                process.kill()
+        job.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 # -------------------------------------------------------------------------- LLMs under test

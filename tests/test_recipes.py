@@ -117,7 +117,7 @@ def test_figures_of_the_readme_are_those_of_the_docs():
 
 def test_every_recipe_is_tested():
     recipes = re.findall(r"^### (.*)$", section("## Recipes"), flags=re.MULTILINE)
-    assert len(recipes) == 9
+    assert len(recipes) == 10
     tests = Path(__file__).read_text()
     in_code = [name for name in recipes if blocks(f"### {name}")]
     in_commands = re.findall(r"examples/(\w+)\.py", "".join(blocks("## Recipes", "sh")))
@@ -232,6 +232,23 @@ def test_batch(monkeypatch, tmp_path):
     requests = Path(arguments[1]).read_text().splitlines()
     assert len(results) == len(requests) == 6
     assert [result["response"]["status_code"] for result in results].count(200) == 5
+
+
+def test_ray_data(tmp_path, ray_job):
+    """The command of the README; test_ray_data.py has the rest."""
+    pytest.importorskip("ray")
+    import pyarrow.parquet
+    arguments = command("ray_data")
+    prompts = {"id": [1, 2, 3], "prompt": ["12 + 34 =", None, "47 + 85 ="]}
+    source, target = (tmp_path / arguments[place] for place in (1, 3))
+    pyarrow.parquet.write_table(pyarrow.table(prompts), source)
+    job = ray_job("-i", source, "-o", target, *arguments[4:],
+                  "--sampling-params", '{"temperature": 0}')
+    assert job.wait() == 0, job.log.read_text()
+    rows = sorted(pyarrow.parquet.read_table(target).to_pylist(), key=lambda row: row["id"])
+    assert [row["generated_text"] for row in rows] == [" 46", None, " 132"]
+    assert [row["prompt"] for row in rows] == prompts["prompt"]
+    assert "prompt or messages" in rows[1]["error"]
 
 
 def test_resumable(monkeypatch, tmp_path):

@@ -1,0 +1,240 @@
+"""Many engines, on one machine or on many: Ray Data feeds them with the rows of files.
+
+    python examples/ray_data.py -i prompts.jsonl -o answers --replicas 2
+    python examples/ray_data.py -i s3://bucket/prompts --input-format parquet \\
+        -o s3://bucket/answers --replicas 64 --address auto --model Qwen/Qwen3-0.6B
+
+A row has a `prompt`, a text or a list of token ids, or `messages`, a conversation. It may have
+`sampling_params`, such as {"max_tokens": 8}. All columns of the row come out, and those of RESULT.
+A bad row comes out with its `error`.
+
+Ray reads and writes the files, and starts the replicas. It replaces a replica that dies, and its
+rows are done again. Each replica has an engine of its own. It gets new rows before the last ones
+have finished: the engine stays full. A row without a seed gets one that is made of the row itself:
+its tokens do not depend on the replica, nor on the order.
+"""
+
+import argparse
+import io
+import json
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import ray
+import xxhash
+from ray.data.block import BlockAccessor
+from ray.data.datasource import BlockBasedFileDatasink, FileBasedDatasource
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.sampling_params import RequestOutputKind, naming
+
+BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
+FORMATS = ("jsonl", "parquet")
+RESULT = pyarrow.schema({
+    "generated_text": pyarrow.string(), "generated_tokens": pyarrow.list_(pyarrow.int32()),
+    "finish_reason": pyarrow.string(), "num_input_tokens": pyarrow.int32(),
+    "num_generated_tokens": pyarrow.int32(), "error": pyarrow.string()})
+NO_COLUMN = {"n", "logprobs", "prompt_logprobs"}  # there is none for what these ask for
+
+
+class Replica:
+    """One engine. Ray makes it in a process of its own, and calls it from several threads at once.
+
+    One thread drives the engine. It takes the rows of all calls from an inbox.
+    """
+
+    def __init__(self, model: str, options: dict[str, Any], sampling: dict[str, Any],
+                 output_format: str) -> None:
+        self.llm = LLM(model, **options)
+        self.sampling = sampling
+        self.output_format = output_format
+        self.inbox: queue.SimpleQueue[tuple[dict[str, Any], Future]] = queue.SimpleQueue()
+        self.active: dict[str, Future] = {}
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
+        is_text = batch.column_names == ["line"]
+        rows = [*map(row_of, batch["line"].to_pylist())] if is_text else batch.to_pylist()
+        answers: list[Future] = [Future() for _ in rows]
+        for message in zip(rows, answers):
+            self.inbox.put(message)
+        results = [result_of(answer) for answer in answers]
+        if self.output_format == "jsonl":
+            lines = [json.dumps(row | result, default=str) for row, result in zip(rows, results)]
+            return pyarrow.table({"line": map(str.encode, lines)})
+        others = batch.drop_columns([name for name in RESULT.names if name in batch.column_names])
+        columns = pyarrow.Table.from_pylist(results, RESULT).columns
+        return pyarrow.table([*others.columns, *columns], [*others.column_names, *RESULT.names])
+
+    def _serve(self) -> None:
+        """Runs the engine for ever. New rows join the open stream whenever a row has finished."""
+        try:
+            while True:
+                message = self.inbox.get()
+                # the batches of an idle engine come one after another: let it begin with several
+                time.sleep(0.5)
+                outputs = self.llm.stream([])
+                self._add(*message)
+                self._add_all()
+                for output in outputs:
+                    self.active.pop(output.request_id).set_result(output)
+                    self._add_all()
+        except BaseException:
+            # an engine that has failed gets no more rows: Ray starts another process
+            traceback.print_exc()
+            os._exit(1)
+
+    def _add_all(self) -> None:
+        while not self.inbox.empty():
+            self._add(*self.inbox.get())
+
+    def _add(self, row: dict[str, Any], answer: Future) -> None:
+        try:
+            with naming("row"):
+                request_id, = self.llm.enqueue(*self._request(without_nulls(row)))
+            self.active[request_id] = answer
+        except ValueError as error:
+            answer.set_exception(error)
+
+    def _request(self, row: dict[str, Any]) -> tuple[list[Any], SamplingParams]:
+        """The prompt and the parameters of a row. Raises an error for what cannot be honoured."""
+        if ("prompt" in row) == ("messages" in row):
+            raise ValueError("must be an object with a prompt or messages, one of both")
+        params = self.sampling | row.get("sampling_params", {})
+        if names := NO_COLUMN & params.keys():
+            raise ValueError(f"sampling_params: {', '.join(names)} has no column in the output")
+        if "logit_bias" in params:
+            params["logit_bias"] = {int(key): bias for key, bias in params["logit_bias"].items()}
+        text = json.dumps(row, sort_keys=True, default=str)
+        params.setdefault("seed", xxhash.xxh64_intdigest(text.encode(), self.llm.config.seed or 0))
+        if "messages" in row:
+            options = row.get("chat_template_kwargs", {}) | {"add_generation_prompt": True}
+            prompt, = self.llm.inputs.render(row["messages"], options)
+        elif not isinstance(prompt := row["prompt"], (str, list)):
+            raise ValueError("prompt must be a text or a list of token ids")
+        params["output_kind"] = RequestOutputKind.FINAL_ONLY
+        return [prompt], replace(self.llm.get_default_sampling_params(), **params)
+
+
+def row_of(line: bytes) -> dict[str, Any]:
+    """The row in a line. Anything else becomes a row without a prompt."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    return row if isinstance(row, dict) else {"line": line.decode(errors="replace")}
+
+
+def without_nulls(value: Any) -> Any:
+    """Arrow gives every object all names of its column: those that it did not have are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [*map(without_nulls, value)] if isinstance(value, list) else value
+
+
+def result_of(answer: Future) -> dict[str, Any]:
+    """Waits for a row. Returns its values for RESULT."""
+    nothing = dict.fromkeys(RESULT.names)
+    try:
+        output = answer.result()
+    except ValueError as error:
+        return nothing | {"error": str(error)}
+    completion = output.outputs[0]
+    if completion.finish_reason == "error":
+        return nothing | {"error": completion.stop_reason}
+    values = [completion.text, completion.token_ids, completion.finish_reason,
+              len(output.prompt_token_ids), len(completion.token_ids)]
+    return nothing | dict(zip(RESULT.names, values))
+
+
+class LineSource(FileBasedDatasource):
+    """Reads lines unparsed: a bad one is the error of its row, and not of the job."""
+
+    def _read_stream(self, f: pyarrow.NativeFile, path: str) -> Iterator[pyarrow.Table]:
+        file = io.BufferedReader(f)
+        while lines := [*islice(file, 1000)]:
+            yield pyarrow.table({"line": [line for line in lines if line.strip()]})
+
+
+class LineSink(BlockBasedFileDatasink):
+    """Writes lines as they are."""
+
+    def write_block_to_file(self, block: BlockAccessor, file: pyarrow.NativeFile) -> None:
+        for line in block.to_arrow()["line"].to_pylist():
+            file.write(line + b"\n")
+
+
+def read(path: str, input_format: str, output_format: str) -> ray.data.Dataset:
+    """From JSONL to Parquet, each column must have one type: there, a bad line ends the job."""
+    if input_format == "parquet":
+        return ray.data.read_parquet(path, file_extensions=["parquet"])
+    if output_format == "parquet":
+        return ray.data.read_json(path, file_extensions=["jsonl", "json"])
+    return ray.data.read_datasource(LineSource(path, file_extensions=["jsonl", "json"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-i", "--input", required=True, help="a file, a folder or a URL")
+    parser.add_argument("-o", "--output", required=True, help="a new folder, or its URL")
+    parser.add_argument("--input-format", choices=FORMATS, help="default: what the input ends in")
+    parser.add_argument("--output-format", choices=FORMATS, help="default: that of the input")
+    parser.add_argument("--model", default=str(BUNDLED))
+    parser.add_argument("--replicas", type=lambda text: [*map(int, text.split(","))], default=[1],
+                        metavar="N or MIN,MAX")
+    parser.add_argument("--address", default="local", help="auto, or that of a cluster")
+    parser.add_argument("--cpus", type=int, help="of a replica; default: its share")
+    parser.add_argument("--gpus", type=float, help="of a replica; default: its ranks, where any is")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of a replica")
+    parser.add_argument("--batch-size", type=int, default=32, help="rows that Ray sends at once")
+    parser.add_argument("--rows-per-file", type=int, default=1000)
+    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON",
+                        help="""keywords of LLM: '{"max_num_seqs": 64}'""")
+    parser.add_argument("--sampling-params", type=json.loads, default={}, metavar="JSON",
+                        help="""for all rows: '{"temperature": 0}'""")
+    flags = parser.parse_args()
+
+    # 1. a cluster: where it is this machine, two CPUs are added, for reading and writing
+    local = {"num_cpus": max(os.cpu_count() or 1, flags.replicas[-1]) + 2}
+    ray.init(flags.address, **local if flags.address == "local" else {})
+    resources = ray.cluster_resources()
+    if flags.gpus is None:
+        flags.gpus = flags.tensor_parallel_size if resources.get("GPU") else 0
+    if not flags.gpus and not flags.cpus:
+        flags.cpus = max(1, int(resources["CPU"] - 2) // flags.replicas[-1])
+
+    # 2. four times as many rows as can run: those that wait fill the places of finished batches
+    options = {"max_num_seqs": 256, "tensor_parallel_size": flags.tensor_parallel_size}
+    options |= flags.options
+    num_batches = -(-4 * options["max_num_seqs"] // flags.batch_size)
+    input_format = flags.input_format or FORMATS[flags.input.endswith(".parquet")]
+    output_format = flags.output_format or input_format
+    rows = read(flags.input, input_format, output_format)
+    rows = rows.repartition(target_num_rows_per_block=flags.batch_size)
+    rows = rows.map_batches(
+        Replica, batch_size=flags.batch_size, batch_format="pyarrow",
+        fn_constructor_args=(flags.model, options, flags.sampling_params, output_format),
+        compute=ray.data.ActorPoolStrategy(
+            min_size=flags.replicas[0], max_size=flags.replicas[-1],
+            max_concurrent_calls_per_actor=num_batches, max_tasks_in_flight_per_actor=num_batches,
+            enable_true_multi_threading=True),
+        num_cpus=flags.cpus, num_gpus=flags.gpus)
+    writing = {"min_rows_per_file": flags.rows_per_file, "mode": ray.data.SaveMode.ERROR}
+    if output_format == "parquet":
+        rows.write_parquet(flags.output, **writing)
+    else:
+        rows.write_datasink(LineSink(flags.output, file_format="jsonl", **writing))
+
+
+if __name__ == "__main__":
+    main()
