@@ -50,6 +50,7 @@ def is_quoted(quote: str, source: str) -> bool:
 @pytest.mark.parametrize("file", CHAPTERS, **by_name)
 def test_quotes(file):
     for fence in fences_of(file.read_text()):
+        assert fence.language in ("python", "output", "sh", "text"), f"line {fence.line}"
         if fence.source:
             source = (ROOT / fence.source).read_text()
             assert is_quoted(fence.text, source), f"line {fence.line}: not in {fence.source}"
