@@ -40,7 +40,7 @@ def is_quoted(quote: str, source: str) -> bool:
     """Whether the lines of a quote stand in a file: in this order, indented by the same, and side
     by side, but for the lines left out where the quote has `...` or `# …`."""
     parts = re.split(r"^[ ]*(?:\.\.\.|# ….*)\n", textwrap.dedent(quote), flags=re.MULTILINE)
-    for indent in (0, 4, 8, 12):
+    for indent in range(0, 24, 4):
         patterns = (re.escape(textwrap.indent(part.strip("\n"), " " * indent)) for part in parts)
         if re.search("^" + "\n(?:.*\n)*?".join(patterns) + "$", source, flags=re.MULTILINE):
             return True

@@ -63,8 +63,10 @@ def snippets_of(text: str) -> list[Snippet]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("chapter", type=int)
-    chapter, = Path(__file__).parent.glob(f"{parser.parse_args().chapter:02}-*.md")
+    pages = sorted(Path(__file__).parent.glob("*.md"))
+    chapters = {page.stem.split("-")[0].lstrip("0"): page for page in pages}
+    parser.add_argument("chapter", choices=chapters)
+    chapter = chapters[parser.parse_args().chapter]
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     for snippet in snippets_of(chapter.read_text()):
