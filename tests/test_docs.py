@@ -19,7 +19,7 @@ from urllib.parse import urlparse
 import pytest
 from conftest import ROOT
 
-from nanoengine import scheduler
+from nanoengine import LLM, scheduler
 
 sys.path.insert(0, str(ROOT / "docs" / "tutorial"))
 
@@ -81,7 +81,7 @@ def run_snippets(text: str, name: str) -> None:
             assert lines[0] == lines[1], f"printed and expected, for:\n{code.strip()}"
     finally:
         for value in names.values():
-            if hasattr(value, "engine"):
+            if isinstance(value, LLM):
                 value.close()
 
 
