@@ -13,8 +13,9 @@ The life of a block:
                             cached
 
 Blank blocks are reused first, then cached ones, the least recently used first. Two blocks with the
-same tokens ("twins") arise when two sequences compute the same prompt side by side; both stay
-findable, so that evicting one never loses the other.
+same tokens ("twins") arise when two sequences compute the same prompt side by side, or when a whole
+prompt is cached and its last block is computed again (`find_shared`); both stay findable, so that
+evicting one never loses the other.
 """
 
 from array import array

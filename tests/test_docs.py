@@ -1,0 +1,232 @@
+"""The documents: what they quote stands in the source, what they run prints what they say, and
+their commands and links lead somewhere.
+
+`docs/tutorial/run.py` says which kinds of fences there are.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import re
+import runpy
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+from conftest import ROOT
+
+from nanoengine import LLM, scheduler
+
+sys.path.insert(0, str(ROOT / "docs" / "tutorial"))
+
+from run import fences_of, snippets_of  # noqa: E402
+
+CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
+DOCUMENTS = [*ROOT.glob("*.md"), *(file for folder in ("docs", "examples", "lab", "models")
+                                   for file in sorted((ROOT / folder).rglob("*.md")))]
+# a module of the lab may have been imported before it is started
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+by_name = {"ids": lambda file: str(file.relative_to(ROOT))}
+
+
+# ---------------------------------------------------------------------------------- quotes
+
+
+def is_quoted(quote: str, source: str) -> bool:
+    """Whether the lines of a quote stand in a file: in this order, indented by the same, and side
+    by side, but for the lines left out where the quote has `...` or `# …`."""
+    parts = re.split(r"^[ ]*(?:\.\.\.|# ….*)\n", textwrap.dedent(quote), flags=re.MULTILINE)
+    for indent in range(0, 24, 4):
+        patterns = (re.escape(textwrap.indent(part.strip("\n"), " " * indent)) for part in parts)
+        if re.search("^" + "\n(?:.*\n)*?".join(patterns) + "$", source, flags=re.MULTILINE):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("file", CHAPTERS, **by_name)
+def test_quotes(file):
+    for fence in fences_of(file.read_text()):
+        assert fence.language in ("python", "output", "sh", "text"), f"line {fence.line}"
+        if fence.source:
+            source = (ROOT / fence.source).read_text()
+            assert is_quoted(fence.text, source), f"line {fence.line}: not in {fence.source}"
+
+
+def test_a_wrong_quote_is_found():
+    source = "class A:\n    def f(x):\n        y = x\n\n        return y\n\n    z = 1\n"
+    for right in ("def f(x):\n    y = x\n", "def f(x):\n    ...\nz = 1\n", "y = x\n\nreturn y\n",
+                  "class A:\n    # … the rest\n    z = 1\n", "def f(x):\n    ...\n    return y\n"):
+        assert is_quoted(right, source), right
+    for wrong in ("def f(x):\n    return y\n", "z = 1\n...\ndef f(x):\n", "def f(y):\n", "y = \n",
+                  "class A:\n    # left out\n    z = 1\n", "def f(x):\ny = x\n", "return\n"):
+        assert not is_quoted(wrong, source), wrong
+
+
+# -------------------------------------------------------------------------------- snippets
+
+
+def run_snippets(text: str, name: str) -> None:
+    """Runs the snippets of a chapter in one namespace, and compares what each of them prints."""
+    names: dict = {"__name__": "chapter"}
+    try:
+        for code, output in snippets_of(text):
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile(code, name, "exec"), names)
+            lines = [[line.rstrip() for line in each.splitlines()]
+                     for each in (printed.getvalue(), output)]
+            assert lines[0] == lines[1], f"printed and expected, for:\n{code.strip()}"
+    finally:
+        for value in names.values():
+            if isinstance(value, LLM):
+                value.close()
+
+
+@pytest.mark.parametrize("file", CHAPTERS, **by_name)
+def test_snippets(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    victims = dict(scheduler.VICTIMS)
+    try:
+        run_snippets(file.read_text(), file.name)
+    finally:
+        scheduler.VICTIMS.clear()
+        scheduler.VICTIMS.update(victims)
+
+
+def test_a_wrong_output_is_found():
+    run_snippets("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n```output\n1\n```\n", "right")
+    for text in ("```python\nprint(1)\n```\n", "```python\nprint(1)\n```\n\n```output\n2\n```\n",
+                 "```python\nx = 1\n```\n\n```output\n1\n```\n", "```output\n1\n```\n"):
+        with pytest.raises(AssertionError):
+            run_snippets(text, "wrong")
+
+
+def test_every_chapter_is_in_the_contents():
+    contents = (ROOT / "docs" / "tutorial" / "README.md").read_text()
+    for file in CHAPTERS:
+        assert file.name == "README.md" or f"]({file.name})" in contents, file.name
+
+
+# -------------------------------------------------------------------------------- commands
+
+
+class Parsed(Exception):
+    """A program has understood its arguments."""
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """The arguments of every python that a document's sh fences start."""
+    found = []
+    for fence in fences_of(text):
+        if fence.language == "sh":
+            for line in fence.text.replace("\\\n", " ").splitlines():
+                for command in re.split(r"&&|\|\||;|\|", line):
+                    words = shlex.split(command, comments=True)
+                    while words and re.match(r"\w+=", words[0]):
+                        del words[0]
+                    if words and re.fullmatch(r"(\.venv/bin/)?python3?", words[0]):
+                        found.append(words[1:])
+    return found
+
+
+def check_command(words: list[str]) -> None:
+    """Starts a program of ours and stops it when it has parsed its arguments.
+
+    For any other there must be a module. Raises SystemExit for arguments that are refused.
+    """
+    words = words[1:] if words[:1] == ["-i"] else words
+    is_module = words[:1] == ["-m"]
+    name, *arguments = words[is_module:] or ["-"]
+    if is_module:
+        assert importlib.util.find_spec(name), name
+    elif name != "-":
+        assert (ROOT / name).is_file(), name
+    if arguments and (not is_module or name.startswith("lab.")):
+        run = runpy.run_module if is_module else runpy.run_path
+        with pytest.raises(Parsed), pytest.MonkeyPatch.context() as patch:
+            parse = argparse.ArgumentParser.parse_args
+
+            def parse_only(*given):
+                parse(*given)
+                raise Parsed
+
+            patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+            patch.setattr(sys, "argv", [name, *arguments])
+            run(name, run_name="__main__")
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, **by_name)
+def test_commands(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT)
+    for words in commands_in(file.read_text()):
+        check_command(words)
+
+
+def test_a_wrong_command_is_found(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT)
+    text = "```sh\nA=1 .venv/bin/python bench.py && ls  # what\n"
+    text += "python -m lab.compare \\\n  memory\n```"
+    assert commands_in(text) == [["bench.py"], ["-m", "lab.compare", "memory"]]
+    for command in ("-m lab.compare nothing", "bench.py --no-such-flag", "bench.py --engine"):
+        with pytest.raises(SystemExit):
+            check_command(command.split())
+    for command in ("no_such_file.py", "-m lab.nothing"):
+        with pytest.raises(AssertionError):
+            check_command(command.split())
+
+
+# ----------------------------------------------------------------------------------- links
+
+
+def without_fences(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a document's headings, by GitHub's rule."""
+    found: set[str] = set()
+    for title in re.findall(r"^#+ +(.*?)[ #]*$", without_fences(text), flags=re.MULTILINE):
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        slug = re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+        same = [slug, *(f"{slug}-{number}" for number in range(1, len(found) + 1))]
+        found.add(next(each for each in same if each not in found))
+    return found
+
+
+def check_link(target: str, folder: Path, text: str) -> None:
+    """target: in a document with this text in this folder."""
+    if re.match(r"\w+:", target):
+        url = urlparse(target)
+        assert url.scheme in ("http", "https") and "." in url.netloc, target
+        return
+    name, _, anchor = target.partition("#")
+    file = folder / name
+    assert name == "" or file.exists(), target
+    if anchor:
+        assert not name or file.suffix == ".md", f"{target}: only headings are checked"
+        assert anchor in anchors_of(file.read_text() if name else text), target
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, **by_name)
+def test_links(file):
+    text = file.read_text()
+    # code between backticks may look like a link
+    prose = re.sub(r"`[^`\n]+`", "", without_fences(text))
+    for target in re.findall(r"\]\(([^)]*)\)|(?:src|href)=\"([^\"]*)\"", prose):
+        check_link("".join(target), file.parent, text)
+
+
+def test_a_wrong_link_is_found():
+    text = "# One\n```sh\n# Two\n```\n## `three` of [four](five.md), six_7\n# One\n"
+    assert anchors_of(text) == {"one", "three-of-four-six_7", "one-1"}
+    for target in ("#one", "#one-1", "README.md", "docs/policies.md#victims", "https://a.org/b#c"):
+        check_link(target, ROOT, text)
+    for target in ("#two", "#One", "none.md", "README.md#none", "https://nowhere", "htp://a.org",
+                   "bench.py#L3", "no file"):
+        with pytest.raises(AssertionError):
+            check_link(target, ROOT, text)
