@@ -41,7 +41,9 @@ from nanoengine.kernels.vectors import (
 SPAN = 128
 PLACES = np.arange(SPAN, dtype=np.float32)
 # Sums of so many rows, and so many vectors, stay in registers.
-MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (3, 6)
+MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
+# the tiles of keys whose scores are computed together
+TILES = MOST_VECTORS // MOST_ROWS
 SUMS = MOST_VECTORS * LANES
 # a masked score, and the maximum before the first score: 2^(HIDDEN - LOWEST) is 0
 HIDDEN = np.float32(-1e30)
@@ -220,9 +222,10 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
             # scores
             scores[:, :SPAN] = 0
             for r in range(0, num_rows, rows):
-                for t in range(0, tiles, 2):
+                for t in range(0, tiles, TILES):
                     multiply(queries[r:], kv[0], places[t:], places[t + 1] - places[t], LANES,
-                             words, words, scores[r:, t * LANES:], pitch, rows, 2, shift)
+                             words, words, scores[r:, t * LANES:], pitch, rows, TILES,
+                             shift)
 
             # softmax
             for r in range(num_rows):
