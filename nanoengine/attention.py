@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from nanoengine.kernels.paged_attention import paged_attention, set_num_threads
+from nanoengine.kernels.compiling import set_num_threads
+from nanoengine.kernels.paged_attention import numbers_per_token, paged_attention
 from nanoengine.sampling_params import rejected
 
 # (name, dtype, shape, number of 32-bit words) of each array in a buffer
@@ -121,15 +122,19 @@ def known_ids(token_ids: Tensor, last_sampled: Tensor) -> Tensor:
 
 
 def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtype: torch.dtype,
-                device: str) -> Tensor:
+                device: str, backend: str) -> Tensor:
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
     In memory block_size is behind kv_heads: the keys of a head are adjacent. On a GPU the cache is
-    zeros, since padded rows read block 0. On a CPU it becomes memory when it is written to.
+    zeros, since padded rows read block 0. On a CPU it becomes memory when it is written to. How the
+    numba kernel arranges the numbers of a head within a block, and pads them, is its own business:
+    only whole blocks can be copied.
     """
     make = torch.zeros if device == "cuda" else torch.empty
+    is_tiled = backend == "numba"
+    numbers = numbers_per_token(config.head_dim, block_size) if is_tiled else config.head_dim
     shape = config.num_hidden_layers, 2, num_blocks, config.num_key_value_heads, block_size
-    return make(*shape, config.head_dim, dtype=dtype, device=device).transpose(3, 4)
+    return make(*shape, numbers, dtype=dtype, device=device).transpose(3, 4)
 
 
 # -------------------------------------------------------------------------------- backends
@@ -151,18 +156,19 @@ def cpu_attention(qkv: Tensor, norms: tuple[nn.Module, nn.Module], angles: Tenso
     set_num_threads(num_threads)
     # what numba, when it starts, tells the OpenMP that both share is every core
     torch.set_num_threads(num_threads)
-    _, _, block_size, kv_heads, head_dim = cache.shape
-    ones = torch.ones(head_dim)
+    _, _, block_size, kv_heads, _ = cache.shape
+    ones = torch.ones(qkv.shape[2])
     weights = torch.stack([getattr(norm, "weight", ones) for norm in norms]).float()
     out = torch.empty_like(qkv[:, 2 * kv_heads:])
     # NumPy knows no bfloat16
     bits = torch.uint16 if cache.itemsize == 2 else torch.uint32
     kernel = paged_attention(
-        head_dim, out.shape[1] // kv_heads, block_size, shift=32 - 8 * bits.itemsize)
-    kernel(qkv.view(bits).numpy(), cache.transpose(2, 3).view(bits).numpy(),
-           out.view(bits).numpy(), weights.numpy(), angles.numpy(), step.slot_blocks.numpy(),
-           step.slot_offsets.numpy(), step.block_tables.numpy(), step.sequence_of_token.numpy(),
-           step.positions.numpy(), getattr(norms[0], "eps", -1.0), window or 2**31 - 1)
+        qkv.shape[2], out.shape[1] // kv_heads, block_size, shift=32 - 8 * bits.itemsize)
+    words = cache.transpose(2, 3).flatten(3).view(torch.uint32)
+    arrays = (qkv.view(bits), words, out.view(bits), weights, angles, step.slot_blocks,
+              step.slot_offsets, step.block_tables, step.sequence_of_token, step.positions)
+    kernel(*(array.numpy() for array in arrays), getattr(norms[0], "eps", -1.0),
+           window or 2**31 - 1)
     return out
 
 

@@ -176,7 +176,7 @@ class ModelRunner:
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Makes the KV cache, with block 0 in front, and the host pool."""
         self.caches = make_caches(self.model_config, num_blocks + 1, self.config.block_size,
-                                  self.dtype, self.device)
+                                  self.dtype, self.device, self.backend)
         # (num_blocks + 1, layers, 2, …)
         self.blocks = self.caches.movedim(2, 0)
         self.host_blocks = torch.empty(num_host_blocks, *self.blocks.shape[1:], dtype=self.dtype,

@@ -21,6 +21,8 @@ from transformers import LlamaConfig, Qwen3Config
 from nanoengine.attention import (
     BACKENDS, StepInputs, choose_backend, cpu_attention, make_caches, pack, unpack)
 from nanoengine.kernels import paged_attention as kernels
+from nanoengine.kernels.paged_attention import LANES
+
 from nanoengine.model import DecoderLayer, RMSNorm
 
 
@@ -79,12 +81,58 @@ def make_step(num_tokens, computed, block_size):
         longest_query=max(num_tokens), longest_keys=int(lengths.max()))
 
 
-def random_cache(num_heads, head_dim, block_size, step, dtype, scale=1.0):
+def make_cache(num_heads, head_dim, block_size, step, dtype, backend):
     config = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=num_heads, head_dim=head_dim)
     num_blocks = int(step.block_tables.max()) + 1
-    cache = make_caches(config, num_blocks, block_size, dtype, "cpu")[0]
-    assert cache.shape == (2, num_blocks, block_size, num_heads, head_dim)
+    return make_caches(config, num_blocks, block_size, dtype, "cpu", backend)[0]
+
+
+def random_cache(num_heads, head_dim, block_size, step, dtype, scale=1.0):
+    """In the plain layout, which all backends but numba have."""
+    cache = make_cache(num_heads, head_dim, block_size, step, dtype, "gather")
+    assert cache.shape == (2, len(cache[0]), block_size, num_heads, head_dim)
     return cache.copy_(torch.randn(cache.shape) * scale)
+
+
+def places_in_tiles(cache, head_dim):
+    """Views of numba's layout, for keys (blocks, kv_heads, tiles, 16, words, numbers of a word) and
+    for values (blocks, kv_heads, tiles, words of 16 keys, numbers of a word, width)."""
+    numbers = 2 if cache.dtype == torch.bfloat16 else 1
+    width, tiles = -(-head_dim // LANES) * LANES, -(-cache.shape[2] // LANES)
+    memory = cache.transpose(2, 3).flatten(3)[..., :tiles * LANES * width]
+    keys = memory[0].unflatten(-1, (tiles, width // numbers, LANES, numbers)).transpose(-3, -2)
+    values = memory[1].unflatten(-1, (tiles, LANES // numbers, width, numbers)).transpose(-2, -1)
+    return keys, values
+
+
+def to_tiles(plain, tiled):
+    """Writes the numbers of a plain cache to one in numba's layout; the padding is NaN."""
+    block_size, head_dim = plain.shape[2], plain.shape[4]
+    tiled.fill_(torch.nan)
+    keys, values = places_in_tiles(tiled, head_dim)
+    block_padding, width_padding = -block_size % LANES, -head_dim % LANES
+    plain = F.pad(plain.transpose(2, 3), (0, width_padding, 0, block_padding), value=torch.nan)
+    if block_size % 2:
+        plain[1, :, :, block_size:block_size + 1] = 0
+    plain = plain.unflatten(3, (-1, LANES))
+    keys.copy_(plain[0].unflatten(-1, keys.shape[-2:]))
+    values.copy_(plain[1].unflatten(-2, (-1, values.shape[-2])))
+    return tiled
+
+
+def from_tiles(tiled, head_dim):
+    """The numbers of a cache in numba's layout, in the plain one."""
+    keys, values = places_in_tiles(tiled, head_dim)
+    both = torch.stack((keys.flatten(-2), values.flatten(-3, -2)))
+    return both.flatten(3, 4)[:, :, :, :tiled.shape[2], :head_dim].transpose(2, 3)
+
+
+def attend_in_tiles(qkv, norms, angles, plain, window, step):
+    """`cpu_attention` for a plain cache, to which it writes."""
+    tiled = make_cache(plain.shape[3], qkv.shape[2], plain.shape[2], step, plain.dtype, "numba")
+    out = cpu_attention(qkv, norms, angles, to_tiles(plain, tiled), window, step)
+    plain[:] = from_tiles(tiled, qkv.shape[2])
+    return out
 
 
 def random_norms(head_dim, dtype):
@@ -131,7 +179,13 @@ def test_against_plain_torch(backend, kv_heads, group_size, head_dim, block_size
     angles = torch.stack((angles.cos(), angles.sin()))
     norms = random_norms(head_dim, dtype) if has_norms else NO_NORMS
     layer = make_layer(kv_heads, group_size, head_dim, window, norms)
-    out = layer.attend(qkv.clone().flatten(1), angles, cache, step, BACKENDS[backend])
+    if backend == "numba":
+        tiled = make_cache(kv_heads, head_dim, block_size, step, dtype, backend)
+        out = layer.attend(
+            qkv.clone().flatten(1), angles, to_tiles(cache, tiled), step, cpu_attention)
+        cache = from_tiles(tiled, head_dim)
+    else:
+        out = layer.attend(qkv.clone().flatten(1), angles, cache, step, BACKENDS[backend])
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
     query, key = (norm_and_rotate(x, norm, angles) for x, norm in zip((query, key), norms))
     written = cache[:, step.slot_blocks, step.slot_offsets]
@@ -239,7 +293,7 @@ def test_large_scores_do_not_overflow():
     cache = random_cache(1, 32, 16, step, torch.float32, scale=100)
     query = torch.randn(1, 1, 32) * 100
     qkv = query.repeat(1, 3, 1)
-    out = cpu_attention(qkv, NO_NORMS, no_turn(1, 32), cache, None, step)
+    out = attend_in_tiles(qkv, NO_NORMS, no_turn(1, 32), cache, None, step)
     expected = plain_attention(query, cache, None, step)
     torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-4)
 
@@ -250,12 +304,12 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch():
     cache = random_cache(2, 128, 16, step, torch.bfloat16)
     qkv, angles = torch.randn(81, 20, 128).bfloat16(), torch.rand(2, 81, 64)
     norms = random_norms(128, torch.bfloat16)
-    whole = cpu_attention(qkv.clone(), norms, angles, cache, None, step)
+    whole = attend_in_tiles(qkv.clone(), norms, angles, cache, None, step)
     for rows in (slice(0, 1), slice(7, 12), slice(30, 31), slice(60, 81)):
         part = dataclasses.replace(step, **{name: getattr(step, name)[rows] for name in (
             "positions", "sequence_of_token", "slot_blocks", "slot_offsets")})
         turns = angles[:, rows].contiguous()
-        alone = cpu_attention(qkv[rows].clone(), norms, turns, cache, None, part)
+        alone = attend_in_tiles(qkv[rows].clone(), norms, turns, cache, None, part)
         assert torch.equal(alone, whole[rows])
 
 
@@ -299,6 +353,82 @@ def test_a_package_that_cannot_be_imported_falls_through_to_the_next_backend(
         choose_backend("flash-attn", "cuda", torch.bfloat16, 256)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_what_is_unwritten_and_what_others_wrote_may_be_nan(block_size, dtype):
+    """The cache is memory that nothing has written yet, or that has been used before."""
+    torch.manual_seed(0)
+    lengths, heads, head_dim = [1, 2, 17, 33], 2, 32
+    qkv, norms = torch.randn(53, 3 * heads, head_dim).to(dtype), random_norms(head_dim, dtype)
+    # K and V of the second sequence are NaN
+    qkv[1, heads] = qkv[2, 2 * heads] = torch.nan
+    outs = []
+    for rest in (torch.nan, 0.0):
+        step = make_step(lengths, [0] * 4, block_size)
+        tiled = make_cache(heads, head_dim, block_size, step, dtype, "numba").fill_(rest)
+        angles = no_turn(53, head_dim)
+        outs.append(cpu_attention(qkv.clone(), norms, angles, tiled, None, step))
+        assert outs[-1][1:3].isnan().any(dim=0).any()
+        finite = torch.ones(53, dtype=torch.bool)
+        finite[1:3] = False
+        assert outs[-1][finite].isfinite().all()
+    assert torch.equal(outs[0][finite], outs[1][finite])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("chunk", [1, 3, 16, 37])
+def test_same_bits_however_a_prompt_is_chunked(chunk, dtype):
+    torch.manual_seed(0)
+    total, block_size = 150, 16
+    qkv, norms = torch.randn(total, 6, 32).to(dtype), random_norms(32, dtype)
+    angles = torch.rand(2, total, 16)
+    whole = make_step([total], [0], block_size)
+
+    def run(step, tiled, rows):
+        turns = angles[:, rows].contiguous()
+        return cpu_attention(qkv[rows].clone(), norms, turns, tiled, 40, step)
+
+    expected = run(whole, make_cache(2, 32, block_size, whole, dtype, "numba").fill_(torch.nan),
+                   slice(0, total))
+    tiled, found = make_cache(2, 32, block_size, whole, dtype, "numba").fill_(torch.nan), []
+    for first in range(0, total, chunk):
+        rows = slice(first, min(first + chunk, total))
+        step = dataclasses.replace(whole, **{name: getattr(whole, name)[rows] for name in (
+            "positions", "sequence_of_token", "slot_blocks", "slot_offsets")})
+        found.append(run(step, tiled, rows))
+    assert torch.equal(torch.cat(found), expected) and expected.isfinite().all()
+
+
+def largest_error(dtype):
+    """Of a step against plain torch, also called in processes of their own."""
+    torch.manual_seed(0)
+    step = make_step([20, 1, 3], [0, 150, 37], 16)
+    plain = random_cache(2, 32, 16, step, dtype)
+    qkv = torch.randn(24, 8, 32).to(dtype)
+    out = attend_in_tiles(qkv, NO_NORMS, no_turn(24, 32), plain, None, step)
+    return (out.double() - plain_attention(qkv[:, :4], plain, None, step)).abs().max().item()
+
+
+@pytest.mark.parametrize("name, features", [
+    ("haswell", "+avx,+avx2,+fma"), ("generic", ""), ("", "")])
+def test_other_cpus(name, features, tmp_path):
+    """The instructions follow the CPU that numba compiles for, not the one it runs on."""
+    script = """if True:
+        import torch
+        from nanoengine.kernels.vectors import has
+        from tests.test_attention import largest_error
+        print(has("avx512f"), has("avx512bf16"))
+        print(largest_error(torch.float32), largest_error(torch.bfloat16))"""
+    folder = Path(__file__).parents[1]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(folder)}
+    if name:
+        environment |= {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    printed = subprocess.check_output(
+        [sys.executable, "-c", script], env=environment, cwd=folder, text=True).split()
+    assert not name or printed[:2] == ["False", "False"]
+    assert float(printed[2]) < 3e-6 and float(printed[3]) < 2e-2
+
+
 def test_the_compiled_kernel_can_be_kept_on_disk():
     """numba finds it again only if what it closes over is the same in every process."""
     kernel = kernels.paged_attention(32, 2, 16, 16)
@@ -326,7 +456,7 @@ def bits_of_a_large_step():
     cache = random_cache(8, 128, 128, step, torch.bfloat16)
     norms, angles = random_norms(128, torch.bfloat16), torch.rand(2, 800, 64)
     qkv = torch.randn(800, 32, 128).bfloat16()
-    out = cpu_attention(qkv, norms, angles, cache, None, step)
+    out = attend_in_tiles(qkv, norms, angles, cache, None, step)
     return hashlib.sha1(torch.cat((qkv[:, :16], out)).view(torch.int16).numpy()).hexdigest()
 
 
@@ -354,7 +484,7 @@ def test_one_compiled_kernel_for_one_token_and_many(new_kernels):
         step = SimpleNamespace(slot_blocks=indices, slot_offsets=indices * 0, block_tables=tables,
                                sequence_of_token=indices.int(), positions=indices.int() * 0)
         qkv = torch.nn.Linear(5, 192)(torch.randn(4, 5))[:num_tokens].detach().view(-1, 6, 32)
-        cache = torch.zeros(2, 3, 2, 16, 32).transpose(2, 3)
+        cache = torch.zeros(2, 3, 2, 16, 32).transpose(2, 3)  # in any layout
         turns = no_turn(9, 32)[:, indices]
         out = cpu_attention(qkv, NO_NORMS, turns, cache, None, step)
         assert torch.allclose(out, qkv[:, 4:]), "each sees itself alone"

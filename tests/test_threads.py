@@ -15,7 +15,7 @@ from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
 
 from nanoengine import BeamSearchParams, SamplingParams
 from nanoengine.engine import Engine
-from nanoengine.kernels import paged_attention
+from nanoengine.kernels import compiling
 from nanoengine.scheduler import Scheduler
 
 PARAMS = SamplingParams(seed=3, max_tokens=8)
@@ -383,7 +383,7 @@ def compile_double():
         for i in range(len(numbers)):
             numbers[i] *= 2
 
-    compiled = paged_attention.compile_kernel(double, "(float32[::1],)")
+    compiled = compiling.compile_kernel(double, "(float32[::1],)")
     numbers = torch.ones(3).numpy()
     compiled(numbers)
     return numbers.tolist()
@@ -391,7 +391,7 @@ def compile_double():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(paged_attention.numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling.numba.config, "CACHE_DIR", str(tmp_path))
     return tmp_path
 
 
@@ -399,7 +399,7 @@ def cache(tmp_path, monkeypatch):
 def test_a_first_compilation_says_that_it_compiles(cache, caplog):
     with caplog.at_level("INFO", logger="nanoengine"):
         for expected in (["compiling the attention kernel"], []):
-            paged_attention.say_once.cache_clear()
+            compiling.say_once.cache_clear()
             caplog.clear()
             compile_double()
             assert [message[:30] for message in caplog.messages] == expected
@@ -412,10 +412,10 @@ def test_a_cache_that_cannot_be_used_is_named_in_a_warning(cache, monkeypatch, r
     if damage == "full disk":
         def fail(*arguments):
             raise OSError(28, "No space left on device")
-        monkeypatch.setattr(paged_attention.numba.core.caching.IndexDataCacheFile, "save", fail)
+        monkeypatch.setattr(compiling.numba.core.caching.IndexDataCacheFile, "save", fail)
     elif damage == "no folder":
         for name in ("UserProvidedCacheLocator", "InTreeCacheLocator", "UserWideCacheLocator"):
-            locator = getattr(paged_attention.numba.core.caching, name)
+            locator = getattr(compiling.numba.core.caching, name)
             monkeypatch.setattr(locator, "ensure_cache_path",
                                 lambda self: (_ for _ in ()).throw(PermissionError("read-only")))
     else:

@@ -1,95 +1,95 @@
-"""Paged attention for the CPU, compiled by numba, with head norms, rotation and the cache writes.
+"""Paged attention for the CPU, with head norms, rotation and the writing of K and V.
 
-    for each token of the step:                 for each KV head and each token:
-        norm and rotate its queries and keys        scores   of its group of queries with each key
-        write its K and V to the cache              softmax  over them
-                                                    values   summed up by these weights
+    for each KV head and each tile of tokens of a sequence:
+        norm and rotate its queries and keys, write its K and V to the cache
+    for each KV head and each tile, whose tokens' queries for this head are the rows:
+        for each span of 128 keys, up to the last token's:
+            scores    rows x keys: queries times keys
+            softmax   of each row: scores become weights, and sums so far shrink
+            values    rows x head_dim: weights times values are added to the sums
 
-    kv[0 or 1, block, kv_head, offset, :]       the cache: K, then V; the vectors of a head are
-                                                adjacent within a block
+The cache is kv[0 or 1, block, kv_head], K and V of one head, as 32-bit words: one float32, or two
+bfloat16. Keys and values are in tiles of 16 keys; each line is read as vectors (`vectors.py`).
 
-The kernel walks the block table, so that nothing is gathered, padded or repeated. Each token of a
-step, of a prompt or the newest, attends on its own to the keys up to its position, in an order of
-sums that depends on its position alone. So its result has the same bits whatever runs beside it,
-and in however many chunks its prompt came. The plain version that the tests compare with is
-`plain_attention` in `tests/test_attention.py`.
+    a tile of K: [word of head_dim][16 keys]         a tile of V: [word of keys][head_dim]
+        k0[0:2] k1[0:2] k2[0:2] …                       v0[0],v1[0]  v0[1],v1[1]  …
+        k0[2:4] k1[2:4] k2[2:4] …                       v2[0],v3[0]  v2[1],v3[1]  …
 
-numba runs its loops on OpenMP where it can. On Linux that is the very libgomp that torch has
-loaded: there is one pool of threads, and the two never fight over the cores.
+Blocks are padded to whole tiles, head_dim to whole vectors. What is unwritten can hold NaN: scores
+there are replaced, and values there are not read; half a pair is set to 0 if it is no number.
 
-Kernels loaded from numba's disk cache went through one more optimisation pass, which can reorder
-sums. At numba's level "max" all kernels are optimised twice, and both have the same bits.
+The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
+Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
+arXiv:2309.06180). Spans begin at fixed positions, and each sum goes over them in one order: a token
+has the same bits whatever runs beside it, and in however many chunks its prompt came. The plain
+version that the tests compare with is `plain_attention` in `tests/test_attention.py`.
 """
 
 import functools
-import logging
 import math
-import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import numba
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
-# once in a process: compiling one kernel raises an event for each function in it
-say_once = functools.cache(logging.getLogger(__name__).info)
+from nanoengine.kernels.compiling import compile_kernel
+from nanoengine.kernels.vectors import (
+    LANES, add_products, exp2, fill, has, inlined, largest, load, stack, store, store_bfloat16,
+    where_less)
 
-numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
-numba.config.OPT = type(numba.config.OPT)("max")  # type: ignore
-
-
-@numba.extending.intrinsic(prefer_literal=True)
-def registers(typing_context, rows, columns):
-    """Room for rows * columns float32 numbers that LLVM can keep in registers: it sees every use.
-
-    Sums in a NumPy array would go back to memory after each addition: others might read there.
-    """
-    def generate(context, builder, signature, arguments):
-        return numba.core.cgutils.alloca_once(builder, context.get_value_type(numba.float32),
-                                              rows.literal_value * columns.literal_value)
-    return numba.types.CPointer(numba.float32)(rows, columns), generate
-
-
-# ln(2)^k / k!: the Taylor series of 2^x, good to 1e-7 for |x| <= 1/2
-EXP2_SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7))
+# the keys of one step of the softmax, and the place of each
+SPAN = 128
+PLACES = np.arange(SPAN, dtype=np.float32)
+# Sums of so many rows, and so many vectors, stay in registers.
+MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
+# the tiles of keys whose scores are computed together
+TILES = MOST_VECTORS // MOST_ROWS
+SUMS = MOST_VECTORS * LANES
+# a masked score, and the maximum before the first score: 2^(HIDDEN - LOWEST) is 0
+HIDDEN = np.float32(-1e30)
+LOWEST = np.float32(-1e20)
 
 
-@njit(fastmath=True, inline="always")
-def exp(x):
-    """e^x for x <= 0, in plain arithmetic that LLVM vectorises. (A loop would call `expf`.)
-
-    2^t = 2^n * 2^(t - n), with n the integer next to t, shifted into the exponent of a float.
-    """
-    t = max(x * np.float32(math.log2(math.e)), np.float32(-126))
-    n = np.int32(t - np.float32(0.5))
-    power = EXP2_SERIES[6]
-    for k in (5, 4, 3, 2, 1, 0):
-        power = power * (t - np.float32(n)) + EXP2_SERIES[k]
-    return power * np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
+@inlined()
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
 
 
-@njit(inline="always")
+def numbers_per_token(head_dim: int, block_size: int) -> int:
+    """How many numbers K, or V, of a token take in a block, with what the block is padded by."""
+    numbers = round_up.py_func(head_dim, LANES) * round_up.py_func(block_size, LANES)
+    return round_up.py_func(-(-numbers // block_size), 2)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
+
+
+# --------------------------------------------------------------------- norm, rotation, cache
+
+
+@inlined()
 def to_float32(bits, shift):
     """A number from its bits: bfloat16 is the upper half of a float32 (shift 16)."""
     return np.uint32(np.uint32(bits) << shift).view(np.float32)
 
 
-@njit(inline="always")
+@inlined()
 def to_bits(number, shift):
     """The bits of a float32, or of the nearest bfloat16; of two, the even one."""
     bits = np.float32(number).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 if shift else bits
 
 
-@njit(inline="always")
+@inlined()
 def norm_and_rotate(head, weight, cos, sin, eps, head_dim, shift):
     """RMSNorm (unless eps is negative) and RoPE of one head, (head_dim,), in place."""
-    squares = np.float32(0)
-    for d in range(head_dim):
-        squares += to_float32(head[d], shift) ** 2
-    scale = np.float32(1 / np.sqrt(squares / head_dim + eps) if eps >= 0 else 1)
+    squares = carray(stack(LANES), LANES, np.float32)
+    squares[:] = 0
+    for first in range(0, head_dim, LANES):
+        for d in range(first, min(first + LANES, head_dim)):
+            squares[d - first] += to_float32(head[d], shift) ** 2
+    scale = np.float32(1 / np.sqrt(squares.sum() / head_dim + eps) if eps >= 0 else 1)
     half = head_dim // 2
     for d in range(half):
         left = to_float32(head[d], shift) * weight[d] * scale
@@ -98,90 +98,153 @@ def norm_and_rotate(head, weight, cos, sin, eps, head_dim, shift):
         head[half + d] = to_bits(right * cos[d] + left * sin[d], shift)
 
 
-@njit(inline="always")
-def attend(heads, kv, kv_head, table, last, window, out, group_size, head_dim, block_size, shift):
-    """One token's queries of one KV head over the keys up to `last`, or the last `window` of them.
+@inlined()
+def write(key, value, keys, values, offset, head_dim, width, pack):
+    """K and V, (head_dim,), go to their place in a block, (words,)."""
+    words = key.view(np.uint32)
+    tile, lane = divmod(offset, LANES)
+    for w in range(head_dim // pack):
+        keys[tile * LANES * width // pack + w * LANES + lane] = words[w]
+    pair, second = divmod(offset, pack)
+    line = values[pair * width:]
+    kept = np.uint32(0 if pack == 1 else 0xFFFF if second else 0xFFFF0000)
+    for d in range(head_dim):
+        other = line[d] & kept
+        # a second half that is unwritten might be no number
+        is_number = other & 0x7F800000 != 0x7F800000
+        line[d] = (other if is_number else np.uint32(0)) | np.uint32(value[d]) << 16 * second
 
-    heads, out: (heads, head_dim), of the token; table: the blocks of its sequence. Queries, the key
-    at hand and the sums stay in registers; only scores go through memory.
+
+# -------------------------------------------------------------------------------- attention
+
+
+@inlined()
+def copy(source, from_pitch, target, to_pitch, rows, vectors):
+    for r in range(rows):
+        for c in range(0, vectors * LANES, LANES):
+            store(target, r * to_pitch + c, load(source, r * from_pitch + c))
+
+
+@inlined()
+def multiply(left, right, places, apart, line, step, depth, out, pitch, rows, vectors, shift):
+    """out[r, c] += left[r, k] * right[k, c] for all k < depth, one after the other.
+
+    left, out: words and float32, of which a row begins `pitch` words behind the row before
+    right: words, of which line k begins k % step * line words behind places[k // step], and each
+        vector of a line `apart` words behind the vector before
     """
-    first = max(0, last + 1 - window)
-    query = carray(registers(group_size, head_dim), (group_size, head_dim), np.float32)
-    total = carray(registers(group_size, head_dim), (group_size, head_dim), np.float32)
-    key = carray(registers(1, head_dim), (head_dim,), np.float32)
-    for g in range(group_size):
-        for d in range(head_dim):
-            number = to_float32(heads[kv_head * group_size + g, d], shift)
-            query[g, d] = number * np.float32(head_dim ** -0.5)
-            total[g, d] = 0
-
-    # scores
-    weights = np.empty((group_size, last + 1 - first), np.float32)
-    for i in range(last + 1 - first):
-        index, offset = divmod(first + i, block_size)
-        vector = kv[0, table[index], kv_head, offset]
-        for d in range(head_dim):
-            key[d] = to_float32(vector[d], shift)
-        for g in range(group_size):
-            score = np.float32(0)
-            for d in range(head_dim):
-                score += query[g, d] * key[d]
-            weights[g, i] = score
-
-    # softmax
-    for g in range(group_size):
-        maximum = weights[g].max()
-        denominator = np.float32(0)
-        for i in range(last + 1 - first):
-            weights[g, i] = exp(weights[g, i] - maximum)
-            denominator += weights[g, i]
-        weights[g] /= denominator
-
-    # values
-    for i in range(last + 1 - first):
-        index, offset = divmod(first + i, block_size)
-        vector = kv[1, table[index], kv_head, offset]
-        for g in range(group_size):
-            for d in range(head_dim):
-                total[g, d] += weights[g, i] * to_float32(vector[d], shift)
-    for g in range(group_size):
-        for d in range(head_dim):
-            out[kv_head * group_size + g, d] = to_bits(total[g, d], shift)
+    sums = stack(SUMS)
+    copy(out, pitch, sums, vectors * LANES, rows, vectors)
+    for start in range(0, depth, step):
+        place = places[start // step]
+        for k in range(start, min(start + step, depth)):
+            for c in range(vectors):
+                numbers = load(right, place + c * apart)
+                for r in range(rows):
+                    i = (r * vectors + c) * LANES
+                    word = fill(left[r, k])
+                    store(sums, i, add_products(word, numbers, load(sums, i), shift))
+            place += line
+    copy(sums, vectors * LANES, out, pitch, rows, vectors)
 
 
-def set_num_threads(count: int) -> None:
-    """On how many threads the kernels run that the calling thread starts."""
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore
+@inlined()
+def soften(scores, weights, totals, top, sums, oldest, newest, scale, shift):
+    """A row's scores of a span become weights, 2^(score * scale - maximum).
 
-
-class Announcement(numba.core.event.Listener):
-    """Says that a kernel is being compiled, which takes seconds."""
-
-    def on_start(self, event):
-        say_once("compiling the attention kernel, which takes seconds; it is kept on disk")
-
-    def on_end(self, event):
-        pass
-
-
-def compile_kernel(kernel: Callable, signature: str) -> Callable:
-    """The compiled kernel, from numba's cache on disk if it has it.
-
-    Where the cache cannot be read or written, it warns, and the kernel is compiled without.
+    oldest, newest: the first and the last key of the span that the row sees
+    totals, top, sums: weighted values, maximum and weights so far, which shrink if it grows
     """
-    jit: Any = functools.partial(njit, parallel=True, fastmath=True, error_model="numpy")
-    folder = f"{Path(__file__).parent}/__pycache__ or the user's cache folder"
-    try:
-        compiled = jit(cache=True)(kernel)
-        folder = compiled.stats.cache_path
-        with numba.core.event.install_listener("numba:compile", Announcement()):
-            compiled.compile(signature)
-    # a folder that is read-only, a full disk, a damaged file: all kinds of errors
-    except Exception as error:
-        warnings.warn(f"numba cannot use {folder}: kernels are compiled anew in each process "
-                      f"({error})", stacklevel=2)
-        compiled = jit(signature)(kernel)
-    return compiled
+    highest = load(top, 0)
+    for i in range(0, len(scores), LANES):
+        place = load(PLACES, i)
+        score = load(scores, i) * fill(scale)
+        score = where_less(place, fill(oldest), fill(HIDDEN), score)
+        score = where_less(fill(newest), place, fill(HIDDEN), score)
+        store(scores, i, score)
+        highest = where_less(highest, score, score, highest)
+    highest = fill(largest(highest))
+    shrink = exp2(load(top, 0) - highest)
+    total = load(sums, 0) * shrink
+    for i in range(0, len(scores), LANES):
+        weight = exp2(load(scores, i) - highest)
+        if shift:
+            weight = store_bfloat16(weights, i // 2, weight)
+        else:
+            store(weights, i, weight)
+        total = total + weight
+    store(top, 0, highest)
+    store(sums, 0, total)
+    for d in range(0, len(totals), LANES):
+        store(totals, d, load(totals, d) * shrink)
+
+
+@inlined()
+def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head_dim, width,
+           block_size, shift, rows, vectors):
+    """A tile of tokens of one sequence; their queries for one KV head are the rows.
+
+    qkv: (tokens, heads + 2 * kv_heads, head_dim); out: (tokens, heads, head_dim)
+    table: the blocks of the sequence; last: the position of the last token
+    rows, vectors: how many rows, and vectors of a value, are multiplied together
+    """
+    pack = 2 if shift else 1
+    words = head_dim // pack
+    num_rows = len(out) * group_size
+    pitch = scratch.shape[1]
+    scratch = scratch[:round_up(num_rows, rows)]
+    queries = scratch[:, :words]
+    scores = scratch[:, words:]
+    weights = scratch[:, words + SPAN:]
+    totals = scratch[:, words + 2 * SPAN:][:, :width]
+    top = scratch[:, words + 2 * SPAN + width:]
+    sums = scratch[:, words + 2 * SPAN + width + LANES:]
+    totals[:] = 0
+    for r in range(num_rows):
+        query = qkv[r // group_size, kv_head * group_size + r % group_size].view(np.float32)
+        for w in range(words):
+            queries[r, w] = query[w]
+        store(top[r], 0, fill(LOWEST))
+        store(sums[r], 0, fill(np.float32(0)))
+
+    unit = SPAN if block_size % LANES == 0 else block_size
+    first = max(0, last + 2 - len(out) - window)
+    places = np.empty(SPAN // LANES + 1, np.int64)
+    for start in range(first // unit * unit, last + 1, unit):
+        for base in range(start, min(start + unit, last + 1), SPAN):
+            keys = min(SPAN, min(start + unit, last + 1) - base)
+            tiles = (keys + LANES - 1) // LANES
+            for t in range(len(places)):
+                index, offset = divmod(base + min(t, tiles - 1) * LANES, block_size)
+                block = np.int64(table[index]) * kv.shape[2] + kv_head
+                places[t] = block * kv.shape[3] + offset // LANES * LANES * width // pack
+
+            # scores
+            scores[:, :SPAN] = 0
+            for r in range(0, num_rows, rows):
+                for t in range(0, tiles, TILES):
+                    multiply(queries[r:], kv[0], places[t:], places[t + 1] - places[t], LANES,
+                             words, words, scores[r:, t * LANES:], pitch, rows, TILES,
+                             shift)
+
+            # softmax
+            for r in range(num_rows):
+                position = last + 1 - len(out) + r // group_size - base
+                soften(scores[r, :tiles * LANES], weights[r], totals[r], top[r], sums[r],
+                       np.float32(position + 1 - window), np.float32(min(position, keys - 1)),
+                       np.float32(math.log2(math.e) / math.sqrt(head_dim)), shift)
+
+            # values
+            for r in range(0, num_rows, rows):
+                for c in range(0, width, vectors * LANES):
+                    multiply(weights[r:], kv[1], places + c, LANES, width, LANES // pack,
+                             (keys + pack - 1) // pack, totals[r:, c:], pitch, rows, vectors, shift)
+
+    for r in range(num_rows):
+        inverse = np.float32(1) / sums[r, :LANES].sum()
+        for d in range(head_dim):
+            number = to_bits(totals[r, d] * inverse, shift)
+            out[r // group_size, kv_head * group_size + r % group_size, d] = number
 
 
 @functools.cache
@@ -194,7 +257,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
 
         qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values; queries
             and keys are normed and rotated in place
-        kv: (2, blocks, kv_heads, block_size, head_dim) uint, the cache; K and V are written to it
+        kv: (2, blocks, kv_heads, words) uint32, the cache; K and V are written to it
         out: (tokens, heads, head_dim) uint, is written
         norms: (2, head_dim) float32, the weights of the norms of queries and of keys
         rope: (2, tokens, head_dim / 2) float32, cos and sin of a token's angles
@@ -204,22 +267,55 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
         eps: of the norms; -1 for a model that has none
     """
+    pack = 2 if shift else 1
+    width = round_up.py_func(head_dim, LANES)
+    # even, so that a pair of values is written within one task
+    most_tokens = 2 * max(1, 16 // group_size)
+    most_rows = round_up.py_func(most_tokens * group_size, MOST_ROWS)
+    pitch = head_dim // pack + 2 * SPAN + width + 2 * LANES
+    scratch_size = most_rows * pitch
+    vectors = largest_divisor(width // LANES, MOST_VECTORS // MOST_ROWS)
+    # of a decode
+    group_rows = largest_divisor(group_size, MOST_ROWS)
+    group_vectors = largest_divisor(width // LANES, MOST_VECTORS // group_rows)
+
     def kernel(qkv, kv, out, norms, rope, slot_blocks, slot_offsets, block_tables,
                sequence_of_token, positions, eps, window):
-        for token in prange(len(qkv)):
-            for head in range(len(qkv[token]) - kv.shape[2]):
-                norm_and_rotate(qkv[token, head], norms[int(head >= out.shape[1])], rope[0, token],
-                                rope[1, token], eps, head_dim, shift)
-            key_and_value = qkv[token, out.shape[1]:].reshape((2, kv.shape[2], head_dim))
-            kv[:, slot_blocks[token], :, slot_offsets[token]] = key_and_value
-        # heads first: tokens far down a prompt take longer, and each thread gets a share of them
-        for task in prange(kv.shape[2] * len(qkv)):
-            token = task % len(qkv)
-            table = block_tables[sequence_of_token[token]]
-            attend(qkv[token], kv, task // len(qkv), table, positions[token], window, out[token],
-                   group_size, head_dim, block_size, shift)
+        kv_heads = kv.shape[2]
+        heads = out.shape[1]
+        starts = [0]
+        for token in range(1, len(qkv)):
+            if (sequence_of_token[token] != sequence_of_token[token - 1]
+                    or slot_offsets[token] % most_tokens == 0):
+                starts.append(token)
+        starts.append(len(qkv))
+        tiles = len(starts) - 1
+
+        for task in prange(kv_heads * tiles):
+            kv_head = task // tiles
+            for token in range(starts[task % tiles], starts[task % tiles + 1]):
+                for g in range(group_size + 1):
+                    head = kv_head * group_size + g if g < group_size else heads + kv_head
+                    norm_and_rotate(qkv[token, head], norms[g // group_size], rope[0, token],
+                                    rope[1, token], eps, head_dim, shift)
+                write(qkv[token, heads + kv_head], qkv[token, heads + kv_heads + kv_head],
+                      kv[0, slot_blocks[token], kv_head], kv[1, slot_blocks[token], kv_head],
+                      slot_offsets[token], head_dim, width, pack)
+
+        for task in prange(kv_heads * tiles):
+            begin, end = starts[task % tiles], starts[task % tiles + 1]
+            scratch = carray(stack(scratch_size), (most_rows, pitch), np.float32)
+            table = block_tables[sequence_of_token[begin]]
+            if end - begin == 1:
+                attend(qkv[begin:end], kv, out[begin:end], task // tiles, table, positions[begin],
+                       window, scratch, group_size, head_dim, width, block_size, shift, group_rows,
+                       group_vectors)
+            else:
+                attend(qkv[begin:end], kv, out[begin:end], task // tiles, table, positions[end - 1],
+                       window, scratch, group_size, head_dim, width, block_size, shift, MOST_ROWS,
+                       vectors)
 
     uint = "uint16" if shift else "uint32"
     return compile_kernel(kernel, f"""(
-        {uint}[:,:,::1], {uint}[:,:,:,:,::1], {uint}[:,:,::1], float32[:,::1], float32[:,:,::1],
+        {uint}[:,:,::1], uint32[:,:,:,::1], {uint}[:,:,::1], float32[:,::1], float32[:,:,::1],
         int64[::1], int64[::1], int32[:,::1], int32[::1], int32[::1], float64, int64)""")

@@ -1,0 +1,191 @@
+"""Vectors of 16 float32 numbers, as values that functions compiled by numba can compute with.
+
+    x = load(numbers, 32)                       numbers[32:48], of an array of 32-bit words
+    store(numbers, 0, x * x + fill(one))        numbers[0:16] = x * x + one
+
+numba has no vectors of its own, and where a sum must have one order, LLVM may not vectorise its
+loop. So each operation here is written in LLVM's own language, and LLVM fits it to the CPU: a
+vector is one register of AVX-512, two of AVX2, four of SSE. Which instructions there are follows
+the CPU that numba compiles for.
+"""
+
+import functools
+import math
+import operator
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic, models, overload, register_model
+
+LANES = 16
+FLOATS = ir.VectorType(ir.FloatType(), LANES)
+WORDS = ir.VectorType(ir.IntType(32), LANES)
+HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+inlined = functools.partial(njit, forceinline=True, error_model="numpy")
+
+
+class Vector(types.Type):
+    """What numba calls the type of a vector."""
+
+
+@register_model(Vector)
+class VectorModel(models.PrimitiveModel):
+    def __init__(self, manager, kind):
+        super().__init__(manager, kind, FLOATS)
+
+
+vector = Vector("vector")
+
+
+def has(feature: str) -> bool:
+    """Whether the CPU that numba compiles for has these instructions, by LLVM's name for them."""
+    return f"+{feature}," in cpu_target.target_context.codegen().magic_tuple()[2] + ","
+
+
+def instruction(result):
+    """Makes a function for numba of `write(builder, *operands)`, which writes LLVM's instructions.
+
+    It gets pointers to the data of arrays. result: the type of what it returns.
+    """
+    def decorate(write):
+        def generate(context, builder, signature, values):
+            operands = [context.make_array(kind)(context, builder, value).data
+                        if isinstance(kind, types.Array) else value
+                        for kind, value in zip(signature.args, values)]
+            return write(builder, *operands) or context.get_dummy_value()
+
+        @functools.wraps(write)
+        def typed(context, *operands):
+            return result(*operands), generate
+        return intrinsic(typed)
+    return decorate
+
+
+def call(builder, name, kind, *operands, **options):
+    """Calls one of LLVM's own functions."""
+    signature = ir.FunctionType(kind, [operand.type for operand in operands])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
+    return builder.call(function, operands, **options)
+
+
+def same(kind, number):
+    """A constant with one number in all lanes."""
+    return ir.Constant(kind, [number] * LANES)
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+@intrinsic(prefer_literal=True)
+def stack(context, size):
+    """Room for so many 32-bit words, a constant. Where LLVM sees all uses, they are registers."""
+    def generate(context, builder, signature, values):
+        with builder.goto_entry_block():
+            room = builder.alloca(ir.FloatType(), size.literal_value)
+        room.align = 64
+        return room
+    return types.CPointer(types.float32)(size), generate
+
+
+@instruction(vector)
+def load(builder, array, first):
+    place = builder.bitcast(builder.gep(array, [first]), FLOATS.as_pointer())
+    return builder.load(place, align=4)
+
+
+@instruction(types.void)
+def store(builder, array, first, numbers):
+    place = builder.bitcast(builder.gep(array, [first]), FLOATS.as_pointer())
+    builder.store(numbers, place, align=4)
+
+
+@instruction(vector)
+def store_bfloat16(builder, array, first, numbers):
+    """Stores 16 numbers from 0 on as 8 words, each rounded to the nearest bfloat16, of two to the
+    larger one. Returns the rounded numbers."""
+    bits = builder.add(builder.bitcast(numbers, WORDS), same(WORDS, 0x8000))
+    place = builder.bitcast(builder.gep(array, [first]), HALVES.as_pointer())
+    builder.store(builder.trunc(builder.lshr(bits, same(WORDS, 16)), HALVES), place, align=4)
+    return builder.bitcast(builder.and_(bits, same(WORDS, 0xFFFF0000)), FLOATS)
+
+
+# ------------------------------------------------------------------------------ arithmetic
+
+
+def arithmetic(function, name):
+    """Lets numba apply + or - or * to two vectors."""
+    @instruction(vector)
+    def compute(builder, left, right):
+        return getattr(builder, name)(left, right)
+
+    @overload(function)
+    def typed(left, right):
+        if left is right is vector:
+            return lambda left, right: compute(left, right)
+
+
+arithmetic(operator.add, "fadd")
+arithmetic(operator.sub, "fsub")
+arithmetic(operator.mul, "fmul")
+
+
+@instruction(vector)
+def fill(builder, number):
+    """One float32 number in all lanes."""
+    first = builder.insert_element(same(FLOATS, ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, first, same(WORDS, 0))
+
+
+@instruction(vector)
+def where_less(builder, left, right, then, otherwise):
+    """`then` where left < right; `otherwise` elsewhere, also where one of them is NaN."""
+    return builder.select(builder.fcmp_ordered("<", left, right), then, otherwise)
+
+
+@instruction(types.float32)
+def largest(builder, numbers):
+    """Of 16 numbers, of which none is NaN."""
+    name = "llvm.vector.reduce.fmax.v16f32"
+    return call(builder, name, ir.FloatType(), numbers, fastmath=["nnan"])
+
+
+def multiply_add(builder, left, right, total):
+    """left * right + total, rounded once where the CPU can."""
+    return call(builder, "llvm.fmuladd.v16f32", FLOATS, left, right, total)
+
+
+@instruction(vector)
+def add_products(builder, left, right, total, shift):
+    """total + left * right: of both bfloat16 numbers in each word (shift 16), or of float32."""
+    words = [builder.bitcast(side, WORDS) for side in (left, right)]
+    if has("avx512bf16"):
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        pairs = call(builder, name, FLOATS, total, *words)
+    else:
+        lower = [builder.bitcast(builder.shl(side, same(WORDS, 16)), FLOATS) for side in words]
+        upper = [builder.bitcast(builder.and_(side, same(WORDS, 0xFFFF0000)), FLOATS)
+                 for side in words]
+        pairs = multiply_add(builder, *upper, multiply_add(builder, *lower, total))
+    # LLVM knows which, and drops the other
+    is_pairs = builder.trunc(builder.lshr(shift, shift.type(4)), ir.IntType(1))
+    return builder.select(is_pairs, pairs, multiply_add(builder, left, right, total))
+
+
+@instruction(vector)
+def exp2(builder, x):
+    """2^x for x <= 0, as 2^n * 2^(x - n), with n the integer next to x; 0 below 2^-126."""
+    # of so large a number the last bit counts ones: n is there
+    shift = same(FLOATS, 1.5 * 2**23)
+    shifted = builder.fadd(x, shift)
+    fraction = builder.fsub(x, builder.fsub(shifted, shift))
+    # the Taylor series, good to 1e-7 for |x - n| <= 1/2
+    power = same(FLOATS, 0.0)
+    for k in (6, 5, 4, 3, 2, 1, 0):
+        term = same(FLOATS, math.log(2) ** k / math.factorial(k))
+        power = multiply_add(builder, power, fraction, term)
+    exponent = builder.add(builder.bitcast(shifted, WORDS), same(WORDS, 127))
+    scale = builder.bitcast(builder.shl(exponent, same(WORDS, 23)), FLOATS)
+    is_small = builder.fcmp_ordered("<", x, same(FLOATS, -126.0))
+    return builder.select(is_small, same(FLOATS, 0.0), builder.fmul(power, scale))
