@@ -6,7 +6,7 @@
 The engine's own scheduler and block manager run a small workload, once for each variant of a
 comparison, over a runner that computes nothing. A frame is the moment at which a step's batch goes
 to the runner. `film.html` is the page: it draws the frames, and says in words what has changed
-between two of them.
+between two of them. All generated tokens are alike, also those of two completions of a prompt.
 """
 
 import json
