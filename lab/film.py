@@ -54,7 +54,7 @@ class Camera(SimulatedRunner):
 
 def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
     """The frames of a run. A request comes every `gap` steps; the second has `n` completions."""
-    config = replace(args.engine_config, **changes)
+    config = replace(args.engine_config, run_ahead=False, **changes)
     longest = [len(prompt) + most for prompt, most in zip(workload.prompts, workload.max_tokens)]
     camera = Camera(Cost("a step", 1.0, 0.0, 0.0, 0.0), config, max(longest))
     camera.frames = []
@@ -71,11 +71,12 @@ def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
 
 def main(argv: list[str]) -> None:
     parser = Parser(__doc__, workload="film")
+    # without the last two: no token is sampled, and a single variant has nothing beside it
     parser.add_argument("comparison", choices=[*COMPARISONS][:-2])
     parser.add_argument("--gap", type=float, default=2, help="steps between two requests")
     parser.add_argument("--n", type=int, default=2, help="completions of the second request")
     parser.add_argument("-o", "--output", type=Path, default="film.html")
-    args = parser.parse(argv, device="cpu", run_ahead=False, **OPTIONS)
+    args = parser.parse(argv, device="cpu", **OPTIONS)
     film = vars(parser.draw(args)) | {"title": args.comparison, "variants": {}}
     for name, changes in COMPARISONS[args.comparison].items():
         frames = record(args, parser.draw(args), changes)
