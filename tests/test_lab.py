@@ -14,12 +14,12 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT))
 
 import bench  # noqa: E402
-from lab import compare, drawing, figures, limits, options, simulate  # noqa: E402
+from lab import compare, drawing, figures, film, limits, options, simulate  # noqa: E402
 from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine.config import EngineConfig  # noqa: E402
 
 COMMANDS = {"bench.py": bench, "-m lab.compare": compare, "-m lab.simulate": simulate,
-            "-m lab.grid": limits, "-m lab.limits": limits}
+            "-m lab.grid": limits, "-m lab.limits": limits, "-m lab.film": film}
 SMALL = ("--num-seqs", 8, "--min-input", 8, "--max-input", 40, "--min-output", 8,
          "--max-output", 40, "--repeat", 1)
 
@@ -265,6 +265,9 @@ def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):
             flags = without_pictures(flags)
         if module is limits:
             module.main([*flags, "--batches", "1", "2", "--contexts", "8", *blocks])
+        elif module is film:
+            (tmp_path / "docs" / "films").mkdir(parents=True, exist_ok=True)
+            module.main(flags)
         elif "vllm" in command:
             bench.parse(flags)
         else:

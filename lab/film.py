@@ -1,0 +1,90 @@
+"""A film of the scheduler: one HTML file, to play, to step through and to drag.
+
+    python -m lab.film preemption -o film.html    # recompute, swap and reserve, two at a time
+    python -m lab.film batching --num-seqs 12 --gap 0
+
+The engine's own scheduler and block manager run a small workload, once for each variant of a
+comparison, over a runner that computes nothing. A frame is the moment at which a step's batch goes
+to the runner. `film.html` is the page: it draws the frames, and says in words what has changed
+between two of them. All generated tokens are alike, also those of two completions of a prompt.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lab.compare import COMPARISONS, run_until
+from lab.options import Parser, Workload
+from lab.simulate import Cost, SimulatedRunner
+from nanoengine.batch import Batch
+from nanoengine.engine import Engine
+from nanoengine.sequence import Sequence
+
+OPTIONS = {"scheduling": "mixed", "block_size": 4, "num_kv_blocks": 20, "max_num_seqs": 6,
+           "max_num_batched_tokens": 16, "swap_space": 2**-8}  # GiB: 8 blocks of 4 tokens
+
+
+def frame_of(engine: Engine, batch: Batch) -> dict:
+    """What a step begins with. Nothing in it changes later."""
+    manager = engine.scheduler.block_manager
+    return {
+        "batch": (batch.sequences, batch.starts, batch.num_tokens, batch.preempted),
+        "copies": vars(batch.copies),
+        "running": [(seq, seq.num_tokens, seq.num_computed_tokens, seq.block_table.tolist())
+                    for seq in engine.scheduler.running],
+        # how many blocks each would get, which of them it would find, and those on the host
+        "waiting": [(seq, seq.num_tokens, manager.num_blocks_to_hold(seq), manager.find_shared(seq),
+                     manager.host_tables.get(seq, [])) for seq in engine.scheduler.waiting],
+        # in the order of reuse
+        "free": list(manager.free),
+        "hashes": {block: found[0] % 10**6 for block, found in manager.hash_of_block.items()}}
+
+
+class Camera(SimulatedRunner):
+    """Takes a frame at every launch. Its clock counts steps."""
+
+    frames: list[dict]
+
+    def launch(self, batch: Batch) -> Any:
+        self.frames.append(frame_of(self.engine, batch))
+        return super().launch(batch)
+
+
+def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
+    """The frames of a run. A request comes every `gap` steps; the second has `n` completions."""
+    config = replace(args.engine_config, run_ahead=False, **changes)
+    longest = [len(prompt) + most for prompt, most in zip(workload.prompts, workload.max_tokens)]
+    camera = Camera(Cost("a step", 1.0, 0.0, 0.0, 0.0), config, max(longest))
+    camera.frames = []
+    engine = camera.engine = Engine(config, camera, clock=lambda: camera.now)
+    lengths = {str(number): length for number, length in enumerate(workload.lengths)}
+    for number, prompt in enumerate(workload.prompts):
+        run_until(engine, lengths, number * args.gap)
+        seq = Sequence(str(number), [*prompt], len(prompt), longest[number])
+        seq.forks = [seq.fork(index=index) for index in range(1, args.n) if number == 1]
+        engine.add(seq)
+    run_until(engine, lengths)
+    return [*camera.frames, frame_of(engine, Batch())]
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__, workload="film")
+    # without the last two: no token is sampled, and a single variant has nothing beside it
+    parser.add_argument("comparison", choices=[*COMPARISONS][:-2])
+    parser.add_argument("--gap", type=float, default=2, help="steps between two requests")
+    parser.add_argument("--n", type=int, default=2, help="completions of the second request")
+    parser.add_argument("-o", "--output", type=Path, default="film.html")
+    args = parser.parse(argv, device="cpu", **OPTIONS)
+    film = vars(parser.draw(args)) | {"title": args.comparison, "variants": {}}
+    for name, changes in COMPARISONS[args.comparison].items():
+        frames = record(args, parser.draw(args), changes)
+        film["variants"][name] = OPTIONS | args.given | changes | {"frames": frames}
+    text = json.dumps(film, default=lambda seq: f"{seq.request_id}.{seq.index}")
+    page = Path(__file__).with_suffix(".html").read_text()
+    args.output.write_text(page.replace("THE_FILM", text))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
