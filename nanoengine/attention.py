@@ -137,6 +137,19 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
     return make(*shape, numbers, dtype=dtype, device=device).transpose(3, 4)
 
 
+def limit_threads() -> None:
+    """Lets the kernels that this thread starts run on as many threads as PyTorch's operators."""
+    num_threads = torch.get_num_threads()
+    set_num_threads(num_threads)
+    # what numba, when it starts, tells the OpenMP that both share is every core
+    torch.set_num_threads(num_threads)
+
+
+def bits_of(tensor: Tensor) -> np.ndarray:
+    """The numbers of a tensor as their bits: NumPy knows no bfloat16."""
+    return tensor.view(torch.uint16 if tensor.itemsize == 2 else torch.uint32).numpy()
+
+
 # -------------------------------------------------------------------------------- backends
 
 
@@ -152,22 +165,17 @@ def cpu_attention(qkv: Tensor, norms: tuple[nn.Module, nn.Module], angles: Tenso
     Returns (T, heads, head_dim). All that the kernel gets is contiguous: for strided tensors numba
     would compile another kernel, in which LLVM might order sums in another way.
     """
-    num_threads = torch.get_num_threads()
-    set_num_threads(num_threads)
-    # what numba, when it starts, tells the OpenMP that both share is every core
-    torch.set_num_threads(num_threads)
     _, _, block_size, kv_heads, _ = cache.shape
     ones = torch.ones(qkv.shape[2])
     weights = torch.stack([getattr(norm, "weight", ones) for norm in norms]).float()
     out = torch.empty_like(qkv[:, 2 * kv_heads:])
-    # NumPy knows no bfloat16
-    bits = torch.uint16 if cache.itemsize == 2 else torch.uint32
     kernel = paged_attention(
-        qkv.shape[2], out.shape[1] // kv_heads, block_size, shift=32 - 8 * bits.itemsize)
+        qkv.shape[2], out.shape[1] // kv_heads, block_size, shift=32 - 8 * qkv.itemsize)
     words = cache.transpose(2, 3).flatten(3).view(torch.uint32)
-    arrays = (qkv.view(bits), words, out.view(bits), weights, angles, step.slot_blocks,
-              step.slot_offsets, step.block_tables, step.sequence_of_token, step.positions)
-    kernel(*(array.numpy() for array in arrays), getattr(norms[0], "eps", -1.0),
+    arrays = (words, weights, angles, step.slot_blocks, step.slot_offsets, step.block_tables,
+              step.sequence_of_token, step.positions)
+    kv, *others = (array.numpy() for array in arrays)
+    kernel(bits_of(qkv), kv, bits_of(out), *others, getattr(norms[0], "eps", -1.0),
            window or 2**31 - 1)
     return out
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoengine.attention import StepInputs, cpu_attention
+from nanoengine.attention import StepInputs, bits_of, cpu_attention
 from nanoengine.distributed import ALONE, Group
+from nanoengine.kernels import rows as row_kernels
 from nanoengine.sampling_params import rejected
 
 # -------------------------------------------------------------------------------- families
@@ -107,9 +108,18 @@ def fused(*token_dims: int) -> Callable[[Callable[..., Tensor]], Callable[..., T
     return decorate
 
 
+def has_kernel(x: Tensor) -> bool:
+    """Whether `kernels/rows.py` computes these rows."""
+    return not x.is_cuda and x.ndim == 2 and x.is_contiguous() and x.dtype != torch.float16
+
+
 @fused(0)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32 and in place, for speed."""
+    if has_kernel(x):
+        out = torch.empty_like(x)
+        row_kernels.rms_norm(32 - 8 * x.itemsize)(bits_of(x), bits_of(weight), eps, bits_of(out))
+        return out
     scaled = x.to(torch.float32, copy=True)
     mean = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).square_().div_(x.shape[-1])
     return scaled.mul_(mean.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
@@ -126,16 +136,15 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
-@fused(0, 0)
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202); gate is overwritten.
-
-    On a CPU it goes in parts, each of which PyTorch gives to one thread. Where PyTorch cuts a row
-    in two, it takes the last numbers before the cut one by one, by another exp with other bits.
-    """
-    for part in gate.split(max(1, 2**15 // gate.shape[1]) if gate.is_cpu else len(gate)):
-        F.silu(part, inplace=True)
-    return gate * up
+@fused(0)
+def swiglu(gate_up: Tensor) -> Tensor:
+    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202), from both side by side."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if has_kernel(gate_up):
+        out = torch.empty_like(up)
+        row_kernels.swiglu(32 - 8 * up.itemsize)(bits_of(gate_up), bits_of(out))
+        return out
+    return F.silu(gate) * up
 
 
 def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
@@ -250,8 +259,7 @@ class DecoderLayer(nn.Module):
         attended = self.attend(self.input_layernorm(hidden), angles, cache, step, backend)
         hidden = hidden[rows] + self.group.sum(self.o_proj(attended.flatten(1)[rows]))
         gate_up = self.gate_up_proj(self.post_attention_layernorm(hidden))
-        gate, up = gate_up.chunk(2, dim=-1)
-        return hidden + self.group.sum(self.down_proj(swiglu(gate, up)))
+        return hidden + self.group.sum(self.down_proj(swiglu(gate_up)))
 
     def attend(self, hidden: Tensor, angles: Tensor, cache: Tensor, step: StepInputs,
                backend: Callable) -> Tensor:

@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoengine.attention import BACKENDS, StepInputs, StepShape, choose_backend, known_ids
-from nanoengine.attention import make_caches, pack
+from nanoengine.attention import limit_threads, make_caches, pack
 from nanoengine.batch import Batch, Copies
 from nanoengine.config import EngineConfig
 from nanoengine.distributed import Group, Ranks, uninterrupted
@@ -351,6 +351,7 @@ class ModelRunner:
 
     def compute(self, step: StepInputs) -> Tensor:
         """The last hidden states of the rows that have logits, (rows, hidden_size)."""
+        limit_threads()
         token_ids = known_ids(step.token_ids, self.last_sampled)
         with torch.compiler.set_stance("force_eager") if self.is_plain else nullcontext():
             return self.model(token_ids, step, self.rope, self.caches, BACKENDS[self.backend])

@@ -30,7 +30,7 @@ class Announcement(numba.core.event.Listener):
     """Says that a kernel is being compiled, which takes seconds."""
 
     def on_start(self, event):
-        say_once("compiling the attention kernel, which takes seconds; it is kept on disk")
+        say_once("compiling the kernels, which takes seconds; they are kept on disk")
 
     def on_end(self, event):
         pass

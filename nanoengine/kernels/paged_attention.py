@@ -33,6 +33,7 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
+from nanoengine.kernels.rows import inverse_rms, to_bits, to_float32
 from nanoengine.kernels.vectors import (
     LANES, add_products, exp2, fill, has, inlined, largest, load, stack, store, store_bfloat16,
     where_less)
@@ -69,27 +70,9 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 @inlined()
-def to_float32(bits, shift):
-    """A number from its bits: bfloat16 is the upper half of a float32 (shift 16)."""
-    return np.uint32(np.uint32(bits) << shift).view(np.float32)
-
-
-@inlined()
-def to_bits(number, shift):
-    """The bits of a float32, or of the nearest bfloat16; of two, the even one."""
-    bits = np.float32(number).view(np.uint32)
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 if shift else bits
-
-
-@inlined()
 def norm_and_rotate(head, weight, cos, sin, eps, head_dim, shift):
     """RMSNorm (unless eps is negative) and RoPE of one head, (head_dim,), in place."""
-    squares = carray(stack(LANES), LANES, np.float32)
-    squares[:] = 0
-    for first in range(0, head_dim, LANES):
-        for d in range(first, min(first + LANES, head_dim)):
-            squares[d - first] += to_float32(head[d], shift) ** 2
-    scale = np.float32(1 / np.sqrt(squares.sum() / head_dim + eps) if eps >= 0 else 1)
+    scale = inverse_rms(head, head_dim, eps, shift) if eps >= 0 else np.float32(1)
     half = head_dim // 2
     for d in range(half):
         left = to_float32(head[d], shift) * weight[d] * scale
