@@ -260,7 +260,9 @@ def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):
         print(command)  # shown where the next one fails
         name, module = next((name, COMMANDS[name]) for name in COMMANDS if command.startswith(name))
         words = shlex.split(command.removeprefix(name))
-        flags = ["2" if re.fullmatch("[A-Z]", word) else word for word in words if word != "…"]
+        # N and $seed stand for numbers
+        flags = ["2" if re.fullmatch(r"[A-Z]|\$\w+", word) else word
+                 for word in words if word != "…"]
         if not has_matplotlib:
             flags = without_pictures(flags)
         if module is limits:
