@@ -233,7 +233,11 @@ def test_prompt_logprobs_are_those_of_transformers(scored_model, options):
                 for at, row, token_id in zip(found, expected, prompt[1:]):
                     count = 320 if each.prompt_logprobs == -1 else each.prompt_logprobs
                     likeliest = row.topk(count).indices.tolist()
-                    assert [*at] == list(dict.fromkeys([token_id, *likeliest]))
+                    likeliest = list(dict.fromkeys([token_id, *likeliest]))
+                    assert len(at) == len(likeliest)
+                    for ours, theirs in zip(at, likeliest):
+                        # two that float32 can hardly tell apart may change places
+                        assert ours == theirs or abs(row[ours] - row[theirs]) < 1e-5
                     assert at[token_id].rank == 1 + int((row > row[token_id]).sum())
                     for other, entry in at.items():
                         assert entry.logprob == pytest.approx(row[other].item(), abs=2e-4)
