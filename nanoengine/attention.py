@@ -4,8 +4,11 @@ A backend is one function. The runner chooses it, and the model calls it (`model
 asks is not known here, nor why a step consists of the tokens that it has.
 """
 
+import math
+import mmap
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -126,15 +129,35 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
     In memory block_size is behind kv_heads: the keys of a head are adjacent. On a GPU the cache is
-    zeros, since padded rows read block 0. On a CPU it becomes memory when it is written to. How the
-    numba kernel arranges the numbers of a head within a block, and pads them, is its own business:
-    only whole blocks can be copied.
+    zeros, since padded rows read block 0. On a CPU it becomes memory when it is written to, in huge
+    pages. How the numba kernel arranges the numbers of a head within a block, and pads them, is its
+    own business: only whole blocks can be copied.
     """
-    make = torch.zeros if device == "cuda" else torch.empty
     is_tiled = backend == "numba"
     numbers = numbers_per_token(config.head_dim, block_size) if is_tiled else config.head_dim
-    shape = config.num_hidden_layers, 2, num_blocks, config.num_key_value_heads, block_size
-    return make(*shape, numbers, dtype=dtype, device=device).transpose(3, 4)
+    shape = (config.num_hidden_layers, 2, num_blocks, config.num_key_value_heads, block_size,
+             numbers)
+    if device == "cuda":
+        caches = torch.zeros(shape, dtype=dtype, device=device)
+    else:
+        caches = in_huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    return caches.transpose(3, 4)
+
+
+def in_huge_pages(num_bytes: int) -> Tensor:
+    """Memory of the system, in pages of 2 MiB where it has them, as (num_bytes,) uint8.
+
+    Each page is cleared when it is first written to, in a sixth of the time of pages of 4 KiB.
+
+    Raises MemoryError for more than the system gives.
+    """
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{num_bytes} bytes: {error}") from error
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def limit_threads() -> None:

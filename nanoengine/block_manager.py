@@ -211,16 +211,19 @@ class BlockManager:
 
     def forget(self, seq: Sequence) -> None:
         """Forgets the hashes of a sequence's blocks and of their twins, used or free."""
-        for block_hash in seq.block_hashes:
+        self._forget(seq.block_hashes)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every hash. Blocks in use stay in use."""
+        self._forget(list(self.blocks_by_hash))
+
+    def _forget(self, hashes: list[BlockHash]) -> None:
+        """Cached blocks become blank: they are the first to be used again."""
+        for block_hash in hashes:
             for block in self.blocks_by_hash.pop(block_hash, ()):
                 del self.hash_of_block[block]
                 if block in self.free:
                     self.free.move_to_end(block, last=False)
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets every hash. Blocks in use stay in use."""
-        self.hash_of_block.clear()
-        self.blocks_by_hash.clear()
 
     def _hash(self, seq: Sequence, index: int) -> BlockHash:
         """What a full block is found by: a hash, and its tokens, since hashes may collide.

@@ -15,7 +15,7 @@ from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, rejected
 # Options whose default depends on the device: the default on a CPU, and on a GPU. It replaces None
 # when a config is made.
 DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "block_size": (128, 256), "max_num_batched_tokens": (2048, 8192),
+    "block_size": (32, 256), "max_num_batched_tokens": (2048, 8192),
     "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
 TO_FILL_IN: Any = None
 

@@ -239,6 +239,15 @@ def test_a_swapped_sequence_comes_back_with_the_blocks_that_the_cache_has_and_co
     check(manager, [seq])
 
 
+def test_blocks_that_were_cached_are_used_again_before_those_that_never_were_used():
+    manager = BlockManager(9, 4)
+    run_once(manager, range(10))
+    assert list(manager.free) == [3, 4, 5, 6, 7, 8, 9, 2, 1] and len(manager.hash_of_block) == 2
+    manager.reset_prefix_cache()
+    assert set(list(manager.free)[:3]) == {1, 2, 3} and not manager.hash_of_block
+    check(manager, [])
+
+
 def test_the_host_blocks_that_a_step_reads_are_free_from_the_next_step_on():
     manager = BlockManager(2, 4, num_host_blocks=1)
     seq, other = compute(manager, make([1, 2])), compute(manager, make([3, 4]))

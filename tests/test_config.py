@@ -141,7 +141,7 @@ def test_keywords_of_vllm_that_change_nothing_are_accepted(tiny):
             with pytest.raises(ValueError, match=f"{name}='other' .*{re.escape(instead)}"):
                 EngineConfig.from_keywords(model="m", **{name: "other"})
     assert not VLLM_KEYWORDS.keys() & {field.name for field in dataclasses.fields(EngineConfig)}
-    with LLM(tiny, num_kv_blocks=4, **neutral, seed=None, max_model_len=-1) as llm:
+    with LLM(tiny, num_kv_blocks=16, **neutral, seed=None, max_model_len=-1) as llm:
         assert llm.config.seed == 0 and llm.inputs.max_model_len == 512
 
 
@@ -203,7 +203,7 @@ def test_a_config_is_whole_cannot_be_changed_and_can_be_made_anew_with_changes()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.block_size = 16
     changed = dataclasses.replace(config, kv_allocation="reserve", block_size=16)
-    assert (config.kv_allocation, config.block_size) == ("on-demand", 128)
+    assert (config.kv_allocation, config.block_size) == ("on-demand", 32)
     assert dataclasses.asdict(changed) == dataclasses.asdict(config) | dict(
         kv_allocation="reserve", block_size=16)
     for bad in (dict(block_size=0), dict(max_num_seqs=4000), dict(blocks=3)):

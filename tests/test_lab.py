@@ -207,7 +207,7 @@ def test_times_of_a_gpu_are_events():
 def test_decode_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "read_bandwidth", lambda device: 100e9)
     steps = run(limits, tmp_path, "--batches", 1, 4, "--contexts", 64, 300,
-                "--num-kv-blocks", 9)["decode_steps"]
+                "--num-kv-blocks", 36)["decode_steps"]
     assert [(row["batch"], row["context"]) for row in steps] == [(1, 64), (4, 64), (1, 300)]
     assert all(row["ms"] > row["limit_ms"] > 0 < row["products_ms"] for row in steps)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.vectors import LANES, inlined, stack
+from nanoengine.kernels.vectors import LANES, fill, inlined, load, stack, store
 
 # ln(2)^k / k!: the Taylor series of 2^x, good to 1e-7 for |x| <= 1/2
 EXP2_SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7))
@@ -38,12 +38,17 @@ def to_bits(number, shift):
 @inlined()
 def inverse_rms(row, size, eps, shift):
     """1 / sqrt(the mean of all squares + eps)."""
-    squares = carray(stack(LANES), LANES, np.float32)
-    squares[:] = 0
-    for first in range(0, size, LANES):
-        for i in range(first, min(first + LANES, size)):
-            squares[i - first] += to_float32(row[i], shift) ** 2
-    return np.float32(1 / np.sqrt(squares.sum() / size + eps))
+    squares = fill(np.float32(0))
+    rest = size - size % LANES
+    for i in range(0, rest, LANES):
+        numbers = load(row, i)
+        squares = squares + numbers * numbers
+    lanes = carray(stack(LANES), LANES, np.float32)
+    store(lanes, 0, squares)
+    total = lanes.sum()
+    for i in range(rest, size):
+        total += to_float32(row[i], shift) ** 2
+    return np.float32(1 / np.sqrt(total / size + eps))
 
 
 @inlined()

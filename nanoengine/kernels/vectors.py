@@ -91,8 +91,13 @@ def stack(context, size):
 
 @instruction(vector)
 def load(builder, array, first):
-    place = builder.bitcast(builder.gep(array, [first]), FLOATS.as_pointer())
-    return builder.load(place, align=4)
+    """Of an array of 32-bit words; or of bfloat16 numbers, the upper halves of float32."""
+    place = builder.gep(array, [first])
+    if array.type.pointee != ir.IntType(16):
+        return builder.load(builder.bitcast(place, FLOATS.as_pointer()), align=4)
+    halves = builder.load(builder.bitcast(place, HALVES.as_pointer()), align=2)
+    words = builder.shl(builder.zext(halves, WORDS), same(WORDS, 16))
+    return builder.bitcast(words, FLOATS)
 
 
 @instruction(types.void)
