@@ -3,8 +3,7 @@
     python -m lab.compare memory      # variants of a policy on one workload
     python -m lab.simulate memory     # the same on a clock: Llama-3-8B on an A100
     python -m lab.film preemption     # a page that shows every step: queues, blocks, batch, reasons
-    python -m lab.grid                # decode steps by batch and context, beside their limit
-    python -m lab.limits              # a decode step beside its matrix products alone
+    python -m lab.limits              # decode steps and prompts beside their limits
 
 `options.py` has the flags and the workloads, `figures.py` what a run is measured by.
 `drawing.py` makes pictures of a trace, also of your own runs. Throughput is the business of

@@ -119,16 +119,20 @@ def draw_comparison(runs: Runs, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_grid(steps: list[dict[str, float]], path: Path) -> None:
-    """Draws the time of a decode step over its batch: a line for each context, limits dashed."""
+def draw_grid(steps: list[dict[str, float]], prompts: list[dict[str, float]], path: Path) -> None:
+    """Draws the time of a decode step over its batch, a line for each context, and the time of a
+    prompt over its length. Limits are dashed."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    axis = figure.subplots()
-    for context in dict.fromkeys(step["context"] for step in steps):
-        batches, times, limits = np.array([(step["batch"], step["ms"], step["limit_ms"])
-                                           for step in steps if step["context"] == context]).T
-        line, = axis.loglog(batches, times, "o-", label=f"{context:,}")
-        axis.loglog(batches, limits, "--", color=line.get_color())
-    axis.set(xlabel="sequences", ylabel="ms of a decode step; dashed: its limit")
-    axis.legend(title="tokens of context")
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    lines = [(left, "batch", [step for step in steps if step["context"] == context], context)
+             for context in dict.fromkeys(step["context"] for step in steps)]
+    for axis, name, found, label in [*lines, (right, "context", prompts, None)]:
+        sizes, times, limits = np.array(
+            [(step[name], step["ms"], step["limit_ms"]) for step in found]).reshape(-1, 3).T
+        line, = axis.loglog(sizes, times, "o-", label=label)
+        axis.loglog(sizes, limits, "--", color=line.get_color())
+    left.set(xlabel="sequences", ylabel="ms of a decode step; dashed: its limit")
+    left.legend(title="tokens of context")
+    right.set(xlabel="tokens of a prompt", ylabel="ms of the prompt; dashed: its limit")
     figure.savefig(path, dpi=110)

@@ -1,10 +1,12 @@
-"""What the device could do at best, and what a decode step takes beside that.
+"""What the device could do at best, and what decode steps and prompts take beside that.
 
-    python -m lab.limits --config qwen3-0.6b --batches 1 32 --contexts 256
+    python -m lab.limits --config qwen3-0.6b --plot limits.png
+    python -m lab.limits --config qwen3-0.6b --batches 1 32 --contexts 256 --prompts 1024
 
 limit: reading weights, K and V once at the bandwidth of a sum, which only reads, or computing at
 the rate of a large matrix product, whichever takes longer. products: the matrix products of the
-step alone. Steps whose K and V do not fit the cache are left out; --num-kv-blocks makes it larger.
+step alone. A long prompt takes several steps, whose times and limits are added up. What does not
+fit the KV cache is left out; --num-kv-blocks makes it larger.
 """
 
 import functools
@@ -14,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from lab.drawing import draw_grid
@@ -21,7 +24,11 @@ from lab.figures import write_json
 from lab.options import Parser, picture
 from nanoengine import LLM, SamplingParams
 from nanoengine.batch import Batch
+from nanoengine.config import EngineConfig
 from nanoengine.sequence import Sequence
+
+SIZES = {"batches": (1, 2, 4, 8, 16, 32, 64, 128, 256), "contexts": (128, 512, 2048, 8192),
+         "prompts": (128, 256, 512, 1024, 2048, 4096, 8192)}
 
 
 def seconds_of(function: Callable[[], object], repeats: int = 9) -> float:
@@ -76,60 +83,73 @@ def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
 
 
 @torch.inference_mode()
-def time_products(model: torch.nn.Module, batch_size: int) -> float:
-    """Seconds of a decode step's matrix products and nothing else."""
-    linears = linears_of(model)
+def time_products(model: torch.nn.Module, batch: Batch) -> float:
+    """Seconds of a step's matrix products and nothing else."""
     like = next(model.parameters())
-    inputs = [torch.randn(batch_size, each.in_features).to(like) for each in linears]
-    return seconds_of(lambda: [linear(rows) for linear, rows in zip(linears, inputs)], 15)
+    inputs = []
+    for linear in linears_of(model):
+        rows = len(batch.sampled) if linear is model.lm_head else sum(batch.num_tokens)
+        inputs.append((linear, torch.randn(rows, linear.in_features).to(like)))
+    return seconds_of(lambda: [linear(rows) for linear, rows in inputs if len(rows)], 5)
 
 
-def decode_batch(batch_size: int, context: int, block_size: int) -> Batch:
-    """A decode step of sequences of `context` tokens, in blocks of their own.
+def steps_between(num_seqs: int, computed: int, length: int, config: EngineConfig) -> list[Batch]:
+    """The steps that take sequences from `computed` to `length` tokens, in blocks of their own.
 
     The content of the blocks makes no difference to the time.
     """
     greedy = SamplingParams(temperature=0)
-    seqs = [Sequence(str(number), [0] * context, context, context + 1, greedy)
-            for number in range(batch_size)]
-    width = -(-context // block_size)
+    seqs = [Sequence(str(number), [0] * length, length, length + 1, greedy)
+            for number in range(num_seqs)]
+    width = -(-length // config.block_size)
     for number, seq in enumerate(seqs):
-        seq.num_computed_tokens = context - 1
         seq.block_table.extend(range(1 + number * width, 1 + (number + 1) * width))
-    return Batch(0, sequences=seqs, starts=[context - 1] * batch_size,
-                 num_tokens=[1] * batch_size, sampled=list(enumerate(seqs)))
-
-
-def time_steps(llm: LLM, batches: list[int], contexts: list[int]) -> list[dict[str, float]]:
-    """The times of the decode steps that fit the cache, of their products, and their limits."""
-    runner = llm.engine.runner
-    runner.caches.zero_()  # makes all of it real memory
-    bandwidth = read_bandwidth(llm.config.device)
     steps = []
-    for context, size in itertools.product(contexts, batches):
-        batch = decode_batch(size, context, llm.config.block_size)
-        num_blocks = sum(len(seq.block_table) for seq in batch.sequences)
-        if num_blocks <= runner.num_kv_blocks and context <= runner.max_model_len:
-            seconds = seconds_of(lambda: runner.launch(batch).wait(), 5)  # noqa: B023
-            step = {"context": context, "batch": size, "ms": 1000 * seconds}
-            step["products_ms"] = 1000 * time_products(runner.model, size)
-            step["limit_ms"] = 1000 * step_limit(llm, batch, bandwidth)
-            steps.append(step)
-            print(", ".join(f"{name} {value:,.5g}" for name, value in step.items()), flush=True)
+    for start in range(computed, length, config.max_num_batched_tokens):
+        end = min(start + config.max_num_batched_tokens, length)
+        sampled = list(enumerate(seqs)) if end == length else []
+        steps.append(Batch(0, sequences=seqs, starts=[start] * num_seqs,
+                           num_tokens=[end - start] * num_seqs, sampled=sampled))
     return steps
 
 
-def main(argv: list[str], batches: tuple = (32,), contexts: tuple = (256,)) -> None:
+def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, float]]:
+    """The times of the steps that fit the cache, of their products, and their limits.
+
+    kinds: how many sequences go from how many tokens to how many
+    """
+    runner = llm.engine.runner
+    runner.caches.zero_()  # makes all of it real memory
+    bandwidth = read_bandwidth(llm.config.device)
+    found = []
+    for num_seqs, computed, length in kinds:
+        batches = steps_between(num_seqs, computed, length, llm.config)
+        num_blocks = sum(len(seq.block_table) for seq in batches[0].sequences)
+        if num_blocks <= runner.num_kv_blocks and length <= runner.max_model_len:
+            times = np.sum([(seconds_of(lambda: runner.launch(batch).wait(), 5),  # noqa: B023
+                             time_products(runner.model, batch), step_limit(llm, batch, bandwidth))
+                            for batch in batches], axis=0)
+            values = (num_seqs, length, *(1000 * times).tolist())
+            step = dict(zip(("batch", "context", "ms", "products_ms", "limit_ms"), values))
+            found.append(step)
+            print(", ".join(f"{name} {value:,.5g}" for name, value in step.items()), flush=True)
+    return found
+
+
+def main(argv: list[str]) -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--batches", type=int, nargs="+", default=batches)
-    parser.add_argument("--contexts", type=int, nargs="+", default=contexts)
+    for name, sizes in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=sizes)
     parser.add_argument("--plot", type=picture, help="a picture: a line for each context")
     args = parser.parse(argv)
+    decodes = [(size, length - 1, length)
+               for length, size in itertools.product(args.contexts, args.batches)]
     with LLM(**vars(args.engine_config) | {"max_num_seqs": max(args.batches)}) as llm:
-        steps = time_steps(llm, args.batches, args.contexts)
+        steps = time_steps(llm, decodes)
+        whole = time_steps(llm, [(1, 0, length) for length in args.prompts])
     if args.plot:
-        draw_grid(steps, args.plot)
-    write_json(args, decode_steps=steps)
+        draw_grid(steps, whole, args.plot)
+    write_json(args, decode_steps=steps, prompts=whole)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine.config import EngineConfig  # noqa: E402
 
 COMMANDS = {"bench.py": bench, "-m lab.compare": compare, "-m lab.simulate": simulate,
-            "-m lab.grid": limits, "-m lab.limits": limits, "-m lab.film": film}
+            "-m lab.limits": limits, "-m lab.film": film}
 SMALL = ("--num-seqs", 8, "--min-input", 8, "--max-input", 40, "--min-output", 8,
          "--max-output", 40, "--repeat", 1)
 
@@ -206,10 +206,24 @@ def test_times_of_a_gpu_are_events():
 
 def test_decode_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "read_bandwidth", lambda device: 100e9)
-    steps = run(limits, tmp_path, "--batches", 1, 4, "--contexts", 64, 300,
-                "--num-kv-blocks", 36)["decode_steps"]
+    found = run(limits, tmp_path, "--batches", 1, 4, "--contexts", 64, 300, "--prompts", 40, 300,
+                2000, "--num-kv-blocks", 36)
+    steps, prompts = found["decode_steps"], found["prompts"]
     assert [(row["batch"], row["context"]) for row in steps] == [(1, 64), (4, 64), (1, 300)]
-    assert all(row["ms"] > row["limit_ms"] > 0 < row["products_ms"] for row in steps)
+    assert [(row["batch"], row["context"]) for row in prompts] == [(1, 40), (1, 300)]
+    assert all(row["ms"] > row["limit_ms"] > 0 < row["products_ms"] for row in steps + prompts)
+
+
+def test_steps_of_a_prompt():
+    """Chunks of a prompt: each begins where the one before ended, and the last one samples."""
+    config = EngineConfig("any", max_num_batched_tokens=100, block_size=16)
+    steps = limits.steps_between(1, 0, 250, config)
+    assert [(step.starts, step.num_tokens, len(step.sampled)) for step in steps] == [
+        ([0], [100], 0), ([100], [100], 0), ([200], [50], 1)]
+    decode, = limits.steps_between(3, 249, 250, config)
+    assert decode.starts == [249] * 3 and decode.num_tokens == [1] * 3 and len(decode.sampled) == 3
+    tables = [seq.block_table for seq in decode.sequences]
+    assert len({*tables[0], *tables[1], *tables[2]}) == sum(map(len, tables)) == 3 * 16
 
 
 # ----------------------------------------------------------------------- flags and commands
@@ -266,7 +280,8 @@ def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):
         if not has_matplotlib:
             flags = without_pictures(flags)
         if module is limits:
-            module.main([*flags, "--batches", "1", "2", "--contexts", "8", *blocks])
+            module.main([*flags, "--batches", "1", "2", "--contexts", "8", "--prompts", "9",
+                         *blocks])
         elif module is film:
             (tmp_path / "docs" / "films").mkdir(parents=True, exist_ok=True)
             module.main(flags)
