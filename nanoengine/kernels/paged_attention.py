@@ -35,17 +35,18 @@ from numba import carray, prange
 from nanoengine.kernels.compiling import compile_kernel
 from nanoengine.kernels.rows import inverse_rms, to_bits, to_float32
 from nanoengine.kernels.vectors import (
-    LANES, add_products, exp2, fill, has, inlined, largest, load, stack, store, store_bfloat16,
-    where_less)
+    LANES, add_products, exp2, fill, has, inlined, largest, load, prefetch, stack, store,
+    store_bfloat16, where_less)
 
 # the keys of one step of the softmax, and the place of each
 SPAN = 128
 PLACES = np.arange(SPAN, dtype=np.float32)
 # Sums of so many rows, and so many vectors, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
-# the tiles of keys whose scores are computed together
-TILES = MOST_VECTORS // MOST_ROWS
 SUMS = MOST_VECTORS * LANES
+# So many words ahead a decode asks for keys and values, where its sums have too few registers for a
+# whole line of values: the CPU sees no order in lines that are read in parts.
+AHEAD = 0 if has("avx512f") else 1024
 # a masked score, and the maximum before the first score: 2^(HIDDEN - LOWEST) is 0
 HIDDEN = np.float32(-1e30)
 LOWEST = np.float32(-1e20)
@@ -123,6 +124,8 @@ def multiply(left, right, places, apart, line, step, depth, out, pitch, rows, ve
         for k in range(start, min(start + step, depth)):
             for c in range(vectors):
                 numbers = load(right, place + c * apart)
+                if AHEAD and rows < MOST_ROWS:
+                    prefetch(right, place + c * apart + AHEAD)
                 for r in range(rows):
                     i = (r * vectors + c) * LANES
                     word = fill(left[r, k])
@@ -171,6 +174,8 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
     table: the blocks of the sequence; last: the position of the last token
     rows, vectors: how many rows, and vectors of a value, are multiplied together
     """
+    # tiles of keys at a time: more than two need not lie evenly apart
+    together = min(2, MOST_VECTORS // rows)
     pack = 2 if shift else 1
     words = head_dim // pack
     num_rows = len(out) * group_size
@@ -205,9 +210,9 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
             # scores
             scores[:, :SPAN] = 0
             for r in range(0, num_rows, rows):
-                for t in range(0, tiles, TILES):
+                for t in range(0, tiles, together):
                     multiply(queries[r:], kv[0], places[t:], places[t + 1] - places[t], LANES,
-                             words, words, scores[r:, t * LANES:], pitch, rows, TILES,
+                             words, words, scores[r:, t * LANES:], pitch, rows, together,
                              shift)
 
             # softmax

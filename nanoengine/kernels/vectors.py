@@ -116,6 +116,15 @@ def store_bfloat16(builder, array, first, numbers):
     return builder.bitcast(builder.and_(bits, same(WORDS, 0xFFFF0000)), FLOATS)
 
 
+@instruction(types.void)
+def prefetch(builder, array, place):
+    """Asks for a number that is needed soon. There may be no such number."""
+    pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
+    # to read, into all caches, as data
+    options = [ir.IntType(32)(option) for option in (0, 3, 1)]
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, *options)
+
+
 # ------------------------------------------------------------------------------ arithmetic
 
 
