@@ -150,10 +150,16 @@ def sample_plain(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tens
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The token with the largest logit of each row."""
-    # several times faster than argmax in bfloat16
-    found = logits.max(dim=-1)
-    return torch.where(found.values.isfinite(), found.indices, NO_TOKEN)
+    """The token with the largest logit of each row, of several the first.
+
+    On a CPU PyTorch finds a maximum in vectors, but its place one number at a time. So this first
+    takes the maximum of each group of neighbours, and looks for places in one group alone.
+    """
+    groups = logits.unflatten(1, (-1, math.gcd(logits.shape[1], 128)))
+    largest, group = groups.amax(dim=-1).max(dim=-1, keepdim=True)
+    place = groups.take_along_dim(group[:, :, None], dim=1).max(dim=-1).indices
+    tokens = group * groups.shape[-1] + place
+    return torch.where(largest.isfinite(), tokens, NO_TOKEN)[:, 0]
 
 
 # ----------------------------------------------------------------------------------- edits

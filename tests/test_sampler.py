@@ -135,6 +135,22 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform():
     assert draws(logits, 3000, temperature=1e30).min() > 850
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [1, 7, 64, 307, 1280, 4100])
+def test_the_likeliest_is_the_first_of_the_largest(vocab_size, dtype):
+    """With many ties, with padding behind the vocabulary, and without rows."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    padded = torch.randint(-9, 10, (50, vocab_size + 60), generator=generator).to(dtype)
+    padded[:, vocab_size:] = 100.0
+    padded[3:6, :vocab_size] = torch.tensor([math.nan, math.inf, -math.inf])[:, None]
+    padded[6, vocab_size // 2] = math.nan
+    logits = padded[:, :vocab_size]
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    expected[3:7] = [NO_TOKEN] * 4
+    assert sampler.likeliest(logits).tolist() == expected
+    assert sampler.likeliest(logits[:0]).shape == (0,)
+
+
 def test_rows_do_not_depend_on_each_other():
     torch.manual_seed(0)
     logits = torch.randn(40, 1000) * 3
