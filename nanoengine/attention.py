@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
@@ -168,38 +168,30 @@ def limit_threads() -> None:
     torch.set_num_threads(num_threads)
 
 
-def bits_of(tensor: Tensor) -> np.ndarray:
-    """The numbers of a tensor as their bits: NumPy knows no bfloat16."""
-    return tensor.view(torch.uint16 if tensor.itemsize == 2 else torch.uint32).numpy()
-
-
 # -------------------------------------------------------------------------------- backends
 
 
-def cpu_attention(qkv: Tensor, norms: tuple[nn.Module, nn.Module], angles: Tensor, cache: Tensor,
+def cpu_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cache: Tensor,
                   window: int | None, step: StepInputs) -> Tensor:
     """On a CPU one kernel of our own does all between the projections: head norms, rotation, cache
     and attention, for tokens of prompts and decodes alike.
 
     qkv: (T, heads + 2 * kv_heads, head_dim), is overwritten
-    norms: of the heads of queries and of keys: RMSNorm, or nn.Identity
+    norms: (2, head_dim) float32, weights of the norms of query heads and key heads
+    eps: of these norms; -1 for a model without them
     angles: (2, T, head_dim / 2), cos and sin
 
-    Returns (T, heads, head_dim). All that the kernel gets is contiguous: for strided tensors numba
-    would compile another kernel, in which LLVM might order sums in another way.
+    Returns (T, heads, head_dim).
     """
-    _, _, block_size, kv_heads, _ = cache.shape
-    ones = torch.ones(qkv.shape[2])
-    weights = torch.stack([getattr(norm, "weight", ones) for norm in norms]).float()
-    out = torch.empty_like(qkv[:, 2 * kv_heads:])
-    kernel = paged_attention(
-        qkv.shape[2], out.shape[1] // kv_heads, block_size, shift=32 - 8 * qkv.itemsize)
-    words = cache.transpose(2, 3).flatten(3).view(torch.uint32)
-    arrays = (words, weights, angles, step.slot_blocks, step.slot_offsets, step.block_tables,
-              step.sequence_of_token, step.positions)
-    kv, *others = (array.numpy() for array in arrays)
-    kernel(bits_of(qkv), kv, bits_of(out), *others, getattr(norms[0], "eps", -1.0),
-           window or 2**31 - 1)
+    _, num_blocks, block_size, kv_heads, _ = cache.shape
+    num_tokens, num_heads, head_dim = qkv.shape
+    num_queries = num_heads - 2 * kv_heads
+    out = qkv.new_empty(num_tokens, num_queries, head_dim)
+    arrays = (qkv, cache, out, norms, angles, step.slot_blocks, step.slot_offsets,
+              step.block_tables, step.sequence_of_token, step.positions)
+    kernel = paged_attention(head_dim, num_queries // kv_heads, block_size, 32 - 8 * qkv.itemsize)
+    kernel(*[array.data_ptr() for array in arrays], num_tokens, kv_heads, num_blocks,
+           *step.block_tables.shape, eps, window or 2**31 - 1)
     return out
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoengine.attention import StepInputs, bits_of, cpu_attention
+from nanoengine.attention import StepInputs, cpu_attention
 from nanoengine.distributed import ALONE, Group
 from nanoengine.kernels import rows as row_kernels
 from nanoengine.sampling_params import rejected
@@ -118,7 +118,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32 and in place, for speed."""
     if has_kernel(x):
         out = torch.empty_like(x)
-        row_kernels.rms_norm(32 - 8 * x.itemsize)(bits_of(x), bits_of(weight), eps, bits_of(out))
+        kernel = row_kernels.rms_norm(32 - 8 * x.itemsize)
+        kernel(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
         return out
     scaled = x.to(torch.float32, copy=True)
     mean = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).square_().div_(x.shape[-1])
@@ -139,11 +140,12 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 @fused(0)
 def swiglu(gate_up: Tensor) -> Tensor:
     """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202), from both side by side."""
-    gate, up = gate_up.chunk(2, dim=-1)
     if has_kernel(gate_up):
-        out = torch.empty_like(up)
-        row_kernels.swiglu(32 - 8 * up.itemsize)(bits_of(gate_up), bits_of(out))
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        kernel = row_kernels.swiglu(32 - 8 * out.itemsize)
+        kernel(gate_up.data_ptr(), out.data_ptr(), *out.shape)
         return out
+    gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
@@ -219,8 +221,8 @@ class Linear(nn.Linear):
         if not self.weight.is_mkldnn:
             return super().forward(x)
         rows = F.pad(x, (0, 0, 0, 4 - len(x))) if len(x) < 4 else x
-        product = torch.ops.mkldnn._linear_pointwise
-        return product(rows, self.weight, self.bias, "none", [], "")[:len(x)]
+        product = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        return product if rows is x else product[:len(x)]
 
 
 class DecoderLayer(nn.Module):
@@ -250,14 +252,25 @@ class DecoderLayer(nn.Module):
         self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
         self.down_proj = Linear(inner, {"down_proj": hidden}, mlp_bias)
 
+    @functools.cached_property
+    def head_norms(self) -> tuple[Tensor, float]:
+        """The norms of query heads and key heads as `cpu_attention` takes them."""
+        ones = torch.ones(self.head_dim)
+        weights = [getattr(norm, "weight", ones).float() for norm in (self.q_norm, self.k_norm)]
+        return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)
+
     def forward(self, hidden: Tensor, angles: Tensor, cache: Tensor, step: StepInputs,
-                backend: Callable, rows: Tensor | slice) -> Tensor:
+                backend: Callable, rows: Tensor | None) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).
 
         K and V of all T tokens are written to the cache; only `rows` go on behind attention.
         """
         attended = self.attend(self.input_layernorm(hidden), angles, cache, step, backend)
-        hidden = hidden[rows] + self.group.sum(self.o_proj(attended.flatten(1)[rows]))
+        attended = attended.flatten(1)
+        if rows is not None:
+            hidden = hidden[rows]
+            attended = attended[rows]
+        hidden = hidden + self.group.sum(self.o_proj(attended))
         gate_up = self.gate_up_proj(self.post_attention_layernorm(hidden))
         return hidden + self.group.sum(self.down_proj(swiglu(gate_up)))
 
@@ -267,11 +280,11 @@ class DecoderLayer(nn.Module):
 
         angles: (2, T, head_dim / 2), of the tokens' positions; cache: K and V of this layer.
         """
-        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         # one kernel for all the steps below
         if backend is cpu_attention:
             return cpu_attention(
-                qkv, (self.q_norm, self.k_norm), angles, cache, self.window, step)
+                qkv, *self.head_norms, angles, cache, self.window, step)
         query, key, value = qkv.split(self.num_heads, dim=1)
         query = rotate(self.q_norm(query), angles)
         key = rotate(self.k_norm(key), angles)
@@ -304,7 +317,7 @@ class Decoder(nn.Module):
         hidden = self.embed(token_ids)
         angles = rope[:, step.positions]
         for layer, cache in zip(self.layers, caches):
-            rows = step.sampled_rows if layer is self.layers[-1] else slice(None)
+            rows = step.sampled_rows if layer is self.layers[-1] else None
             hidden = layer(hidden, angles, cache, step, backend, rows)
         return self.norm(hidden)
 

@@ -127,10 +127,17 @@ def from_tiles(tiled, head_dim):
     return both.flatten(3, 4)[:, :, :, :tiled.shape[2], :head_dim].transpose(2, 3)
 
 
+def attend_by_kernel(qkv, norms, *rest):
+    """`cpu_attention` with the norms as modules."""
+    ones = torch.ones(qkv.shape[2])
+    weights = torch.stack([getattr(norm, "weight", ones).float() for norm in norms])
+    return cpu_attention(qkv, weights, getattr(norms[0], "eps", -1.0), *rest)
+
+
 def attend_in_tiles(qkv, norms, angles, plain, window, step):
     """`cpu_attention` for a plain cache, to which it writes."""
     tiled = make_cache(plain.shape[3], qkv.shape[2], plain.shape[2], step, plain.dtype, "numba")
-    out = cpu_attention(qkv, norms, angles, to_tiles(plain, tiled), window, step)
+    out = attend_by_kernel(qkv, norms, angles, to_tiles(plain, tiled), window, step)
     plain[:] = from_tiles(tiled, qkv.shape[2])
     return out
 
@@ -367,7 +374,7 @@ def test_what_is_unwritten_and_what_others_wrote_may_be_nan(block_size, dtype):
         step = make_step(lengths, [0] * 4, block_size)
         tiled = make_cache(heads, head_dim, block_size, step, dtype, "numba").fill_(rest)
         angles = no_turn(53, head_dim)
-        outs.append(cpu_attention(qkv.clone(), norms, angles, tiled, None, step))
+        outs.append(attend_by_kernel(qkv.clone(), norms, angles, tiled, None, step))
         assert outs[-1][1:3].isnan().any(dim=0).any()
         finite = torch.ones(53, dtype=torch.bool)
         finite[1:3] = False
@@ -386,7 +393,7 @@ def test_same_bits_however_a_prompt_is_chunked(chunk, dtype):
 
     def run(step, tiled, rows):
         turns = angles[:, rows].contiguous()
-        return cpu_attention(qkv[rows].clone(), norms, turns, tiled, 40, step)
+        return attend_by_kernel(qkv[rows].clone(), norms, turns, tiled, 40, step)
 
     expected = run(whole, make_cache(2, 32, block_size, whole, dtype, "numba").fill_(torch.nan),
                    slice(0, total))
@@ -432,7 +439,7 @@ def test_other_cpus(name, features, tmp_path):
 def test_the_compiled_kernel_can_be_kept_on_disk():
     """numba finds it again only if what it closes over is the same in every process."""
     kernel = kernels.paged_attention(32, 2, 16, 16)
-    assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__} == {int}
+    assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__} == {int, type}
 
 
 @pytest.fixture
@@ -491,6 +498,6 @@ def test_one_compiled_kernel_for_one_token_and_many(new_kernels):
         qkv = torch.nn.Linear(5, 192)(torch.randn(4, 5))[:num_tokens].detach().view(-1, 6, 32)
         cache = torch.zeros(2, 3, 2, 16, 32).transpose(2, 3)  # in any layout
         turns = no_turn(9, 32)[:, indices]
-        out = cpu_attention(qkv, NO_NORMS, turns, cache, None, step)
+        out = attend_by_kernel(qkv, NO_NORMS, turns, cache, None, step)
         assert torch.allclose(out, qkv[:, 4:]), "each sees itself alone"
     assert [len(kernel.signatures) for kernel in new_kernels] == [1]

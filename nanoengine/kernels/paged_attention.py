@@ -35,8 +35,8 @@ from numba import carray, prange
 from nanoengine.kernels.compiling import compile_kernel
 from nanoengine.kernels.rows import inverse_rms, to_bits, to_float32
 from nanoengine.kernels.vectors import (
-    LANES, add_products, exp2, fill, has, inlined, largest, load, prefetch, stack, store,
-    store_bfloat16, where_less)
+    LANES, add_products, array_at, exp2, fill, has, inlined, largest, load, prefetch, stack,
+    store, store_bfloat16, where_less)
 
 # the keys of one step of the softmax, and the place of each
 SPAN = 128
@@ -240,8 +240,9 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
     """The kernel for a shape: LLVM unrolls and vectorises over these constants.
 
     kernel(qkv, kv, out, norms, rope, slot_blocks, slot_offsets, block_tables, sequence_of_token,
-           positions, eps, window), where uint is uint32 with the bits of a float32 (shift 0), or
-    uint16 with those of a bfloat16 (shift 16):
+           positions, tokens, kv_heads, blocks, sequences, table_width, eps, window)
+
+    The first ten are addresses. uint is a float32 (shift 0) or a bfloat16 (shift 16):
 
         qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values; queries
             and keys are normed and rotated in place
@@ -250,7 +251,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
         norms: (2, head_dim) float32, the weights of the norms of queries and of keys
         rope: (2, tokens, head_dim / 2) float32, cos and sin of a token's angles
         slot_blocks, slot_offsets: (tokens,) int64, where in the cache a token's K and V go
-        block_tables: (sequences, width) int32
+        block_tables: (sequences, table_width) int32
         sequence_of_token: (tokens,) int32, rows of block_tables
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
         eps: of the norms; -1 for a model that has none
@@ -267,10 +268,23 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
     group_rows = largest_divisor(group_size, MOST_ROWS)
     group_vectors = largest_divisor(width // LANES, MOST_VECTORS // group_rows)
 
-    def kernel(qkv, kv, out, norms, rope, slot_blocks, slot_offsets, block_tables,
-               sequence_of_token, positions, eps, window):
-        kv_heads = kv.shape[2]
-        heads = out.shape[1]
+    uint = np.uint16 if shift else np.uint32
+    block_words = block_size * numbers_per_token(head_dim, block_size) // pack
+
+    def kernel(qkv_at, kv_at, out_at, norms_at, rope_at, slot_blocks_at, slot_offsets_at, tables_at,
+               sequence_of_token_at, positions_at, tokens, kv_heads, blocks, sequences, table_width,
+               eps, window):
+        heads = group_size * kv_heads
+        qkv = array_at(qkv_at, (tokens, heads + 2 * kv_heads, head_dim), uint)
+        kv = array_at(kv_at, (2, blocks, kv_heads, block_words), np.uint32)
+        out = array_at(out_at, (tokens, heads, head_dim), uint)
+        norms = array_at(norms_at, (2, head_dim), np.float32)
+        rope = array_at(rope_at, (2, tokens, head_dim // 2), np.float32)
+        slot_blocks = array_at(slot_blocks_at, tokens, np.int64)
+        slot_offsets = array_at(slot_offsets_at, tokens, np.int64)
+        block_tables = array_at(tables_at, (sequences, table_width), np.int32)
+        sequence_of_token = array_at(sequence_of_token_at, tokens, np.int32)
+        positions = array_at(positions_at, tokens, np.int32)
         starts = [0]
         for token in range(1, len(qkv)):
             if (sequence_of_token[token] != sequence_of_token[token - 1]
@@ -303,7 +317,4 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
                        window, scratch, group_size, head_dim, width, block_size, shift, MOST_ROWS,
                        vectors)
 
-    uint = "uint16" if shift else "uint32"
-    return compile_kernel(kernel, f"""(
-        {uint}[:,:,::1], uint32[:,:,:,::1], {uint}[:,:,::1], float32[:,::1], float32[:,:,::1],
-        int64[::1], int64[::1], int32[:,::1], int32[::1], int32[::1], float64, int64)""")
+    return compile_kernel(kernel, f"({15 * 'int64, '}float64, int64)")

@@ -16,7 +16,7 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.vectors import LANES, fill, inlined, load, stack, store
+from nanoengine.kernels.vectors import LANES, array_at, fill, inlined, load, stack, store
 
 # ln(2)^k / k!: the Taylor series of 2^x, good to 1e-7 for |x| <= 1/2
 EXP2_SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7))
@@ -67,35 +67,39 @@ def exp(x):
 
 @functools.cache
 def rms_norm(shift: int) -> Callable:
-    """kernel(x, weight, eps, out): x and out are (rows, size), weight is (size,); all are bits."""
-    def kernel(x, weight, eps, out):
-        for r in prange(len(x)):
-            row = x[r]
-            line = out[r]
-            scale = inverse_rms(row, len(row), eps, shift)
-            for i in range(len(row)):
-                number = to_float32(row[i], shift) * scale * to_float32(weight[i], shift)
+    """kernel(x, weight, out, rows, size, eps), with addresses of (rows, size), (size,) and (rows,
+    size) numbers: float32 (shift 0) or bfloat16 (shift 16)."""
+    uint = np.uint16 if shift else np.uint32
+
+    def kernel(x, weight, out, rows, size, eps):
+        weights = array_at(weight, size, uint)
+        for r in prange(rows):
+            row = array_at(x, (rows, size), uint)[r]
+            line = array_at(out, (rows, size), uint)[r]
+            scale = inverse_rms(row, size, eps, shift)
+            for i in range(size):
+                number = to_float32(row[i], shift) * scale * to_float32(weights[i], shift)
                 line[i] = to_bits(number, shift)
 
-    uint = "uint16" if shift else "uint32"
-    return compile_kernel(kernel, f"({uint}[:,::1], {uint}[::1], float64, {uint}[:,::1])")
+    return compile_kernel(kernel, "(int64, int64, int64, int64, int64, float64)")
 
 
 @functools.cache
 def swiglu(shift: int) -> Callable:
-    """kernel(gate_up, out): (rows, 2 * size), gate before up, and (rows, size); both are bits."""
-    def kernel(gate_up, out):
-        for r in prange(len(out)):
-            line = out[r]
-            gates = gate_up[r, :len(line)]
-            ups = gate_up[r, len(line):]
-            for i in range(len(line)):
-                gate = to_float32(gates[i], shift)
+    """kernel(gate_up, out, rows, size), with addresses of (rows, 2, size) numbers, gate before up,
+    and of (rows, size)."""
+    uint = np.uint16 if shift else np.uint32
+
+    def kernel(gate_up, out, rows, size):
+        for r in prange(rows):
+            both = array_at(gate_up, (rows, 2, size), uint)[r]
+            line = array_at(out, (rows, size), uint)[r]
+            for i in range(size):
+                gate = to_float32(both[0, i], shift)
                 small = exp(-abs(gate))
                 sigmoid = (np.float32(1) if gate >= 0 else small) / (np.float32(1) + small)
                 # rounded in between, as two operators of PyTorch do it
                 activated = to_float32(to_bits(gate * sigmoid, shift), shift)
-                line[i] = to_bits(activated * to_float32(ups[i], shift), shift)
+                line[i] = to_bits(activated * to_float32(both[1, i], shift), shift)
 
-    uint = "uint16" if shift else "uint32"
-    return compile_kernel(kernel, f"({uint}[:,::1], {uint}[:,::1])")
+    return compile_kernel(kernel, "(int64, int64, int64, int64)")

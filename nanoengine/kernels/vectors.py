@@ -14,7 +14,7 @@ import math
 import operator
 
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, overload, register_model
 
@@ -76,6 +76,23 @@ def same(kind, number):
 
 
 # ---------------------------------------------------------------------------------- memory
+
+
+@intrinsic
+def pointer(context, address):
+    def generate(context, builder, signature, values):
+        return builder.inttoptr(values[0], context.get_value_type(types.voidptr))
+    return types.voidptr(address), generate
+
+
+@inlined()
+def array_at(address, shape, dtype):
+    """A contiguous array from its address, a number.
+
+    Kernels are called with addresses: to make an array of a tensor takes longer than a small kernel
+    runs, all the more where a matrix product has just swept the caches.
+    """
+    return carray(pointer(address), shape, dtype)
 
 
 @intrinsic(prefer_literal=True)
