@@ -164,8 +164,8 @@ def replicas(job: subprocess.Popen) -> set[psutil.Process]:
 def test_a_replica_is_killed(ray_job, replica, tmp_path):
     """One of two replicas is killed, just after its engine has started."""
     rows = [{"id": i, "prompt": f"Once upon a time {i}",
-             "sampling_params": {"max_tokens": 50 + i % 50, "ignore_eos": True}}
-            for i in range(160)]
+             "sampling_params": {"max_tokens": 150 + i % 150, "ignore_eos": True}}
+            for i in range(160)]  # so many tokens that a new replica begins before all is done
     rows += [{"id": 160, "prompt": 5}, {"id": 161, "messages": chat("12 + 34")}]
     source = tmp_path / "in"
     target = tmp_path / "out"
