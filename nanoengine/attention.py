@@ -179,9 +179,11 @@ def cpu_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cache:
     qkv: (T, heads + 2 * kv_heads, head_dim), is overwritten
     norms: (2, head_dim) float32, weights of the norms of query heads and key heads
     eps: of these norms; -1 for a model without them
-    angles: (2, T, head_dim / 2), cos and sin
+    angles: (2, T, head_dim / 2), cos and sin, float32
+    cache: of a layer, laid out as `make_caches` does it
 
-    Returns (T, heads, head_dim).
+    Returns (T, heads, head_dim). All other tensors must be contiguous: the kernel gets addresses,
+    and can't check what lies there.
     """
     _, num_blocks, block_size, kv_heads, _ = cache.shape
     num_tokens, num_heads, head_dim = qkv.shape
