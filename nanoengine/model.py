@@ -199,7 +199,12 @@ class Linear(nn.Linear):
     On a CPU its weight is packed, in an order of oneDNN's own: there is nothing left to reorder in
     each product, and a row has the same bits whatever rows are beside it. Fewer than four are
     padded: one alone would be summed up in another order, and two take longer than four.
+
+    With AMX the order of a row's sum depends on how many rows there are. `rows_of_a_product` makes
+    them as many in each product, with zeros behind the last ones.
     """
+
+    rows_of_a_product: int | None = None
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
@@ -220,9 +225,15 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.weight.is_mkldnn:
             return super().forward(x)
-        rows = F.pad(x, (0, 0, 0, 4 - len(x))) if len(x) < 4 else x
-        product = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
-        return product if rows is x else product[:len(x)]
+        size = self.rows_of_a_product or max(4, len(x))
+        if len(x) == size:
+            return self.multiply(x)
+        parts = [F.pad(part, (0, 0, 0, size - len(part))) for part in x.split(size)]
+        products = [self.multiply(part) for part in parts]
+        return (torch.cat(products) if len(products) > 1 else products[0])[:len(x)]
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
 
 
 class DecoderLayer(nn.Module):

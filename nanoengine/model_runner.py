@@ -43,7 +43,7 @@ from nanoengine.batch import Batch, Copies
 from nanoengine.config import EngineConfig
 from nanoengine.distributed import Group, Ranks, uninterrupted
 from nanoengine.loader import load_model
-from nanoengine.model import num_weights, rope_table, shard
+from nanoengine.model import Linear, num_weights, rope_table, shard
 from nanoengine.sampler import Logprob, Logprobs, find_logprobs, sample, sample_plain, uniform
 from nanoengine.sampling_params import SamplingParams, rejected
 from nanoengine.sequence import Sequence
@@ -145,6 +145,11 @@ class ModelRunner:
         if config.batch_invariant and not is_invariant:
             raise rejected("batch_invariant", True,
                            "False without packed weights, numba, a CPU and a single rank")
+        has_amx = get_host_cpu_features().get("amx-bf16") and self.dtype == torch.bfloat16
+        if config.batch_invariant and has_amx:
+            for module in self.model.modules():
+                if isinstance(module, Linear):
+                    module.rows_of_a_product = 64
 
         if not self.is_gpu:
             keep_memory()

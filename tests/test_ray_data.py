@@ -188,8 +188,8 @@ def test_a_replica_is_killed(ray_job, replica, tmp_path):
             killed.kill()
         time.sleep(0.05)
     assert job.returncode == 0, job.log.read_text()
-    # two or three: on few cores Ray starts the second one only when the first one is gone
-    assert len(seen) >= 2 and killed in seen, "another one has done its work"
+    # one or two others: on few cores Ray starts the second one only when the first one is gone
+    assert killed and seen - {killed}, "another one has done its work"
     assert not psutil.wait_procs(processes, timeout=30)[1], "nothing is left behind"
 
     found = [json.loads(line) for file in target.iterdir() for line in file.open()]

@@ -18,6 +18,8 @@ bfloat16. Keys and values are in tiles of 16 keys; each line is read as vectors 
 Blocks are padded to whole tiles, head_dim to whole vectors. What is unwritten can hold NaN: scores
 there are replaced, and values there are not read; half a pair is set to 0 if it is no number.
 
+Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are one of its tiles.
+
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
 arXiv:2309.06180). Spans begin at fixed positions, and each sum goes over them in one order: a token
@@ -34,6 +36,8 @@ from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
 from nanoengine.kernels.rows import inverse_rms, to_bits, to_float32
+from nanoengine.kernels.tiles import (
+    HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import (
     LANES, add_products, array_at, exp2, fill, has, inlined, largest, load, prefetch, stack,
     store, store_bfloat16, where_less)
@@ -41,12 +45,17 @@ from nanoengine.kernels.vectors import (
 # the keys of one step of the softmax, and the place of each
 SPAN = 128
 PLACES = np.arange(SPAN, dtype=np.float32)
+# where numbers begin that lie in one piece
+ONE_PIECE = np.zeros(1, np.int64)
 # Sums of so many rows, and so many vectors, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
 # So many words ahead a decode asks for keys and values, where its sums have too few registers for a
 # whole line of values: the CPU sees no order in lines that are read in parts.
 AHEAD = 0 if has("avx512f") else 1024
+# AMX multiplies LANES rows by four vectors. So heads of these sizes have no vectors left over.
+TILED_HEAD_DIMS = (64, 128, 192, 256)
+TAIL = LANES * max(TILED_HEAD_DIMS)
 # a masked score, and the maximum before the first score: 2^(HIDDEN - LOWEST) is 0
 HIDDEN = np.float32(-1e30)
 LOWEST = np.float32(-1e20)
@@ -110,22 +119,29 @@ def copy(source, from_pitch, target, to_pitch, rows, vectors):
 
 
 @inlined()
-def multiply(left, right, places, apart, line, step, depth, out, pitch, rows, vectors, shift):
-    """out[r, c] += left[r, k] * right[k, c] for all k < depth, one after the other.
+def multiply(left, right, deep, step, across, line, depth, out, pitch, rows, vectors, shift, tiled):
+    """out[r, c] += left[r, k] * right[k, c] for all k < depth, in one order for each sum.
 
     left, out: words and float32, of which a row begins `pitch` words behind the row before
-    right: words, of which line k begins k % step * line words behind places[k // step], and each
-        vector of a line `apart` words behind the vector before
+    right: words; vector c of line k begins at deep[k // step] + k % step * line + across[c]
+    tiled: with AMX, 16 lines at a time, which must all be numbers
     """
+    if tiled:
+        load_sums(out, pitch)
+        for k in range(0, depth, LANES):
+            place = deep[k // step] + k % step * line
+            add_tiles(left[:, k:], pitch, right, place, across, line)
+        store_sums(out, pitch)
+        return
     sums = stack(SUMS)
     copy(out, pitch, sums, vectors * LANES, rows, vectors)
     for start in range(0, depth, step):
-        place = places[start // step]
+        place = deep[start // step]
         for k in range(start, min(start + step, depth)):
             for c in range(vectors):
-                numbers = load(right, place + c * apart)
+                numbers = load(right, place + across[c])
                 if AHEAD and rows < MOST_ROWS:
-                    prefetch(right, place + c * apart + AHEAD)
+                    prefetch(right, place + across[c] + AHEAD)
                 for r in range(rows):
                     i = (r * vectors + c) * LANES
                     word = fill(left[r, k])
@@ -167,15 +183,18 @@ def soften(scores, weights, totals, top, sums, oldest, newest, scale, shift):
 
 @inlined()
 def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head_dim, width,
-           block_size, shift, rows, vectors):
+           block_size, shift, rows, vectors, tiled):
     """A tile of tokens of one sequence; their queries for one KV head are the rows.
 
     qkv: (tokens, heads + 2 * kv_heads, head_dim); out: (tokens, heads, head_dim)
     table: the blocks of the sequence; last: the position of the last token
-    rows, vectors: how many rows, and vectors of a value, are multiplied together
+    rows, vectors: how many rows, and vectors of a value, are multiplied together, with AMX if tiled
     """
-    # tiles of keys at a time: more than two need not lie evenly apart
-    together = min(2, MOST_VECTORS // rows)
+    if tiled:
+        begin_tiles(TILE_SIZES[rows])
+    tail = stack(TAIL)
+    # tiles of keys at a time
+    together = 4 if tiled else min(2, MOST_VECTORS // rows)
     pack = 2 if shift else 1
     words = head_dim // pack
     num_rows = len(out) * group_size
@@ -198,12 +217,13 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
     unit = SPAN if block_size % LANES == 0 else block_size
     first = max(0, last + 2 - len(out) - window)
     places = np.empty(SPAN // LANES + 1, np.int64)
+    columns = np.arange(0, width, LANES)
     for start in range(first // unit * unit, last + 1, unit):
         for base in range(start, min(start + unit, last + 1), SPAN):
             keys = min(SPAN, min(start + unit, last + 1) - base)
-            tiles = (keys + LANES - 1) // LANES
+            tiles = round_up(keys, LANES * pack if tiled else LANES) // LANES
             for t in range(len(places)):
-                index, offset = divmod(base + min(t, tiles - 1) * LANES, block_size)
+                index, offset = divmod(base + min(t, (keys - 1) // LANES) * LANES, block_size)
                 block = np.int64(table[index]) * kv.shape[2] + kv_head
                 places[t] = block * kv.shape[3] + offset // LANES * LANES * width // pack
 
@@ -211,9 +231,8 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
             scores[:, :SPAN] = 0
             for r in range(0, num_rows, rows):
                 for t in range(0, tiles, together):
-                    multiply(queries[r:], kv[0], places[t:], places[t + 1] - places[t], LANES,
-                             words, words, scores[r:, t * LANES:], pitch, rows, together,
-                             shift)
+                    multiply(queries[r:], kv[0], ONE_PIECE, words, places[t:], LANES, words,
+                             scores[r:, t * LANES:], pitch, rows, together, shift, tiled)
 
             # softmax
             for r in range(num_rows):
@@ -222,17 +241,31 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
                        np.float32(position + 1 - window), np.float32(min(position, keys - 1)),
                        np.float32(math.log2(math.e) / math.sqrt(head_dim)), shift)
 
-            # values
+            # values; with AMX, lines of the last tile that are unwritten become 0
+            lines = (keys + pack - 1) // pack
+            rest = lines % LANES if tiled else 0
+            if rest:
+                place = places[(lines - rest) // (LANES // pack)]
+                for i in range(0, LANES * width, LANES):
+                    line = load(kv[1], place + i) if i < rest * width else fill(np.float32(0))
+                    store(tail, i, line)
             for r in range(0, num_rows, rows):
                 for c in range(0, width, vectors * LANES):
-                    multiply(weights[r:], kv[1], places + c, LANES, width, LANES // pack,
-                             (keys + pack - 1) // pack, totals[r:, c:], pitch, rows, vectors, shift)
+                    across = columns[c // LANES:]
+                    multiply(weights[r:], kv[1], places, LANES // pack, across, width, lines - rest,
+                             totals[r:, c:], pitch, rows, vectors, shift, tiled)
+                    if rest:
+                        multiply(weights[r:, lines - rest:], tail, ONE_PIECE, LANES, across,
+                                 width, rest, totals[r:, c:], pitch, rows, vectors, shift, tiled)
 
+    if tiled:
+        end_tiles()
     for r in range(num_rows):
         inverse = np.float32(1) / sums[r, :LANES].sum()
+        total = totals[r]
+        line = out[r // group_size, kv_head * group_size + r % group_size]
         for d in range(head_dim):
-            number = to_bits(totals[r, d] * inverse, shift)
-            out[r // group_size, kv_head * group_size + r % group_size, d] = number
+            line[d] = to_bits(total[d] * inverse, shift)
 
 
 @functools.cache
@@ -260,13 +293,16 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
     width = round_up.py_func(head_dim, LANES)
     # even, so that a pair of values is written within one task
     most_tokens = 2 * max(1, 16 // group_size)
-    most_rows = round_up.py_func(most_tokens * group_size, MOST_ROWS)
+    tiled = (HAS_TILES and shift == 16 and head_dim in TILED_HEAD_DIMS
+             and block_size % (LANES * pack) == 0)
+    rows = LANES if tiled else MOST_ROWS
+    most_rows = round_up.py_func(most_tokens * group_size, rows)
     pitch = head_dim // pack + 2 * SPAN + width + 2 * LANES
     scratch_size = most_rows * pitch
-    vectors = largest_divisor(width // LANES, MOST_VECTORS // MOST_ROWS)
+    vectors = 4 if tiled else largest_divisor(width // LANES, MOST_VECTORS // MOST_ROWS)
     # of a decode
-    group_rows = largest_divisor(group_size, MOST_ROWS)
-    group_vectors = largest_divisor(width // LANES, MOST_VECTORS // group_rows)
+    group_rows = largest_divisor(group_size, rows)
+    group_vectors = 4 if tiled else largest_divisor(width // LANES, MOST_VECTORS // group_rows)
 
     uint = np.uint16 if shift else np.uint32
     block_words = block_size * numbers_per_token(head_dim, block_size) // pack
@@ -311,10 +347,10 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
             if end - begin == 1:
                 attend(qkv[begin:end], kv, out[begin:end], task // tiles, table, positions[begin],
                        window, scratch, group_size, head_dim, width, block_size, shift, group_rows,
-                       group_vectors)
+                       group_vectors, tiled)
             else:
                 attend(qkv[begin:end], kv, out[begin:end], task // tiles, table, positions[end - 1],
-                       window, scratch, group_size, head_dim, width, block_size, shift, MOST_ROWS,
-                       vectors)
+                       window, scratch, group_size, head_dim, width, block_size, shift, rows,
+                       vectors, tiled)
 
     return compile_kernel(kernel, f"({15 * 'int64, '}float64, int64)")
