@@ -226,14 +226,11 @@ class Linear(nn.Linear):
         if not self.weight.is_mkldnn:
             return super().forward(x)
         size = self.rows_of_a_product or max(4, len(x))
-        if len(x) == size:
-            return self.multiply(x)
-        parts = [F.pad(part, (0, 0, 0, size - len(part))) for part in x.split(size)]
-        products = [self.multiply(part) for part in parts]
-        return (torch.cat(products) if len(products) > 1 else products[0])[:len(x)]
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        if len(x) > size:
+            return torch.cat([self(part) for part in x.split(size)])
+        rows = F.pad(x, (0, 0, 0, size - len(x))) if len(x) < size else x
+        product = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        return product if rows is x else product[:len(x)]
 
 
 class DecoderLayer(nn.Module):

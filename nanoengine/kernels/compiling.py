@@ -14,9 +14,15 @@ from typing import Any
 
 import numba
 from numba import njit
+from numba.core.registry import cpu_target
 
 # once in a process: compiling one kernel raises an event for each function in it
 say_once = functools.cache(logging.getLogger(__name__).info)
+
+# What numba would import when it compiles for the first time: Ctrl-C in there would leave it in
+# halves, and nothing could be compiled any more.
+cpu_target.typing_context.refresh()
+cpu_target.target_context.refresh()
 
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
 

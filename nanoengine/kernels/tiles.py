@@ -36,7 +36,7 @@ HAS_TILES = may_use_tiles()
 
 
 def tile_sizes(rows: int) -> np.ndarray:
-    """What `begin_tiles` reads: how many lines a tile has (sums and left: `rows`), and how long."""
+    """The sizes of all eight tiles, as the CPU reads them: sums and left have so many lines."""
     sizes = np.zeros(64, np.uint8)
     sizes[0] = 1
     bytes_of_a_line, lines = sizes[16:32:2], sizes[48:56]
@@ -45,6 +45,7 @@ def tile_sizes(rows: int) -> np.ndarray:
     return sizes
 
 
+# by rows
 TILE_SIZES = np.array([tile_sizes(rows) for rows in range(LANES + 1)])
 
 
@@ -63,6 +64,7 @@ def at(builder, array, first, line):
 
 @instruction(types.void)
 def begin_tiles(builder, sizes):
+    """Sizes hold for the calling thread, until `end_tiles`."""
     emit(builder, "ldtilecfg", sizes)
 
 
@@ -73,6 +75,7 @@ def end_tiles(builder):
 
 @instruction(types.void)
 def load_sums(builder, array, line):
+    """From an array of which a row begins `line` numbers behind the row before."""
     for tile in SUMS:
         emit(builder, "tileloadd64", tile, *at(builder, array, line.type(tile * LANES), line))
 
@@ -85,7 +88,7 @@ def store_sums(builder, array, line):
 
 @instruction(types.void)
 def add_tiles(builder, left, left_line, right, place, across, line):
-    """right: words; the tile for each sum begins at `place` plus its number in `across`."""
+    """One step. right: words; the tile for a sum begins at `place` plus the sum's in `across`."""
     emit(builder, "tileloadd64", LEFT, *at(builder, left, line.type(0), left_line))
     for tile, register in zip(SUMS, RIGHT):
         first = builder.add(place, builder.load(builder.gep(across, [line.type(tile)])))
