@@ -149,6 +149,7 @@ class ModelRunner:
         if config.batch_invariant and has_amx:
             for module in self.model.modules():
                 if isinstance(module, Linear):
+                    # more would cost decodes too much, and fewer prompts
                     module.rows_of_a_product = 64
 
         if not self.is_gpu:
