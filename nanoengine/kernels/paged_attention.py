@@ -50,9 +50,6 @@ ONE_PIECE = np.zeros(1, np.int64)
 # Sums of so many rows, and so many vectors, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
-# So many words ahead a decode asks for keys and values, where its sums have too few registers for a
-# whole line of values: the CPU sees no order in lines that are read in parts.
-AHEAD = 0 if has("avx512f") else 1024
 # AMX multiplies LANES rows by four vectors. So heads of these sizes have no vectors left over.
 TILED_HEAD_DIMS = (64, 128, 192, 256)
 TAIL = LANES * max(TILED_HEAD_DIMS)
@@ -119,18 +116,23 @@ def copy(source, from_pitch, target, to_pitch, rows, vectors):
 
 
 @inlined()
-def multiply(left, right, deep, step, across, line, depth, out, pitch, rows, vectors, shift, tiled):
+def multiply(left, right, deep, step, across, line, depth, out, pitch, rows, vectors, shift, tiled,
+             soon):
     """out[r, c] += left[r, k] * right[k, c] for all k < depth, in one order for each sum.
 
     left, out: words and float32, of which a row begins `pitch` words behind the row before
     right: words; vector c of line k begins at deep[k // step] + k % step * line + across[c]
     tiled: with AMX, 16 lines at a time, which must all be numbers
+    soon: words that are needed soon, laid out as those of `right`, which are asked for now; or None
     """
     if tiled:
         load_sums(out, pitch)
         for k in range(0, depth, LANES):
             place = deep[k // step] + k % step * line
             add_tiles(left[:, k:], pitch, right, place, across, line)
+            if soon is not None:
+                for i in range(LANES * vectors):
+                    prefetch(soon, place + across[i % vectors] + i // vectors * line)
         store_sums(out, pitch)
         return
     sums = stack(SUMS)
@@ -140,8 +142,8 @@ def multiply(left, right, deep, step, across, line, depth, out, pitch, rows, vec
         for k in range(start, min(start + step, depth)):
             for c in range(vectors):
                 numbers = load(right, place + across[c])
-                if AHEAD and rows < MOST_ROWS:
-                    prefetch(right, place + across[c] + AHEAD)
+                if soon is not None:
+                    prefetch(soon, place + across[c])
                 for r in range(rows):
                     i = (r * vectors + c) * LANES
                     word = fill(left[r, k])
@@ -183,7 +185,7 @@ def soften(scores, weights, totals, top, sums, oldest, newest, scale, shift):
 
 @inlined()
 def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head_dim, width,
-           block_size, shift, rows, vectors, tiled):
+           block_size, shift, rows, vectors, tiled, soon):
     """A tile of tokens of one sequence; their queries for one KV head are the rows.
 
     qkv: (tokens, heads + 2 * kv_heads, head_dim); out: (tokens, heads, head_dim)
@@ -232,7 +234,7 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
             for r in range(0, num_rows, rows):
                 for t in range(0, tiles, together):
                     multiply(queries[r:], kv[0], ONE_PIECE, words, places[t:], LANES, words,
-                             scores[r:, t * LANES:], pitch, rows, together, shift, tiled)
+                             scores[r:, t * LANES:], pitch, rows, together, shift, tiled, soon)
 
             # softmax
             for r in range(num_rows):
@@ -253,10 +255,11 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
                 for c in range(0, width, vectors * LANES):
                     across = columns[c // LANES:]
                     multiply(weights[r:], kv[1], places, LANES // pack, across, width, lines - rest,
-                             totals[r:, c:], pitch, rows, vectors, shift, tiled)
+                             totals[r:, c:], pitch, rows, vectors, shift, tiled, None)
                     if rest:
                         multiply(weights[r:, lines - rest:], tail, ONE_PIECE, LANES, across,
-                                 width, rest, totals[r:, c:], pitch, rows, vectors, shift, tiled)
+                                 width, rest, totals[r:, c:], pitch, rows, vectors, shift, tiled,
+                                 None)
 
     if tiled:
         end_tiles()
@@ -347,10 +350,10 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
             if end - begin == 1:
                 attend(qkv[begin:end], kv, out[begin:end], task // tiles, table, positions[begin],
                        window, scratch, group_size, head_dim, width, block_size, shift, group_rows,
-                       group_vectors, tiled)
+                       group_vectors, tiled, kv[1])
             else:
                 attend(qkv[begin:end], kv, out[begin:end], task // tiles, table, positions[end - 1],
                        window, scratch, group_size, head_dim, width, block_size, shift, rows,
-                       vectors, tiled)
+                       vectors, tiled, None)
 
     return compile_kernel(kernel, f"({15 * 'int64, '}float64, int64)")
