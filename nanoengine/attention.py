@@ -176,7 +176,7 @@ def cpu_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cache:
     """On a CPU one kernel of our own does all between the projections: head norms, rotation, cache
     and attention, for tokens of prompts and decodes alike.
 
-    qkv: (T, heads + 2 * kv_heads, head_dim), is overwritten
+    qkv: (T, heads + 2 * kv_heads, head_dim)
     norms: (2, head_dim) float32, weights of the norms of query heads and key heads
     eps: of these norms; -1 for a model without them
     angles: (2, T, head_dim / 2), cos and sin, float32

@@ -1,8 +1,9 @@
 """Paged attention for the CPU, with head norms, rotation and the writing of K and V.
 
     for each KV head and each tile of tokens of a sequence:
-        norm and rotate its queries and keys, write its K and V to the cache
+        norm and rotate its keys, write its K and V to the cache
     for each KV head and each tile, whose tokens' queries for this head are the rows:
+        norm and rotate the queries
         for each span of 128 keys, up to the last token's:
             scores    rows x keys: queries times keys
             softmax   of each row: scores become weights, and sums so far shrink
@@ -40,7 +41,7 @@ from nanoengine.kernels.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import (
     LANES, add_products, array_at, exp2, fill, has, inlined, largest, load, prefetch, stack,
-    store, store_bfloat16, where_less)
+    store, total, where_less)
 
 # the keys of one step of the softmax, and the place of each
 SPAN = 128
@@ -77,15 +78,21 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 @inlined()
-def norm_and_rotate(head, weight, cos, sin, eps, head_dim, shift):
-    """RMSNorm (unless eps is negative) and RoPE of one head, (head_dim,), in place."""
+def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim, shift):
+    """RMSNorm (unless eps is negative) and RoPE of one head, (head_dim,)."""
     scale = inverse_rms(head, head_dim, eps, shift) if eps >= 0 else np.float32(1)
     half = head_dim // 2
-    for d in range(half):
+    whole = half - half % LANES
+    for d in range(0, whole, LANES):
+        left = load(head, d) * load(weight, d) * fill(scale)
+        right = load(head, half + d) * load(weight, half + d) * fill(scale)
+        store(out, d, left * load(cos, d) - right * load(sin, d))
+        store(out, half + d, right * load(cos, d) + left * load(sin, d))
+    for d in range(whole, half):
         left = to_float32(head[d], shift) * weight[d] * scale
         right = to_float32(head[half + d], shift) * weight[half + d] * scale
-        head[d] = to_bits(left * cos[d] - right * sin[d], shift)
-        head[half + d] = to_bits(right * cos[d] + left * sin[d], shift)
+        out[d] = to_bits(left * cos[d] - right * sin[d], shift)
+        out[half + d] = to_bits(right * cos[d] + left * sin[d], shift)
 
 
 @inlined()
@@ -153,7 +160,7 @@ def multiply(left, right, deep, step, across, line, depth, out, pitch, rows, vec
 
 
 @inlined()
-def soften(scores, weights, totals, top, sums, oldest, newest, scale, shift):
+def soften(scores, weights, totals, top, sums, oldest, newest, scale):
     """A row's scores of a span become weights, 2^(score * scale - maximum).
 
     oldest, newest: the first and the last key of the span that the row sees
@@ -169,28 +176,24 @@ def soften(scores, weights, totals, top, sums, oldest, newest, scale, shift):
         highest = where_less(highest, score, score, highest)
     highest = fill(largest(highest))
     shrink = exp2(load(top, 0) - highest)
-    total = load(sums, 0) * shrink
+    added = load(sums, 0) * shrink
     for i in range(0, len(scores), LANES):
-        weight = exp2(load(scores, i) - highest)
-        if shift:
-            weight = store_bfloat16(weights, i // 2, weight)
-        else:
-            store(weights, i, weight)
-        total = total + weight
+        added = added + store(weights, i, exp2(load(scores, i) - highest))
     store(top, 0, highest)
-    store(sums, 0, total)
+    store(sums, 0, added)
     for d in range(0, len(totals), LANES):
         store(totals, d, load(totals, d) * shrink)
 
 
 @inlined()
-def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head_dim, width,
-           block_size, shift, rows, vectors, tiled, soon):
+def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, window, scratch,
+           group_size, head_dim, width, block_size, shift, rows, vectors, tiled, soon):
     """A tile of tokens of one sequence; their queries for one KV head are the rows.
 
-    qkv: (tokens, heads + 2 * kv_heads, head_dim); out: (tokens, heads, head_dim)
+    begin, end: the tokens, rows of qkv, out and rope
     table: the blocks of the sequence; last: the position of the last token
     rows, vectors: how many rows, and vectors of a value, are multiplied together, with AMX if tiled
+    soon: what is asked for while keys are read, see `multiply`
     """
     if tiled:
         begin_tiles(TILE_SIZES[rows])
@@ -199,25 +202,28 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
     together = 4 if tiled else min(2, MOST_VECTORS // rows)
     pack = 2 if shift else 1
     words = head_dim // pack
-    num_rows = len(out) * group_size
+    num_rows = (end - begin) * group_size
     pitch = scratch.shape[1]
     scratch = scratch[:round_up(num_rows, rows)]
     queries = scratch[:, :words]
     scores = scratch[:, words:]
     weights = scratch[:, words + SPAN:]
+    # the same memory, as numbers of the type of `qkv`
+    query_numbers = scratch.view(qkv.dtype)
+    weight_numbers = query_numbers[:, pack * (words + SPAN):]
     totals = scratch[:, words + 2 * SPAN:][:, :width]
     top = scratch[:, words + 2 * SPAN + width:]
     sums = scratch[:, words + 2 * SPAN + width + LANES:]
     totals[:] = 0
     for r in range(num_rows):
-        query = qkv[r // group_size, kv_head * group_size + r % group_size].view(np.float32)
-        for w in range(words):
-            queries[r, w] = query[w]
+        token, head = begin + r // group_size, kv_head * group_size + r % group_size
+        norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], query_numbers[r],
+                        eps, head_dim, shift)
         store(top[r], 0, fill(LOWEST))
         store(sums[r], 0, fill(np.float32(0)))
 
     unit = SPAN if block_size % LANES == 0 else block_size
-    first = max(0, last + 2 - len(out) - window)
+    first = max(0, last + 2 + begin - end - window)
     places = np.empty(SPAN // LANES + 1, np.int64)
     columns = np.arange(0, width, LANES)
     for start in range(first // unit * unit, last + 1, unit):
@@ -238,10 +244,10 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
 
             # softmax
             for r in range(num_rows):
-                position = last + 1 - len(out) + r // group_size - base
-                soften(scores[r, :tiles * LANES], weights[r], totals[r], top[r], sums[r],
+                position = last + 1 + begin - end + r // group_size - base
+                soften(scores[r, :tiles * LANES], weight_numbers[r], totals[r], top[r], sums[r],
                        np.float32(position + 1 - window), np.float32(min(position, keys - 1)),
-                       np.float32(math.log2(math.e) / math.sqrt(head_dim)), shift)
+                       np.float32(math.log2(math.e) / math.sqrt(head_dim)))
 
             # values; with AMX, lines of the last tile that are unwritten become 0
             lines = (keys + pack - 1) // pack
@@ -264,11 +270,11 @@ def attend(qkv, kv, out, kv_head, table, last, window, scratch, group_size, head
     if tiled:
         end_tiles()
     for r in range(num_rows):
-        inverse = np.float32(1) / sums[r, :LANES].sum()
-        total = totals[r]
-        line = out[r // group_size, kv_head * group_size + r % group_size]
+        inverse = np.float32(1) / total(load(sums[r], 0))
+        values = totals[r]
+        line = out[begin + r // group_size, kv_head * group_size + r % group_size]
         for d in range(head_dim):
-            line[d] = to_bits(total[d] * inverse, shift)
+            line[d] = to_bits(values[d] * inverse, shift)
 
 
 @functools.cache
@@ -280,8 +286,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
 
     The first ten are addresses. uint is a float32 (shift 0) or a bfloat16 (shift 16):
 
-        qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values; queries
-            and keys are normed and rotated in place
+        qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values
         kv: (2, blocks, kv_heads, words) uint32, the cache; K and V are written to it
         out: (tokens, heads, head_dim) uint, is written
         norms: (2, head_dim) float32, the weights of the norms of queries and of keys
@@ -334,12 +339,11 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
 
         for task in prange(kv_heads * tiles):
             kv_head = task // tiles
+            key = carray(stack(head_dim), head_dim, np.float32).view(uint)
             for token in range(starts[task % tiles], starts[task % tiles + 1]):
-                for g in range(group_size + 1):
-                    head = kv_head * group_size + g if g < group_size else heads + kv_head
-                    norm_and_rotate(qkv[token, head], norms[g // group_size], rope[0, token],
-                                    rope[1, token], eps, head_dim, shift)
-                write(qkv[token, heads + kv_head], qkv[token, heads + kv_heads + kv_head],
+                norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
+                                rope[1, token], key, eps, head_dim, shift)
+                write(key, qkv[token, heads + kv_heads + kv_head],
                       kv[0, slot_blocks[token], kv_head], kv[1, slot_blocks[token], kv_head],
                       slot_offsets[token], head_dim, width, pack)
 
@@ -347,12 +351,13 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
             begin, end = starts[task % tiles], starts[task % tiles + 1]
             scratch = carray(stack(scratch_size), (most_rows, pitch), np.float32)
             table = block_tables[sequence_of_token[begin]]
+            last = positions[end - 1]
             if end - begin == 1:
-                attend(qkv[begin:end], kv, out[begin:end], task // tiles, table, positions[begin],
+                attend(qkv, kv, out, norms[0], rope, begin, end, task // tiles, table, last, eps,
                        window, scratch, group_size, head_dim, width, block_size, shift, group_rows,
                        group_vectors, tiled, kv[1])
             else:
-                attend(qkv[begin:end], kv, out[begin:end], task // tiles, table, positions[end - 1],
+                attend(qkv, kv, out, norms[0], rope, begin, end, task // tiles, table, last, eps,
                        window, scratch, group_size, head_dim, width, block_size, shift, rows,
                        vectors, tiled, None)
 

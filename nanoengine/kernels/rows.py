@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, prange
+from numba import prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.vectors import LANES, array_at, fill, inlined, load, stack, store
+from nanoengine.kernels.vectors import LANES, array_at, fill, inlined, load, total
 
 # ln(2)^k / k!: the Taylor series of 2^x, good to 1e-7 for |x| <= 1/2
 EXP2_SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7))
@@ -43,12 +43,10 @@ def inverse_rms(row, size, eps, shift):
     for i in range(0, rest, LANES):
         numbers = load(row, i)
         squares = squares + numbers * numbers
-    lanes = carray(stack(LANES), LANES, np.float32)
-    store(lanes, 0, squares)
-    total = lanes.sum()
+    mean = total(squares)
     for i in range(rest, size):
-        total += to_float32(row[i], shift) ** 2
-    return np.float32(1 / np.sqrt(total / size + eps))
+        mean += to_float32(row[i], shift) ** 2
+    return np.float32(1) / np.sqrt(mean / np.float32(size) + np.float32(eps))
 
 
 @inlined()

@@ -106,30 +106,32 @@ def stack(context, size):
     return types.CPointer(types.float32)(size), generate
 
 
+def is_half(array):
+    """Whether its numbers are bfloat16, the upper halves of float32."""
+    return array.type.pointee == ir.IntType(16)
+
+
 @instruction(vector)
 def load(builder, array, first):
-    """Of an array of 32-bit words; or of bfloat16 numbers, the upper halves of float32."""
+    """Of an array of 32-bit words, or of bfloat16 numbers."""
     place = builder.gep(array, [first])
-    if array.type.pointee != ir.IntType(16):
+    if not is_half(array):
         return builder.load(builder.bitcast(place, FLOATS.as_pointer()), align=4)
     halves = builder.load(builder.bitcast(place, HALVES.as_pointer()), align=2)
     words = builder.shl(builder.zext(halves, WORDS), same(WORDS, 16))
     return builder.bitcast(words, FLOATS)
 
 
-@instruction(types.void)
-def store(builder, array, first, numbers):
-    place = builder.bitcast(builder.gep(array, [first]), FLOATS.as_pointer())
-    builder.store(numbers, place, align=4)
-
-
 @instruction(vector)
-def store_bfloat16(builder, array, first, numbers):
-    """Stores 16 numbers from 0 on as 8 words, each rounded to the nearest bfloat16, of two to the
-    larger one. Returns the rounded numbers."""
+def store(builder, array, first, numbers):
+    """Returns what it stores: the nearest bfloat16 numbers, of two the larger, if they are these."""
+    place = builder.gep(array, [first])
+    if not is_half(array):
+        builder.store(numbers, builder.bitcast(place, FLOATS.as_pointer()), align=4)
+        return numbers
     bits = builder.add(builder.bitcast(numbers, WORDS), same(WORDS, 0x8000))
-    place = builder.bitcast(builder.gep(array, [first]), HALVES.as_pointer())
-    builder.store(builder.trunc(builder.lshr(bits, same(WORDS, 16)), HALVES), place, align=4)
+    halves = builder.trunc(builder.lshr(bits, same(WORDS, 16)), HALVES)
+    builder.store(halves, builder.bitcast(place, HALVES.as_pointer()), align=2)
     return builder.bitcast(builder.and_(bits, same(WORDS, 0xFFFF0000)), FLOATS)
 
 
@@ -180,6 +182,13 @@ def largest(builder, numbers):
     """Of 16 numbers, of which none is NaN."""
     name = "llvm.vector.reduce.fmax.v16f32"
     return call(builder, name, ir.FloatType(), numbers, fastmath=["nnan"])
+
+
+@instruction(types.float32)
+def total(builder, numbers):
+    """The sum of 16 numbers, in halves: 8 sums, then 4, 2 and 1."""
+    name, zero = "llvm.vector.reduce.fadd.v16f32", ir.FloatType()(0)
+    return call(builder, name, ir.FloatType(), zero, numbers, fastmath=["reassoc"])
 
 
 def multiply_add(builder, left, right, total):
