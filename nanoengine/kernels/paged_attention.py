@@ -54,6 +54,12 @@ SUMS = MOST_VECTORS * LANES
 # AMX multiplies LANES rows by four vectors. So heads of these sizes have no vectors left over.
 TILED_HEAD_DIMS = (64, 128, 192, 256)
 TAIL = LANES * max(TILED_HEAD_DIMS)
+# What a row has so far, 16 numbers each: the maximum of its scores, the sum of its weights, and by
+# what its sums shrink in this span, as the maximum has grown.
+MAXIMUM = 0
+WEIGHTS = LANES
+SHRINK = 2 * LANES
+STATE = 3 * LANES
 # a masked score, and the maximum before the first score: 2^(HIDDEN - LOWEST) is 0
 HIDDEN = np.float32(-1e30)
 LOWEST = np.float32(-1e20)
@@ -160,27 +166,37 @@ def multiply(left, right, deep, step, across, line, depth, out, pitch, rows, vec
 
 
 @inlined()
-def soften(scores, weights, totals, top, sums, oldest, newest, scale):
-    """A row's scores of a span become weights, 2^(score * scale - maximum).
+def raise_maximum(scores, state, oldest, newest, scale):
+    """Hides from a row the scores of a span that it does not see, and notes the maximum so far.
 
     oldest, newest: the first and the last key of the span that the row sees
-    totals, top, sums: weighted values, maximum and weights so far, which shrink if it grows
+    state: what the row has so far, see MAXIMUM, WEIGHTS and SHRINK
     """
-    highest = load(top, 0)
+    hides = oldest > 0 or newest < len(scores) - 1
+    highest = load(state, MAXIMUM)
     for i in range(0, len(scores), LANES):
-        place = load(PLACES, i)
-        score = load(scores, i) * fill(scale)
-        score = where_less(place, fill(oldest), fill(HIDDEN), score)
-        score = where_less(fill(newest), place, fill(HIDDEN), score)
-        store(scores, i, score)
+        score = load(scores, i)
+        if hides:
+            place = load(PLACES, i)
+            score = where_less(place, fill(oldest), fill(HIDDEN), score)
+            score = where_less(fill(newest), place, fill(HIDDEN), score)
+            store(scores, i, score)
         highest = where_less(highest, score, score, highest)
     highest = fill(largest(highest))
-    shrink = exp2(load(top, 0) - highest)
-    added = load(sums, 0) * shrink
+    store(state, SHRINK, exp2((load(state, MAXIMUM) - highest) * fill(scale)))
+    store(state, MAXIMUM, highest)
+
+
+@inlined()
+def soften(scores, weights, totals, state, scale):
+    """A row's scores become weights, 2^((score - maximum) * scale), and its sums so far shrink."""
+    highest = load(state, MAXIMUM)
+    shrink = load(state, SHRINK)
+    added = load(state, WEIGHTS) * shrink
     for i in range(0, len(scores), LANES):
-        added = added + store(weights, i, exp2(load(scores, i) - highest))
-    store(top, 0, highest)
-    store(sums, 0, added)
+        weight = exp2((load(scores, i) - highest) * fill(scale))
+        added = added + store(weights, i, weight)
+    store(state, WEIGHTS, added)
     for d in range(0, len(totals), LANES):
         store(totals, d, load(totals, d) * shrink)
 
@@ -203,6 +219,7 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
     pack = 2 if shift else 1
     words = head_dim // pack
     num_rows = (end - begin) * group_size
+    scale = np.float32(math.log2(math.e) / math.sqrt(head_dim))
     pitch = scratch.shape[1]
     scratch = scratch[:round_up(num_rows, rows)]
     queries = scratch[:, :words]
@@ -212,15 +229,14 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
     query_numbers = scratch.view(qkv.dtype)
     weight_numbers = query_numbers[:, pack * (words + SPAN):]
     totals = scratch[:, words + 2 * SPAN:][:, :width]
-    top = scratch[:, words + 2 * SPAN + width:]
-    sums = scratch[:, words + 2 * SPAN + width + LANES:]
+    states = scratch[:, words + 2 * SPAN + width:]
     totals[:] = 0
     for r in range(num_rows):
         token, head = begin + r // group_size, kv_head * group_size + r % group_size
         norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], query_numbers[r],
                         eps, head_dim, shift)
-        store(top[r], 0, fill(LOWEST))
-        store(sums[r], 0, fill(np.float32(0)))
+        store(states[r], MAXIMUM, fill(LOWEST))
+        store(states[r], WEIGHTS, fill(np.float32(0)))
 
     unit = SPAN if block_size % LANES == 0 else block_size
     first = max(0, last + 2 + begin - end - window)
@@ -242,12 +258,14 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
                     multiply(queries[r:], kv[0], ONE_PIECE, words, places[t:], LANES, words,
                              scores[r:, t * LANES:], pitch, rows, together, shift, tiled, soon)
 
-            # softmax
+            # softmax: all maxima first, for none waits for another
             for r in range(num_rows):
                 position = last + 1 + begin - end + r // group_size - base
-                soften(scores[r, :tiles * LANES], weight_numbers[r], totals[r], top[r], sums[r],
-                       np.float32(position + 1 - window), np.float32(min(position, keys - 1)),
-                       np.float32(math.log2(math.e) / math.sqrt(head_dim)))
+                raise_maximum(scores[r, :tiles * LANES], states[r],
+                              np.float32(position + 1 - window),
+                              np.float32(min(position, keys - 1)), scale)
+            for r in range(num_rows):
+                soften(scores[r, :tiles * LANES], weight_numbers[r], totals[r], states[r], scale)
 
             # values; with AMX, lines of the last tile that are unwritten become 0
             lines = (keys + pack - 1) // pack
@@ -270,7 +288,7 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
     if tiled:
         end_tiles()
     for r in range(num_rows):
-        inverse = np.float32(1) / total(load(sums[r], 0))
+        inverse = np.float32(1) / total(load(states[r], WEIGHTS))
         values = totals[r]
         line = out[begin + r // group_size, kv_head * group_size + r % group_size]
         for d in range(head_dim):
@@ -305,7 +323,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
              and block_size % (LANES * pack) == 0)
     rows = LANES if tiled else MOST_ROWS
     most_rows = round_up.py_func(most_tokens * group_size, rows)
-    pitch = head_dim // pack + 2 * SPAN + width + 2 * LANES
+    pitch = head_dim // pack + 2 * SPAN + width + STATE
     scratch_size = most_rows * pitch
     vectors = 4 if tiled else largest_divisor(width // LANES, MOST_VECTORS // MOST_ROWS)
     # of a decode
