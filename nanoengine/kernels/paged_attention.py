@@ -21,6 +21,8 @@ there are replaced, and values there are not read; half a pair is set to 0 if it
 
 Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are one of its tiles.
 
+A decode waits for memory. So while it reads keys, it asks for the values at the same places.
+
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
 arXiv:2309.06180). Spans begin at fixed positions, and each sum goes over them in one order: a token

@@ -124,7 +124,7 @@ def load(builder, array, first):
 
 @instruction(vector)
 def store(builder, array, first, numbers):
-    """Returns what it stores: the nearest bfloat16 numbers, of two the larger, if they are these."""
+    """Returns what it stores; of bfloat16 the nearest numbers, of two the larger."""
     place = builder.gep(array, [first])
     if not is_half(array):
         builder.store(numbers, builder.bitcast(place, FLOATS.as_pointer()), align=4)
