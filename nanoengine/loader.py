@@ -4,12 +4,9 @@ Every parameter of the model is filled exactly once. Projections that `model.py`
 to their rows. Nothing is missing, and nothing is left over.
 """
 
-import ctypes
 import json
 import re
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,28 +126,9 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, device: str, load_
     for module in model.modules():
         if isinstance(module, Linear) and device == "cpu":
             module.pack()
-    move_to_huge_pages(weight for weight in model.parameters() if weight.is_mkldnn)
     if on_host:
         Offload(model, on_host, device)
     return model
-
-
-def move_to_huge_pages(packed: Iterable[Tensor]) -> None:
-    """Moves packed weights to pages of 2 MiB, where the system can (Linux from 6.1 on).
-
-    Products of few rows wait for memory, and then take 6 to 10 % less time.
-    """
-    page_size, collapse = 2**21, 25
-    with suppress(OSError, AttributeError):
-        madvise = ctypes.CDLL("libc.so.6").madvise
-        for weight in packed:
-            address = torch.ops.mkldnn.data_ptr(weight)
-            size = torch.ops.mkldnn._nbytes(weight)
-            first = address // page_size
-            end = -(-(address + size) // page_size)
-            if size >= page_size:
-                madvise(ctypes.c_void_p(first * page_size),
-                        ctypes.c_size_t((end - first) * page_size), collapse)
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,10 +1,8 @@
 """Checkpoints: sharded, fused and tied ones load; what is missing or left over is an error."""
 
 import json
-import platform
 import re
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import (
-    checkpoint_tensors, find_model, load_config, load_defaults, load_model, move_to_huge_pages)
+    checkpoint_tensors, find_model, load_config, load_defaults, load_model)
 from nanoengine.model import Linear
 
 PROMPTS = random_prompts([5, 30])
@@ -221,26 +219,6 @@ def test_damaged_files_are_named(text_copy, monkeypatch, file, content, message)
     (text_copy / file).write_text(content)
     with pytest.raises(ValueError, match=message):
         LLM(str(text_copy))
-
-
-def kib_in_huge_pages() -> int:
-    found = re.search(r"AnonHugePages: +(\d+)", Path("/proc/self/smaps_rollup").read_text())
-    return int(found[1])
-
-
-LINUX = [int(part) for part in platform.release().split(".")[:2]] if sys.platform == "linux" else []
-
-
-@pytest.mark.skipif(LINUX < [6, 1], reason="needs Linux 6.1")
-def test_packed_weights_lie_in_huge_pages():
-    layer = Linear(2048, {"a": 4096})
-    x, before = torch.randn(5, 2048), kib_in_huge_pages()
-    layer.pack()
-    product = layer(x)
-    move_to_huge_pages([layer.weight])
-    # 32 MiB, and at most one page less at each end
-    assert kib_in_huge_pages() - before >= 28 * 1024
-    assert torch.equal(layer(x), product)
 
 
 def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypatch):

@@ -17,9 +17,10 @@ from nanoengine import LLM, SamplingParams, model_runner
 from nanoengine.attention import StepInputs
 from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig
+from nanoengine.model import Linear
 from nanoengine.model_runner import (
     ModelRunner, bucket_sizes, can_compile, choose_device, choose_dtype, key_buckets,
-    largest_batch, size_cache, step_arrays)
+    largest_batch, move_to_huge_pages, size_cache, step_arrays)
 from nanoengine.sampler import sample_plain, uniform
 from nanoengine.sampling_params import Kind
 from nanoengine.sequence import PendingToken, Sequence
@@ -328,6 +329,7 @@ def test_other_libraries_than_glibc_keep_what_they_want(monkeypatch):
     for error in OSError, AttributeError:
         monkeypatch.setattr(model_runner.ctypes, "CDLL", raising(error))
         model_runner.keep_memory()
+        assert not list(move_to_huge_pages([]))
 
 
 def raising(error):
@@ -346,6 +348,27 @@ memory = in_huge_pages(2**26)
 ---
 memory.fill_(7)
 """) < 6000
+
+
+def kib_in_huge_pages() -> int:
+    found = re.search(r"AnonHugePages: +(\d+)", Path("/proc/self/smaps_rollup").read_text())
+    return int(found[1])
+
+
+LINUX = [int(part) for part in platform.release().split(".")[:2]] if sys.platform == "linux" else []
+
+
+@pytest.mark.skipif(LINUX < [6, 1], reason="needs Linux 6.1")
+def test_packed_weights_move_to_huge_pages():
+    layer = Linear(2048, {"a": 4096})
+    x = torch.randn(5, 2048)
+    layer.pack()
+    product = layer(x)
+    sizes = [kib_in_huge_pages(), *(kib_in_huge_pages() for _ in move_to_huge_pages([layer.weight]))]
+    # of 32 MiB, with at most one page less at each end
+    assert kib_in_huge_pages() - sizes[0] >= 28 * 1024
+    assert all(size - before <= 16 * 1024 for before, size in zip(sizes, sizes[1:])), "in parts"
+    assert torch.equal(layer(x), product)
 
 
 def test_device(monkeypatch):
