@@ -364,7 +364,9 @@ def test_packed_weights_move_to_huge_pages():
     x = torch.randn(5, 2048)
     layer.pack()
     product = layer(x)
-    sizes = [kib_in_huge_pages(), *(kib_in_huge_pages() for _ in move_to_huge_pages([layer.weight]))]
+    sizes = [kib_in_huge_pages()]
+    for _ in move_to_huge_pages([layer.weight]):
+        sizes.append(kib_in_huge_pages())
     # of 32 MiB, with at most one page less at each end
     assert kib_in_huge_pages() - sizes[0] >= 28 * 1024
     assert all(size - before <= 16 * 1024 for before, size in zip(sizes, sizes[1:])), "in parts"
