@@ -120,6 +120,7 @@ def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, fl
     """
     runner = llm.engine.runner
     runner.caches.zero_()  # makes all of it real memory
+    list(runner.moves)  # else a part of the weights would move in each step
     bandwidth = read_bandwidth(llm.config.device)
     found = []
     for num_seqs, computed, length in kinds:
@@ -130,9 +131,8 @@ def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, fl
                              time_products(runner.model, batch), step_limit(llm, batch, bandwidth))
                             for batch in batches], axis=0)
             values = (num_seqs, length, *(1000 * times).tolist())
-            step = dict(zip(("batch", "context", "ms", "products_ms", "limit_ms"), values))
-            found.append(step)
-            print(", ".join(f"{name} {value:,.5g}" for name, value in step.items()), flush=True)
+            found.append(dict(zip(("batch", "context", "ms", "products_ms", "limit_ms"), values)))
+            print(", ".join(f"{key} {value:,.5g}" for key, value in found[-1].items()), flush=True)
     return found
 
 

@@ -359,6 +359,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
 
         for task in prange(kv_heads * tiles):
             kv_head = task // tiles
+            # room for a rotated key
             key = carray(stack(head_dim), head_dim, np.float32).view(uint)
             for token in range(starts[task % tiles], starts[task % tiles + 1]):
                 norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
