@@ -356,6 +356,7 @@ MOVE_A_WEIGHT = """
 import ctypes, json, re
 from pathlib import Path
 import torch
+from nanoengine.model import Linear
 from nanoengine.model_runner import move_to_huge_pages
 
 def mib_in_huge_pages():
