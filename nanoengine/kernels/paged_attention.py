@@ -53,18 +53,19 @@ ONE_PIECE = np.zeros(1, np.int64)
 # Sums of so many rows, and so many vectors, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
+ZEROS = np.zeros(SUMS, np.float32)
 # AMX multiplies LANES rows by four vectors. So heads of these sizes have no vectors left over.
 TILED_HEAD_DIMS = (64, 128, 192, 256)
 TAIL = LANES * max(TILED_HEAD_DIMS)
-# What a row has so far, 16 numbers each: the maximum of its scores, the sum of its weights, and by
-# what its sums shrink in this span, as the maximum has grown.
-MAXIMUM = 0
-WEIGHTS = LANES
-SHRINK = 2 * LANES
-STATE = 3 * LANES
+# what a row has so far: 16 sums of its weights, and the maximum of its scores, scaled
+WEIGHTS = 0
+MAXIMUM = LANES
+STATE = 2 * LANES
 # a masked score, and the maximum before the first score: 2^(HIDDEN - LOWEST) is 0
 HIDDEN = np.float32(-1e30)
 LOWEST = np.float32(-1e20)
+# A row's sums shrink when its maximum is raised. So it stands until a weight would be above 2^8.
+MOST_EXPONENT = np.float32(8)
 
 
 @inlined()
@@ -131,17 +132,18 @@ def copy(source, from_pitch, target, to_pitch, rows, vectors):
 
 
 @inlined()
-def multiply(left, right, deep, step, across, line, depth, out, pitch, rows, vectors, shift, tiled,
-             soon):
-    """out[r, c] += left[r, k] * right[k, c] for all k < depth, in one order for each sum.
+def multiply(left, right, deep, step, across, line, depth, before, before_pitch, out, pitch,
+             rows, vectors, shift, tiled, soon):
+    """out[r, c] = before[r, c] + left[r, k] * right[k, c] for all k < depth, each sum in one order.
 
     left, out: words and float32, of which a row begins `pitch` words behind the row before
+    before: float32, of which a row begins `before_pitch` numbers behind the row before
     right: words; vector c of line k begins at deep[k // step] + k % step * line + across[c]
     tiled: with AMX, 16 lines at a time, which must all be numbers
     soon: words that are needed soon, laid out as those of `right`, which are asked for now; or None
     """
     if tiled:
-        load_sums(out, pitch)
+        load_sums(before, before_pitch)
         for k in range(0, depth, LANES):
             place = deep[k // step] + k % step * line
             add_tiles(left[:, k:], pitch, right, place, across, line)
@@ -151,7 +153,7 @@ def multiply(left, right, deep, step, across, line, depth, out, pitch, rows, vec
         store_sums(out, pitch)
         return
     sums = stack(SUMS)
-    copy(out, pitch, sums, vectors * LANES, rows, vectors)
+    copy(before, before_pitch, sums, vectors * LANES, rows, vectors)
     for start in range(0, depth, step):
         place = deep[start // step]
         for k in range(start, min(start + step, depth)):
@@ -168,14 +170,15 @@ def multiply(left, right, deep, step, across, line, depth, out, pitch, rows, vec
 
 
 @inlined()
-def raise_maximum(scores, state, oldest, newest, scale):
-    """Hides from a row the scores of a span that it does not see, and notes the maximum so far.
+def soften(scores, weights, totals, state, oldest, newest, scale):
+    """The scores of a row in a span become weights: 2^(score * scale - maximum).
 
+    weights: the same memory as scores
+    totals, state: the row's sums so far, and what else it has, see MAXIMUM and WEIGHTS
     oldest, newest: the first and the last key of the span that the row sees
-    state: what the row has so far, see MAXIMUM, WEIGHTS and SHRINK
     """
     hides = oldest > 0 or newest < len(scores) - 1
-    highest = load(state, MAXIMUM)
+    highest = fill(LOWEST)
     for i in range(0, len(scores), LANES):
         score = load(scores, i)
         if hides:
@@ -184,23 +187,21 @@ def raise_maximum(scores, state, oldest, newest, scale):
             score = where_less(fill(newest), place, fill(HIDDEN), score)
             store(scores, i, score)
         highest = where_less(highest, score, score, highest)
-    highest = fill(largest(highest))
-    store(state, SHRINK, exp2((load(state, MAXIMUM) - highest) * fill(scale)))
-    store(state, MAXIMUM, highest)
 
+    maximum = state[MAXIMUM]
+    new = largest(highest) * scale
+    if new > maximum + MOST_EXPONENT:
+        shrink = exp2(fill(maximum - new), state)
+        store(state, WEIGHTS, load(state, WEIGHTS) * shrink)
+        for d in range(0, len(totals), LANES):
+            store(totals, d, load(totals, d) * shrink)
+        maximum = state[MAXIMUM] = new
 
-@inlined()
-def soften(scores, weights, totals, state, scale):
-    """A row's scores become weights, 2^((score - maximum) * scale), and its sums so far shrink."""
-    highest = load(state, MAXIMUM)
-    shrink = load(state, SHRINK)
-    added = load(state, WEIGHTS) * shrink
+    added = load(state, WEIGHTS)
     for i in range(0, len(scores), LANES):
-        weight = exp2((load(scores, i) - highest) * fill(scale))
-        added = added + store(weights, i, weight)
+        exponent = add_products(load(scores, i), fill(scale), fill(-maximum), 0)
+        added = added + store(weights, i, exp2(exponent, weights))
     store(state, WEIGHTS, added)
-    for d in range(0, len(totals), LANES):
-        store(totals, d, load(totals, d) * shrink)
 
 
 @inlined()
@@ -226,19 +227,18 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
     scratch = scratch[:round_up(num_rows, rows)]
     queries = scratch[:, :words]
     scores = scratch[:, words:]
-    weights = scratch[:, words + SPAN:]
     # the same memory, as numbers of the type of `qkv`
     query_numbers = scratch.view(qkv.dtype)
-    weight_numbers = query_numbers[:, pack * (words + SPAN):]
-    totals = scratch[:, words + 2 * SPAN:][:, :width]
-    states = scratch[:, words + 2 * SPAN + width:]
+    weights = query_numbers[:, pack * words:]
+    totals = scratch[:, words + SPAN:][:, :width]
+    states = scratch[:, words + SPAN + width:]
     totals[:] = 0
     for r in range(num_rows):
         token, head = begin + r // group_size, kv_head * group_size + r % group_size
         norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], query_numbers[r],
                         eps, head_dim, shift)
-        store(states[r], MAXIMUM, fill(LOWEST))
         store(states[r], WEIGHTS, fill(np.float32(0)))
+        states[r, MAXIMUM] = LOWEST
 
     unit = SPAN if block_size % LANES == 0 else block_size
     first = max(0, last + 2 + begin - end - window)
@@ -254,20 +254,18 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
                 places[t] = block * kv.shape[3] + offset // LANES * LANES * width // pack
 
             # scores
-            scores[:, :SPAN] = 0
-            for r in range(0, num_rows, rows):
-                for t in range(0, tiles, together):
+            for t in range(0, tiles, together):
+                for r in range(0, num_rows, rows):
                     multiply(queries[r:], kv[0], ONE_PIECE, words, places[t:], LANES, words,
-                             scores[r:, t * LANES:], pitch, rows, together, shift, tiled, soon)
+                             ZEROS, 0, scores[r:, t * LANES:], pitch, rows, together, shift, tiled,
+                             soon)
 
-            # softmax: all maxima first, for none waits for another
+            # softmax
             for r in range(num_rows):
                 position = last + 1 + begin - end + r // group_size - base
-                raise_maximum(scores[r, :tiles * LANES], states[r],
-                              np.float32(position + 1 - window),
-                              np.float32(min(position, keys - 1)), scale)
-            for r in range(num_rows):
-                soften(scores[r, :tiles * LANES], weight_numbers[r], totals[r], states[r], scale)
+                soften(scores[r, :tiles * LANES], weights[r], totals[r], states[r],
+                       np.float32(position + 1 - window), np.float32(min(position, keys - 1)),
+                       scale)
 
             # values; with AMX, lines of the last tile that are unwritten become 0
             lines = (keys + pack - 1) // pack
@@ -277,15 +275,16 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
                 for i in range(0, LANES * width, LANES):
                     line = load(kv[1], place + i) if i < rest * width else fill(np.float32(0))
                     store(tail, i, line)
-            for r in range(0, num_rows, rows):
-                for c in range(0, width, vectors * LANES):
-                    across = columns[c // LANES:]
-                    multiply(weights[r:], kv[1], places, LANES // pack, across, width, lines - rest,
-                             totals[r:, c:], pitch, rows, vectors, shift, tiled, None)
+            for c in range(0, width, vectors * LANES):
+                across = columns[c // LANES:]
+                for r in range(0, num_rows, rows):
+                    multiply(scores[r:], kv[1], places, LANES // pack, across, width, lines - rest,
+                             totals[r:, c:], pitch, totals[r:, c:], pitch, rows, vectors, shift,
+                             tiled, None)
                     if rest:
-                        multiply(weights[r:, lines - rest:], tail, ONE_PIECE, LANES, across,
-                                 width, rest, totals[r:, c:], pitch, rows, vectors, shift, tiled,
-                                 None)
+                        multiply(scores[r:, lines - rest:], tail, ONE_PIECE, LANES, across,
+                                 width, rest, totals[r:, c:], pitch, totals[r:, c:], pitch, rows,
+                                 vectors, shift, tiled, None)
 
     if tiled:
         end_tiles()
@@ -320,12 +319,12 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
     pack = 2 if shift else 1
     width = round_up.py_func(head_dim, LANES)
     # even, so that a pair of values is written within one task
-    most_tokens = 2 * max(1, 16 // group_size)
+    most_tokens = 2 * max(1, 32 // group_size)
     tiled = (HAS_TILES and shift == 16 and head_dim in TILED_HEAD_DIMS
              and block_size % (LANES * pack) == 0)
     rows = LANES if tiled else MOST_ROWS
     most_rows = round_up.py_func(most_tokens * group_size, rows)
-    pitch = head_dim // pack + 2 * SPAN + width + STATE
+    pitch = head_dim // pack + SPAN + width + STATE
     scratch_size = most_rows * pitch
     vectors = 4 if tiled else largest_divisor(width // LANES, MOST_VECTORS // MOST_ROWS)
     # of a decode

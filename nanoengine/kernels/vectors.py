@@ -214,18 +214,22 @@ def add_products(builder, left, right, total, shift):
 
 
 @instruction(vector)
-def exp2(builder, x):
-    """2^x for x <= 0, as 2^n * 2^(x - n), with n the integer next to x; 0 below 2^-126."""
-    # of so large a number the last bit counts ones: n is there
-    shift = same(FLOATS, 1.5 * 2**23)
+def exp2(builder, x, out):
+    """2^x for x <= 0, as 2^n * 2^(x - n), with n the integer next to x; 0 below 2^-127.
+
+    It is as exact as the numbers of `out` need it.
+    """
+    lowest = same(FLOATS, -127.0)
+    x = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
+    # Of so large a number the last bits count ones: n + 127 is there, the exponent of 2^n. For
+    # -127 that is 0, and so is then the number.
+    shift = same(FLOATS, 1.5 * 2**23 + 127)
     shifted = builder.fadd(x, shift)
     fraction = builder.fsub(x, builder.fsub(shifted, shift))
-    # the Taylor series, good to 1e-7 for |x - n| <= 1/2
+    # the Taylor series for |x - n| <= 1/2, good to 4e-5 or 1e-7
     power = same(FLOATS, 0.0)
-    for k in (6, 5, 4, 3, 2, 1, 0):
+    for k in reversed(range(5 if is_half(out) else 7)):
         term = same(FLOATS, math.log(2) ** k / math.factorial(k))
         power = multiply_add(builder, power, fraction, term)
-    exponent = builder.add(builder.bitcast(shifted, WORDS), same(WORDS, 127))
-    scale = builder.bitcast(builder.shl(exponent, same(WORDS, 23)), FLOATS)
-    is_small = builder.fcmp_ordered("<", x, same(FLOATS, -126.0))
-    return builder.select(is_small, same(FLOATS, 0.0), builder.fmul(power, scale))
+    exponent = builder.shl(builder.bitcast(shifted, WORDS), same(WORDS, 23))
+    return builder.fmul(power, builder.bitcast(exponent, FLOATS))
