@@ -215,7 +215,7 @@ def add_products(builder, left, right, total, shift):
 
 @instruction(vector)
 def exp2(builder, x, out):
-    """2^x for x <= 0, as 2^n * 2^(x - n), with n the integer next to x; 0 below 2^-127.
+    """2^x for x < 127, as 2^n * 2^(x - n), with n the integer next to x; 0 below 2^-127.
 
     It is as exact as the numbers of `out` need it.
     """
