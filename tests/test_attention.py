@@ -305,6 +305,23 @@ def test_large_scores_do_not_overflow():
     torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(F32, 1e-4), (BF16, 2e-2)])
+@pytest.mark.parametrize("growth", [-200, 4, 20, 200])
+def test_scores_that_grow_from_span_to_span(growth, dtype, tolerance):
+    """By 2^growth over 600 keys: maxima are raised never, once or twice, and in each span."""
+    torch.manual_seed(0)
+    step = make_step([1, 40], [599, 560], 16)
+    cache = random_cache(1, 32, 16, step, dtype)
+    query = torch.ones(32) / math.log2(math.e) / 32 ** 0.5
+    for table in step.block_tables.long():
+        ramp = torch.arange(len(table) * 16) * growth / 600
+        cache[0, table] = ramp.view(-1, 16, 1, 1).expand(-1, -1, 1, 32).to(dtype)
+    qkv = torch.stack((query.repeat(41, 1), *torch.randn(2, 41, 32)), dim=1).to(dtype)
+    out = attend_in_tiles(qkv, NO_NORMS, no_turn(41, 32), cache, None, step)
+    expected = plain_attention(qkv[:, :1], cache, None, step)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_a_token_has_the_same_bits_alone_and_in_any_batch(block_size):
     torch.manual_seed(0)

@@ -6,7 +6,7 @@
         norm and rotate the queries
         for each span of 128 keys, up to the last token's:
             scores    rows x keys: queries times keys
-            softmax   of each row: scores become weights, and sums so far shrink
+            softmax   of each row: scores become weights; sums so far may shrink
             values    rows x head_dim: weights times values are added to the sums
 
 The cache is kv[0 or 1, block, kv_head], K and V of one head, as 32-bit words: one float32, or two
@@ -53,6 +53,7 @@ ONE_PIECE = np.zeros(1, np.int64)
 # Sums of so many rows, and so many vectors, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
+# what sums begin with where there is nothing before
 ZEROS = np.zeros(SUMS, np.float32)
 # AMX multiplies LANES rows by four vectors. So heads of these sizes have no vectors left over.
 TILED_HEAD_DIMS = (64, 128, 192, 256)
@@ -134,7 +135,7 @@ def copy(source, from_pitch, target, to_pitch, rows, vectors):
 @inlined()
 def multiply(left, right, deep, step, across, line, depth, before, before_pitch, out, pitch,
              rows, vectors, shift, tiled, soon):
-    """out[r, c] = before[r, c] + left[r, k] * right[k, c] for all k < depth, each sum in one order.
+    """out[r, c] = before[r, c] + the sum over k < depth of left[r, k] * right[k, c], in one order.
 
     left, out: words and float32, of which a row begins `pitch` words behind the row before
     before: float32, of which a row begins `before_pitch` numbers behind the row before
@@ -174,7 +175,7 @@ def soften(scores, weights, totals, state, oldest, newest, scale):
     """The scores of a row in a span become weights: 2^(score * scale - maximum).
 
     weights: the same memory as scores
-    totals, state: the row's sums so far, and what else it has, see MAXIMUM and WEIGHTS
+    totals: the row's weighted values so far; state: see WEIGHTS and MAXIMUM
     oldest, newest: the first and the last key of the span that the row sees
     """
     hides = oldest > 0 or newest < len(scores) - 1
