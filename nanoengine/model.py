@@ -8,7 +8,9 @@ which sequence. Parameters bear the names of transformers' checkpoints, less "se
 """
 
 import copy
+import ctypes
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -21,7 +23,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoengine.attention import StepInputs, cpu_attention
 from nanoengine.distributed import ALONE, Group
+from nanoengine.kernels import products
 from nanoengine.kernels import rows as row_kernels
+from nanoengine.kernels.tiles import HAS_TILES
 from nanoengine.sampling_params import rejected
 
 # -------------------------------------------------------------------------------- families
@@ -200,11 +204,12 @@ class Linear(nn.Linear):
     each product, and a row has the same bits whatever rows are beside it. Fewer than four are
     padded: one alone would be summed up in another order, and two take longer than four.
 
-    With AMX the order of a row's sum depends on how many rows there are. `rows_of_a_product` makes
-    them as many in each product, with zeros behind the last ones.
+    With AMX and bfloat16, `kernels/products.py` multiplies up to `own_rows` rows with the packed
+    weight, as it is faster then. (There oneDNN sums up in an order that depends on the number of
+    rows.) 0: it cannot read the weight.
     """
 
-    rows_of_a_product: int | None = None
+    own_rows: float = 0
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
@@ -221,16 +226,51 @@ class Linear(nn.Linear):
         except (AttributeError, RuntimeError) as error:
             self.weight = plain
             warnings.warn(f"slower products, as weights can't be packed: {error}", stacklevel=2)
+            return
+        if HAS_TILES and is_in_blocks(plain, self.weight):
+            self.own_rows = 128
+            bias = plain.new_zeros(self.out_features) if self.bias is None else self.bias
+            # what the sums of our own products begin with
+            self.start = F.pad(bias.float(), (0, -self.out_features % products.BLOCK))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.weight.is_mkldnn:
             return super().forward(x)
-        size = self.rows_of_a_product or max(4, len(x))
-        if len(x) > size:
-            return torch.cat([self(part) for part in x.split(size)])
-        rows = F.pad(x, (0, 0, 0, size - len(x))) if len(x) < size else x
+        if 0 < len(x) <= self.own_rows:
+            return self.multiply(x)
+        rows = F.pad(x, (0, 0, 0, 4 - len(x))) if len(x) < 4 else x
         product = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
         return product if rows is x else product[:len(x)]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """The product by our own kernel, in the same order for any number of rows."""
+        padding = -self.in_features % products.BLOCK
+        x = F.pad(x, (0, padding)) if padding else x.contiguous()
+        out = x.new_empty(len(x), self.out_features)
+        weight = torch.ops.mkldnn.data_ptr(self.weight)
+        products.product()(x.data_ptr(), weight, self.start.data_ptr(), out.data_ptr(), len(x),
+                           x.shape[1] // 2, self.out_features)
+        return out
+
+
+def is_in_blocks(plain: Tensor, packed: Tensor) -> bool:
+    """Whether oneDNN has packed a weight as `products.py` reads it.
+
+    That is no documented order. So the first and the last block are compared with the weight.
+    """
+    size = products.BLOCK
+    num_bytes = torch.ops.mkldnn._nbytes(packed)
+    shape = [-(-len(plain) // size), -(-plain.shape[1] // size) * size // 2, size, 2]
+    if plain.dtype != torch.bfloat16 or num_bytes != 2 * math.prod(shape):
+        return False
+    memory = (ctypes.c_byte * num_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+    blocks = torch.frombuffer(memory, dtype=plain.dtype).view(shape)
+    for index in (0, len(blocks) - 1):
+        rows = plain[index * size:][:size]
+        rows = F.pad(rows, (0, -rows.shape[1] % size, 0, -len(rows) % size))
+        if not torch.equal(blocks[index], rows.unflatten(1, (-1, 2)).transpose(0, 1)):
+            return False
+    return True
 
 
 class DecoderLayer(nn.Module):

@@ -16,6 +16,7 @@ that need more are then sampled again, from the graph's logits.
 """
 
 import ctypes
+import math
 import os
 import shutil
 import sysconfig
@@ -141,17 +142,16 @@ class ModelRunner:
         self.model = load_model(folder, model_config, self.dtype, self.device, config.load_format,
                                 self.group, offload_bytes)
         self.moves = move_to_huge_pages([p for p in self.model.parameters() if p.is_mkldnn])
-        is_invariant = (self.backend == "numba" and self.model.lm_head.weight.is_mkldnn
-                        and self.group.size == 1)
+        linears = [module for module in self.model.modules() if isinstance(module, Linear)]
+        has_amx = get_host_cpu_features().get("amx-bf16") and self.dtype == torch.bfloat16
+        is_invariant = self.backend == "numba" and self.group.size == 1 and all(
+            linear.own_rows if has_amx else linear.weight.is_mkldnn for linear in linears)
         if config.batch_invariant and not is_invariant:
             raise rejected("batch_invariant", True,
                            "False without packed weights, numba, a CPU and a single rank")
-        has_amx = get_host_cpu_features().get("amx-bf16") and self.dtype == torch.bfloat16
         if config.batch_invariant and has_amx:
-            for module in self.model.modules():
-                if isinstance(module, Linear):
-                    # more would cost decodes too much, and fewer prompts
-                    module.rows_of_a_product = 64
+            for linear in linears:
+                linear.own_rows = math.inf
 
         if not self.is_gpu:
             keep_memory()

@@ -9,7 +9,6 @@ import torch
 from conftest import ROOT, random_prompts
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.model import Linear
 
 LENGTHS = [40, 3, 97, 130, 1, 64, 33, 150]
 SHARED = random_prompts([70])[0]
@@ -88,20 +87,6 @@ def test_same_bits_with_products_as_large_as_real_ones(tmp_path, dtype):
                  "preempted": {"num_kv_blocks": 18, "enable_prefix_caching": False}}
     check(str(tmp_path), prompts, schedules, dtype=dtype, load_format="dummy", max_model_len=512,
           block_size=32)
-
-
-@pytest.mark.parametrize("num_rows", [1, 4, 5, 8, 11])
-def test_products_of_a_fixed_number_of_rows(num_rows):
-    """A row has the bits that it has in any other product of so many rows."""
-    torch.manual_seed(0)
-    layer = Linear(1024, {"all": 96}, bias=True).requires_grad_(False).bfloat16()
-    layer.pack()
-    layer.rows_of_a_product = 4
-    x = torch.randn(num_rows, 1024).bfloat16()
-    products = layer(x)
-    assert products.shape == (num_rows, 96)
-    for row, product in zip(x, products):
-        assert torch.equal(layer(row.repeat(4, 1))[0], product)
 
 
 def test_where_it_cannot_be_kept_it_is_refused(tiny):

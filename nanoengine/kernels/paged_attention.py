@@ -144,14 +144,15 @@ def multiply(left, right, deep, step, across, line, depth, before, before_pitch,
     soon: words that are needed soon, laid out as those of `right`, which are asked for now; or None
     """
     if tiled:
-        load_sums(before, before_pitch)
+        below = rows - min(rows, LANES)
+        load_sums(before, before_pitch, below)
         for k in range(0, depth, LANES):
             place = deep[k // step] + k % step * line
-            add_tiles(left[:, k:], pitch, right, place, across, line)
+            add_tiles(left[:, k:], pitch, below, right, place, across, line)
             if soon is not None:
                 for i in range(LANES * vectors):
                     prefetch(soon, place + across[i % vectors] + i // vectors * line)
-        store_sums(out, pitch)
+        store_sums(out, pitch, below)
         return
     sums = stack(SUMS)
     copy(before, before_pitch, sums, vectors * LANES, rows, vectors)
@@ -216,10 +217,10 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
     soon: what is asked for while keys are read, see `multiply`
     """
     if tiled:
-        begin_tiles(TILE_SIZES[rows])
+        begin_tiles(TILE_SIZES[min(rows, LANES)])
     tail = stack(TAIL)
     # tiles of keys at a time
-    together = 4 if tiled else min(2, MOST_VECTORS // rows)
+    together = 2 if tiled else min(2, MOST_VECTORS // rows)
     pack = 2 if shift else 1
     words = head_dim // pack
     num_rows = (end - begin) * group_size
@@ -323,14 +324,14 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
     most_tokens = 2 * max(1, 32 // group_size)
     tiled = (HAS_TILES and shift == 16 and head_dim in TILED_HEAD_DIMS
              and block_size % (LANES * pack) == 0)
-    rows = LANES if tiled else MOST_ROWS
+    rows = 2 * LANES if tiled else MOST_ROWS
     most_rows = round_up.py_func(most_tokens * group_size, rows)
     pitch = head_dim // pack + SPAN + width + STATE
     scratch_size = most_rows * pitch
-    vectors = 4 if tiled else largest_divisor(width // LANES, MOST_VECTORS // MOST_ROWS)
+    vectors = 2 if tiled else largest_divisor(width // LANES, MOST_VECTORS // MOST_ROWS)
     # of a decode
     group_rows = largest_divisor(group_size, rows)
-    group_vectors = 4 if tiled else largest_divisor(width // LANES, MOST_VECTORS // group_rows)
+    group_vectors = 2 if tiled else largest_divisor(width // LANES, MOST_VECTORS // group_rows)
 
     uint = np.uint16 if shift else np.uint32
     block_words = block_size * numbers_per_token(head_dim, block_size) // pack

@@ -1,15 +1,17 @@
 """Products of matrices, a tile at a time: AMX, which Intel's servers have since 2023.
 
-    sums    16 rows x 64, float32, in four tiles side by side
+    sums    32 rows x 32, float32, in two by two tiles
     for each 16 words of depth:
-        left    16 rows x 16 words, one tile
-        for each sum:
-            right   16 lines x 16 words, one tile
-            sum += left times right
+        left    32 rows x 16 words, two tiles, one below the other
+        right   16 lines x 32 words, two tiles
+        each sum += its left times its right
 
 A word is two bfloat16 numbers. In each step a sum gets two numbers: the products of the first
 numbers of 16 words, and those of the second ones. So it has one order, whatever rows are beside it.
 The CPU's eight registers for tiles have numbers, which are part of an instruction.
+
+The lower tiles begin `below` rows under the upper ones: at 0 there are none, and below 16 some rows
+are in both.
 """
 
 import ctypes
@@ -21,7 +23,7 @@ from numba import types
 
 from nanoengine.kernels.vectors import LANES, call, has, instruction
 
-SUMS, LEFT, RIGHT = (0, 1, 2, 3), 4, (5, 6, 7, 5)
+SUMS, LEFT, RIGHT = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
 
 def may_use_tiles() -> bool:
@@ -36,12 +38,12 @@ HAS_TILES = may_use_tiles()
 
 
 def tile_sizes(rows: int) -> np.ndarray:
-    """The sizes of all eight tiles, as the CPU reads them: sums and left have so many lines."""
+    """The sizes of all eight tiles, as the CPU reads them: sums and lefts have so many lines."""
     sizes = np.zeros(64, np.uint8)
     sizes[0] = 1
     bytes_of_a_line, lines = sizes[16:32:2], sizes[48:56]
     bytes_of_a_line[:] = 4 * LANES
-    lines[:] = [*[rows] * 5, *[LANES] * 3]
+    lines[:] = [*[rows] * 6, *[LANES] * 2]
     return sizes
 
 
@@ -73,24 +75,40 @@ def end_tiles(builder):
     emit(builder, "tilerelease")
 
 
+def upper_and_lower(builder, below):
+    """Tiles one below the other: their number and their first row. There may be no lower one."""
+    yield 0, below.type(0)
+    with builder.if_then(builder.icmp_unsigned("!=", below, below.type(0))):
+        yield 1, below
+
+
+def emit_sums(builder, name, array, line, below):
+    for row, start in upper_and_lower(builder, below):
+        for column, tile in enumerate(SUMS[row]):
+            first = builder.add(builder.mul(start, line), line.type(column * LANES))
+            emit(builder, name, tile, *at(builder, array, first, line))
+
+
 @instruction(types.void)
-def load_sums(builder, array, line):
+def load_sums(builder, array, line, below):
     """From an array of which a row begins `line` numbers behind the row before."""
-    for tile in SUMS:
-        emit(builder, "tileloadd64", tile, *at(builder, array, line.type(tile * LANES), line))
+    emit_sums(builder, "tileloadd64", array, line, below)
 
 
 @instruction(types.void)
-def store_sums(builder, array, line):
-    for tile in SUMS:
-        emit(builder, "tilestored64", tile, *at(builder, array, line.type(tile * LANES), line))
+def store_sums(builder, array, line, below):
+    emit_sums(builder, "tilestored64", array, line, below)
 
 
 @instruction(types.void)
-def add_tiles(builder, left, left_line, right, place, across, line):
-    """One step. right: words; the tile for a sum begins at `place` plus the sum's in `across`."""
-    emit(builder, "tileloadd64", LEFT, *at(builder, left, line.type(0), left_line))
-    for tile, register in zip(SUMS, RIGHT):
-        first = builder.add(place, builder.load(builder.gep(across, [line.type(tile)])))
-        emit(builder, "tileloadd64", register, *at(builder, right, first, line))
-        emit(builder, "tdpbf16ps", tile, LEFT, register)
+def add_tiles(builder, left, left_line, below, right, place, across, line):
+    """One step. right: words, of which two tiles begin at `place` plus across[0] or across[1]."""
+    for row, start in upper_and_lower(builder, below):
+        lines = at(builder, left, builder.mul(start, left_line), left_line)
+        emit(builder, "tileloadd64", LEFT[row], *lines)
+        for column, tile in enumerate(RIGHT):
+            if row == 0:
+                first = builder.load(builder.gep(across, [line.type(column)]))
+                lines = at(builder, right, builder.add(place, first), line)
+                emit(builder, "tileloadd64", tile, *lines)
+            emit(builder, "tdpbf16ps", SUMS[row][column], LEFT[row], tile)
