@@ -166,7 +166,7 @@ def make_layer(kv_heads, group_size, head_dim, window, norms):
 F32, BF16 = torch.float32, torch.bfloat16
 # For numba each is a kernel to compile, which takes seconds; most are those of other tests.
 SHAPES = [(2, 1, 32, 16, None), (1, 2, 64, 128, 7), (2, 4, 80, 5, None), (1, 8, 128, 32, 300),
-          (3, 3, 24, 1, 40), (1, 4, 256, 32, None)]
+          (3, 3, 24, 1, 40), (1, 4, 256, 32, None), (1, 24, 64, 32, None)]
 
 
 @pytest.mark.parametrize("num_tokens, has_norms", [

@@ -55,8 +55,8 @@ MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
 # what sums begin with where there is nothing before
 ZEROS = np.zeros(SUMS, np.float32)
-# AMX multiplies LANES rows by four vectors. So heads of these sizes have no vectors left over.
-TILED_HEAD_DIMS = (64, 128, 192, 256)
+# AMX multiplies by two vectors, and 16 words of depth at a time. These heads leave nothing over.
+TILED_HEAD_DIMS = range(2 * LANES, 257, 2 * LANES)
 TAIL = LANES * max(TILED_HEAD_DIMS)
 # what a row has so far: 16 sums of its weights, and the maximum of its scores, scaled
 WEIGHTS = 0
