@@ -166,18 +166,18 @@ class Ranks:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C counts behind it: the other ranks would wait for what has been left out."""
-    interrupts: list[Any] = []
+    interrupts: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     before: Any = None
     if is_main:
-        before = signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
+        before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         yield
     finally:
         if is_main:
             signal.signal(signal.SIGINT, before)
         if interrupts:
-            before(*interrupts[0])
+            signal.raise_signal(signal.SIGINT)
 
 
 def main(make_runner: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from conftest import GREEDY, ROOT, check_idle, random_prompts
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams, model_runner
-from nanoengine.distributed import Group, Ranks
+from nanoengine.distributed import Group, Ranks, uninterrupted
 from nanoengine.loader import part_of
 
 PROMPTS = random_prompts([3, 17, 40, 9, 70, 22])
@@ -95,6 +95,8 @@ def test_after_errors_and_interrupts_the_ranks_still_agree(two_ranks):
         return [output.outputs[0].token_ids
                 for output in two_ranks.generate(PROMPTS, params, use_tqdm=False)]
 
+    # also if pytest runs in the background, where a shell has Ctrl-C ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     expected = generate(GREEDY)
     with pytest.raises(KeyError, match="on purpose"):
         generate([*[GREEDY] * 5, SamplingParams(n=2, logits_processors=[fail])])
@@ -107,6 +109,26 @@ def test_after_errors_and_interrupts_the_ranks_still_agree(two_ranks):
                 generate(GREEDY)
         assert generate(GREEDY) == expected
         check_idle(two_ranks)
+
+
+def test_ctrl_c_counts_behind_what_must_not_be_interrupted():
+    seen = []
+
+    def interrupt():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            seen.append("whole")
+        seen.append("behind")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert seen == ["whole"]
+    # as a shell starts a job in the background
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupt()
+    assert seen == ["whole", "whole", "behind"]
+    assert signal.signal(signal.SIGINT, before) == signal.SIG_IGN
 
 
 @pytest.mark.parametrize("is_in_a_step", [True, False])
