@@ -223,15 +223,13 @@ class Linear(nn.Linear):
             self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(plain), False)
             # not all that can be packed is multiplied
             self(plain.new_zeros(2, self.in_features))
+            if HAS_TILES and is_in_blocks(plain, self.weight):
+                self.own_rows = 128
+                bias = plain.new_zeros(self.out_features) if self.bias is None else self.bias
+                self.padded_bias = F.pad(bias.float(), (0, -self.out_features % products.BLOCK))
         except (AttributeError, RuntimeError) as error:
             self.weight = plain
             warnings.warn(f"slower products, as weights can't be packed: {error}", stacklevel=2)
-            return
-        if HAS_TILES and is_in_blocks(plain, self.weight):
-            self.own_rows = 128
-            bias = plain.new_zeros(self.out_features) if self.bias is None else self.bias
-            # what the sums of our own products begin with
-            self.start = F.pad(bias.float(), (0, -self.out_features % products.BLOCK))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.weight.is_mkldnn:
@@ -248,8 +246,8 @@ class Linear(nn.Linear):
         x = F.pad(x, (0, padding)) if padding else x.contiguous()
         out = x.new_empty(len(x), self.out_features)
         weight = torch.ops.mkldnn.data_ptr(self.weight)
-        products.product()(x.data_ptr(), weight, self.start.data_ptr(), out.data_ptr(), len(x),
-                           x.shape[1] // 2, self.out_features)
+        products.product()(x.data_ptr(), weight, self.padded_bias.data_ptr(), out.data_ptr(),
+                           len(x), x.shape[1] // 2, self.out_features)
         return out
 
 
