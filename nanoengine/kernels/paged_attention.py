@@ -38,7 +38,7 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.rows import inverse_rms, to_bits, to_float32
+from nanoengine.kernels.rows import inverse_rms, store_row, to_bits, to_float32
 from nanoengine.kernels.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import (
@@ -58,6 +58,8 @@ ZEROS = np.zeros(SUMS, np.float32)
 # AMX multiplies by two vectors, and 16 words of depth at a time. These heads leave nothing over.
 TILED_HEAD_DIMS = range(2 * LANES, 257, 2 * LANES)
 TAIL = LANES * max(TILED_HEAD_DIMS)
+# So many tokens ahead queries are asked for: the CPU does not see by itself which are next.
+AHEAD = 4
 # what a row has so far: 16 sums of its weights, and the maximum of its scores, scaled
 WEIGHTS = 0
 MAXIMUM = LANES
@@ -237,6 +239,8 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
     totals[:] = 0
     for r in range(num_rows):
         token, head = begin + r // group_size, kv_head * group_size + r % group_size
+        for d in range(0, head_dim, LANES * pack):
+            prefetch(qkv[token, head], d + AHEAD * qkv.shape[1] * head_dim)
         norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], query_numbers[r],
                         eps, head_dim, shift)
         store(states[r], WEIGHTS, fill(np.float32(0)))
@@ -292,10 +296,8 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
         end_tiles()
     for r in range(num_rows):
         inverse = np.float32(1) / total(load(states[r], WEIGHTS))
-        values = totals[r]
         line = out[begin + r // group_size, kv_head * group_size + r % group_size]
-        for d in range(head_dim):
-            line[d] = to_bits(values[d] * inverse, shift)
+        store_row(line, 0, totals[r], head_dim, inverse, shift)
 
 
 @functools.cache
@@ -358,16 +360,16 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
         starts.append(len(qkv))
         tiles = len(starts) - 1
 
-        for task in prange(kv_heads * tiles):
-            kv_head = task // tiles
+        for task in prange(tiles * kv_heads):
+            tile, kv_head = task // kv_heads, task % kv_heads
             # room for a rotated key
             key = carray(stack(head_dim), head_dim, np.float32).view(uint)
-            for token in range(starts[task % tiles], starts[task % tiles + 1]):
+            for token in range(starts[tile], starts[tile + 1]):
+                block = slot_blocks[token]
                 norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
                                 rope[1, token], key, eps, head_dim, shift)
-                write(key, qkv[token, heads + kv_heads + kv_head],
-                      kv[0, slot_blocks[token], kv_head], kv[1, slot_blocks[token], kv_head],
-                      slot_offsets[token], head_dim, width, pack)
+                write(key, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
+                      kv[1, block, kv_head], slot_offsets[token], head_dim, width, pack)
 
         for task in prange(kv_heads * tiles):
             begin, end = starts[task % tiles], starts[task % tiles + 1]

@@ -26,7 +26,7 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.rows import to_bits
+from nanoengine.kernels.rows import store_row
 from nanoengine.kernels.tiles import (
     TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import LANES, array_at, prefetch, stack
@@ -75,9 +75,7 @@ def product() -> Callable:
                             prefetch(weight, place + LANES * BLOCK + i)
                 store_sums(sums, BLOCK, below)
                 for i in range(below + height):
-                    line = out[top + i, column:column + BLOCK]
-                    for c in range(len(line)):
-                        line[c] = to_bits(sums[i, c], 16)
+                    store_row(out[top + i], column, sums[i], min(BLOCK, outputs - column), 1, 16)
             end_tiles()
 
     return compile_kernel(kernel, f"({6 * 'int64, '}int64)")

@@ -16,7 +16,7 @@ import numpy as np
 from numba import prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.vectors import LANES, array_at, fill, inlined, load, total
+from nanoengine.kernels.vectors import LANES, array_at, fill, inlined, load, store, total
 
 # ln(2)^k / k!: the Taylor series of 2^x, good to 1e-7 for |x| <= 1/2
 EXP2_SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7))
@@ -33,6 +33,16 @@ def to_bits(number, shift):
     """The bits of a float32, or of the nearest bfloat16; of two, the even one."""
     bits = np.float32(number).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 if shift else bits
+
+
+@inlined()
+def store_row(row, first, numbers, size, scale, shift):
+    """row[first + i] = numbers[i] * scale, for all i below size."""
+    whole = size - size % LANES
+    for i in range(0, whole, LANES):
+        store(row, first + i, load(numbers, i) * fill(np.float32(scale)))
+    for i in range(whole, size):
+        row[first + i] = to_bits(numbers[i] * np.float32(scale), shift)
 
 
 @inlined()
