@@ -121,7 +121,6 @@ def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, fl
     """
     runner = llm.engine.runner
     runner.caches.zero_()  # makes all of it real memory
-    list(runner.moves)  # else a part of the weights would move in each step
     bandwidth = read_bandwidth(llm.config.device)
     found = []
     for num_seqs, computed, length in kinds:

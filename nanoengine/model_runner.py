@@ -141,7 +141,6 @@ class ModelRunner:
         check_memory("cpu", "cpu_offload_gb", config.cpu_offload_gb, min(offload_bytes, num_bytes))
         self.model = load_model(folder, model_config, self.dtype, self.device, config.load_format,
                                 self.group, offload_bytes)
-        self.moves = move_to_huge_pages([p for p in self.model.parameters() if p.is_mkldnn])
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         has_amx = get_host_cpu_features().get("amx-bf16") and self.dtype == torch.bfloat16
         is_invariant = self.backend == "numba" and self.group.size == 1 and all(
@@ -361,8 +360,6 @@ class ModelRunner:
     def compute(self, step: StepInputs) -> Tensor:
         """The last hidden states of the rows that have logits, (rows, hidden_size)."""
         limit_threads()
-        # a part in each step, so that no request waits for all of them
-        next(self.moves, None)
         token_ids = known_ids(step.token_ids, self.last_sampled)
         with torch.compiler.set_stance("force_eager") if self.is_plain else nullcontext():
             return self.model(token_ids, step, self.rope, self.caches, BACKENDS[self.backend])
@@ -512,26 +509,6 @@ def keep_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(trim_threshold, 2**30)
         libc.mallopt(mmap_threshold, 2**25)
-
-
-def move_to_huge_pages(packed: list[Tensor]) -> Iterator[None]:
-    """Moves packed weights to pages of 2 MiB, where the system can (Linux from 6.1 on), 16 MiB for
-    each `next`.
-
-    Products of few rows wait for memory, and then take 6 to 10 % less time. To move 1 GiB takes up
-    to two seconds on a virtual machine whose memory is new to its host.
-    """
-    page_size, collapse = 2**21, 25
-    with suppress(OSError, AttributeError):
-        madvise = ctypes.CDLL("libc.so.6").madvise
-        for weight in packed:
-            address = torch.ops.mkldnn.data_ptr(weight)
-            end = address + torch.ops.mkldnn._nbytes(weight)
-            # the first and the last one only where what lies beside the weight is in use, too
-            for page in range(address // page_size, -(-end // page_size)):
-                madvise(ctypes.c_void_p(page * page_size), ctypes.c_size_t(page_size), collapse)
-                if page % 8 == 0:
-                    yield
 
 
 def end_threads() -> None:

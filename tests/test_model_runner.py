@@ -1,7 +1,6 @@
 """The inputs of a step, CUDA graphs with a stand-in, and how much memory the KV cache gets."""
 
 import contextlib
-import json
 import platform
 import re
 import subprocess
@@ -20,7 +19,7 @@ from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import (
     ModelRunner, bucket_sizes, can_compile, choose_device, choose_dtype, key_buckets,
-    largest_batch, move_to_huge_pages, size_cache, step_arrays)
+    largest_batch, size_cache, step_arrays)
 from nanoengine.sampler import sample_plain, uniform
 from nanoengine.sampling_params import Kind
 from nanoengine.sequence import PendingToken, Sequence
@@ -329,7 +328,6 @@ def test_other_libraries_than_glibc_keep_what_they_want(monkeypatch):
     for error in OSError, AttributeError:
         monkeypatch.setattr(model_runner.ctypes, "CDLL", raising(error))
         model_runner.keep_memory()
-        assert not list(move_to_huge_pages([]))
 
 
 def raising(error):
@@ -348,41 +346,6 @@ memory = in_huge_pages(2**26)
 ---
 memory.fill_(7)
 """) < 6000
-
-
-LINUX = [int(part) for part in platform.release().split(".")[:2]] if sys.platform == "linux" else []
-
-MOVE_A_WEIGHT = """
-import ctypes, json, re
-from pathlib import Path
-import torch
-from nanoengine.model import Linear
-from nanoengine.model_runner import move_to_huge_pages
-
-def mib_in_huge_pages():
-    found = re.search(r"AnonHugePages: +(\\d+)", Path("/proc/self/smaps_rollup").read_text())
-    return int(found[1]) // 1024
-
-set_process, no_huge_pages = ctypes.CDLL("libc.so.6").prctl, 41
-assert set_process(no_huge_pages, 1, 0, 0, 0) == 0
-layer = Linear(2048, {"a": 4096})
-layer.pack()
-x = torch.randn(5, 2048)
-product = layer(x)
-assert set_process(no_huge_pages, 0, 0, 0, 0) == 0
-sizes = [mib_in_huge_pages() for _ in move_to_huge_pages([layer.weight])]
-print(json.dumps([*sizes, mib_in_huge_pages()]))
-assert torch.equal(layer(x), product)
-"""
-
-
-@pytest.mark.skipif(LINUX < [6, 1], reason="needs Linux 6.1")
-def test_packed_weights_move_to_huge_pages():
-    """In a process of its own: memory that others used before may lie in huge pages already."""
-    sizes = json.loads(subprocess.check_output([sys.executable, "-c", MOVE_A_WEIGHT], text=True))
-    # of 32 MiB, with at most one page less at each end
-    assert sizes[0] <= 16 and sizes[-1] >= 28
-    assert max(after - before for before, after in zip(sizes, sizes[1:])) <= 16, "in parts"
 
 
 def test_device(monkeypatch):
