@@ -58,7 +58,7 @@ ZEROS = np.zeros(SUMS, np.float32)
 # AMX multiplies by two vectors, and 16 words of depth at a time. These heads leave nothing over.
 TILED_HEAD_DIMS = range(2 * LANES, 257, 2 * LANES)
 TAIL = LANES * max(TILED_HEAD_DIMS)
-# So many tokens ahead queries are asked for: the CPU does not see by itself which are next.
+# Heads are asked for so many tokens ahead: they lie too far apart for the CPU to see which is next.
 AHEAD = 4
 # what a row has so far: 16 sums of its weights, and the maximum of its scores, scaled
 WEIGHTS = 0
@@ -87,6 +87,13 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 # --------------------------------------------------------------------- norm, rotation, cache
+
+
+@inlined()
+def ask_for(head):
+    """Asks for a head that is needed soon. There may be no such token."""
+    for d in range(0, len(head), 64 // head.itemsize):
+        prefetch(head, d)
 
 
 @inlined()
@@ -239,8 +246,7 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
     totals[:] = 0
     for r in range(num_rows):
         token, head = begin + r // group_size, kv_head * group_size + r % group_size
-        for d in range(0, head_dim, LANES * pack):
-            prefetch(qkv[token, head], d + AHEAD * qkv.shape[1] * head_dim)
+        ask_for(qkv[token + AHEAD, head])
         norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], query_numbers[r],
                         eps, head_dim, shift)
         store(states[r], WEIGHTS, fill(np.float32(0)))
@@ -361,11 +367,14 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
         tiles = len(starts) - 1
 
         for task in prange(tiles * kv_heads):
-            tile, kv_head = task // kv_heads, task % kv_heads
+            tile = task // kv_heads
+            kv_head = task % kv_heads
             # room for a rotated key
             key = carray(stack(head_dim), head_dim, np.float32).view(uint)
             for token in range(starts[tile], starts[tile + 1]):
                 block = slot_blocks[token]
+                ask_for(qkv[token + AHEAD, heads + kv_head])
+                ask_for(qkv[token + AHEAD, heads + kv_heads + kv_head])
                 norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
                                 rope[1, token], key, eps, head_dim, shift)
                 write(key, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
