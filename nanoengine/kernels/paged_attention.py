@@ -1,6 +1,6 @@
 """Paged attention for the CPU, with head norms, rotation and the writing of K and V.
 
-    for each KV head and each tile of tokens of a sequence:
+    for each tile of tokens of a sequence and each KV head:
         norm and rotate its keys, write its K and V to the cache
     for each KV head and each tile, whose tokens' queries for this head are the rows:
         norm and rotate the queries
@@ -21,7 +21,8 @@ there are replaced, and values there are not read; half a pair is set to 0 if it
 
 Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are one of its tiles.
 
-A decode waits for memory. So while it reads keys, it asks for the values at the same places.
+A decode waits for memory. So while it reads keys, it asks for the values at the same places. A
+prompt asks for its heads some tokens ahead, as in `qkv` all other heads lie between two of them.
 
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
@@ -58,7 +59,7 @@ ZEROS = np.zeros(SUMS, np.float32)
 # AMX multiplies by two vectors, and 16 words of depth at a time. These heads leave nothing over.
 TILED_HEAD_DIMS = range(2 * LANES, 257, 2 * LANES)
 TAIL = LANES * max(TILED_HEAD_DIMS)
-# Heads are asked for so many tokens ahead: they lie too far apart for the CPU to see which is next.
+# A head is asked for so many tokens ahead.
 AHEAD = 4
 # what a row has so far: 16 sums of its weights, and the maximum of its scores, scaled
 WEIGHTS = 0
