@@ -367,6 +367,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
         starts.append(len(qkv))
         tiles = len(starts) - 1
 
+        # tile by tile: the heads of its tokens lie side by side in qkv
         for task in prange(tiles * kv_heads):
             tile = task // kv_heads
             kv_head = task % kv_heads
@@ -381,6 +382,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
                 write(key, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
                       kv[1, block, kv_head], slot_offsets[token], head_dim, width, pack)
 
+        # head by head: its keys and values stay near while its tiles read them
         for task in prange(kv_heads * tiles):
             begin, end = starts[task % tiles], starts[task % tiles + 1]
             scratch = carray(stack(scratch_size), (most_rows, pitch), np.float32)

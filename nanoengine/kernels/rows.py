@@ -37,7 +37,10 @@ def to_bits(number, shift):
 
 @inlined()
 def store_row(row, first, numbers, size, scale, shift):
-    """row[first + i] = numbers[i] * scale, for all i below size."""
+    """row[first + i] = numbers[i] * scale, for all i below size.
+
+    Of two nearest bfloat16 numbers, vectors take the larger, and the rest takes the even one.
+    """
     whole = size - size % LANES
     for i in range(0, whole, LANES):
         store(row, first + i, load(numbers, i) * fill(np.float32(scale)))
