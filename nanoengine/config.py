@@ -89,8 +89,7 @@ class EngineConfig:
         as many as there are tokens.
     batch_invariant: make sure that logits and tokens have the same bits whatever runs beside a
         request, and however it was chunked, preempted or cached. With the numba kernel and packed
-        weights they have anyway, but with AMX only if all products are our own, which takes longer
-        for prompts. Elsewhere True is an error.
+        weights they have anyway. Elsewhere True is an error.
     trace: keep a record of each step in `LLM.trace`, see model_runner.py's `Launched`.
     """
 

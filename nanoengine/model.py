@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from numba import get_num_threads
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -204,12 +205,11 @@ class Linear(nn.Linear):
     each product, and a row has the same bits whatever rows are beside it. Fewer than four are
     padded: one alone would be summed up in another order, and two take longer than four.
 
-    With AMX and bfloat16, `kernels/products.py` multiplies up to `own_rows` rows with the packed
-    weight, as it is faster then. (There oneDNN sums up in an order that depends on the number of
-    rows.) 0: it cannot read the weight.
+    With AMX and bfloat16, `kernels/products.py` multiplies with the packed weight. oneDNN is slower
+    there, and sums up in an order that depends on the number of rows.
     """
 
-    own_rows: float = 0
+    uses_amx = False
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
@@ -223,8 +223,9 @@ class Linear(nn.Linear):
             self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(plain), False)
             # not all that can be packed is multiplied
             self(plain.new_zeros(2, self.in_features))
-            if HAS_TILES and is_in_blocks(plain, self.weight):
-                self.own_rows = 128
+            is_narrow = self.in_features <= products.MOST_INPUTS
+            if HAS_TILES and is_narrow and is_in_blocks(plain, self.weight):
+                self.uses_amx = True
                 bias = plain.new_zeros(self.out_features) if self.bias is None else self.bias
                 self.padded_bias = F.pad(bias.float(), (0, -self.out_features % products.BLOCK))
         except (AttributeError, RuntimeError) as error:
@@ -234,21 +235,30 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.weight.is_mkldnn:
             return super().forward(x)
-        if 0 < len(x) <= self.own_rows:
+        if self.uses_amx and len(x):
             return self.multiply(x)
         rows = F.pad(x, (0, 0, 0, 4 - len(x))) if len(x) < 4 else x
         product = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
         return product if rows is x else product[:len(x)]
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """The product by our own kernel, in the same order for any number of rows."""
+    def multiply(self, x: Tensor, halves: int = 1) -> Tensor:
+        """The product by our own kernel; with two halves, SwiGLU of them."""
         padding = -self.in_features % products.BLOCK
         x = F.pad(x, (0, padding)) if padding else x.contiguous()
-        out = x.new_empty(len(x), self.out_features)
+        out = x.new_empty(len(x), self.out_features // halves)
         weight = torch.ops.mkldnn.data_ptr(self.weight)
         products.product()(x.data_ptr(), weight, self.padded_bias.data_ptr(), out.data_ptr(),
-                           len(x), x.shape[1] // 2, self.out_features)
+                           len(x), x.shape[1] // 2, out.shape[1], halves, get_num_threads())
         return out
+
+
+class GatedLinear(Linear):
+    """Gates and ups as one product, and SwiGLU of both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.uses_amx and len(x) and self.out_features % (2 * products.BLOCK) == 0:
+            return self.multiply(x, 2)
+        return swiglu(super().forward(x))
 
 
 def is_in_blocks(plain: Tensor, packed: Tensor) -> bool:
@@ -295,7 +305,7 @@ class DecoderLayer(nn.Module):
         self.k_norm = head_norm(self.head_dim, eps)
         self.o_proj = Linear(queries, {"o_proj": hidden}, o_bias)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
+        self.gate_up_proj = GatedLinear(hidden, {"gate_proj": inner, "up_proj": inner}, mlp_bias)
         self.down_proj = Linear(inner, {"down_proj": hidden}, mlp_bias)
 
     @functools.cached_property
@@ -317,8 +327,8 @@ class DecoderLayer(nn.Module):
             hidden = hidden[rows]
             attended = attended[rows]
         hidden = hidden + self.group.sum(self.o_proj(attended))
-        gate_up = self.gate_up_proj(self.post_attention_layernorm(hidden))
-        return hidden + self.group.sum(self.down_proj(swiglu(gate_up)))
+        activated = self.gate_up_proj(self.post_attention_layernorm(hidden))
+        return hidden + self.group.sum(self.down_proj(activated))
 
     def attend(self, hidden: Tensor, angles: Tensor, cache: Tensor, step: StepInputs,
                backend: Callable) -> Tensor:

@@ -16,7 +16,6 @@ that need more are then sampled again, from the graph's logits.
 """
 
 import ctypes
-import math
 import os
 import shutil
 import sysconfig
@@ -144,13 +143,10 @@ class ModelRunner:
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         has_amx = get_host_cpu_features().get("amx-bf16") and self.dtype == torch.bfloat16
         is_invariant = self.backend == "numba" and self.group.size == 1 and all(
-            linear.own_rows if has_amx else linear.weight.is_mkldnn for linear in linears)
+            linear.uses_amx if has_amx else linear.weight.is_mkldnn for linear in linears)
         if config.batch_invariant and not is_invariant:
             raise rejected("batch_invariant", True,
                            "False without packed weights, numba, a CPU and a single rank")
-        if config.batch_invariant and has_amx:
-            for linear in linears:
-                linear.own_rows = math.inf
 
         if not self.is_gpu:
             keep_memory()

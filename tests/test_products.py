@@ -5,24 +5,26 @@ import torch
 
 from nanoengine import LLM, model
 from nanoengine.kernels.tiles import HAS_TILES
-from nanoengine.model import Linear, is_in_blocks
+from nanoengine.kernels.products import MOST_INPUTS
+from nanoengine.model import GatedLinear, Linear, is_in_blocks, swiglu
 
 pytestmark = pytest.mark.skipif(not HAS_TILES, reason="the CPU has no AMX")
-ROWS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 50, 128]
+ROWS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 50, 128, 300, 513, 1056]
 
 
-def make_layer(inputs: int, outputs: int, bias: bool = False) -> tuple[Linear, torch.Tensor]:
+def make_layer(inputs: int, outputs: int, bias: bool = False,
+               kind: type[Linear] = Linear) -> tuple[Linear, torch.Tensor]:
     """A packed layer, and its weight as it was."""
     torch.manual_seed(inputs + outputs)
-    layer = Linear(inputs, {"all": outputs}, bias).requires_grad_(False).bfloat16()
+    layer = kind(inputs, {"all": outputs}, bias).requires_grad_(False).bfloat16()
     plain = layer.weight.clone()
     layer.pack()
-    assert layer.own_rows == 128
+    assert layer.uses_amx
     return layer, plain
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 100, 1008])
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 100, 1008, 1024])
 @pytest.mark.parametrize("inputs", [2, 31, 32, 100, 1024])
 def test_products(inputs, outputs, bias):
     layer, plain = make_layer(inputs, outputs, bias)
@@ -35,17 +37,70 @@ def test_products(inputs, outputs, bias):
         torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize("inputs, outputs", [(1024, 96), (100, 33)])
-def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(inputs, outputs):
-    layer, _ = make_layer(inputs, outputs)
-    x = torch.randn(128, inputs).bfloat16()
+@pytest.mark.parametrize("inputs", [MOST_INPUTS // 2, MOST_INPUTS - 1])
+def test_long_rows(inputs):
+    """Of which only 32, or only 16, are in a part."""
+    layer, plain = make_layer(inputs, 70)
+    for num_rows in (1, 16, 17, 40, 100):
+        x = torch.randn(num_rows, inputs).bfloat16()
+        exact = torch.nn.functional.linear(x.double(), plain.double())
+        torch.testing.assert_close(layer(x).double(), exact, rtol=2**-8, atol=1e-4)
+
+
+def test_longer_rows_are_left_to_onednn():
+    layer, plain = make_layer(MOST_INPUTS, 40)
+    longer = Linear(MOST_INPUTS + 1, {"all": 40}).requires_grad_(False).bfloat16()
+    longer.weight.copy_(torch.nn.functional.pad(plain, (0, 1)))
+    longer.pack()
+    assert not longer.uses_amx
+    x = torch.randn(20, MOST_INPUTS + 1).bfloat16()
+    torch.testing.assert_close(longer(x), layer(x[:, :-1]), rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("inputs, inner", [(32, 32), (100, 96), (1024, 512), (64, 33), (64, 16)])
+def test_swiglu_behind_a_product(inputs, inner, bias):
+    """In the same pass where gates and ups are in whole blocks."""
+    layer, plain = make_layer(inputs, 2 * inner, bias, GatedLinear)
+    for num_rows in ROWS:
+        x = 10 * torch.randn(num_rows, inputs).bfloat16()
+        gate, up = torch.nn.functional.linear(
+            x.double(), plain.double(), layer.bias.double() if bias else None).chunk(2, dim=1)
+        exact = torch.nn.functional.silu(gate) * up
+        found = layer(x)
+        assert found.dtype == x.dtype and found.shape == exact.shape
+        rtol = 2**-8 if inner % 32 == 0 else 2**-5
+        torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=1e-4)
+
+
+def test_swiglu_behind_a_product_from_end_to_end():
+    """Gates from -300 to 300, and what lies beyond."""
+    layer = GatedLinear(32, {"all": 64}).requires_grad_(False).bfloat16()
+    layer.weight.zero_()
+    layer.weight[:32, 0] = layer.weight[32:, 1] = 1
+    layer.pack()
+    gates = torch.cat([torch.linspace(-300, 300, 4001), torch.tensor([-1e4, 1e4, 1e30, torch.nan])])
+    x = torch.zeros(len(gates), 32).bfloat16()
+    x[:, 0], x[:, 1] = gates, 1
+    both = torch.stack([x[:, 0], torch.ones(len(x)).bfloat16()], dim=1)
+    torch.testing.assert_close(layer(x), swiglu(both).expand(-1, 32), rtol=2**-7, atol=1e-30,
+                               equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [Linear, GatedLinear])
+@pytest.mark.parametrize("inputs, outputs", [(1024, 192), (100, 66), (MOST_INPUTS, 64)])
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(
+        monkeypatch, inputs, outputs, kind):
+    layer, _ = make_layer(inputs, outputs, kind=kind)
+    x = torch.randn(1300, inputs).bfloat16()
     together = layer(x)
     for num_rows in ROWS:
-        for first in {0, 1, 128 - num_rows} - {128}:
+        for first in {0, 1, 1300 - num_rows}:
             rows = slice(first, first + num_rows)
             assert torch.equal(layer(x[rows]), together[rows])
-    layer.own_rows = 1000
-    assert torch.equal(layer(torch.cat((x, x, x[:7])))[128:256], together)
+    for threads in (1, 3, 100):
+        monkeypatch.setattr(model, "get_num_threads", lambda threads=threads: threads)
+        assert torch.equal(layer(x), together)
 
 
 @pytest.mark.parametrize("inputs", [64, 100])
@@ -85,7 +140,7 @@ def test_a_weight_in_another_order_is_left_to_onednn(tiny, monkeypatch):
     layer = Linear(96, {"all": 80}).requires_grad_(False).bfloat16()
     layer.weight.copy_(plain)
     layer.pack()
-    assert layer.own_rows == 0
+    assert not layer.uses_amx
     x = torch.randn(5, 96).bfloat16()
     torch.testing.assert_close(layer(x), expected(x), rtol=2**-7, atol=1e-5)
     with pytest.raises(ValueError, match="batch_invariant=True"):

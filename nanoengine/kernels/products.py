@@ -1,22 +1,28 @@
-"""Products of a few rows with a weight that oneDNN has packed for AMX (`tiles.py`).
+"""Products with a weight that oneDNN has packed for AMX (`tiles.py`), and SwiGLU of them.
 
-    for each block of 32 outputs:
-        for each 32 rows:
-            sums    32 rows x 32, which begin with the bias
-            for each 32 inputs:
-                ask for the next lines of the weight
-                sums += rows times weight
-            out     the sums, as bfloat16
+    for each thread, of its share of blocks:
+        for each part of the rows:
+            copy of the part
+            for each block of 32 outputs, or of 32 gates and then their 32 ups:
+                for each slice of 512 inputs:
+                    for each 32 rows of the part:
+                        sums    32 rows x 32, which begin with the bias
+                        for each 32 inputs of the slice:
+                            sums += rows times weight
+                            ask for a share of the next slice
+                        out     behind the last slice: the sums, or SwiGLU, as bfloat16
+
+So nothing is read from far away twice. A part, 1 MiB of rows, stays in the second cache while the
+blocks go by. The weight of a slice, 32 KiB, stays in the first one while the rows go by. Results
+that no cache could keep are written past them.
 
 A block of the packed weight is read as words, two inputs of an output in each:
 
     w0[0:2] w1[0:2] … w31[0:2]        a line: the first two inputs of 32 outputs
     w0[2:4] w1[2:4] … w31[2:4]        …
 
-Few rows wait for the weight, which these loops read faster than oneDNN's. Of many rows more has to
-stay in the caches: oneDNN is faster. Each sum goes over the inputs in one order, so that a row has
-the same bits whatever rows are beside it. The plain version that the tests compare with is
-PyTorch's.
+Each sum goes over the inputs in one order, so that a row has the same bits whatever rows are beside
+it. The plain versions that the tests compare with are PyTorch's, and `swiglu` in `model.py`.
 """
 
 import functools
@@ -29,53 +35,139 @@ from nanoengine.kernels.compiling import compile_kernel
 from nanoengine.kernels.rows import store_row
 from nanoengine.kernels.tiles import (
     TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
-from nanoengine.kernels.vectors import LANES, array_at, prefetch, stack
+from nanoengine.kernels.vectors import (
+    LANES, array_at, exp2, fill, inlined, load, prefetch, prefetch_far, stack, store, store_past,
+    where_less)
 
 # a packed weight is padded to a multiple of so many outputs, and of so many inputs
 BLOCK = 2 * LANES
-SUMS = BLOCK * BLOCK
 # where in a line the two tiles begin
 ACROSS = np.array([0, LANES])
+# a slice and a part of the rows, in words
+SLICE, PART = 256, 2**18
+# so many rows are in a part, even if they are short
+MOST_ROWS = 512
+# there is room for parts of 16 rows
+MOST_INPUTS = 2 * PART // LANES
+COPY = PART + MOST_ROWS * LANES
+SUMS = 2 * MOST_ROWS * BLOCK
+# so many numbers may stay in a cache until they are read again
+CACHED = 2**18
+# few rows go by quickly: the weight is asked for so many words before it is needed
+SOON = 4 * LANES * BLOCK
+
+
+@inlined()
+def copy_rows(x, begin, size, words, copy, line):
+    for r in range(size):
+        for k in range(0, words, LANES):
+            store(copy, r * line + k, load(x, (begin + r) * words + k))
+
+
+@inlined()
+def place_of(number, halves, slices, blocks, words):
+    """Where a slice of the weight begins: they are read in blocks, a gate's before its up's."""
+    half, block = number // slices % halves, number // slices // halves
+    return ((half * blocks + block) * words + number % slices * SLICE) * BLOCK
+
+
+@inlined()
+def add_slice(rows, line, below, weight, place, depth, ahead, share, is_few):
+    """Adds products of 32 rows with a slice of the weight. Each step asks for `share` cache lines
+    of what comes later."""
+    for k in range(0, depth, LANES):
+        add_tiles(rows[k:], line, below, weight, place + k * BLOCK, ACROSS, BLOCK)
+        if is_few:
+            for i in range(0, share * LANES, LANES):
+                prefetch(weight, ahead + k * share + i)
+        else:
+            for i in range(0, share * LANES, LANES):
+                prefetch_far(weight, ahead + k * share + i)
+
+
+@inlined()
+def silu(x, out):
+    """x / (1 + e^-x) of 16 numbers, as exact as the numbers of `out` need it."""
+    power, most = x * fill(np.float32(-np.log2(np.e))), fill(np.float32(126))
+    return x / (fill(np.float32(1)) + exp2(where_less(power, most, power, most), out))
+
+
+@inlined()
+def write_block(out, row, first, sums, halves, is_large):
+    """Results of some rows, from `row` on, and 32 outputs, from `first` on."""
+    for i in range(sums.shape[1]):
+        gates, ups = sums[0, i], sums[1, i]
+        if halves == 2:
+            for j in range(0, BLOCK, LANES):
+                store(gates, j, silu(load(gates, j), out) * load(ups, j))
+        if is_large:
+            store_past(out[row + i], first, load(gates, 0), load(gates, LANES))
+        else:
+            store_row(out[row + i], first, gates, min(BLOCK, out.shape[1] - first), 1, 16)
 
 
 @functools.cache
 def product() -> Callable:
-    """kernel(x, weight, bias, out, rows, words, outputs): out = x times weight + bias.
+    """kernel(x, weight, bias, out, rows, words, outputs, halves, threads)
 
-    The first four are addresses, of which `x` is read as words, two bfloat16 numbers in each:
+    out = x times weight + bias. With two halves it is SwiGLU of that: the first half are gates, the
+    second one ups. The first four arguments are addresses. `x` is read as words, two bfloat16
+    numbers in each:
 
-        x: (rows, words) uint32
-        weight: (outputs / 32, rounded up, words, 32) uint32
-        bias: (outputs,) float32, padded as the weight is
-        out: (rows, outputs) bfloat16, is written
+        x: (rows, words) uint32, at most MOST_INPUTS / 2 words
+        weight: (halves * outputs / 32, rounded up, words, 32) uint32
+        bias: (halves * outputs,) float32, padded as the weight is
+        out: (rows, outputs) bfloat16, is written; with two halves, outputs % 32 == 0
     """
-    def kernel(x_at, weight_at, bias_at, out_at, rows, words, outputs):
+    def kernel(x_at, weight_at, bias_at, out_at, rows, words, outputs, halves, threads):
         blocks = -(-outputs // BLOCK)
-        x = array_at(x_at, (rows, words), np.uint32)
-        weight = array_at(weight_at, blocks * words * BLOCK, np.uint32)
-        bias = array_at(bias_at, blocks * BLOCK, np.float32)
+        x = array_at(x_at, rows * words, np.float32)
+        weight = array_at(weight_at, halves * blocks * words * BLOCK, np.uint32)
+        bias = array_at(bias_at, halves * blocks * BLOCK, np.float32)
         out = array_at(out_at, (rows, outputs), np.uint16)
-        height = min(LANES, rows)
-        # where the last tile of rows begins
-        last = rows - height
-        for block in prange(blocks):
-            sums = carray(stack(SUMS), (BLOCK, BLOCK), np.float32)
-            column = block * BLOCK
-            begin_tiles(TILE_SIZES[height])
-            for r in range(0, rows, BLOCK):
-                top = min(r, last)
-                below = min(r + LANES, last) - top
-                load_sums(bias[column:], 0, below)
-                for k in range(0, words, LANES):
-                    place = (block * words + k) * BLOCK
-                    add_tiles(x[top, k:], words, below, weight, place, ACROSS, BLOCK)
-                    # later rows find the weight in the cache
-                    if r == 0:
-                        for i in range(0, LANES * BLOCK, LANES):
-                            prefetch(weight, place + LANES * BLOCK + i)
-                store_sums(sums, BLOCK, below)
-                for i in range(below + height):
-                    store_row(out[top + i], column, sums[i], min(BLOCK, outputs - column), 1, 16)
+        is_large = rows * outputs > CACHED and outputs % BLOCK == 0
+        # about equal parts, each of whole blocks of 32 rows if that many fit
+        unit = BLOCK if PART // words >= BLOCK else LANES
+        parts = -(-rows // min(MOST_ROWS, PART // words // unit * unit))
+        part = -(-rows // parts // unit) * unit
+        # rows a power of two apart would share a few places of the first cache
+        line = words + LANES
+        tasks, slices = parts * blocks, -(-words // SLICE)
+
+        for thread in prange(threads):
+            copy = carray(stack(COPY), COPY, np.float32)
+            sums = carray(stack(SUMS), (2, MOST_ROWS, BLOCK), np.float32)
+            copied = -1
+            begin_tiles(TILE_SIZES[min(LANES, rows)])
+            for task in range(tasks * thread // threads, tasks * (thread + 1) // threads):
+                block, begin = task % blocks, task // blocks * part
+                size = min(part, rows - begin)
+                if copied != begin:
+                    copied = begin
+                    copy_rows(x, begin, size, words, copy, line)
+                is_few = size <= BLOCK
+                share = -(-BLOCK // -(-size // BLOCK))
+                for turn in range(halves * slices):
+                    half, first = turn // slices, turn % slices * SLICE
+                    depth = min(SLICE, words - first)
+                    number = block * halves * slices + turn
+                    place = place_of(number, halves, slices, blocks, words)
+                    ahead = place + SOON
+                    if not is_few:
+                        ahead = place_of(number + 1, halves, slices, blocks, words)
+                    for r in range(0, size, BLOCK):
+                        # rows behind the last one hold anything
+                        below = LANES if size - r > LANES else 0
+                        if first == 0:
+                            load_sums(bias[(half * blocks + block) * BLOCK:], 0, below)
+                        else:
+                            load_sums(sums[half, r:], BLOCK, below)
+                        add_slice(copy[r * line + first:], line, below, weight, place, depth,
+                                  ahead + r // BLOCK * share * depth, share, is_few)
+                        store_sums(sums[half, r:], BLOCK, below)
+                        if turn + 1 == halves * slices:
+                            write_block(out, begin + r, block * BLOCK,
+                                        sums[:, r:min(r + BLOCK, size)], halves, is_large)
             end_tiles()
 
-    return compile_kernel(kernel, f"({6 * 'int64, '}int64)")
+    return compile_kernel(kernel, f"({8 * 'int64, '}int64)")

@@ -105,7 +105,7 @@ def add_tiles(builder, left, left_line, below, right, place, across, line):
     """One step. right: words, of which two tiles begin at `place` plus across[0] or across[1]."""
     for row, start in upper_and_lower(builder, below):
         lines = at(builder, left, builder.mul(start, left_line), left_line)
-        emit(builder, "tileloadd64", LEFT[row], *lines)
+        emit(builder, "tileloaddt164", LEFT[row], *lines)
         for column, tile in enumerate(RIGHT):
             if row == 0:
                 first = builder.load(builder.gep(across, [line.type(column)]))

@@ -122,6 +122,12 @@ def load(builder, array, first):
     return builder.bitcast(words, FLOATS)
 
 
+def nearest_halves(builder, numbers):
+    """The nearest bfloat16 numbers, of two the larger; and words with these as upper halves."""
+    bits = builder.add(builder.bitcast(numbers, WORDS), same(WORDS, 0x8000))
+    return builder.trunc(builder.lshr(bits, same(WORDS, 16)), HALVES), bits
+
+
 @instruction(vector)
 def store(builder, array, first, numbers):
     """Returns what it stores; of bfloat16 the nearest numbers, of two the larger."""
@@ -129,26 +135,47 @@ def store(builder, array, first, numbers):
     if not is_half(array):
         builder.store(numbers, builder.bitcast(place, FLOATS.as_pointer()), align=4)
         return numbers
-    bits = builder.add(builder.bitcast(numbers, WORDS), same(WORDS, 0x8000))
-    halves = builder.trunc(builder.lshr(bits, same(WORDS, 16)), HALVES)
+    halves, bits = nearest_halves(builder, numbers)
     builder.store(halves, builder.bitcast(place, HALVES.as_pointer()), align=2)
     return builder.bitcast(builder.and_(bits, same(WORDS, 0xFFFF0000)), FLOATS)
 
 
 @instruction(types.void)
+def store_past(builder, array, first, left, right):
+    """32 numbers as bfloat16, past the caches: a whole line of memory, 64 bytes."""
+    kind = ir.VectorType(ir.IntType(16), 2 * LANES)
+    order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), list(range(2 * LANES)))
+    halves = [nearest_halves(builder, numbers)[0] for numbers in (left, right)]
+    place = builder.bitcast(builder.gep(array, [first]), kind.as_pointer())
+    done = builder.store(builder.shuffle_vector(*halves, order), place, align=4 * LANES)
+    done.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+
+
+def ask_for(builder, array, place, nearest):
+    """Into all caches but the first ones: 3 for all, 2 for all but the first."""
+    pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
+    # to read, as data
+    options = [ir.IntType(32)(option) for option in (0, nearest, 1)]
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, *options)
+
+
+@instruction(types.void)
 def prefetch(builder, array, place):
     """Asks for a number that is needed soon. There may be no such number."""
-    pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
-    # to read, into all caches, as data
-    options = [ir.IntType(32)(option) for option in (0, 3, 1)]
-    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, *options)
+    ask_for(builder, array, place, 3)
+
+
+@instruction(types.void)
+def prefetch_far(builder, array, place):
+    """Asks for a number that is needed later: it is kept out of the first cache."""
+    ask_for(builder, array, place, 2)
 
 
 # ------------------------------------------------------------------------------ arithmetic
 
 
 def arithmetic(function, name):
-    """Lets numba apply + or - or * to two vectors."""
+    """Lets numba apply + or - or * or / to two vectors."""
     @instruction(vector)
     def compute(builder, left, right):
         return getattr(builder, name)(left, right)
@@ -162,6 +189,7 @@ def arithmetic(function, name):
 arithmetic(operator.add, "fadd")
 arithmetic(operator.sub, "fsub")
 arithmetic(operator.mul, "fmul")
+arithmetic(operator.truediv, "fdiv")
 
 
 @instruction(vector)
