@@ -253,7 +253,8 @@ class Linear(nn.Linear):
 
 
 class GatedLinear(Linear):
-    """Gates and ups as one product, and SwiGLU of both."""
+    """Gates and ups as one product, and SwiGLU of both: in one pass, if they are in whole blocks of
+    our own product."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.uses_amx and len(x) and self.out_features % (2 * products.BLOCK) == 0:

@@ -47,7 +47,7 @@ ACROSS = np.array([0, LANES])
 SLICE, PART = 256, 2**18
 # so many rows are in a part, even if they are short
 MOST_ROWS = 512
-# there is room for parts of 16 rows
+# so long may rows be: 16 of them are a part
 MOST_INPUTS = 2 * PART // LANES
 COPY = PART + MOST_ROWS * LANES
 SUMS = 2 * MOST_ROWS * BLOCK
@@ -59,6 +59,7 @@ SOON = 4 * LANES * BLOCK
 
 @inlined()
 def copy_rows(x, begin, size, words, copy, line):
+    """Rows of `words` words; those of the copy begin `line` words apart."""
     for r in range(size):
         for k in range(0, words, LANES):
             store(copy, r * line + k, load(x, (begin + r) * words + k))
@@ -73,8 +74,10 @@ def place_of(number, halves, slices, blocks, words):
 
 @inlined()
 def add_slice(rows, line, below, weight, place, depth, ahead, share, is_few):
-    """Adds products of 32 rows with a slice of the weight. Each step asks for `share` cache lines
-    of what comes later."""
+    """Adds products of 32 rows with a slice. Each step asks for `share` cache lines of a later one.
+
+    depth: of the slice, in words; ahead: where the later one begins; is_few: whether it is soon
+    """
     for k in range(0, depth, LANES):
         add_tiles(rows[k:], line, below, weight, place + k * BLOCK, ACROSS, BLOCK)
         if is_few:

@@ -102,7 +102,11 @@ def store_sums(builder, array, line, below):
 
 @instruction(types.void)
 def add_tiles(builder, left, left_line, below, right, place, across, line):
-    """One step. right: words, of which two tiles begin at `place` plus across[0] or across[1]."""
+    """One step.
+
+    left: it comes by loads after which the first cache rather keeps other numbers
+    right: words, of which two tiles begin at `place` plus across[0] or across[1]
+    """
     for row, start in upper_and_lower(builder, below):
         lines = at(builder, left, builder.mul(start, left_line), left_line)
         emit(builder, "tileloaddt164", LEFT[row], *lines)

@@ -142,7 +142,10 @@ def store(builder, array, first, numbers):
 
 @instruction(types.void)
 def store_past(builder, array, first, left, right):
-    """32 numbers as bfloat16, past the caches: a whole line of memory, 64 bytes."""
+    """32 numbers as bfloat16, past the caches into a line of memory: 64 bytes.
+
+    Other threads see them once the kernel ends: OpenMP's barrier waits for such writes.
+    """
     kind = ir.VectorType(ir.IntType(16), 2 * LANES)
     order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), list(range(2 * LANES)))
     halves = [nearest_halves(builder, numbers)[0] for numbers in (left, right)]
@@ -152,7 +155,7 @@ def store_past(builder, array, first, left, right):
 
 
 def ask_for(builder, array, place, nearest):
-    """Into all caches but the first ones: 3 for all, 2 for all but the first."""
+    """nearest: 3 asks for it into all caches, 2 into all but the first."""
     pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
     # to read, as data
     options = [ir.IntType(32)(option) for option in (0, nearest, 1)]
