@@ -222,7 +222,7 @@ class Linear(nn.Linear):
         try:
             self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(plain), False)
             # not all that can be packed is multiplied
-            self(plain.new_zeros(2, self.in_features))
+            Linear.forward(self, plain.new_zeros(2, self.in_features))
             is_narrow = self.in_features <= products.MOST_INPUTS
             if HAS_TILES and is_narrow and is_in_blocks(plain, self.weight):
                 self.uses_amx = True

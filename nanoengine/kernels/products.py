@@ -1,8 +1,8 @@
 """Products with a weight that oneDNN has packed for AMX (`tiles.py`), and SwiGLU of them.
 
-    for each thread, of its share of blocks:
+    each thread, for its share of the parts and blocks:
         for each part of the rows:
-            copy of the part
+            copy    of the part
             for each block of 32 outputs, or of 32 gates and then their 32 ups:
                 for each slice of 512 inputs:
                     for each 32 rows of the part:
@@ -12,7 +12,7 @@
                             ask for a share of the next slice
                         out     behind the last slice: the sums, or SwiGLU, as bfloat16
 
-So nothing is read from far away twice. A part, 1 MiB of rows, stays in the second cache while the
+So nothing is read from far away twice. A part, at most 1 MiB, stays in the second cache while the
 blocks go by. The weight of a slice, 32 KiB, stays in the first one while the rows go by. Results
 that no cache could keep are written past them.
 
