@@ -13,6 +13,7 @@ import functools
 import math
 import operator
 
+import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core.registry import cpu_target
@@ -22,6 +23,10 @@ LANES = 16
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+# polynomials near 2^x for 0 <= x < 1, by their degree: good to 1e-4 and 1e-7
+NODES = (1 - np.cos(np.linspace(0, np.pi, 99))) / 2
+POWERS_OF_2 = {degree: np.polyfit(NODES, 2**NODES, degree, w=2**-NODES)[::-1] for degree in (3, 5)}
 
 inlined = functools.partial(njit, forceinline=True, error_model="numpy")
 
@@ -244,12 +249,32 @@ def add_products(builder, left, right, total, shift):
     return builder.select(is_pairs, pairs, multiply_add(builder, left, right, total))
 
 
+def polynomial(builder, x, terms):
+    """terms[0] + terms[1] * x + …"""
+    *rest, power = [same(FLOATS, float(term)) for term in terms]
+    for term in reversed(rest):
+        power = multiply_add(builder, power, x, term)
+    return power
+
+
+def avx512(builder, name, *operands):
+    """An instruction of AVX-512 that LLVM has with a mask and a way of rounding."""
+    mask, rounding = ir.IntType(16)(-1), ir.IntType(32)(4)
+    return call(builder, f"llvm.x86.avx512.mask.{name}.ps.512", FLOATS, *operands,
+                same(FLOATS, 0.0), mask, rounding)
+
+
 @instruction(vector)
 def exp2(builder, x, out):
-    """2^x for x < 127, as 2^n * 2^(x - n), with n the integer next to x; 0 below 2^-127.
+    """2^x for x < 127, as 2^n * 2^(x - n), with n an integer next to x; about 0 below 2^-127.
 
     It is as exact as the numbers of `out` need it.
     """
+    if has("avx512dq"):
+        # n is the integer below x: one instruction gives x - n, another one multiplies with 2^n
+        power = polynomial(builder, avx512(builder, "reduce", x, ir.IntType(32)(1)),
+                           POWERS_OF_2[3 if is_half(out) else 5])
+        return avx512(builder, "scalef", power, x)
     lowest = same(FLOATS, -127.0)
     x = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
     # Of so large a number the last bits count ones: n + 127 is there, the exponent of 2^n. For
@@ -258,9 +283,6 @@ def exp2(builder, x, out):
     shifted = builder.fadd(x, shift)
     fraction = builder.fsub(x, builder.fsub(shifted, shift))
     # the Taylor series for |x - n| <= 1/2, good to 4e-5 or 1e-7
-    power = same(FLOATS, 0.0)
-    for k in reversed(range(5 if is_half(out) else 7)):
-        term = same(FLOATS, math.log(2) ** k / math.factorial(k))
-        power = multiply_add(builder, power, fraction, term)
+    terms = [math.log(2) ** k / math.factorial(k) for k in range(5 if is_half(out) else 7)]
     exponent = builder.shl(builder.bitcast(shifted, WORDS), same(WORDS, 23))
-    return builder.fmul(power, builder.bitcast(exponent, FLOATS))
+    return builder.fmul(polynomial(builder, fraction, terms), builder.bitcast(exponent, FLOATS))
