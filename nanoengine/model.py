@@ -206,7 +206,6 @@ class Linear(nn.Linear):
     padded: one alone would be summed up in another order, and two take longer than four.
 
     With AMX and bfloat16, `kernels/products.py` multiplies with the packed weight. oneDNN is slower
-    there, and sums up in an order that depends on the number of rows.
     """
 
     uses_amx = False

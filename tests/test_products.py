@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nanoengine import LLM, model
-from nanoengine.kernels.tiles import HAS_TILES
 from nanoengine.kernels.products import MOST_INPUTS
+from nanoengine.kernels.tiles import HAS_TILES
 from nanoengine.model import GatedLinear, Linear, is_in_blocks, swiglu
 
 pytestmark = pytest.mark.skipif(not HAS_TILES, reason="the CPU has no AMX")

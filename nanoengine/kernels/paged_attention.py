@@ -39,7 +39,7 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.rows import inverse_rms, store_row, to_bits, to_float32
+from nanoengine.kernels.rows import copy_rows, inverse_rms, store_row, to_bits, to_float32
 from nanoengine.kernels.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import (
@@ -136,13 +136,6 @@ def write(key, value, keys, values, offset, head_dim, width, pack):
 
 
 @inlined()
-def copy(source, from_pitch, target, to_pitch, rows, vectors):
-    for r in range(rows):
-        for c in range(0, vectors * LANES, LANES):
-            store(target, r * to_pitch + c, load(source, r * from_pitch + c))
-
-
-@inlined()
 def multiply(left, right, deep, step, across, line, depth, before, before_pitch, out, pitch,
              rows, vectors, shift, tiled, soon):
     """out[r, c] = before[r, c] + the sum over k < depth of left[r, k] * right[k, c], in one order.
@@ -165,7 +158,7 @@ def multiply(left, right, deep, step, across, line, depth, before, before_pitch,
         store_sums(out, pitch, below)
         return
     sums = stack(SUMS)
-    copy(before, before_pitch, sums, vectors * LANES, rows, vectors)
+    copy_rows(before, before_pitch, sums, vectors * LANES, rows, vectors)
     for start in range(0, depth, step):
         place = deep[start // step]
         for k in range(start, min(start + step, depth)):
@@ -178,7 +171,7 @@ def multiply(left, right, deep, step, across, line, depth, before, before_pitch,
                     word = fill(left[r, k])
                     store(sums, i, add_products(word, numbers, load(sums, i), shift))
             place += line
-    copy(sums, vectors * LANES, out, pitch, rows, vectors)
+    copy_rows(sums, vectors * LANES, out, pitch, rows, vectors)
 
 
 @inlined()

@@ -32,7 +32,7 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.rows import store_row
+from nanoengine.kernels.rows import copy_rows, store_row
 from nanoengine.kernels.tiles import (
     TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import (
@@ -55,14 +55,6 @@ SUMS = 2 * MOST_ROWS * BLOCK
 CACHED = 2**18
 # few rows go by quickly: the weight is asked for so many words before it is needed
 SOON = 4 * LANES * BLOCK
-
-
-@inlined()
-def copy_rows(x, begin, size, words, copy, line):
-    """Rows of `words` words; those of the copy begin `line` words apart."""
-    for r in range(size):
-        for k in range(0, words, LANES):
-            store(copy, r * line + k, load(x, (begin + r) * words + k))
 
 
 @inlined()
@@ -147,7 +139,7 @@ def product() -> Callable:
                 size = min(part, rows - begin)
                 if copied != begin:
                     copied = begin
-                    copy_rows(x, begin, size, words, copy, line)
+                    copy_rows(x[begin * words:], words, copy, line, size, words // LANES)
                 is_few = size <= BLOCK
                 share = -(-BLOCK // -(-size // BLOCK))
                 for turn in range(halves * slices):

@@ -36,6 +36,14 @@ def to_bits(number, shift):
 
 
 @inlined()
+def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
+    """Rows of so many vectors; each row begins a pitch behind the row before."""
+    for r in range(rows):
+        for c in range(0, vectors * LANES, LANES):
+            store(target, r * to_pitch + c, load(source, r * from_pitch + c))
+
+
+@inlined()
 def store_row(row, first, numbers, size, scale, shift):
     """row[first + i] = numbers[i] * scale, for all i below size.
 
