@@ -205,7 +205,9 @@ class Linear(nn.Linear):
     each product, and a row has the same bits whatever rows are beside it. Fewer than four are
     padded: one alone would be summed up in another order, and two take longer than four.
 
-    With AMX and bfloat16, `kernels/products.py` multiplies with the packed weight. oneDNN is slower
+    With AMX and bfloat16, `kernels/products.py` multiplies with the packed weight, unless there are
+    more than MOST_INPUTS inputs. There oneDNN is slower, and sums up in an order that depends on
+    the number of rows.
     """
 
     uses_amx = False
