@@ -41,7 +41,7 @@ from numba import carray, prange
 from nanoengine.kernels.compiling import compile_kernel
 from nanoengine.kernels.rows import copy_rows, inverse_rms, store_row, to_bits, to_float32
 from nanoengine.kernels.tiles import (
-    HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
+    HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, clear_sums, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import (
     LANES, add_products, array_at, exp2, fill, has, inlined, largest, load, prefetch, stack,
     store, total, where_less)
@@ -54,8 +54,6 @@ ONE_PIECE = np.zeros(1, np.int64)
 # Sums of so many rows, and so many vectors, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
-# what sums begin with where there is nothing before
-ZEROS = np.zeros(SUMS, np.float32)
 # AMX multiplies by two vectors, and 16 words of depth at a time. These heads leave nothing over.
 TILED_HEAD_DIMS = range(2 * LANES, 257, 2 * LANES)
 TAIL = LANES * max(TILED_HEAD_DIMS)
@@ -136,19 +134,22 @@ def write(key, value, keys, values, offset, head_dim, width, pack):
 
 
 @inlined()
-def multiply(left, right, deep, step, across, line, depth, before, before_pitch, out, pitch,
-             rows, vectors, shift, tiled, soon):
-    """out[r, c] = before[r, c] + the sum over k < depth of left[r, k] * right[k, c], in one order.
+def multiply(left, right, deep, step, across, line, depth, out, adds, pitch, rows, vectors, shift,
+             tiled, soon):
+    """out[r, c] = the sum over k < depth of left[r, k] * right[k, c], in one order.
 
     left, out: words and float32, of which a row begins `pitch` words behind the row before
-    before: float32, of which a row begins `before_pitch` numbers behind the row before
+    adds: the sum begins with what is in `out`
     right: words; vector c of line k begins at deep[k // step] + k % step * line + across[c]
     tiled: with AMX, 16 lines at a time, which must all be numbers
     soon: words that are needed soon, laid out as those of `right`, which are asked for now; or None
     """
     if tiled:
         below = rows - min(rows, LANES)
-        load_sums(before, before_pitch, below)
+        if adds:
+            load_sums(out, pitch, below)
+        else:
+            clear_sums()
         for k in range(0, depth, LANES):
             place = deep[k // step] + k % step * line
             add_tiles(left[:, k:], pitch, below, right, place, across, line)
@@ -158,7 +159,11 @@ def multiply(left, right, deep, step, across, line, depth, before, before_pitch,
         store_sums(out, pitch, below)
         return
     sums = stack(SUMS)
-    copy_rows(before, before_pitch, sums, vectors * LANES, rows, vectors)
+    if adds:
+        copy_rows(out, pitch, sums, vectors * LANES, rows, vectors)
+    else:
+        for i in range(0, rows * vectors * LANES, LANES):
+            store(sums, i, fill(np.float32(0)))
     for start in range(0, depth, step):
         place = deep[start // step]
         for k in range(start, min(start + step, depth)):
@@ -205,7 +210,9 @@ def soften(scores, weights, totals, state, oldest, newest, scale):
     added = load(state, WEIGHTS)
     for i in range(0, len(scores), LANES):
         exponent = add_products(load(scores, i), fill(scale), fill(-maximum), 0)
-        added = added + store(weights, i, exp2(exponent, weights))
+        weight = exp2(exponent, weights)
+        store(weights, i, weight)
+        added = added + weight
     store(state, WEIGHTS, added)
 
 
@@ -263,7 +270,7 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
             for t in range(0, tiles, together):
                 for r in range(0, num_rows, rows):
                     multiply(queries[r:], kv[0], ONE_PIECE, words, places[t:], LANES, words,
-                             ZEROS, 0, scores[r:, t * LANES:], pitch, rows, together, shift, tiled,
+                             scores[r:, t * LANES:], False, pitch, rows, together, shift, tiled,
                              soon)
 
             # softmax
@@ -285,12 +292,11 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
                 across = columns[c // LANES:]
                 for r in range(0, num_rows, rows):
                     multiply(scores[r:], kv[1], places, LANES // pack, across, width, lines - rest,
-                             totals[r:, c:], pitch, totals[r:, c:], pitch, rows, vectors, shift,
-                             tiled, None)
+                             totals[r:, c:], True, pitch, rows, vectors, shift, tiled, None)
                     if rest:
                         multiply(scores[r:, lines - rest:], tail, ONE_PIECE, LANES, across,
-                                 width, rest, totals[r:, c:], pitch, totals[r:, c:], pitch, rows,
-                                 vectors, shift, tiled, None)
+                                 width, rest, totals[r:, c:], True, pitch, rows, vectors, shift,
+                                 tiled, None)
 
     if tiled:
         end_tiles()

@@ -24,6 +24,14 @@ FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
 
+
+class BFloat16(ir.Type):
+    """LLVM has it, llvmlite does not."""
+
+    def _to_string(self):
+        return "bfloat"
+
+
 # polynomials near 2^x for 0 <= x < 1, by their degree: good to 1e-4 and 1e-7
 NODES = (1 - np.cos(np.linspace(0, np.pi, 99))) / 2
 POWERS_OF_2 = {degree: np.polyfit(NODES, 2**NODES, degree, w=2**-NODES)[::-1] for degree in (3, 5)}
@@ -128,21 +136,22 @@ def load(builder, array, first):
 
 
 def nearest_halves(builder, numbers):
-    """The nearest bfloat16 numbers, of two the larger; and words with these as upper halves."""
-    bits = builder.add(builder.bitcast(numbers, WORDS), same(WORDS, 0x8000))
-    return builder.trunc(builder.lshr(bits, same(WORDS, 16)), HALVES), bits
+    """The nearest bfloat16 numbers, of two the even one."""
+    if has("avx512bf16"):
+        return builder.bitcast(builder.fptrunc(numbers, ir.VectorType(BFloat16(), LANES)), HALVES)
+    bits = builder.bitcast(numbers, WORDS)
+    is_odd = builder.and_(builder.lshr(bits, same(WORDS, 16)), same(WORDS, 1))
+    rounded = builder.add(builder.add(bits, same(WORDS, 0x7FFF)), is_odd)
+    return builder.trunc(builder.lshr(rounded, same(WORDS, 16)), HALVES)
 
 
-@instruction(vector)
+@instruction(types.void)
 def store(builder, array, first, numbers):
-    """Returns what it stores; of bfloat16 the nearest numbers, of two the larger."""
+    """To an array of 32-bit words, or of bfloat16 numbers: the nearest, of two the even one."""
     place = builder.gep(array, [first])
-    if not is_half(array):
-        builder.store(numbers, builder.bitcast(place, FLOATS.as_pointer()), align=4)
-        return numbers
-    halves, bits = nearest_halves(builder, numbers)
-    builder.store(halves, builder.bitcast(place, HALVES.as_pointer()), align=2)
-    return builder.bitcast(builder.and_(bits, same(WORDS, 0xFFFF0000)), FLOATS)
+    if is_half(array):
+        numbers = nearest_halves(builder, numbers)
+    builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=2)
 
 
 @instruction(types.void)
@@ -153,7 +162,7 @@ def store_past(builder, array, first, left, right):
     """
     kind = ir.VectorType(ir.IntType(16), 2 * LANES)
     order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), list(range(2 * LANES)))
-    halves = [nearest_halves(builder, numbers)[0] for numbers in (left, right)]
+    halves = [nearest_halves(builder, numbers) for numbers in (left, right)]
     place = builder.bitcast(builder.gep(array, [first]), kind.as_pointer())
     done = builder.store(builder.shuffle_vector(*halves, order), place, align=4 * LANES)
     done.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
