@@ -39,7 +39,7 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.rows import copy_rows, inverse_rms, store_row, to_bits, to_float32
+from nanoengine.kernels.rows import copy_rows, inverse_rms, load_part, store_part
 from nanoengine.kernels.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, clear_sums, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import (
@@ -96,21 +96,16 @@ def ask_for(head):
 
 
 @inlined()
-def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim, shift):
+def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim):
     """RMSNorm (unless eps is negative) and RoPE of one head, (head_dim,)."""
-    scale = inverse_rms(head, head_dim, eps, shift) if eps >= 0 else np.float32(1)
+    scale = fill(inverse_rms(head, head_dim, eps) if eps >= 0 else np.float32(1))
     half = head_dim // 2
-    whole = half - half % LANES
-    for d in range(0, whole, LANES):
-        left = load(head, d) * load(weight, d) * fill(scale)
-        right = load(head, half + d) * load(weight, half + d) * fill(scale)
-        store(out, d, left * load(cos, d) - right * load(sin, d))
-        store(out, half + d, right * load(cos, d) + left * load(sin, d))
-    for d in range(whole, half):
-        left = to_float32(head[d], shift) * weight[d] * scale
-        right = to_float32(head[half + d], shift) * weight[half + d] * scale
-        out[d] = to_bits(left * cos[d] - right * sin[d], shift)
-        out[half + d] = to_bits(right * cos[d] + left * sin[d], shift)
+    for d in range(0, half, LANES):
+        left = load_part(head, d, half) * load_part(weight, d, half) * scale
+        right = load_part(head, half + d, head_dim) * load_part(weight, half + d, head_dim) * scale
+        c, s = load_part(cos, d, half), load_part(sin, d, half)
+        store_part(out, d, half, left * c - right * s)
+        store_part(out, half + d, head_dim, right * c + left * s)
 
 
 @inlined()
@@ -249,7 +244,7 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
         token, head = begin + r // group_size, kv_head * group_size + r % group_size
         ask_for(qkv[token + AHEAD, head])
         norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], query_numbers[r],
-                        eps, head_dim, shift)
+                        eps, head_dim)
         store(states[r], WEIGHTS, fill(np.float32(0)))
         states[r, MAXIMUM] = LOWEST
 
@@ -301,9 +296,10 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
     if tiled:
         end_tiles()
     for r in range(num_rows):
-        inverse = np.float32(1) / total(load(states[r], WEIGHTS))
+        inverse = fill(np.float32(1) / total(load(states[r], WEIGHTS)))
         line = out[begin + r // group_size, kv_head * group_size + r % group_size]
-        store_row(line, 0, totals[r], head_dim, inverse, shift)
+        for d in range(0, head_dim, LANES):
+            store_part(line, d, head_dim, load(totals[r], d) * inverse)
 
 
 @functools.cache
@@ -377,7 +373,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
                 ask_for(qkv[token + AHEAD, heads + kv_head])
                 ask_for(qkv[token + AHEAD, heads + kv_heads + kv_head])
                 norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
-                                rope[1, token], key, eps, head_dim, shift)
+                                rope[1, token], key, eps, head_dim)
                 write(key, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
                       kv[1, block, kv_head], slot_offsets[token], head_dim, width, pack)
 

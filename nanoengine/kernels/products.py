@@ -32,12 +32,11 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.rows import copy_rows, store_row
+from nanoengine.kernels.rows import copy_rows, silu, store_part
 from nanoengine.kernels.tiles import (
     TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import (
-    LANES, array_at, exp2, fill, inlined, load, prefetch, prefetch_far, stack, store, store_past,
-    where_less)
+    LANES, array_at, inlined, load, prefetch, prefetch_far, stack, store, store_past)
 
 # a packed weight is padded to a multiple of so many outputs, and of so many inputs
 BLOCK = 2 * LANES
@@ -81,13 +80,6 @@ def add_slice(rows, line, below, weight, place, depth, ahead, share, is_few):
 
 
 @inlined()
-def silu(x, out):
-    """x / (1 + e^-x) of 16 numbers, as exact as the numbers of `out` need it."""
-    power, most = x * fill(np.float32(-np.log2(np.e))), fill(np.float32(126))
-    return x / (fill(np.float32(1)) + exp2(where_less(power, most, power, most), out))
-
-
-@inlined()
 def write_block(out, row, first, sums, halves, is_large):
     """Results of some rows, from `row` on, and 32 outputs, from `first` on."""
     for i in range(sums.shape[1]):
@@ -98,7 +90,8 @@ def write_block(out, row, first, sums, halves, is_large):
         if is_large:
             store_past(out[row + i], first, load(gates, 0), load(gates, LANES))
         else:
-            store_row(out[row + i], first, gates, min(BLOCK, out.shape[1] - first), 1, 16)
+            for j in range(0, min(BLOCK, out.shape[1] - first), LANES):
+                store_part(out[row + i], first + j, out.shape[1], load(gates, j))
 
 
 @functools.cache

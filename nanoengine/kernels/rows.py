@@ -9,30 +9,38 @@ versions, with which the tests compare, are `rms_norm` and `swiglu` in `model.py
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import numpy as np
-from numba import prange
+from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.vectors import LANES, array_at, fill, inlined, load, store, total
-
-# ln(2)^k / k!: the Taylor series of 2^x, good to 1e-7 for |x| <= 1/2
-EXP2_SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7))
+from nanoengine.kernels.vectors import (
+    LANES, array_at, exp2, fill, inlined, load, stack, store, total, where_less)
 
 
 @inlined()
-def to_float32(bits, shift):
-    """A number from its bits: bfloat16 is the upper half of a float32 (shift 16)."""
-    return np.uint32(np.uint32(bits) << shift).view(np.float32)
+def load_part(row, first, size):
+    """The 16 numbers from `first` on, or those before `size` and then zeros."""
+    if size - first >= LANES:
+        return load(row, first)
+    part = carray(stack(LANES), LANES, np.float32).view(row.dtype)
+    part[:] = 0
+    for i in range(size - first):
+        part[i] = row[first + i]
+    return load(part, 0)
 
 
 @inlined()
-def to_bits(number, shift):
-    """The bits of a float32, or of the nearest bfloat16; of two, the even one."""
-    bits = np.float32(number).view(np.uint32)
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 if shift else bits
+def store_part(row, first, size, numbers):
+    """16 numbers from `first` on, or only those that have a place before `size`."""
+    if size - first >= LANES:
+        store(row, first, numbers)
+    else:
+        part = carray(stack(LANES), LANES, np.float32).view(row.dtype)
+        store(part, 0, numbers)
+        for i in range(size - first):
+            row[first + i] = part[i]
 
 
 @inlined()
@@ -44,44 +52,20 @@ def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
 
 
 @inlined()
-def store_row(row, first, numbers, size, scale, shift):
-    """row[first + i] = numbers[i] * scale, for all i below size.
-
-    Of two nearest bfloat16 numbers, vectors take the larger, and the rest takes the even one.
-    """
-    whole = size - size % LANES
-    for i in range(0, whole, LANES):
-        store(row, first + i, load(numbers, i) * fill(np.float32(scale)))
-    for i in range(whole, size):
-        row[first + i] = to_bits(numbers[i] * np.float32(scale), shift)
-
-
-@inlined()
-def inverse_rms(row, size, eps, shift):
+def inverse_rms(row, size, eps):
     """1 / sqrt(the mean of all squares + eps)."""
     squares = fill(np.float32(0))
-    rest = size - size % LANES
-    for i in range(0, rest, LANES):
-        numbers = load(row, i)
+    for i in range(0, size, LANES):
+        numbers = load_part(row, i, size)
         squares = squares + numbers * numbers
-    mean = total(squares)
-    for i in range(rest, size):
-        mean += to_float32(row[i], shift) ** 2
-    return np.float32(1) / np.sqrt(mean / np.float32(size) + np.float32(eps))
+    return np.float32(1) / np.sqrt(total(squares) / np.float32(size) + np.float32(eps))
 
 
 @inlined()
-def exp(x):
-    """e^x for x <= 0, in plain arithmetic that LLVM vectorises. (A loop would call `expf`.)
-
-    2^t = 2^n * 2^(t - n), with n the integer next to t, shifted into the exponent of a float.
-    """
-    t = max(x * np.float32(math.log2(math.e)), np.float32(-126))
-    n = np.int32(t - np.float32(0.5))
-    power = EXP2_SERIES[6]
-    for k in (5, 4, 3, 2, 1, 0):
-        power = power * (t - np.float32(n)) + EXP2_SERIES[k]
-    return power * np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
+def silu(x, out):
+    """x / (1 + e^-x) of 16 numbers, as exact as the numbers of `out` need it."""
+    power, most = x * fill(np.float32(-np.log2(np.e))), fill(np.float32(126))
+    return x / (fill(np.float32(1)) + exp2(where_less(power, most, power, most), out))
 
 
 @functools.cache
@@ -95,10 +79,13 @@ def rms_norm(shift: int) -> Callable:
         for r in prange(rows):
             row = array_at(x, (rows, size), uint)[r]
             line = array_at(out, (rows, size), uint)[r]
-            scale = inverse_rms(row, size, eps, shift)
-            for i in range(size):
-                number = to_float32(row[i], shift) * scale * to_float32(weights[i], shift)
-                line[i] = to_bits(number, shift)
+            scale = fill(inverse_rms(row, size, eps))
+            whole = size - size % LANES
+            for i in range(0, whole, LANES):
+                store(line, i, load(row, i) * scale * load(weights, i))
+            if whole < size:
+                normed = load_part(row, whole, size) * scale * load_part(weights, whole, size)
+                store_part(line, whole, size, normed)
 
     return compile_kernel(kernel, "(int64, int64, int64, int64, int64, float64)")
 
@@ -111,14 +98,10 @@ def swiglu(shift: int) -> Callable:
 
     def kernel(gate_up, out, rows, size):
         for r in prange(rows):
-            both = array_at(gate_up, (rows, 2, size), uint)[r]
+            gate, up = array_at(gate_up, (rows, 2, size), uint)[r]
             line = array_at(out, (rows, size), uint)[r]
-            for i in range(size):
-                gate = to_float32(both[0, i], shift)
-                small = exp(-abs(gate))
-                sigmoid = (np.float32(1) if gate >= 0 else small) / (np.float32(1) + small)
-                # rounded in between, as two operators of PyTorch do it
-                activated = to_float32(to_bits(gate * sigmoid, shift), shift)
-                line[i] = to_bits(activated * to_float32(both[1, i], shift), shift)
+            for i in range(0, size, LANES):
+                activated = silu(load_part(gate, i, size), line)
+                store_part(line, i, size, activated * load_part(up, i, size))
 
     return compile_kernel(kernel, "(int64, int64, int64, int64)")
