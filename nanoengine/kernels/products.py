@@ -80,18 +80,19 @@ def add_slice(rows, line, below, weight, place, depth, ahead, share, is_few):
 
 
 @inlined()
-def write_block(out, row, first, sums, halves, is_large):
+def write_block(out, row, first, outputs, sums, halves, is_large):
     """Results of some rows, from `row` on, and 32 outputs, from `first` on."""
     for i in range(sums.shape[1]):
         gates, ups = sums[0, i], sums[1, i]
+        begin, end = (row + i) * outputs + first, (row + i + 1) * outputs
         if halves == 2:
             for j in range(0, BLOCK, LANES):
                 store(gates, j, silu(load(gates, j), out) * load(ups, j))
         if is_large:
-            store_past(out[row + i], first, load(gates, 0), load(gates, LANES))
+            store_past(out, begin, load(gates, 0), load(gates, LANES))
         else:
-            for j in range(0, min(BLOCK, out.shape[1] - first), LANES):
-                store_part(out[row + i], first + j, out.shape[1], load(gates, j))
+            for j in range(0, min(BLOCK, end - begin), LANES):
+                store_part(out, begin + j, end, load(gates, j))
 
 
 @functools.cache
@@ -109,10 +110,6 @@ def product() -> Callable:
     """
     def kernel(x_at, weight_at, bias_at, out_at, rows, words, outputs, halves, threads):
         blocks = -(-outputs // BLOCK)
-        x = array_at(x_at, rows * words, np.float32)
-        weight = array_at(weight_at, halves * blocks * words * BLOCK, np.uint32)
-        bias = array_at(bias_at, halves * blocks * BLOCK, np.float32)
-        out = array_at(out_at, (rows, outputs), np.uint16)
         is_large = rows * outputs > CACHED and outputs % BLOCK == 0
         # about equal parts, each of whole blocks of 32 rows if that many fit
         unit = BLOCK if PART // words >= BLOCK else LANES
@@ -123,6 +120,11 @@ def product() -> Callable:
         tasks, slices = parts * blocks, -(-words // SLICE)
 
         for thread in prange(threads):
+            # made here, where numba sees that no one owns them, and counts no references
+            x = array_at(x_at, rows * words, np.float32)
+            weight = array_at(weight_at, halves * blocks * words * BLOCK, np.uint32)
+            bias = array_at(bias_at, halves * blocks * BLOCK, np.float32)
+            out = array_at(out_at, rows * outputs, np.uint16)
             copy = carray(stack(COPY), COPY, np.float32)
             sums = carray(stack(SUMS), (2, MOST_ROWS, BLOCK), np.float32)
             copied = -1
@@ -154,7 +156,7 @@ def product() -> Callable:
                                   ahead + r // BLOCK * share * depth, share, is_few)
                         store_sums(sums[half, r:], BLOCK, below)
                         if turn + 1 == halves * slices:
-                            write_block(out, begin + r, block * BLOCK,
+                            write_block(out, begin + r, block * BLOCK, outputs,
                                         sums[:, r:min(r + BLOCK, size)], halves, is_large)
             end_tiles()
 

@@ -136,9 +136,7 @@ def load(builder, array, first):
 
 
 def nearest_halves(builder, numbers):
-    """The nearest bfloat16 numbers, of two the even one."""
-    if has("avx512bf16"):
-        return builder.bitcast(builder.fptrunc(numbers, ir.VectorType(BFloat16(), LANES)), HALVES)
+    """The nearest bfloat16 numbers, of two the even one, as integers."""
     bits = builder.bitcast(numbers, WORDS)
     is_odd = builder.and_(builder.lshr(bits, same(WORDS, 16)), same(WORDS, 1))
     rounded = builder.add(builder.add(bits, same(WORDS, 0x7FFF)), is_odd)
@@ -149,7 +147,9 @@ def nearest_halves(builder, numbers):
 def store(builder, array, first, numbers):
     """To an array of 32-bit words, or of bfloat16 numbers: the nearest, of two the even one."""
     place = builder.gep(array, [first])
-    if is_half(array):
+    if is_half(array) and has("avx512bf16"):
+        numbers = builder.fptrunc(numbers, ir.VectorType(BFloat16(), LANES))
+    elif is_half(array):
         numbers = nearest_halves(builder, numbers)
     builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=2)
 
@@ -158,6 +158,7 @@ def store(builder, array, first, numbers):
 def store_past(builder, array, first, left, right):
     """32 numbers as bfloat16, past the caches into a line of memory: 64 bytes.
 
+    LLVM does that with integers. Numbers of its type bfloat would go through the caches.
     Other threads see them once the kernel ends: OpenMP's barrier waits for such writes.
     """
     kind = ir.VectorType(ir.IntType(16), 2 * LANES)
