@@ -39,12 +39,12 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.rows import copy_rows, inverse_rms, load_part, store_part
+from nanoengine.kernels.rows import inverse_rms
 from nanoengine.kernels.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, clear_sums, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import (
-    LANES, add_products, array_at, exp2, fill, has, inlined, largest, load, prefetch, stack,
-    store, total, where_less)
+    LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, largest, load, load_part,
+    prefetch, stack, store, store_part, total, where_less)
 
 # the keys of one step of the softmax, and the place of each
 SPAN = 128

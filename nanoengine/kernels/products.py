@@ -32,11 +32,12 @@ import numpy as np
 from numba import carray, prange
 
 from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.rows import copy_rows, silu, store_part
+from nanoengine.kernels.rows import silu
 from nanoengine.kernels.tiles import (
     TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine.kernels.vectors import (
-    LANES, array_at, inlined, load, prefetch, prefetch_far, stack, store, store_past)
+    LANES, array_at, copy_rows, inlined, load, prefetch, prefetch_far, stack, store, store_part,
+    store_past)
 
 # a packed weight is padded to a multiple of so many outputs, and of so many inputs
 BLOCK = 2 * LANES
@@ -71,12 +72,11 @@ def add_slice(rows, line, below, weight, place, depth, ahead, share, is_few):
     """
     for k in range(0, depth, LANES):
         add_tiles(rows[k:], line, below, weight, place + k * BLOCK, ACROSS, BLOCK)
-        if is_few:
-            for i in range(0, share * LANES, LANES):
-                prefetch(weight, ahead + k * share + i)
-        else:
-            for i in range(0, share * LANES, LANES):
-                prefetch_far(weight, ahead + k * share + i)
+        for i in range(k * share, (k + LANES) * share, LANES):
+            if is_few:
+                prefetch(weight, ahead + i)
+            else:
+                prefetch_far(weight, ahead + i)
 
 
 @inlined()

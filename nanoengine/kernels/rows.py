@@ -12,43 +12,11 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, prange
+from numba import prange
 
 from nanoengine.kernels.compiling import compile_kernel
 from nanoengine.kernels.vectors import (
-    LANES, array_at, exp2, fill, inlined, load, stack, store, total, where_less)
-
-
-@inlined()
-def load_part(row, first, size):
-    """The 16 numbers from `first` on, or those before `size` and then zeros."""
-    if size - first >= LANES:
-        return load(row, first)
-    part = carray(stack(LANES), LANES, np.float32).view(row.dtype)
-    part[:] = 0
-    for i in range(size - first):
-        part[i] = row[first + i]
-    return load(part, 0)
-
-
-@inlined()
-def store_part(row, first, size, numbers):
-    """16 numbers from `first` on, or only those that have a place before `size`."""
-    if size - first >= LANES:
-        store(row, first, numbers)
-    else:
-        part = carray(stack(LANES), LANES, np.float32).view(row.dtype)
-        store(part, 0, numbers)
-        for i in range(size - first):
-            row[first + i] = part[i]
-
-
-@inlined()
-def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
-    """Rows of so many vectors; each row begins a pitch behind the row before."""
-    for r in range(rows):
-        for c in range(0, vectors * LANES, LANES):
-            store(target, r * to_pitch + c, load(source, r * from_pitch + c))
+    LANES, array_at, exp2, fill, inlined, load_part, store_part, total, where_less)
 
 
 @inlined()
@@ -75,17 +43,14 @@ def rms_norm(shift: int) -> Callable:
     uint = np.uint16 if shift else np.uint32
 
     def kernel(x, weight, out, rows, size, eps):
-        weights = array_at(weight, size, uint)
         for r in prange(rows):
+            weights = array_at(weight, size, uint)
             row = array_at(x, (rows, size), uint)[r]
             line = array_at(out, (rows, size), uint)[r]
             scale = fill(inverse_rms(row, size, eps))
-            whole = size - size % LANES
-            for i in range(0, whole, LANES):
-                store(line, i, load(row, i) * scale * load(weights, i))
-            if whole < size:
-                normed = load_part(row, whole, size) * scale * load_part(weights, whole, size)
-                store_part(line, whole, size, normed)
+            for i in range(0, size, LANES):
+                normed = load_part(row, i, size) * scale * load_part(weights, i, size)
+                store_part(line, i, size, normed)
 
     return compile_kernel(kernel, "(int64, int64, int64, int64, int64, float64)")
 

@@ -19,11 +19,6 @@ from numba import carray, njit, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, overload, register_model
 
-LANES = 16
-FLOATS = ir.VectorType(ir.FloatType(), LANES)
-WORDS = ir.VectorType(ir.IntType(32), LANES)
-HALVES = ir.VectorType(ir.IntType(16), LANES)
-
 
 class BFloat16(ir.Type):
     """LLVM has it, llvmlite does not."""
@@ -31,6 +26,12 @@ class BFloat16(ir.Type):
     def _to_string(self):
         return "bfloat"
 
+
+LANES = 16
+FLOATS = ir.VectorType(ir.FloatType(), LANES)
+WORDS = ir.VectorType(ir.IntType(32), LANES)
+HALVES = ir.VectorType(ir.IntType(16), LANES)
+BFLOATS = ir.VectorType(BFloat16(), LANES)
 
 # polynomials near 2^x for 0 <= x < 1, by their degree: good to 1e-4 and 1e-7
 NODES = (1 - np.cos(np.linspace(0, np.pi, 99))) / 2
@@ -148,7 +149,7 @@ def store(builder, array, first, numbers):
     """To an array of 32-bit words, or of bfloat16 numbers: the nearest, of two the even one."""
     place = builder.gep(array, [first])
     if is_half(array) and has("avx512bf16"):
-        numbers = builder.fptrunc(numbers, ir.VectorType(BFloat16(), LANES))
+        numbers = builder.fptrunc(numbers, BFLOATS)
     elif is_half(array):
         numbers = nearest_halves(builder, numbers)
     builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=2)
@@ -169,24 +170,53 @@ def store_past(builder, array, first, left, right):
     done.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
 
 
-def ask_for(builder, array, place, nearest):
-    """nearest: 3 asks for it into all caches, 2 into all but the first."""
-    pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
-    # to read, as data
-    options = [ir.IntType(32)(option) for option in (0, nearest, 1)]
-    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, *options)
+@inlined()
+def load_part(row, first, size):
+    """The 16 numbers from `first` on, or those before `size` and then zeros."""
+    if size - first >= LANES:
+        return load(row, first)
+    part = carray(stack(LANES), LANES, np.float32).view(row.dtype)
+    part[:] = 0
+    for i in range(size - first):
+        part[i] = row[first + i]
+    return load(part, 0)
 
 
-@instruction(types.void)
-def prefetch(builder, array, place):
-    """Asks for a number that is needed soon. There may be no such number."""
-    ask_for(builder, array, place, 3)
+@inlined()
+def store_part(row, first, size, numbers):
+    """16 numbers from `first` on, or only those that have a place before `size`."""
+    if size - first >= LANES:
+        store(row, first, numbers)
+    else:
+        part = carray(stack(LANES), LANES, np.float32).view(row.dtype)
+        store(part, 0, numbers)
+        for i in range(size - first):
+            row[first + i] = part[i]
 
 
-@instruction(types.void)
-def prefetch_far(builder, array, place):
-    """Asks for a number that is needed later: it is kept out of the first cache."""
-    ask_for(builder, array, place, 2)
+@inlined()
+def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
+    """Rows of so many vectors; each row begins a pitch behind the row before."""
+    for r in range(rows):
+        for c in range(0, vectors * LANES, LANES):
+            store(target, r * to_pitch + c, load(source, r * from_pitch + c))
+
+
+def prefetching(nearest):
+    """Makes a function that asks for a number early. There may be no such number.
+
+    nearest: 3 asks for it into all caches, 2 into all but the first
+    """
+    @instruction(types.void)
+    def ask_for(builder, array, place):
+        pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
+        # to read, as data
+        options = [ir.IntType(32)(option) for option in (0, nearest, 1)]
+        call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, *options)
+    return ask_for
+
+
+prefetch, prefetch_far = prefetching(3), prefetching(2)
 
 
 # ------------------------------------------------------------------------------ arithmetic
