@@ -115,12 +115,13 @@ def fused(*token_dims: int) -> Callable[[Callable[..., Tensor]], Callable[..., T
 
 def has_kernel(x: Tensor) -> bool:
     """Whether `kernels/rows.py` computes these rows."""
-    return not x.is_cuda and x.ndim == 2 and x.is_contiguous() and x.dtype != torch.float16
+    is_known = x.dtype in (torch.float32, torch.bfloat16)
+    return is_known and not x.is_cuda and x.ndim == 2 and x.is_contiguous()
 
 
 @fused(0)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32 and in place, for speed."""
+    """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32."""
     if has_kernel(x):
         out = torch.empty_like(x)
         kernel = row_kernels.rms_norm(32 - 8 * x.itemsize)
@@ -205,9 +206,8 @@ class Linear(nn.Linear):
     each product, and a row has the same bits whatever rows are beside it. Fewer than four are
     padded: one alone would be summed up in another order, and two take longer than four.
 
-    With AMX and bfloat16, `kernels/products.py` multiplies with the packed weight, unless there are
-    more than MOST_INPUTS inputs. There oneDNN is slower, and sums up in an order that depends on
-    the number of rows.
+    With AMX and bfloat16 oneDNN is slower, and its order depends on the number of rows. So up to
+    MOST_INPUTS inputs are multiplied by `kernels/products.py`, with the same packed weight.
     """
 
     uses_amx = False
@@ -222,7 +222,7 @@ class Linear(nn.Linear):
         plain = self.weight
         try:
             self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(plain), False)
-            # not all that can be packed is multiplied
+            # some weights can be packed, but not multiplied
             Linear.forward(self, plain.new_zeros(2, self.in_features))
             is_narrow = self.in_features <= products.MOST_INPUTS
             if HAS_TILES and is_narrow and is_in_blocks(plain, self.weight):
@@ -286,8 +286,7 @@ def is_in_blocks(plain: Tensor, packed: Tensor) -> bool:
 class DecoderLayer(nn.Module):
     """Attention, then an MLP, each behind a norm and with a residual connection."""
 
-    def __init__(self, config: PretrainedConfig, layer_index: int,
-                 group: Group = ALONE) -> None:
+    def __init__(self, config: PretrainedConfig, layer_index: int, group: Group = ALONE) -> None:
         super().__init__()
         self.group = group
         family = FAMILIES[config.model_type]
@@ -341,8 +340,7 @@ class DecoderLayer(nn.Module):
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         # one kernel for all the steps below
         if backend is cpu_attention:
-            return cpu_attention(
-                qkv, *self.head_norms, angles, cache, self.window, step)
+            return cpu_attention(qkv, *self.head_norms, angles, cache, self.window, step)
         query, key, value = qkv.split(self.num_heads, dim=1)
         query = rotate(self.q_norm(query), angles)
         key = rotate(self.k_norm(key), angles)

@@ -87,6 +87,21 @@ def test_swiglu_behind_a_product_from_end_to_end():
                                equal_nan=True)
 
 
+def test_tiny_results_have_the_same_bits_in_few_and_in_many_rows():
+    """Many rows are written past the caches, by another instruction."""
+    layer = GatedLinear(32, {"all": 2048}).requires_grad_(False).bfloat16()
+    layer.weight.zero_()
+    layer.weight[:1024, 0] = layer.weight[1024:, 1] = 1
+    layer.pack()
+    x = torch.zeros(600, 32).bfloat16()
+    x[:, 0], x[:, 1] = -80, 2.0 ** torch.arange(-30, 30).repeat(10)
+    together = layer(x)
+    assert together.count_nonzero() and not together.all()
+    for row in range(60):
+        assert torch.equal(layer(x[row:row + 1]).view(torch.int16), together[row:row + 1].view(
+            torch.int16))
+
+
 @pytest.mark.parametrize("kind", [Linear, GatedLinear])
 @pytest.mark.parametrize("inputs, outputs", [(1024, 192), (100, 66), (MOST_INPUTS, 64)])
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(

@@ -19,8 +19,8 @@ from numba.core.registry import cpu_target
 # once in a process: compiling one kernel raises an event for each function in it
 say_once = functools.cache(logging.getLogger(__name__).info)
 
-# What numba would import when it compiles for the first time: Ctrl-C in there would leave it in
-# halves, and nothing could be compiled any more.
+# numba imports this when it first compiles. Ctrl-C in there would leave it half imported, and
+# nothing could be compiled any more.
 cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
 

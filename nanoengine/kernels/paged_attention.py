@@ -17,12 +17,13 @@ bfloat16. Keys and values are in tiles of 16 keys; each line is read as vectors 
         k0[2:4] k1[2:4] k2[2:4] …                       v2[0],v3[0]  v2[1],v3[1]  …
 
 Blocks are padded to whole tiles, head_dim to whole vectors. What is unwritten can hold NaN: scores
-there are replaced, and values there are not read; half a pair is set to 0 if it is no number.
+there are replaced, and values there reach no result; half a pair is set to 0 if it is no number.
+(NaN or infinity that was written reaches all tokens of its tile: 0 times NaN is NaN.)
 
 Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are one of its tiles.
 
 A decode waits for memory. So while it reads keys, it asks for the values at the same places. A
-prompt asks for its heads some tokens ahead, as in `qkv` all other heads lie between two of them.
+head in `qkv` lies far from that of the next token. So it is asked for some tokens ahead.
 
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
@@ -51,7 +52,7 @@ SPAN = 128
 PLACES = np.arange(SPAN, dtype=np.float32)
 # where numbers begin that lie in one piece
 ONE_PIECE = np.zeros(1, np.int64)
-# Sums of so many rows, and so many vectors, stay in registers.
+# Sums of so many rows, in so many vectors in all, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
 # AMX multiplies by two vectors, and 16 words of depth at a time. These heads leave nothing over.
@@ -250,7 +251,7 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
 
     unit = SPAN if block_size % LANES == 0 else block_size
     first = max(0, last + 2 + begin - end - window)
-    places = np.empty(SPAN // LANES + 1, np.int64)
+    places = np.empty(SPAN // LANES, np.int64)
     columns = np.arange(0, width, LANES)
     for start in range(first // unit * unit, last + 1, unit):
         for base in range(start, min(start + unit, last + 1), SPAN):
@@ -309,7 +310,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
     kernel(qkv, kv, out, norms, rope, slot_blocks, slot_offsets, block_tables, sequence_of_token,
            positions, tokens, kv_heads, blocks, sequences, table_width, eps, window)
 
-    The first ten are addresses. uint is a float32 (shift 0) or a bfloat16 (shift 16):
+    The first ten are addresses. uint: the bits of a float32 (shift 0) or a bfloat16 (shift 16):
 
         qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values
         kv: (2, blocks, kv_heads, words) uint32, the cache; K and V are written to it

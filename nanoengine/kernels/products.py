@@ -12,9 +12,9 @@
                             ask for a share of the next slice
                         out     behind the last slice: the sums, or SwiGLU, as bfloat16
 
-So nothing is read from far away twice. A part, at most 1 MiB, stays in the second cache while the
-blocks go by. The weight of a slice, 32 KiB, stays in the first one while the rows go by. Results
-that no cache could keep are written past them.
+Rows are read from far away once, the weight once for each part. A part, at most 1 MiB, stays in the
+second cache while the blocks go by. The weight of a slice, 32 KiB, stays in the first one while the
+rows go by. Results that no cache could keep are written past them.
 
 A block of the packed weight is read as words, two inputs of an output in each:
 
@@ -49,6 +49,7 @@ SLICE, PART = 256, 2**18
 MOST_ROWS = 512
 # so long may rows be: 16 of them are a part
 MOST_INPUTS = 2 * PART // LANES
+# both are on the stack of each thread: 1.2 MB
 COPY = PART + MOST_ROWS * LANES
 SUMS = 2 * MOST_ROWS * BLOCK
 # so many numbers may stay in a cache until they are read again
@@ -103,10 +104,11 @@ def product() -> Callable:
     second one ups. The first four arguments are addresses. `x` is read as words, two bfloat16
     numbers in each:
 
-        x: (rows, words) uint32, at most MOST_INPUTS / 2 words
+        x: (rows, words) uint32; words % 16 == 0, at most MOST_INPUTS / 2
         weight: (halves * outputs / 32, rounded up, words, 32) uint32
         bias: (halves * outputs,) float32, padded as the weight is
-        out: (rows, outputs) bfloat16, is written; with two halves, outputs % 32 == 0
+        out: (rows, outputs) bfloat16, at a multiple of 64 bytes; is written; with two halves,
+            outputs % 32 == 0
     """
     def kernel(x_at, weight_at, bias_at, out_at, rows, words, outputs, halves, threads):
         blocks = -(-outputs // BLOCK)
@@ -142,9 +144,8 @@ def product() -> Callable:
                     depth = min(SLICE, words - first)
                     number = block * halves * slices + turn
                     place = place_of(number, halves, slices, blocks, words)
-                    ahead = place + SOON
-                    if not is_few:
-                        ahead = place_of(number + 1, halves, slices, blocks, words)
+                    ahead = (place + SOON if is_few
+                             else place_of(number + 1, halves, slices, blocks, words))
                     for r in range(0, size, BLOCK):
                         # rows behind the last one hold anything
                         below = LANES if size - r > LANES else 0

@@ -32,8 +32,9 @@ def inverse_rms(row, size, eps):
 @inlined()
 def silu(x, out):
     """x / (1 + e^-x) of 16 numbers, as exact as the numbers of `out` need it."""
-    power, most = x * fill(np.float32(-np.log2(np.e))), fill(np.float32(126))
-    return x / (fill(np.float32(1)) + exp2(where_less(power, most, power, most), out))
+    least = fill(np.float32(-87))
+    x = where_less(x, least, least, x)
+    return x / (fill(np.float32(1)) + exp2(x * fill(np.float32(-np.log2(np.e))), out))
 
 
 @functools.cache

@@ -6,8 +6,8 @@
         right   16 lines x 32 words, two tiles
         each sum += its left times its right
 
-A word is two bfloat16 numbers. In each step a sum gets two numbers: the products of the first
-numbers of 16 words, and those of the second ones. So it has one order, whatever rows are beside it.
+A word is two bfloat16 numbers. In each step a sum gets one number: 16 products of first numbers,
+plus 16 of second ones. So it has one order, whatever rows are beside it.
 The CPU's eight registers for tiles have numbers, which are part of an instruction.
 
 The lower tiles begin `below` rows under the upper ones: at 0 there are none, and below 16 some rows
@@ -110,7 +110,7 @@ def store_sums(builder, array, line, below):
 def add_tiles(builder, left, left_line, below, right, place, across, line):
     """One step.
 
-    left: it comes by loads after which the first cache rather keeps other numbers
+    left: it is loaded with the hint that the first cache need not keep it
     right: words, of which two tiles begin at `place` plus across[0] or across[1]
     """
     for row, start in upper_and_lower(builder, below):

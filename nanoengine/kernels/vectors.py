@@ -14,7 +14,7 @@ import math
 import operator
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, njit, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, overload, register_model
@@ -26,6 +26,9 @@ class BFloat16(ir.Type):
     def _to_string(self):
         return "bfloat"
 
+
+# for instructions that are written as text
+binding.initialize_native_asmparser()
 
 LANES = 16
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
@@ -61,7 +64,7 @@ def has(feature: str) -> bool:
 def instruction(result):
     """Makes a function for numba of `write(builder, *operands)`, which writes LLVM's instructions.
 
-    It gets pointers to the data of arrays. result: the type of what it returns.
+    `write` gets pointers for arrays. result: the type of what the function returns.
     """
     def decorate(write):
         def generate(context, builder, signature, values):
@@ -127,7 +130,7 @@ def is_half(array):
 
 @instruction(vector)
 def load(builder, array, first):
-    """Of an array of 32-bit words, or of bfloat16 numbers."""
+    """16 numbers of an array of 32-bit words, or of bfloat16."""
     place = builder.gep(array, [first])
     if not is_half(array):
         return builder.load(builder.bitcast(place, FLOATS.as_pointer()), align=4)
@@ -136,22 +139,20 @@ def load(builder, array, first):
     return builder.bitcast(words, FLOATS)
 
 
-def nearest_halves(builder, numbers):
-    """The nearest bfloat16 numbers, of two the even one, as integers."""
-    bits = builder.bitcast(numbers, WORDS)
-    is_odd = builder.and_(builder.lshr(bits, same(WORDS, 16)), same(WORDS, 1))
-    rounded = builder.add(builder.add(bits, same(WORDS, 0x7FFF)), is_odd)
-    return builder.trunc(builder.lshr(rounded, same(WORDS, 16)), HALVES)
-
-
 @instruction(types.void)
 def store(builder, array, first, numbers):
-    """To an array of 32-bit words, or of bfloat16 numbers: the nearest, of two the even one."""
+    """To an array of 32-bit words, or of bfloat16: the nearest, of two the even one.
+
+    A CPU's own instruction makes 0 of numbers below 2^-126.
+    """
     place = builder.gep(array, [first])
     if is_half(array) and has("avx512bf16"):
         numbers = builder.fptrunc(numbers, BFLOATS)
     elif is_half(array):
-        numbers = nearest_halves(builder, numbers)
+        bits = builder.bitcast(numbers, WORDS)
+        is_odd = builder.and_(builder.lshr(bits, same(WORDS, 16)), same(WORDS, 1))
+        rounded = builder.add(builder.add(bits, same(WORDS, 0x7FFF)), is_odd)
+        numbers = builder.trunc(builder.lshr(rounded, same(WORDS, 16)), HALVES)
     builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=2)
 
 
@@ -159,15 +160,15 @@ def store(builder, array, first, numbers):
 def store_past(builder, array, first, left, right):
     """32 numbers as bfloat16, past the caches into a line of memory: 64 bytes.
 
-    LLVM does that with integers. Numbers of its type bfloat would go through the caches.
-    Other threads see them once the kernel ends: OpenMP's barrier waits for such writes.
+    Other threads see them once the kernel ends: OpenMP's barrier waits for such writes. It is
+    written as an instruction of the CPU, as LLVM would send bfloat16 through the caches.
     """
-    kind = ir.VectorType(ir.IntType(16), 2 * LANES)
     order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), list(range(2 * LANES)))
-    halves = [nearest_halves(builder, numbers) for numbers in (left, right)]
-    place = builder.bitcast(builder.gep(array, [first]), kind.as_pointer())
-    done = builder.store(builder.shuffle_vector(*halves, order), place, align=4 * LANES)
-    done.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+    halves = [builder.fptrunc(numbers, BFLOATS) for numbers in (left, right)]
+    line = builder.bitcast(builder.shuffle_vector(*halves, order), FLOATS)
+    place = builder.gep(array, [first])
+    kind = ir.FunctionType(ir.VoidType(), [place.type, FLOATS])
+    builder.asm(kind, "vmovntps $1, ($0)", "r,v,~{memory}", [place, line], side_effect=True)
 
 
 @inlined()
@@ -196,7 +197,7 @@ def store_part(row, first, size, numbers):
 
 @inlined()
 def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
-    """Rows of so many vectors; each row begins a pitch behind the row before."""
+    """Rows of so many vectors. A pitch is how many numbers lie from one row to the next."""
     for r in range(rows):
         for c in range(0, vectors * LANES, LANES):
             store(target, r * to_pitch + c, load(source, r * from_pitch + c))
@@ -306,7 +307,7 @@ def avx512(builder, name, *operands):
 
 @instruction(vector)
 def exp2(builder, x, out):
-    """2^x for x < 127, as 2^n * 2^(x - n), with n an integer next to x; about 0 below 2^-127.
+    """2^x for x < 127, as 2^n * 2^(x - n), with n an integer next to x; about 0 for x < -127.
 
     It is as exact as the numbers of `out` need it.
     """
