@@ -32,6 +32,7 @@ def inverse_rms(row, size, eps):
 @inlined()
 def silu(x, out):
     """x / (1 + e^-x) of 16 numbers, as exact as the numbers of `out` need it."""
+    # e^87 is near the largest float32; what is further below gives about 0, too
     least = fill(np.float32(-87))
     x = where_less(x, least, least, x)
     return x / (fill(np.float32(1)) + exp2(x * fill(np.float32(-np.log2(np.e))), out))
