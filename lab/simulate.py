@@ -24,7 +24,7 @@ from nanoengine import LLM
 from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.model_runner import NO_ENTRIES, Launched
+from nanoengine.model_runner import Launched
 from nanoengine.sequence import RequestMetrics, Sequence
 
 
@@ -88,7 +88,7 @@ class SimulatedRunner:
         self.now += self.cost.read_byte_seconds * self.cost.kv_bytes * num_read
         self.now += self.cost.swapped_byte_seconds * self.block_bytes * num_swapped
         tokens = torch.ones(len(batch.sampled), dtype=torch.int32)
-        launched = Launched(batch, tokens, NO_ENTRIES, {}, began, self.now, ended=self.now)
+        launched = Launched(batch, tokens, {}, began, self.now, ended=self.now)
         if self.engine.scheduler.counters["num_steps"] % 16 == 1 and not self.engine.config.trace:
             launched.metrics = self.engine.metrics()
             self.engine.trace.append(launched)

@@ -30,17 +30,17 @@ class Batch:
     this changes when the sequences move on, so that a batch can be read later.
 
     budget: how many more tokens the step may compute (set by `Scheduler.build`).
+    started: the time at which it was launched (set by metrics.py).
     sampled: (i, sequence) for each token to be drawn: from the last token of sequence i, for this
         sequence. It is sequence i itself, or a fork of it that begins (n > 1), so that an i may
         come several times (set by `Scheduler._place`).
     scored: (i, position) for each token of sequence i behind which the next token of the prompt is
         scored, for `prompt_logprobs` (set by `Scheduler._place`).
-    num_awaited: of how many sequences the next step needs the tokens on the host: of beams, and of
-        those with processors or bad words (set by `Scheduler._place`).
     copies: the block copies to be done first (set by `Scheduler.schedule`).
+    admitted: the sequences that were waiting, each with the number of tokens that the prefix cache
+        had (set by `Scheduler._admit`).
     preempted: the sequences that were preempted since the step before, each with "swap" or
         "recompute" (set by `Scheduler.schedule`).
-    started: the time at which the scheduler began with it.
     is_advanced: whether its tokens count as computed (set by `Scheduler.advance`).
     """
 
@@ -52,8 +52,8 @@ class Batch:
     sampled: list[tuple[int, Sequence]] = field(default_factory=list)
     scored: list[tuple[int, int]] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[tuple[Sequence, str]] = field(default_factory=list)
-    num_awaited: int = 0
     is_advanced: bool = False
 
     def __len__(self) -> int:
@@ -63,8 +63,3 @@ class Batch:
     def is_decode(self) -> bool:
         """Whether each sequence computes one token and draws one: then a CUDA graph can run it."""
         return max(self.num_tokens) == 1 and [i for i, _ in self.sampled] == list(range(len(self)))
-
-    def __repr__(self) -> str:
-        parts = zip(self.sequences, self.starts, self.num_tokens)
-        shown = [f"{seq.request_id}.{seq.index}[{i}:{i + count}]" for seq, i, count in parts]
-        return f"<Batch of {sum(self.num_tokens)} tokens: {' '.join(shown)}>"

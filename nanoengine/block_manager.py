@@ -36,16 +36,14 @@ class BlockManager:
     A block is used (a block table refers to it) or free. A free block with a hash is cached, one
     without is blank. Block 0 is never handed out: padded rows of a CUDA graph write there. Every
     operation is O(1) per block.
-
-    The host pool has `num_host_blocks`, for copies of the blocks of swapped sequences.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 num_host_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_host_blocks = num_host_blocks
+        # since the start, by forks
+        self.num_shared_blocks = 0
         self.reset()
 
     def reset(self) -> None:
@@ -56,8 +54,6 @@ class BlockManager:
         self.free = OrderedDict.fromkeys(range(1, self.num_blocks + 1))
         self.hash_of_block: dict[int, BlockHash] = {}
         self.blocks_by_hash: dict[BlockHash, dict[int, None]] = {}
-        self.free_host_blocks = list(range(self.num_host_blocks))
-        self.host_tables: dict[Sequence, list[int]] = {}
         # for the step that is being scheduled
         self.copies = Copies()
 
@@ -72,24 +68,19 @@ class BlockManager:
 
     # --------------------------------------------------------------------- taking blocks
 
-    def can_allocate(self, group: list[Sequence], parent: Sequence | None = None) -> bool:
-        """Whether there are enough free blocks to `allocate` for all sequences of a group."""
-        shared = [block for seq in group for block in self.find_shared(seq, parent)]
-        num_used = sum(block not in self.free for block in shared)
-        return sum(map(self.num_blocks_to_hold, group)) - num_used <= len(self.free)
+    def can_allocate(self, seq: Sequence, parent: Sequence | None = None) -> bool:
+        """Whether there are enough free blocks to `allocate`."""
+        num_used = sum(block not in self.free for block in self.find_shared(seq, parent))
+        return self.num_blocks_to_hold(seq) - num_used <= len(self.free)
 
     def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
         """Gives a sequence blocks for all the tokens that it has, or more.
 
-        It takes a share in blocks that others have, too (`find_shared`), then fresh blocks. What
-        goes into the first of the fresh blocks depends on where the sequence comes from:
+        It takes a share in blocks that others have, too (`find_shared`), then fresh blocks. For a
+        fork that begins, the first fresh block gets a copy of its parent's last block, if that is
+        partial. It is the only block that both would otherwise write to, both in the next step.
 
-        1. From a parent (n > 1, beams): a copy of the parent's last block, if that is partial. It
-           is the only block that both sequences would otherwise write to, both in the next step.
-        2. From the host: the copies that were made when it was swapped out.
-        3. From neither: nothing. These tokens have to be computed.
-
-        With 300 prompt tokens, blocks of 128 and n = 4, the first case is:
+        With 300 prompt tokens, blocks of 128 and n = 4:
 
             parent 0   [ 4 ] [ 9 ] [ 2 ]       children 1 to 3 share blocks 4 and 9
             child 1    [ 4 ] [ 9 ] [ 7 ]       (4 references each) and get copies
@@ -106,23 +97,14 @@ class BlockManager:
             self.ref_counts[block] += 1
         fresh = [self._take_fresh() for _ in range(self.num_blocks_to_hold(seq) - len(shared))]
         seq.block_table = array("i", shared + fresh)
-        num_shared_tokens = seq.num_computed_tokens = len(shared) * self.block_size
-        # 1. from a parent
+        seq.num_computed_tokens = len(shared) * self.block_size
         if parent:
-            if parent.num_computed_tokens > num_shared_tokens:
+            if parent.num_computed_tokens > seq.num_computed_tokens:
                 self.copies.copy_on_write[fresh[0]] = parent.block_table[len(shared)]
             seq.num_computed_tokens = parent.num_computed_tokens
             seq.block_hashes = parent.block_hashes[:]
-        # 2. from the host
-        elif seq in self.host_tables:
-            host_blocks = self.host_tables.pop(seq)
-            self.copies.swap_in.update(zip(fresh, host_blocks[len(shared):]))
-            self.free_host_blocks += host_blocks[:len(shared)]
-            # The last token is computed again: its logits are not on the host.
-            num_swapped = min(seq.num_preempted_tokens, seq.num_tokens - 1)
-            self.register(seq, num_swapped)
-            seq.num_computed_tokens = max(num_shared_tokens, num_swapped)
-        return num_shared_tokens
+            self.num_shared_blocks += len(shared)
+        return len(shared) * self.block_size
 
     def can_append(self, num_seqs: int) -> bool:
         """Whether so many running sequences can have one block more each."""
@@ -154,27 +136,19 @@ class BlockManager:
                 self.free.move_to_end(block, last=block in self.hash_of_block)
         seq.block_table = array("i")
         seq.num_computed_tokens = 0
-        self.free_host_blocks += self.host_tables.pop(seq, [])
 
-    def can_swap_out(self, seq: Sequence) -> bool:
-        """Whether a sequence has computed blocks, and the host pool has room for all of them."""
-        num_computed = self.num_blocks_for(seq.num_computed_tokens)
-        return 0 < num_computed <= len(self.free_host_blocks)
+    def preempt(self, seq: Sequence) -> str:
+        """Takes back the blocks of a preempted sequence; returns how it will come back.
 
-    def swap_out(self, seq: Sequence) -> None:
-        """Takes back all blocks of a sequence, and has the computed ones copied to the host."""
-        computed = seq.block_table[:self.num_blocks_for(seq.num_computed_tokens)]
+        "recompute": its tokens are computed again. Swapping them to the host is the business of a
+        subclass: see nanoengine_extensions/swapping.py.
+        """
         self.deallocate(seq)
-        host_blocks = self.host_tables[seq] = [self.free_host_blocks.pop() for _ in computed]
-        # The copy for a fork made in this step is not done yet: its parent's block is read instead.
-        origins = [self.copies.copy_on_write.get(block, block) for block in computed]
-        self.copies.swap_out.update(zip(host_blocks, origins))
+        return "recompute"
 
     def take_copies(self) -> Copies:
-        """The copies for the step that has been scheduled. The host blocks that it reads are free
-        from the next step on."""
+        """The copies for the step that has been scheduled."""
         copies, self.copies = self.copies, Copies()
-        self.free_host_blocks += copies.swap_in.values()
         return copies
 
     # --------------------------------------------------------------------- prefix cache
@@ -209,16 +183,9 @@ class BlockManager:
             block_hash = self.hash_of_block[block] = self._hash(seq, index)
             self.blocks_by_hash.setdefault(block_hash, {})[block] = None
 
-    def forget(self, seq: Sequence) -> None:
-        """Forgets the hashes of a sequence's blocks and of their twins, used or free."""
-        self._forget(seq.block_hashes)
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets every hash. Blocks in use stay in use."""
-        self._forget(list(self.blocks_by_hash))
-
-    def _forget(self, hashes: list[BlockHash]) -> None:
-        """Cached blocks become blank: they are the first to be used again."""
+    def forget(self, hashes: list[BlockHash]) -> None:
+        """Forgets these hashes. Blocks in use stay in use, and cached ones become blank: they are
+        the first to be used again."""
         for block_hash in hashes:
             for block in self.blocks_by_hash.pop(block_hash, ()):
                 del self.hash_of_block[block]

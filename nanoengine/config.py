@@ -7,9 +7,10 @@ how long a sequence can be. Nothing writes to a config once it is made.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator
 from pydantic.dataclasses import dataclass
 
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, rejected
 
 # Options whose default depends on the device: the default on a CPU, and on a GPU. It replaces None
@@ -19,30 +20,17 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
 TO_FILL_IN: Any = None
 
-# Keywords of vLLM's that change nothing here: the values that do so, where None in place of a list
-# stands for any value, and what this engine does instead of the others.
-VLLM_KEYWORDS: dict[str, tuple[list[Any] | None, str]] = {
-    "async_scheduling": (None, "`run_ahead` is the option for that"),
-    "compilation_config": ([None, 0, {}], "`enforce_eager` is the option for that"),
-    "disable_custom_all_reduce": (None, "PyTorch reduces"),
-    "disable_log_stats": (None, "`metrics()` has them"),
-    "distributed_executor_backend": ([None, "mp", "uni"], "ranks are processes of one machine"),
-    "enable_chunked_prefill": ([None, True], "a prompt longer than a step always comes in chunks"),
-    "enable_lora": ([False], "there are no adapters"),
-    "generation_config": (["auto"], "generation_config.json counts for `sampling_params=None`"),
-    "hf_overrides": ([None, {}], "config.json counts"),
-    "kv_cache_dtype": (["auto"], "the cache has the `dtype` of the weights"),
-    "logits_processors": ([None], "`SamplingParams(logits_processors=)` has them"),
-    "pipeline_parallel_size": ([1], "one process runs one model on one device"),
-    "quantization": ([None], "weights have the precision that `dtype` says"),
-    "runner": (["auto", "generate"], "it generates"),
-    "speculative_config": ([None], "each token is computed by the model itself"),
-    "task": (["auto", "generate"], "it generates"),
-    "tokenizer_mode": (["auto"], "the tokenizer is the fast one of transformers"),
-    "tokenizer_revision": ([None], "`revision` counts for model and tokenizer"),
-    "trust_remote_code": ([False], "code that comes with a model never runs")}
 OR_NONE = WrapValidator(lambda value, check: value if value is None else check(value))
 BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def one_of(table: dict[str, Any]) -> Any:
+    """A name in a table of policies, or a function that could stand there."""
+    def check(policy: Any) -> Any:
+        if policy not in [*table] and not callable(policy):
+            raise ValueError(f"it must be one of {[*table]}, or a function like these")
+        return policy
+    return Annotated[Any, AfterValidator(check)]
 
 
 @dataclass(config=STRICT | ConfigDict(frozen=True), kw_only=True)
@@ -75,18 +63,14 @@ class EngineConfig:
     attention_backend: a name in attention.py's `BACKENDS`; "auto": the fastest that works here.
     run_ahead: launch a step before the tokens of the step before it are known.
     enable_prefix_caching: find blocks again by the hash of their tokens.
-    scheduling: "prefill-first" (a step is all prefill or all decode), "mixed" (decodes, and prompts
-        in the rest of the step), or "static" (a batch ends before the next one begins).
+    scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes, and
+        prompts in the rest of the step). Each of these policies can be a function: see policies.py.
     scheduling_policy: "fcfs" (in order of arrival) or "priority" (`generate(priority=)` first).
-    kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), for all that it
-        may come to have ("reserve"), or for max_model_len ("max-length").
+    kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), or for all that
+        it may come to have ("reserve").
     preemption_mode: the blocks of a preempted sequence are dropped ("recompute"), or copied to the
         host ("swap"), in a pool of swap_space GiB; when the pool is full, they are dropped.
-    preemption_victim: which sequence is preempted, a name in scheduler.py's `VICTIMS`.
-    max_waiting: with more sequences waiting than that, a prompt that does not fit may take the
-        place of the longest running sequence; a sequence gives way only once.
-    max_logprobs: the most `logprobs` and `prompt_logprobs` of a request; by default, and for -1,
-        as many as there are tokens.
+    preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority".
     batch_invariant: make sure that logits and tokens have the same bits whatever runs beside a
         request, and however it was chunked, preempted or cached. With the numba kernel and packed
         weights they have anyway. Elsewhere True is an error.
@@ -116,38 +100,24 @@ class EngineConfig:
     tensor_parallel_size: Count = 1
     attention_backend: Literal["auto", "numba", "flash-attn", "varlen", "gather"] = "auto"
     run_ahead: Annotated[bool, OR_NONE] = TO_FILL_IN
-    scheduling: Annotated[Literal["prefill-first", "mixed", "static"], OR_NONE] = TO_FILL_IN
+    scheduling: Annotated[one_of(BATCHING), OR_NONE] = TO_FILL_IN
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    kv_allocation: Literal["on-demand", "reserve", "max-length"] = "on-demand"
+    kv_allocation: one_of(KV_ALLOCATION) = "on-demand"
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    preemption_victim: Literal["youngest", "longest", "lowest-priority", "least-recently-run",
-                               "random"] = "youngest"
-    max_waiting: Annotated[Int, Field(ge=0)] | None = None
+    preemption_victim: one_of(VICTIMS) = "youngest"
     swap_space: Annotated[Float, Field(ge=0)] = 4.0
-    max_logprobs: Annotated[Int, Field(ge=-1)] = -1
     batch_invariant: bool = False
     trace: bool = False
-
-    @classmethod
-    def from_keywords(cls, **keywords: Any) -> "EngineConfig":
-        """A config of keywords in which some of vLLM's may be that change nothing here."""
-        for name, (accepted, instead) in VLLM_KEYWORDS.items():
-            value = keywords.pop(name, accepted and accepted[0])
-            if accepted and value not in accepted:
-                raise rejected(name, value, f"one of {accepted}: {instead}")
-        return cls(**keywords)
 
     def __post_init__(self) -> None:
         """Fills in what was not given, and checks the two limits of a step together."""
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
         found = {name: pair[self.device == "cuda"] for name, pair in DEFAULTS.items()}
-        found["max_num_seqs"] = num_seqs
-        found["max_num_batched_tokens"] = max(found["max_num_batched_tokens"], num_seqs)
+        num_tokens = max(found["max_num_batched_tokens"], num_seqs)
+        found |= {"max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens}
         given = {name: value for name, value in vars(self).items() if value is not None}
         # the one place that may write: the config is frozen
         vars(self).update(found | given)
-        if self.cpu_offload_gb and self.device != "cuda":
-            raise rejected("cpu_offload_gb", self.cpu_offload_gb, "0 on a CPU")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise rejected("max_num_batched_tokens", self.max_num_batched_tokens,
                            f"at least max_num_seqs={self.max_num_seqs}")

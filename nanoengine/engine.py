@@ -21,9 +21,10 @@ its tokens are taken in before that one ends.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from nanoengine.batch import Batch
 from nanoengine.block_manager import BlockManager
@@ -31,6 +32,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.model_runner import Launched
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
+from nanoengine_extensions.metrics import Metrics
 
 
 class Engine:
@@ -39,7 +41,9 @@ class Engine:
     runner: a `ModelRunner`, or anything else with its `launch` and its sizes.
     clock: gives the time in seconds.
 
-    `add` and `finish` are the scheduler's: sequences can come and go between two steps.
+    Sequences can come and go between two steps: by `add` and `finish`, and by the scheduler's own
+    `fork` and `preempt`. So what goes on over several steps can be a client of the engine, as beam
+    search is.
     """
 
     def __init__(self, config: EngineConfig, runner: Any,
@@ -47,34 +51,32 @@ class Engine:
         self.config = config
         self.runner = runner
         self.clock = clock
-        manager = BlockManager(runner.num_kv_blocks, config.block_size,
-                               config.enable_prefix_caching, runner.num_host_blocks)
-        self.scheduler = Scheduler(manager, config, runner.max_model_len, clock)
-        # for `metrics`, also when the runner is gone
-        self.block_bytes = runner.block_bytes
-        self.backend = runner.backend
+        self.scheduler = Scheduler(
+            make_block_manager(config, runner), config, runner.max_model_len)
+        self.metrics = Metrics(self)
         self.add = self.scheduler.add
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None
-        self.trace: list[Launched] = []
 
     def has_unfinished(self) -> bool:
         return self.in_flight is not None or self.scheduler.has_unfinished()
 
     def step(self) -> list[Sequence]:
-        """Runs one step; returns the sequences that have a new token, or, for beams, logprobs.
+        """Runs one step; returns the sequences that have a new token.
 
         When the engine runs ahead, these are the tokens of the step before. Sequences whose tokens
         are awaited (`Sequence.is_awaited`) are left out of the step: they run in every second one.
         If they are many, the whole step is left to the next call.
         """
+        if self.runner is None:
+            raise RuntimeError("the LLM is closed")
         before, self.in_flight = self.in_flight, None
         if before:
             # as if its tokens were known
             self.scheduler.advance(before.batch)
         if self.scheduler.has_unfinished() and not (before and self._is_awaited(before.batch)):
-            batch = self.scheduler.schedule()
-            if batch.sequences:
+            if batch := self.scheduler.schedule():
+                self.metrics.launched(batch)
                 self.in_flight = self.runner.launch(batch)
         if not self.config.run_ahead:
             before, self.in_flight = self.in_flight, None
@@ -87,59 +89,47 @@ class Engine:
         a device loses that waits for the host. And no more pending tokens can be looked up than
         `max_num_seqs`; where forks begin there can be more.
         """
-        are_many = 4 * batch.num_awaited >= len(batch)
-        return are_many or len(batch.sampled) > self.config.max_num_seqs
+        num_awaited = sum(seq.needs_tokens for _, seq in batch.sampled)
+        return 4 * num_awaited >= len(batch) or len(batch.sampled) > self.config.max_num_seqs
 
     def _take_in(self, launched: Launched) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""
         batch = launched.batch
-        tokens, logprobs = launched.wait()
-        taken = self.scheduler.postprocess(batch, tokens)
+        taken = self.scheduler.postprocess(batch, launched.wait())
         for row, (index, position) in enumerate(batch.scored, len(batch.sampled)):
-            seq = batch.sequences[index]
-            seq.prompt_logprobs[position + 1] = logprobs[row]
-            seq.is_scored = len(seq.prompt_logprobs) < seq.num_prompt_tokens - 1
+            batch.sequences[index].prompt_logprobs[position + 1] = launched.entries[row]
+        self.metrics.done(launched, [seq for _, seq in taken])
         for row, seq in taken:
-            if row in logprobs and seq.finish_reason != "error":
-                seq.logprobs.append(logprobs[row])
-        if self.config.trace:
-            launched.ended = self.clock()
-            launched.metrics = self.metrics()
-            self.trace.append(launched)
+            if row in launched.entries and seq.finish_reason != "error":
+                seq.logprobs.append(launched.entries[row])
         return [seq for _, seq in taken]
 
-    def abort(self) -> None:
-        """Ends all sequences, between two steps. The prefix cache stays as it is."""
+    def abort(self, request_ids: set[str]) -> None:
+        """Ends sequences, between two steps. What they have computed stays in the prefix cache."""
         for seq in [*self.scheduler.waiting, *self.scheduler.running]:
-            self.finish(seq, "abort")
-        self.in_flight = None
+            if seq.request_id in request_ids:
+                self.finish(seq, "abort")
+        if not self.scheduler.has_unfinished():
+            self.in_flight = None
 
     def reset(self) -> None:
         """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
         self.scheduler.reset()
         self.in_flight = None
 
-    def metrics(self) -> Counter:
-        """Gauges of now and counters since the start; `LLM.metrics` explains each."""
-        scheduler = self.scheduler
-        manager = scheduler.block_manager
-        counters = scheduler.counters
-        # another thread may ask
-        running = list(scheduler.running)
-        slots = [len(seq.block_table) * manager.block_size for seq in running]
-        unused = [max(0, n - seq.num_tokens) for n, seq in zip(slots, running)]
-        internal_waste = sum(num_tokens % manager.block_size for num_tokens in unused)
-        num_swapped = counters["swap_out_blocks"] + counters["swap_in_blocks"]
-        return Counter(counters | {
-            "num_requests_running": len(running),
-            "num_requests_waiting": len(scheduler.waiting),
-            "num_requests_swapped": len(manager.host_tables),
-            "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
-            "num_blocks_free": manager.num_free_blocks,
-            "num_blocks_cached": len(manager.free.keys() & manager.hash_of_block),
-            "num_host_blocks_used": manager.num_host_blocks - len(manager.free_host_blocks),
-            "reserved_waste": sum(unused) - internal_waste,
-            "internal_waste": internal_waste,
-            "mean_batch": counters["batched_sequences"] / max(1, counters["num_steps"]),
-            "swapped_bytes": num_swapped * self.block_bytes,
-            "attention_backend": self.backend})
+    def close(self) -> None:
+        """Frees what the runner has, after which a step raises RuntimeError."""
+        if self.runner:
+            self.runner.close()
+        self.runner = None
+        # does nothing where there is no GPU
+        torch.cuda.empty_cache()
+
+
+def make_block_manager(config: EngineConfig, runner: Any) -> BlockManager:
+    """With a pool on the host, if preempted sequences are to be swapped."""
+    sizes = runner.num_kv_blocks, config.block_size, config.enable_prefix_caching
+    if config.preemption_mode == "recompute":
+        return BlockManager(*sizes)
+    from nanoengine_extensions.swapping import SwappingBlockManager
+    return SwappingBlockManager(*sizes, runner.num_host_blocks)

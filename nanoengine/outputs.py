@@ -4,12 +4,34 @@ Text is made token by token, as in vLLM: a token adds what the tokenizer decodes
 without it, in the context of the tokens before. Half a character is held back until it is whole.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanoengine.sampler import Logprobs
-from nanoengine.sampling_params import RequestOutputKind
-from nanoengine.sequence import RequestMetrics, Sequence
+from nanoengine.sequence import Sequence
+
+
+@dataclass
+class Logprob:
+    """The log-probability of a token at a position, its rank there (1: the likeliest), its text.
+
+    Of several that are equally likely, the sampled token ranks last, unless it is among the
+    likeliest that were asked for: these rank from 1 to k.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+# by token id
+Logprobs = dict[int, Logprob]
+
+
+def read_logprobs(entries: Any, tokenizer: Any = None) -> Logprobs:
+    """What the sampler gives for a row (`find_logprobs`), with the texts of its tokens."""
+    return {int(token_id): Logprob(
+                logprob, int(rank), tokenizer and tokenizer.decode([int(token_id)], False))
+            for token_id, logprob, rank in entries.tolist()}
 
 
 @dataclass
@@ -30,9 +52,6 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
 
 @dataclass
 class RequestOutput:
@@ -41,7 +60,6 @@ class RequestOutput:
     index: which of the call's prompts it is, from 0; `request_id` counts over all calls.
     prompt_logprobs: for each token of the prompt, None for the first; None if not asked for.
     num_cached_tokens: how many tokens of the prompt the prefix cache had.
-    lora_request: None; for scripts written for vLLM.
     """
 
     request_id: str
@@ -50,10 +68,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    metrics: RequestMetrics
+    metrics: Any
     index: int = 0
     prompt_logprobs: list[Logprobs | None] | None = None
-    lora_request: None = None
 
 
 class Completion:
@@ -62,6 +79,7 @@ class Completion:
     def __init__(self, seq: Sequence, tokenizer: Any) -> None:
         self.seq = seq
         self.text = ""
+        self.logprobs: list[Logprobs] = []
         has_text = tokenizer is not None and seq.params.detokenize
         self.tokenizer: Any = tokenizer.backend_tokenizer if has_text else None
         # the tokens before the next ones, which are decoded together with them
@@ -75,11 +93,8 @@ class Completion:
         """Takes in the newest token; returns the stop string that its text completes, if any."""
         seq = self.seq
         num_generated = seq.num_tokens - seq.num_prompt_tokens
-        unnamed = seq.logprobs[-1:]
-        if num_generated == 1:
-            unnamed += seq.prompt_logprobs.values()
-        for token_id, found in [pair for logprobs in unnamed for pair in logprobs.items()]:
-            found.decoded_token = self.tokenizer and self.tokenizer.decode([token_id], False)
+        new = seq.logprobs[len(self.logprobs):]
+        self.logprobs += [read_logprobs(entries, self.tokenizer) for entries in new]
         num_letters = len(self.text)
         # the token that ended it counts if stop strings do; a sequence with an error has no new one
         kept = "stop" if seq.params.include_stop_str_in_output else None
@@ -120,8 +135,8 @@ class Completion:
         is_whole = seq.finish_reason or seq.params.include_stop_str_in_output
         text = self.text if is_whole else self.text[:max(0, len(self.text) - self.num_held)]
         token_ids = seq.token_ids[seq.num_prompt_tokens:]
-        chosen = [found[token_id].logprob for found, token_id in zip(seq.logprobs, token_ids)]
-        logprobs, cumulative = (seq.logprobs[:], sum(chosen)) if chosen else (None, None)
+        chosen = [found[token_id].logprob for found, token_id in zip(self.logprobs, token_ids)]
+        logprobs, cumulative = (self.logprobs[:], sum(chosen)) if chosen else (None, None)
         return CompletionOutput(
             seq.index, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
 
@@ -132,27 +147,36 @@ class Request:
 
     prompt: the text, None where only token ids were given.
     index: which of the call's prompts it is.
+    inbox: the requests of its call that have new tokens, until the call has seen them.
     """
 
     prompt: str | None
     completions: list[Completion]
     index: int = 0
+    inbox: dict[str, "Request"] = field(default_factory=dict)
 
     seq = property(lambda self: self.completions[0].seq)
-    is_shown_early = property(
-        lambda self: self.seq.params.output_kind != RequestOutputKind.FINAL_ONLY)
+    request_id = property(lambda self: self.seq.request_id)
     is_finished = property(lambda self: all(c.seq.finish_reason for c in self.completions))
 
     def update(self, seq: Sequence) -> str | None:
         """Takes in the newest token of a completion; returns a stop string that it completes."""
         return self.completions[seq.index].update()
 
+    def abort(self) -> None:
+        """Ends the completions that have not ended, for its call to see."""
+        for completion in self.completions:
+            completion.seq.finish_reason = completion.seq.finish_reason or "abort"
+        self.inbox[self.request_id] = self
+
     def output(self) -> RequestOutput:
         """The request as it stands now."""
         seq = self.seq
         prompt_logprobs = None
-        if seq.params.prompt_logprobs is not None:
-            prompt_logprobs = [seq.prompt_logprobs.get(i) for i in range(seq.num_prompt_tokens)]
+        if seq.is_scored:
+            tokenizer = self.completions[0].tokenizer
+            prompt_logprobs = [None] + [read_logprobs(entries, tokenizer)
+                                        for _, entries in sorted(seq.prompt_logprobs.items())]
         return RequestOutput(
             seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
             [completion.output() for completion in self.completions], self.is_finished,

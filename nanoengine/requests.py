@@ -7,31 +7,16 @@ vocabulary, its tokenizer or the size of the cache; nothing here runs.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypedDict
+from typing import Any
 
 from nanoengine.config import EngineConfig
 from nanoengine.outputs import Completion, Request
-from nanoengine.sampler import encode_bad_words, hash64
 from nanoengine.sampling_params import SamplingParams, naming, rejected
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import Sequence, hash64
+from nanoengine_extensions.metrics import RequestMetrics
 
 
-class TextPrompt(TypedDict):
-    """A prompt as a text."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids; its text, if given, is only handed back."""
-
-    prompt_token_ids: list[int]
-    prompt: str
-
-
-Prompts = str | dict[str, Any] | TextPrompt | TokensPrompt | list[Any]
 Params = SamplingParams | list[SamplingParams] | None
-TEXT_PARTS = ("text", "input_text", "output_text")
 ACCEPTED_PROMPTS = (
     "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these")
 
@@ -89,11 +74,6 @@ class InputProcessor:
         tokenizer = self.get_tokenizer() if params.stop or params.bad_words else self.tokenizer
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
-        most = self.config.max_logprobs
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name) or 0
-            if most >= 0 and not 0 <= count <= most:
-                raise rejected(name, count, f"from 0 to max_logprobs={most}")
         text, token_ids = self._parse_prompt(f"prompts[{index}]", prompt)
 
         number = self.num_requests + index
@@ -103,31 +83,14 @@ class InputProcessor:
         end_tokens = stop_tokens | self.eos_tokens
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
         seq = Sequence(str(number), token_ids, length, longest, params, seed,
-                       stop_tokens if params.ignore_eos else end_tokens, [*end_tokens],
-                       encode_bad_words(params, tokenizer), priority,
-                       needs_tokens=bool(params.bad_words or params.logits_processors))
-        seq.is_scored = params.prompt_logprobs is not None and length > 1
+                       stop_tokens if params.ignore_eos else end_tokens, priority,
+                       metrics=RequestMetrics())
+        if "constraints" in params.edits:
+            from nanoengine_extensions import constraints
+            constraints.constrain(seq, list(end_tokens), self.tokenizer)
         seq.forks = [seq.fork(seed=hash64(~seq.seed, i), index=i) for i in range(1, params.n)]
         completions = [Completion(each, tokenizer) for each in (seq, *seq.forks)]
         return Request(text, completions, index)
-
-    def render(self, messages: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
-        """One conversation or a list of them, as prompts, by the tokenizer's chat template.
-
-        options: of transformers' `apply_chat_template`, and what the template itself asks for.
-        """
-        tokenizer = self.get_tokenizer()
-        if not isinstance(messages, list) or not messages:
-            raise rejected("messages", messages, "a list of {'role', 'content'}, or of such lists")
-        chats = messages if isinstance(messages[0], list) else [messages]
-        with naming("messages"):
-            chats = [[message | {"content": text_of(message.get("content"))} for message in chat]
-                     for chat in chats]
-            texts = tokenizer.apply_chat_template(chats, **options | {"tokenize": False})
-            # The template has written the special tokens.
-            ids = tokenizer(texts, add_special_tokens=False).input_ids
-        return [{"prompt": text, "prompt_token_ids": token_ids}
-                for text, token_ids in zip(texts, ids)]
 
     def _parse_prompt(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms, as its text (if there is one) and its token ids."""
@@ -152,18 +115,6 @@ class InputProcessor:
         for token_id in token_ids:
             if not isinstance(token_id, Integral) or not 0 <= int(token_id) <= last:
                 raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
-
-
-def text_of(content: Any) -> str:
-    """The content of a message as one text; text parts are joined by newlines, as in vLLM."""
-    parts = content if isinstance(content, list) else [] if content is None else [content]
-    texts = []
-    for part in parts:
-        is_text_part = isinstance(part, dict) and part.get("type") in TEXT_PARTS
-        texts.append(part.get("text") if is_text_part else part)
-        if not isinstance(texts[-1], str):
-            raise rejected("content part", part, f"a text, or a text of a type in {TEXT_PARTS}")
-    return "\n".join(texts)
 
 
 def one_for_each(count: int, name: str, value: Any, default: Any) -> list[Any]:

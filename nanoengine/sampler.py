@@ -1,104 +1,32 @@
-"""Logits to tokens: edits, temperature, the three truncations, and one draw a row.
+"""Logits to tokens: temperature, the three truncations, and one draw a row. Log-probabilities.
 
-    a matrix of logits ── edit ──▶ scale ──▶ truncate ──▶ draw ──▶ a token for each row
+    a matrix of logits ── constrain ──▶ scale ──▶ truncate ──▶ draw ──▶ a token for each row
 
-Rows of one kind are sampled as one matrix, and rows that need nothing pay nothing. What is done to
-a matrix is data: the host sends numbers, and the device works with them, so that nothing here waits
-for a GPU. Only a user's own processors are functions, called row by row. There is no generator
-state: a draw depends on the seed of its sequence and on its position alone.
+What a row is drawn by is a row of `StepInputs.draws`: it came to the device with the other inputs,
+so that nothing here waits for a GPU. Rows that need the same are sampled as one matrix, and rows
+that need nothing pay nothing. There is no generator state: a draw depends on the seed of its
+sequence and on its position alone.
 """
 
 import math
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from nanoengine.attention import known_ids, send
-from nanoengine.sampling_params import PLAIN, SamplingParams
+import nanoengine_cpu
+from nanoengine.batch import Batch
 from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine.step_inputs import send
 
 # The most logits of one matrix. On a CPU it stays in the cores' caches, on a GPU it is small beside
 # the KV cache.
 MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**24}
 
 
-@dataclass
-class Logprob:
-    """The log-probability of a token at a position, its rank there (1: the likeliest), its text.
-
-    Of several that are equally likely, the sampled token ranks last, unless it is among the
-    likeliest that were asked for: these rank from 1 to k.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-# by token id
-Logprobs = dict[int, Logprob]
-
-# ---------------------------------------------------------------------------- one sequence
-
-
-def hash64(seed: int, number: int) -> int:
-    """A 64-bit hash of both: a request's seed from the engine's, a draw from a request's."""
-    return xxhash.xxh64_intdigest(struct.pack("<QQ", seed % 2**64, number))
-
-
-def uniform(seq: Sequence, position: int) -> float:
-    """The number in [0, 1) that decides a sequence's token at a position; 0 for greedy ones."""
-    return seq.params.temperature and (hash64(seq.seed, position) >> 11) * 2.0**-53
-
-
-def encode_bad_words(params: SamplingParams, tokenizer: Any) -> list[list[int]]:
-    """The tokens of each bad word, at the beginning of a text and behind a space."""
-    words = [word.lstrip() or word for word in params.bad_words]
-    encoded = [tokenizer.encode(space + word, add_special_tokens=False)
-               for word in words for space in ("", " ")]
-    return [token_ids for token_ids in encoded if token_ids]
-
-
-def biases(seq: Sequence) -> dict[int, float]:
-    """What is added to the logits of which tokens in the next step: -inf makes one impossible.
-
-    Where only some tokens are allowed, these are all here, and all others are impossible. The last
-    token of a bad word is impossible behind the word's other tokens.
-    """
-    p = seq.params
-    found = dict(p.logit_bias or {})
-    if p.allowed_token_ids:
-        found = {token_id: found.get(token_id, 0.0) for token_id in p.allowed_token_ids}
-    if seq.num_tokens - seq.num_prompt_tokens < p.min_tokens:
-        found |= dict.fromkeys(seq.late_tokens, -math.inf)
-    for *beginning, last in seq.bad_words:
-        start = max(seq.num_prompt_tokens, seq.num_tokens - len(beginning))
-        if seq.token_ids[start:] == beginning:
-            found[last] = -math.inf
-    return found
-
-
-# ------------------------------------------------------------------------ rows of one kind
-
-
-def matrices(rows: Iterable[int], kinds: Any, logits: Tensor) -> Iterator[tuple[list[int], Tensor]]:
-    """These rows by their kinds, so many at a time as a matrix may have; on host and device."""
-    rows_by_kind = defaultdict(list)
-    for row in rows:
-        rows_by_kind[kinds[row]].append(row)
-    most = max_rows(logits)
-    for alike in rows_by_kind.values():
-        for start in range(0, len(alike), most):
-            part = alike[start:start + most]
-            index, = send(logits.device, part)
-            yield part, index
+# ------------------------------------------------------------------------- rows that are alike
 
 
 def max_rows(logits: Tensor) -> int:
@@ -106,222 +34,169 @@ def max_rows(logits: Tensor) -> int:
     return max(1, MATRIX_SIZE[logits.device.type] // logits.shape[1])
 
 
-def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, seqs: list[Sequence],
-           last_sampled: Tensor, drawn: Tensor | None = None) -> Tensor:
+def matrices(keys: dict[int, Any], logits: Tensor) -> Iterator[tuple[Any, list[int], Tensor]]:
+    """The rows with the same key, as many at a time as a matrix may have.
+
+    keys: by row. Yields a key, and its rows, on host and device.
+    """
+    rows_by_key = defaultdict(list)
+    for row, key in keys.items():
+        rows_by_key[key].append(row)
+    most = max_rows(logits)
+    for key, alike in rows_by_key.items():
+        for start in range(0, len(alike), most):
+            rows = alike[start:start + most]
+            yield key, rows, send(rows, logits.device)
+
+
+def sample(logits: Tensor, draws: Tensor, seqs: list[Sequence], last_sampled: Tensor,
+           drawn: Tensor | None = None) -> Tensor:
     """One token for each sequence from its row of logits: (len(seqs),) int64.
 
     logits: (rows, vocab_size); rows behind those of the sequences are padding.
-    temperatures: (rows,) float32, where 0 takes the likeliest token; uniforms: (rows,) float64.
+    draws: (rows, 5), of `StepInputs`.
     last_sampled: the tokens for which pending ones stand.
-    drawn: what `sample_plain` gives, if that is known: only rows of other kinds are then sampled.
+    drawn: what `sample_plain` gives, if that is known: only rows that need more are then sampled.
 
-    A row with NaN, with infinity, or whose edits leave no token gets NO_TOKEN.
+    A row with NaN, with infinity, or whose constraints leave no token gets NO_TOKEN.
     """
-    kinds = [seq.params.kind for seq in seqs]
-    rows: Iterable[int] = [row for row, kind in enumerate(kinds) if kind != PLAIN]
-    if drawn is None:
-        if not rows:
-            is_greedy = not any(seq.params.temperature for seq in seqs)
-            logits = logits[:len(seqs)]
-            return likeliest(logits) if is_greedy else sample_plain(logits, temperatures, uniforms)
-        rows = range(len(seqs))
+    edits = {row: seq.params.edits for row, seq in enumerate(seqs) if seq.params.edits}
+    if drawn is None and len(edits) == len(seqs):
         drawn = torch.empty(len(seqs), dtype=torch.int64, device=logits.device)
-    for part, index in matrices(rows, kinds, logits):
-        members = [seqs[row] for row in part]
+    elif drawn is None:
+        is_greedy = not any(seq.params.temperature for seq in seqs)
+        plain = logits[:len(seqs)]
+        drawn = likeliest(plain) if is_greedy else sample_plain(plain, draws)
+    for kind, rows, index in matrices(edits, logits):
+        members = [seqs[row] for row in rows]
         scores = logits.index_select(0, index).float()
-        if kinds[part[0]].is_edited:
-            add_biases(scores, members)
-            penalize(scores, members, last_sampled)
-            for row, seq in enumerate(members):
-                if seq.params.logits_processors:
-                    scores[row] = run_processors(scores[row, None], seq)[0]
-        scale(scores, temperatures[index])
-        truncate(scores, [seq.params for seq in members])
-        drawn[index] = draw(scores, uniforms[index])
+        if "constraints" in kind:
+            from nanoengine_extensions import constraints
+            constraints.apply(scores, members, last_sampled)
+        scale(scores, draws[index])
+        truncate(scores, draws[index], kind, max(seq.params.top_k for seq in members))
+        drawn[index] = draw(scores, draws[index])
     return drawn[:len(seqs)]
 
 
-def sample_plain(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
+def sample_plain(logits: Tensor, draws: Tensor) -> Tensor:
     """One token for each row by temperature alone. A CUDA graph can end here."""
-    parts = zip(*(each.split(max_rows(logits)) for each in (logits, temperatures, uniforms)))
+    most = max_rows(logits)
     return torch.cat([
-        draw(scale(part.to(torch.float32, copy=True), part_temperatures), part_uniforms)
-        for part, part_temperatures, part_uniforms in parts])
+        draw(scale(part.to(torch.float32, copy=True), part_draws), part_draws)
+        for part, part_draws in zip(logits.split(most), draws.split(most))])
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The token with the largest logit of each row, of several the first.
-
-    On a CPU PyTorch finds a maximum in vectors, but its place one number at a time. So this first
-    takes the maximum of each group of neighbours, and looks for places in one group alone.
-    """
-    groups = logits.unflatten(1, (-1, math.gcd(logits.shape[1], 128)))
-    largest, group = groups.amax(dim=-1).max(dim=-1, keepdim=True)
-    place = groups.take_along_dim(group[:, :, None], dim=1).max(dim=-1).indices
-    tokens = group * groups.shape[-1] + place
-    return torch.where(largest.isfinite(), tokens, NO_TOKEN)[:, 0]
+    """The token with the largest logit of each row, of several the first."""
+    largest, tokens = nanoengine_cpu.first_max(logits)
+    return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
-# ----------------------------------------------------------------------------------- edits
+# ------------------------------------------------------------------- steps, in place on float32
 
 
-def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
-    """In place: what `biases` says, and -inf for tokens that are not among those allowed."""
-    found = [biases(seq) for seq in seqs]
-    if any(found):
-        vocab_size = scores.shape[1]
-        others, places, added = send(
-            scores.device, [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs],
-            [row * vocab_size + token for row, each in enumerate(found) for token in each],
-            [bias for each in found for bias in each.values()])
-        bias = others.float()[:, None].repeat(1, vocab_size)
-        bias.view(-1)[places] = added.float()
-        scores += bias
-
-
-def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
-    """In place: the repetition penalty (Keskar et al., 2019, arXiv:1909.05858), for prompts, too.
-    Then OpenAI's: generated tokens lose once (presence) and for each time (frequency)."""
-    penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-                 for p in (seq.params for seq in seqs)]
-    if set(penalties) == {(1, 0, 0)}:
-        return
-    starts = [0 if repetition != 1 else seq.num_prompt_tokens
-              for seq, (repetition, _, _) in zip(seqs, penalties)]
-    tokens = [np.array(seq.device_ids(start), np.int64) for seq, start in zip(seqs, starts)]
-    is_generated = [np.arange(start, seq.num_tokens) >= seq.num_prompt_tokens
-                    for seq, start in zip(seqs, starts)]
-    owners = np.arange(len(seqs)).repeat([len(each) for each in tokens])
-    rows, token_ids, amounts, of_rows = send(
-        scores.device, owners, np.concatenate(tokens), np.concatenate(is_generated, dtype=float),
-        penalties)
-    flat = scores.view(-1)
-    places = rows * scores.shape[1] + known_ids(token_ids, last_sampled)
-    counts = torch.zeros_like(flat).index_add_(0, places, amounts.float())[places]
-    repetition, presence, frequency = of_rows.float()[rows].T
-    seen = flat[places]
-    seen = torch.where(seen < 0, seen * repetition, seen / repetition)
-    flat[places] = seen - presence * (counts > 0) - frequency * counts
-
-
-def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
-    """A row of float32 logits, (1, vocab_size), after the processors of its request.
-
-    Each processor gets copies, which it may keep or overwrite. NaN or infinity from the model
-    cannot be mended by them. Raises ValueError for a result of another shape or kind.
-    """
-    input_ids = torch.tensor([seq.token_ids], device=logits.device)
-    scores = logits
-    for processor in seq.params.logits_processors:
-        scores = processor(input_ids.clone(), scores.clone())
-        is_row = isinstance(scores, Tensor) and scores.shape == logits.shape
-        if not (is_row and scores.is_floating_point() and scores.layout == logits.layout
-                and scores.device == logits.device):
-            shown = (scores.shape, scores.dtype) if isinstance(scores, Tensor) else scores
-            raise ValueError(f"request {seq.request_id}: its logits processor {processor} returned "
-                             f"{shown}, and not floats of shape {tuple(logits.shape)}")
-    # +inf is how some force a token
-    scores = scores.float().clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(logits.amax() < math.inf, scores, math.nan)
-
-
-def scale(scores: Tensor, temperatures: Tensor) -> Tensor:
-    """In place on float32 logits: a maximum of 0, then divided by the temperature of the row.
+def scale(scores: Tensor, draws: Tensor) -> Tensor:
+    """A maximum of 0, then divided by the temperature of the row.
 
     1e-30 for greedy rows leaves weight to the maximum alone, and float32 can divide by it.
     """
+    temperature = draws[:, :1].float()
     scores.sub_(scores.amax(dim=-1, keepdim=True))
-    return scores.div_(temperatures.clamp(min=1e-30)[:, None])
+    return scores.div_(temperature.clamp(min=1e-30))
 
 
-def truncate(scores: Tensor, params: list[SamplingParams]) -> None:
-    """In place on scaled logits: truncated tokens get -inf.
+def truncate(scores: Tensor, draws: Tensor, kind: Iterable[str], largest_k: int) -> None:
+    """Truncated tokens get -inf. All rows need the truncations that `kind` names.
 
     The order is vLLM's: temperature, min-p, top-k (with all that are as likely as the last of
-    them), top-p of what is left, renormalised. All rows are of one kind.
+    them), top-p of what is left, renormalised. largest_k: of these rows, known without a wait.
     """
-    kind, vocab_size = params[0].kind, scores.shape[1]
-    log_min_ps, top_ks, top_ps = send(
-        scores.device, [[math.log(p.min_p or 1)] for p in params],
-        [[min(p.top_k, vocab_size)] for p in params], [[p.top_p] for p in params])
-    largest_k = max(min(p.top_k, vocab_size) for p in params) if kind.has_top_k else vocab_size
-    if kind.has_min_p:
-        scores.masked_fill_(scores < log_min_ps.float(), -math.inf)
-    if kind.has_top_k:
-        least = scores.topk(largest_k).values.gather(1, top_ks - 1)
+    vocab_size = scores.shape[1]
+    min_p, top_k, top_p = draws[:, 1:4, None].unbind(1)
+    count = vocab_size
+    if "min_p" in kind:
+        scores.masked_fill_(scores < min_p.log().float(), -math.inf)
+    if "top_k" in kind:
+        count = min(largest_k, vocab_size)
+        last = top_k.long().clamp(max=count) - 1
+        least = scores.topk(count).values.gather(1, last)
         scores.masked_fill_(scores < least, -math.inf)
-    if kind.has_top_p:
+    if "top_p" in kind:
         weights = scores.double().softmax(dim=-1)
         columns: Any = slice(None)
         if weights.is_cpu:
-            # A CPU looks only at those that can be in the nucleus of some row: all other tokens of
-            # a row weigh less than 1 - top_p together.
-            threshold = weights.amax(dim=-1, keepdim=True).minimum((1 - top_ps) / vocab_size)
-            columns = (~(weights < threshold)).any(dim=0).nonzero()[:, 0]
-            largest_k = len(columns)
-        kept = nucleus(weights[:, columns], top_ps, largest_k)
+            # all other tokens of a row weigh less than 1 - top_p together
+            columns = nanoengine_cpu.columns_above(weights, (1 - top_p) / vocab_size)
+            count = len(columns)
+        kept = nucleus(weights[:, columns], top_p, count)
         left = scores[:, columns].masked_fill(~kept, -math.inf)
         scores.fill_(-math.inf)[:, columns] = left
 
 
-def nucleus(weights: Tensor, top_ps: Tensor, count: int) -> Tensor:
+def nucleus(weights: Tensor, top_p: Tensor, count: int) -> Tensor:
     """Which tokens are in the nucleus: the fewest likeliest ones that reach top_p together, with
     the one that crosses it (Holtzman et al., 2019, arXiv:1904.09751). Of several that are equally
     likely, the first ones.
 
-    weights: (rows, tokens) float64 of sum 1; top_ps: (rows, 1).
+    weights: (rows, tokens) float64 of sum 1; top_p: (rows, 1).
     count: how many of a row are to be sorted; all others that have a weight are as likely as the
         last of these.
     """
     ordered = weights.topk(count).values
     cumulated = ordered.cumsum(dim=-1)
     # 0 where weights are NaN
-    num_kept = (cumulated - ordered < top_ps).sum(dim=-1, keepdim=True).clamp(min=1)
+    num_kept = (cumulated - ordered < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
     least = ordered.gather(1, num_kept - 1)
     num_likelier = (ordered > least).sum(dim=-1, keepdim=True)
     # where all that were sorted do not reach top_p
-    num_more = ((top_ps - cumulated[:, -1:]) / least).ceil().clamp(min=0)
+    num_more = ((top_p - cumulated[:, -1:]) / least).ceil().clamp(min=0)
     is_least = weights == least
     is_kept = is_least.cumsum(dim=-1) <= num_kept - num_likelier + num_more
     return (weights > least) | is_least & is_kept
 
 
-def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
+def draw(scores: Tensor, draws: Tensor) -> Tensor:
     """Inverse-CDF sampling: for each row the first token whose cumulated weight exceeds u * total,
     or NO_TOKEN where the total is NaN or 0.
 
-    logits: (rows, vocab_size) float32 with maximum 0, overwritten.
-    uniforms: (rows,) float64 in [0, 1).
+    scores: (rows, vocab_size) float32 with maximum 0, overwritten.
 
     All sums are float64: with 152k tokens nothing is lost. u is at most 1 - 2**-52, as total times
     that is rounded to less than total, so that some token exceeds it. A row's draw depends on no
     other row.
     """
-    cumulated = logits.exp_().cumsum(dim=-1, dtype=torch.float64)
+    uniform = draws[:, 4:].clamp(max=1 - 2.0**-52)
+    cumulated = scores.exp_().cumsum(dim=-1, dtype=torch.float64)
     totals = cumulated[:, -1:]
-    thresholds = uniforms[:, None].clamp(max=1 - 2.0**-52) * totals
-    tokens = torch.searchsorted(cumulated, thresholds, right=True)
+    tokens = torch.searchsorted(cumulated, uniform * totals, right=True)
     return torch.where(totals > 0, tokens, NO_TOKEN)[:, 0]
 
 
 # ------------------------------------------------------------------------ log-probabilities
 
 
-def find_logprobs(logits: Tensor, targets: Tensor, asked: list[tuple[int, float] | None],
-                  ) -> Iterator[tuple[list[int], Tensor]]:
-    """Log-probabilities where they are asked for, of raw logits: some rows, and their entries.
+def logprobs_asked(batch: Batch) -> dict[int, tuple[int, float]]:
+    """Which rows ask for log-probabilities, sampled ones and scored ones behind them.
 
-    targets: (rows,), a token of each row.
-    asked: for each row (count, temperature) or None: for the target and so many likeliest tokens,
-        -1 for all. Only for beams, which are chosen by their log-probabilities, the temperature
-        counts; 0 stands for 1.
+    For each: of how many likeliest tokens, -1 for all, and a temperature, 0 for none: only beams
+    have one, which are chosen by their log-probabilities.
+    """
+    seqs = [seq for _, seq in batch.sampled]
+    asked = [(seq.params.logprobs, seq.logprobs_temperature) for seq in seqs]
+    asked += [(batch.sequences[i].params.prompt_logprobs, 0.0) for i, _ in batch.scored]
+    return {row: each for row, each in enumerate(asked) if each[0] is not None}
+
+
+def find_logprobs(logits: Tensor, targets: Tensor,
+                  asked: dict[int, tuple[int, float]]) -> Iterator[tuple[int, Tensor]]:
+    """Log-probabilities of raw logits where they are asked for: of the row's target, and of the
+    likeliest tokens. targets: (rows,), a token of each row; asked: see `logprobs_asked`.
 
     The entries of a row are (1 + count, 3) float64: token id, log-probability and rank of the
-    target, then of the likeliest.
+    target, then of the likeliest. They are on their way to the host.
     """
-    wanted = {row: each for row, each in enumerate(asked) if each}
-    for part, index in matrices(wanted, asked, logits):
-        count, temperature = wanted[part[0]]
+    for (count, temperature), rows, index in matrices(asked, logits):
         values = logits.index_select(0, index).double()
         if temperature:
             values /= temperature
@@ -333,4 +208,5 @@ def find_logprobs(logits: Tensor, targets: Tensor, asked: list[tuple[int, float]
         top = values.topk(values.shape[1] if count == -1 else min(count, values.shape[1]))
         ranks = torch.arange(1, 1 + top.values.shape[1], device=rank.device).expand_as(top.indices)
         pairs = (target, top.indices), (value, top.values), (rank, ranks)
-        yield part, torch.stack([torch.cat(pair, dim=1).double() for pair in pairs], dim=-1)
+        entries = torch.stack([torch.cat(pair, dim=1).double() for pair in pairs], dim=-1)
+        yield from zip(rows, entries.to("cpu", non_blocking=True))

@@ -1,4 +1,4 @@
-"""What a user asks for: `SamplingParams` and `BeamSearchParams`, checked when they are made.
+"""What a user asks for: `SamplingParams`, checked when they are made.
 
 Each field has its default and its rule in one line. pydantic turns a broken rule into a
 `ValueError` that names the field, the value and what is accepted. Nothing here knows a model:
@@ -9,9 +9,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -50,25 +49,6 @@ NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), F
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
 
 
-class RequestOutputKind(Enum):
-    """What a stream yields of a request: all outputs so far, or the last alone."""
-
-    CUMULATIVE = 0
-    FINAL_ONLY = 2
-
-
-class Kind(NamedTuple):
-    """What a row of logits needs besides a temperature; rows of one kind can be one matrix."""
-
-    is_edited: bool = False
-    has_min_p: bool = False
-    has_top_k: bool = False
-    has_top_p: bool = False
-
-
-PLAIN = Kind()
-
-
 @dataclass(config=STRICT, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
@@ -100,7 +80,6 @@ class SamplingParams:
         far) and (1, vocab_size), as in transformers; they run after all of the above.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: make text at all.
-    output_kind: what `LLM.stream` yields of the request.
 
     Temperature, repetition_penalty and biases count as 1e18 beyond that, and as 1e-18 below.
 
@@ -130,14 +109,12 @@ class SamplingParams:
     logits_processors: Annotated[list[Callable], AS_LIST] = EMPTY_LIST
     skip_special_tokens: bool = True
     detokenize: bool = True
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     @model_validator(mode="after")
     def check_together(self) -> "SamplingParams":
         # the messages are vLLM's
         if not 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens):
-            raise ValueError("min_tokens must be greater than or equal to 0; min_tokens must be "
-                             f"less than or equal to max_tokens, got {self.min_tokens}")
+            raise rejected("min_tokens", self.min_tokens, f"0 to max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
             raise rejected("detokenize", False, f"True for stop={self.stop!r}")
         if self.n > 1 and self.temperature == 0:
@@ -145,38 +122,16 @@ class SamplingParams:
         return self
 
     @cached_property
-    def kind(self) -> Kind:
-        edits = (self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens,
-                 self.repetition_penalty != 1, self.presence_penalty, self.frequency_penalty,
-                 self.logits_processors)
-        truncations = self.min_p > 0, self.top_k > 0, self.top_p < 1
-        return Kind(any(edits), *truncations) if self.temperature else Kind(any(edits))
-
-    @classmethod
-    def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Parameters in which None stands for the default, but for `max_tokens`, as in vLLM."""
-        return cls(**{name: value for name, value in values.items()
-                      if value is not None or name == "max_tokens"})
+    def edits(self) -> tuple[str, ...]:
+        """What its rows of logits need besides a temperature. Greedy rows need no truncation: it would keep the likeliest token."""
+        asked: dict[str, Any] = {"constraints": (
+            self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
+            or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+            or self.logits_processors)}
+        if self.temperature:
+            asked |= {"min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
+        return tuple(name for name, is_asked in asked.items() if is_asked)
 
     def clone(self) -> "SamplingParams":
         """A copy, with lists of its own; the logits processors are the same."""
         return replace(self)
-
-
-@dataclass(config=STRICT)
-class BeamSearchParams:
-    """How one request is completed by beam search.
-
-    beam_width: the number of beams that are kept, and returned.
-    max_tokens: the most tokens to generate.
-    temperature: divides the logits; 0 leaves them as they are. Nothing is drawn.
-    length_penalty: the score of a finished beam is its summed log-probability over its number of
-        generated tokens to this power, -40 to 40; larger values favour longer beams.
-    ignore_eos: go on after EOS.
-    """
-
-    beam_width: Count
-    max_tokens: Count
-    temperature: Annotated[Moderate, Field(ge=0)] = 0.0
-    length_penalty: Annotated[Float, Field(ge=-40, le=40)] = 1.0
-    ignore_eos: bool = False

@@ -22,7 +22,7 @@ def check(manager: BlockManager, running: list[Sequence]) -> None:
 
 def allocate(manager: BlockManager, seq: Sequence) -> bool:
     """What the scheduler does on admission."""
-    if not manager.can_allocate([seq]):
+    if not manager.can_allocate(seq):
         return False
     manager.allocate(seq)
     return True
@@ -35,7 +35,7 @@ def find(manager: BlockManager, seq: Sequence) -> list[int]:
 
 def fork(manager: BlockManager, parent: Sequence, child: Sequence) -> bool:
     """What the scheduler does where completions of one prompt part."""
-    if not manager.can_allocate([child], parent):
+    if not manager.can_allocate(child, parent):
         return False
     manager.allocate(child, parent)
     return True
@@ -231,7 +231,7 @@ def test_a_swapped_sequence_comes_back_with_the_blocks_that_the_cache_has_and_co
     filler = compute(manager, make(range(50, 58)))  # takes both blanks, not the cached two
     assert not allocate(manager, seq)
     manager.deallocate(filler)
-    manager.reset_prefix_cache()
+    manager.forget(list(manager.blocks_by_hash))
     run_once(manager, range(5))  # the first of the two full blocks is found, the second is not
     assert allocate(manager, seq) and seq.num_computed_tokens == 10
     assert manager.take_copies().swap_in == dict(zip(list(seq.block_table)[1:], host_blocks[1:]))
@@ -243,7 +243,7 @@ def test_blocks_that_were_cached_are_used_again_before_those_that_never_were_use
     manager = BlockManager(9, 4)
     run_once(manager, range(10))
     assert list(manager.free) == [3, 4, 5, 6, 7, 8, 9, 2, 1] and len(manager.hash_of_block) == 2
-    manager.reset_prefix_cache()
+    manager.forget(list(manager.blocks_by_hash))
     assert set(list(manager.free)[:3]) == {1, 2, 3} and not manager.hash_of_block
     check(manager, [])
 
@@ -270,21 +270,11 @@ def test_what_is_swapped_out_before_its_copy_is_made_is_read_from_where_it_is():
     assert manager.take_copies().swap_out == {0: parent.block_table[0]}
 
 
-def test_a_group_is_counted_whole():
-    manager = BlockManager(5, 4)
-    group = [make([number] * 8) for number in range(3)]
-    assert manager.can_allocate(group[:2]) and not manager.can_allocate(group)
-    group[0].num_held_tokens = 12
-    assert manager.can_allocate(group[:2])
-    group[1].num_held_tokens = 9
-    assert not manager.can_allocate(group[:2])
-
-
 def test_resetting_forgets_hashes_but_not_blocks_in_use():
     manager = BlockManager(10, 4)
     run_once(manager, range(9))
     user = compute(manager, make(range(50, 59)))
-    manager.reset_prefix_cache()
+    manager.forget(list(manager.blocks_by_hash))
     check(manager, [user])
     assert find(manager, make(range(9))) == find(manager, make(range(50, 59))) == []
     manager.deallocate(user)

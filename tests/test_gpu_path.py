@@ -6,12 +6,9 @@ purpose show that the tests can fail.
 """
 
 import dataclasses
-import json
 import math
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from nanoengine import LLM, BeamSearchParams, SamplingParams, model
 from nanoengine.attention import BACKENDS
 from nanoengine.model_runner import Launched, ModelRunner
-from nanoengine.offload import Offload, choose_layers
+from nanoengine_extensions.offload import Offload, choose_layers
 
 Patch = pytest.MonkeyPatch
 
@@ -393,15 +390,16 @@ def test_memory_is_measured_in_a_step_outside_graphs(
     assert max(map(sum, zip(batch.starts, batch.num_tokens))) == SMALL["max_model_len"]
 
 
-@pytest.mark.parametrize("backend", ["flash-attn", "gather"])
+@pytest.mark.parametrize("backend", ["flash-attn"])
 def test_all_that_torch_compile_tells_apart_has_come_at_the_start(
         tiny, monkeypatch, backend):
-    """It compiles anew for none, for one and for several rows: never in the middle of a run."""
+    """It compiles anew for one and for several rows: never in the middle of a run."""
     cases = set()
 
     def watch(name: str, function: Callable[..., torch.Tensor]) -> None:
         def watched(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-            cases.add((name, min(len(x), 2), *x.shape[1:]))
+            if len(x):
+                cases.add((name, min(len(x), 2), *x.shape[1:]))
             return function(x, *arguments)
         monkeypatch.setattr(model, name, watched)
 
@@ -411,11 +409,10 @@ def test_all_that_torch_compile_tells_apart_has_come_at_the_start(
     at_start = set(cases)
     engine.generate(PROMPTS, BOTH)
     engine.generate(PROMPTS[0], GREEDY)
-    assert cases == at_start and len(at_start) == 14
+    assert cases == at_start and len(at_start) == 12
 
 
 def test_without_compiling_nothing_is_compiled(tiny, monkeypatch):
-    """With enforce_eager, and where there is no compiler, which is said once."""
     stances = []
 
     def set_stance(stance: str) -> Any:
@@ -427,13 +424,6 @@ def test_without_compiling_nothing_is_compiled(tiny, monkeypatch):
             monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
             LLM(tiny, device="cuda", **SMALL | options).generate(PROMPTS[0], GREEDY, use_tqdm=False)
         assert bool(stances) == bool(options) and set(stances) <= {"force_eager"}
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.delenv("CC", raising=False)
-    stances.clear()
-    with FakeGpu(), pytest.warns(UserWarning, match="lacks a C compiler") as warned:
-        monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
-        LLM(tiny, device="cuda", **SMALL).generate(PROMPTS[0], GREEDY, use_tqdm=False)
-    assert stances and len(warned) == 1
 
 
 def test_prefix_hits(engines, tiny):
@@ -540,19 +530,6 @@ def test_float32_weights_on_the_host_are_as_on_a_cpu(engines, deep):
     assert tokens_of(outputs) == tokens_of(expected)
 
 
-def test_more_than_the_memory_of_the_host_or_of_the_gpu(deep, tmp_path):
-    """Layers of 3 GiB, a thousand of them, are refused before one is made."""
-    content = json.loads(Path(deep, "config.json").read_text())
-    content |= dict(hidden_size=2**14, intermediate_size=2**15, num_hidden_layers=1000)
-    content.pop("layer_types", None)
-    Path(tmp_path, "config.json").write_text(json.dumps(content))
-    options = SMALL | dict(device="cuda", load_format="dummy", skip_tokenizer_init=True)
-    with FakeGpu(), pytest.raises(ValueError, match="model=.*smaller: it needs .* GiB of memory"):
-        LLM(tmp_path, cpu_offload_gb=2000, **options)
-    with FakeGpu(num_bytes=2**62), pytest.raises(ValueError, match="cpu_offload_gb=2000.*'cpu'"):
-        LLM(tmp_path, cpu_offload_gb=2000, **options)
-
-
 def do_not_wait_for_weights(patch: Patch) -> None:
     patch.setattr(Offload, "turn", lambda self, number: self.fetch(number + 1))
 
@@ -647,7 +624,7 @@ def read_a_value_in_each_step(patch: Patch) -> None:
 
 def leave_a_table_on_the_host(patch: Patch) -> None:
     def fault(runner: ModelRunner, launched: Launched) -> None:
-        runner.rope = runner.rope.cpu()
+        runner.model.rope = runner.model.rope.cpu()
 
     around_launch(patch, fault)
 

@@ -13,20 +13,19 @@ import pytest
 import torch
 from conftest import random_prompts
 
-from nanoengine import LLM, SamplingParams, model_runner
-from nanoengine.attention import StepInputs
+from nanoengine import LLM, SamplingParams
 from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import (
-    ModelRunner, bucket_sizes, can_compile, choose_device, choose_dtype, key_buckets,
-    largest_batch, size_cache, step_arrays)
-from nanoengine.sampler import sample_plain, uniform
+    ModelRunner, bucket_sizes, choose_device, choose_dtype, key_buckets, largest_batch, size_cache)
+from nanoengine.sampler import sample_plain
 from nanoengine.sampling_params import Kind
-from nanoengine.sequence import PendingToken, Sequence
+from nanoengine.sequence import Sequence
+from nanoengine.step_inputs import StepInputs, step_arrays
+from nanoengine_cpu import memory
 
-DTYPES = {"uniforms": torch.float64, "temperatures": torch.float32, "slot_blocks": torch.int64,
-          "slot_offsets": torch.int64}  # the others are int32
-TENSORS = ("uniforms", "temperatures", "slot_blocks", "slot_offsets", "token_ids", "positions",
+DTYPES = {"uniforms": torch.float64, "temperatures": torch.float32, "slot_mapping": torch.int64}  # the others are int32
+TENSORS = ("uniforms", "slot_mapping", "temperatures", "token_ids", "positions",
            "sequence_of_token", "query_starts", "key_starts", "lengths", "block_tables",
            "sampled_rows", "next_tokens")
 
@@ -67,8 +66,7 @@ def test_the_inputs_of_a_step():
     assert step.token_ids.tolist() == [19, 20, 21, 33, 34, 35, 36]
     assert step.positions.tolist() == [9, 0, 1, 3, 4, 5, 6]
     assert step.sequence_of_token.tolist() == [0, 1, 1, 2, 2, 2, 2]
-    assert step.slot_blocks.tolist() == [9, 5, 5, 2, 4, 4, 4]
-    assert step.slot_offsets.tolist() == [1, 0, 1, 3, 0, 1, 2]
+    assert step.slot_mapping.tolist() == [37, 20, 21, 11, 16, 17, 18]
     assert step.block_tables.tolist() == [[7, 3, 9], [5, 0, 0], [2, 4, 0]]
     assert step.lengths.tolist() == [10, 2, 7]
     assert step.query_starts.tolist() == [0, 1, 3, 7] and step.longest_query == 4
@@ -119,9 +117,9 @@ def test_a_batch_is_read_as_it_was_scheduled():
 
 
 def test_a_pending_token_is_looked_up_on_the_device():
-    batch = make_batch(([7, 3], [10, 11, 12, 13, PendingToken(2)], 4, 1),
+    batch = make_batch(([7, 3], [10, 11, 12, 13, -3], 4, 1),
                        ([5, 6], [20, 21, 22, 23, 24, PendingToken(0)], 0, 6),
-                       ([8, 1], [30, 31, 32, 33, 34, PendingToken(1)], 0, 4))
+                       ([8, 1], [30, 31, 32, 33, 34, -2], 0, 4))
     step = prepared(make_runner(), batch)
     assert step.token_ids.tolist() == [-3, 20, 21, 22, 23, 24, -1, 30, 31, 32, 33]
     for use in (hash, int, lambda token: torch.tensor([token]), lambda token: token in {1: 2},
@@ -162,7 +160,7 @@ def test_a_decode_step_is_filled_up_to_a_bucket():
     rows = [([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 1, 1), ([2], [30], 0, 1)]
     step = prepared(runner, make_batch(*rows))
     assert step.token_ids.tolist() == [19, 21, 30, 0] and step.positions.tolist() == [9, 1, 0, 0]
-    assert step.slot_blocks.tolist() == [9, 5, 2, 0] and step.slot_offsets.tolist() == [1, 1, 0, 0]
+    assert step.slot_mapping.tolist() == [37, 21, 8, 0]
     assert step.lengths.tolist() == [10, 2, 1, 1] and step.sampled_rows.tolist() == [0, 1, 2, 3]
     assert step.query_starts.tolist() == [0, 1, 2, 3, 4] and step.longest_query == 1
     assert step.block_tables.shape == (4, 5) and step.longest_keys == 20, "room for max_model_len"
@@ -278,23 +276,11 @@ def test_logits_are_made_for_no_more_rows_than_were_measured(tiny):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("compiler, headers, expected", [
-    ("gcc", True, True), ("clang", True, True), (None, True, False), ("gcc", False, False)])
-def test_torch_compile_needs_a_compiler_and_headers(
-        monkeypatch, tmp_path, recwarn, compiler, headers, expected):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(model_runner.shutil, "which", lambda name: name == compiler or None)
-    monkeypatch.setattr(model_runner.sysconfig, "get_path", lambda name: str(tmp_path))
-    if headers:
-        (tmp_path / "Python.h").touch()
-    assert can_compile() == expected and len(recwarn) == (not expected)
-
-
 @pytest.mark.parametrize("features, dtype", [
     ({"avx512bf16": True}, "torch.bfloat16"), ({"avx512bf16": False}, "torch.float32"),
 ])
 def test_dtype(monkeypatch, features, dtype):
-    monkeypatch.setattr(model_runner, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(memory, "get_host_cpu_features", lambda: features)
     assert str(choose_dtype("auto", "cpu")) == dtype
     assert str(choose_dtype("auto", "cuda")) == "torch.bfloat16"
     assert str(choose_dtype("float32", "cuda")) == str(choose_dtype("float", "cpu"))
@@ -313,8 +299,8 @@ def test_what_a_step_frees_stays_for_the_next_one():
     """In each round six parts of 4,096 pages are freed at once. Three processes in four would get
     all of them anew in each round if glibc were left alone, so several are tried."""
     script = """
-from nanoengine import model_runner
-model_runner.keep_memory()
+from nanoengine_cpu import memory
+memory.keep_memory()
 for _ in range(4):
     [torch.ones(2**22) for _ in range(6)]
 ---
@@ -326,8 +312,8 @@ for _ in range(10):
 
 def test_other_libraries_than_glibc_keep_what_they_want(monkeypatch):
     for error in OSError, AttributeError:
-        monkeypatch.setattr(model_runner.ctypes, "CDLL", raising(error))
-        model_runner.keep_memory()
+        monkeypatch.setattr(memory.ctypes, "CDLL", raising(error))
+        memory.keep_memory()
 
 
 def raising(error):
@@ -341,7 +327,7 @@ def test_the_cache_of_a_cpu_comes_in_huge_pages():
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("the system has no huge pages")
     assert page_faults("""
-from nanoengine.attention import in_huge_pages
+from nanoengine_cpu.memory import in_huge_pages
 memory = in_huge_pages(2**26)
 ---
 memory.fill_(7)

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine.outputs import Completion, Request
-from nanoengine.sampler import Logprob
+from nanoengine.outputs import Logprob
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 

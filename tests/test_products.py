@@ -3,10 +3,23 @@
 import pytest
 import torch
 
-from nanoengine import LLM, model
-from nanoengine.kernels.products import MOST_INPUTS
-from nanoengine.kernels.tiles import HAS_TILES
-from nanoengine.model import GatedLinear, Linear, is_in_blocks, swiglu
+from nanoengine import LLM
+from nanoengine_cpu import modules as model
+from nanoengine_cpu import swiglu
+from nanoengine_cpu.modules import PackedLinear, is_in_blocks
+from nanoengine_cpu.products import MOST_INPUTS
+from nanoengine_cpu.tiles import HAS_TILES
+
+
+class Linear(PackedLinear):
+    def __init__(self, inputs, parts, bias=False):
+        super().__init__(inputs, sum(parts.values()), bias)
+
+
+class GatedLinear(Linear):
+    """The product and SwiGLU of it, as the MLP calls them."""
+
+    __call__ = PackedLinear.gated
 
 pytestmark = pytest.mark.skipif(not HAS_TILES, reason="the CPU has no AMX")
 ROWS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 50, 128, 300, 513, 1056]

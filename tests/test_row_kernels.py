@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanoengine import model
-from nanoengine.model import rms_norm, swiglu
+from nanoengine_cpu import functions as model
+from nanoengine_cpu import rms_norm, swiglu
 
 SIZES = [1, 7, 16, 40, 96, 1000, 1024]
 DTYPES = [torch.float32, torch.bfloat16]

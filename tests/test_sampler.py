@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from nanoengine import sampler
-from nanoengine.sampler import Logprob, draw, encode_bad_words, find_logprobs, hash64, uniform
-from nanoengine.sampling_params import PLAIN, SamplingParams
-from nanoengine.sequence import NO_TOKEN, PendingToken, Sequence
+from nanoengine.outputs import Logprob, read_logprobs
+from nanoengine.sampler import find_logprobs
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import NO_TOKEN, Sequence, hash64
+from nanoengine_extensions import constraints
+from nanoengine_extensions.constraints import Constraints, encode_bad_words
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 
@@ -17,19 +20,20 @@ NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 def make(prompt=(1, 2, 3), output=(), seed=0, end_tokens=(), **params) -> Sequence:
     sampling = SamplingParams(**params)
     return Sequence("7", [*prompt, *output], len(prompt), 100, sampling, seed,
-                    late_tokens=list(end_tokens))
+                    constraints=Constraints(list(end_tokens)))
 
 
 def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
     """Tokens, and logprobs where asked for, as the runner gets them."""
-    temperatures = torch.tensor([float(seq.params.temperature) for seq in seqs])
-    uniforms = torch.tensor([uniform(seq, seq.num_tokens) for seq in seqs], dtype=torch.float64)
-    tokens = sampler.sample(logits, temperatures, uniforms, seqs, NONE_PENDING)
+    rows = torch.tensor([
+        (p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(seq.num_tokens))
+        for seq, p in ((seq, seq.params) for seq in seqs)], dtype=torch.float64)
+    tokens = sampler.sample(logits, rows, seqs, NONE_PENDING)
     # behind a CUDA graph, which has sampled all rows as if they were plain
-    drawn = sampler.sample_plain(logits, temperatures, uniforms)
-    assert torch.equal(drawn, tokens) or any(seq.params.kind != PLAIN for seq in seqs)
+    drawn = sampler.sample_plain(logits, rows)
+    assert torch.equal(drawn, tokens) or any(seq.params.edits for seq in seqs)
     if not any(seq.params.logits_processors for seq in seqs):  # of which tests count the calls
-        again = sampler.sample(logits, temperatures, uniforms, seqs, NONE_PENDING, drawn)
+        again = sampler.sample(logits, rows, seqs, NONE_PENDING, drawn)
         assert torch.equal(again, tokens)
     asked = [None if seq.params.logprobs is None else (seq.params.logprobs, 0.0) for seq in seqs]
     return tokens.tolist(), logprobs(logits, tokens, asked)
@@ -37,16 +41,22 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
 
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, asked: list) -> list:
     found = [None] * len(asked)
-    for rows, entries in find_logprobs(logits, tokens, asked):
-        for row, of_row in zip(rows, entries.tolist()):
-            found[row] = {int(i): Logprob(value, int(rank)) for i, value, rank in of_row}
+    wanted = {row: each for row, each in enumerate(asked) if each}
+    for row, entries in find_logprobs(logits, tokens, wanted):
+        found[row] = read_logprobs(entries)
     return found
 
 
 def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
     scores = logits - logits.amax(dim=-1, keepdim=True)
-    sampler.truncate(scores, [SamplingParams(**params)] * len(scores))
+    p = SamplingParams(**params)
+    rows = torch.tensor([(p.temperature, p.min_p, p.top_k, p.top_p, 0.0)] * len(scores), dtype=torch.float64)
+    sampler.truncate(scores, rows, p.edits, p.top_k)
     return scores
+
+
+def draw(scores: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    return sampler.draw(scores, torch.nn.functional.pad(uniforms[:, None], (4, 0)))
 
 
 def draws(logits: torch.Tensor, count: int, **params) -> torch.Tensor:
@@ -178,7 +188,7 @@ def test_rows_that_need_nothing_pay_nothing(monkeypatch):
     sample(logits, [make(), make(top_k=3), make(min_p=0.1), make(temperature=0)])
     for name in ("exp_", "softmax", "log_softmax", "float", "to"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: refuse("computed for greedy rows"))
-    tokens = sampler.sample(logits, torch.zeros(4), torch.zeros(4), [make(temperature=0)] * 4,
+    tokens = sampler.sample(logits, torch.zeros(4, 5).double(), [make(temperature=0)] * 4,
                             NONE_PENDING)
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
@@ -191,8 +201,8 @@ def edit(logits: list[float], **options) -> list[float]:
     plain = make()
     for seqs in ([seq], [plain, seq, plain]):
         scores = torch.tensor([logits] * len(seqs))
-        sampler.add_biases(scores, seqs)
-        sampler.penalize(scores, seqs, NONE_PENDING)
+        constraints.add_biases(scores, seqs)
+        constraints.penalize(scores, seqs, NONE_PENDING)
         assert all(row.tolist() == logits for row, each in zip(scores, seqs) if each is plain)
     return scores[1].tolist()
 
@@ -341,8 +351,8 @@ def test_bad_words_look_at_what_was_generated_alone(output, banned):
     params = SamplingParams(bad_words=["ab", "abc", "z"])
     prompt = Words().encode("xxab", False)
     seq = Sequence("7", prompt + Words().encode(output, False), len(prompt), 100, params,
-                   bad_words=encode_bad_words(params, Words()))
-    found = sampler.biases(seq)
+                   constraints=Constraints([], encode_bad_words(params, Words())))
+    found = constraints.biases(seq)
     assert found == dict.fromkeys(Words().encode(banned + "z", False), -math.inf)
 
 
@@ -426,8 +436,10 @@ def test_truncations_are_those_of_the_definitions(monkeypatch, levels, is_cpu):
             ([0.0] * 4, [0.003, 0.11, 0.2, 0.9])):
         logits = torch.randint(levels, (4, 64), generator=generator) * (6.0 / levels)
         scores = logits - logits.amax(dim=-1, keepdim=True)
-        sampler.truncate(scores, [SamplingParams(top_k=k, top_p=p, min_p=m)
-                                  for k, p, m in zip(top_ks, top_ps, min_ps)])
+        rows = torch.tensor([(1.0, m, k, p, 0.0) for k, p, m in zip(top_ks, top_ps, min_ps)],
+                            dtype=torch.float64)
+        kind = SamplingParams(top_k=top_ks[0], top_p=top_ps[0], min_p=min_ps[0]).edits
+        sampler.truncate(scores, rows, kind, max(top_ks))
         for row, found, *params in zip(logits, scores, top_ks, top_ps, min_ps):
             kept = found.isfinite().nonzero().flatten().tolist()
             assert kept == truncated_one_by_one(row, *params), params
@@ -437,15 +449,16 @@ def test_truncations_are_those_of_the_definitions(monkeypatch, levels, is_cpu):
 def test_a_matrix_has_rows_of_one_kind_and_fits_the_caches(monkeypatch):
     monkeypatch.setitem(sampler.MATRIX_SIZE, "cpu", 30)
     logits = torch.zeros(8, 10)
-    found = list(sampler.matrices([0, 1, 2, 3, 4, 6, 7], "abaaabab", logits))
-    assert [rows for rows, _ in found] == [[0, 2, 3], [4, 6], [1, 7]]
-    assert all(index.tolist() == rows for rows, index in found)
+    keys = {row: "abaaabab"[row] for row in [0, 1, 2, 3, 4, 6, 7]}
+    found = list(sampler.matrices(keys, logits))
+    assert [rows for _, rows, _ in found] == [[0, 2, 3], [4, 6], [1, 7]]
+    assert all(index.tolist() == rows for _, rows, index in found)
     monkeypatch.setitem(sampler.MATRIX_SIZE, "cpu", 3)
-    assert len(list(sampler.matrices([0, 1], "aa", logits))) == 2, "one row at least"
+    assert len(list(sampler.matrices({0: "a", 1: "a"}, logits))) == 2, "one row at least"
 
 
 def test_penalties_know_a_pending_token():
-    seq = make(output=[3, PendingToken(1)], presence_penalty=1.0, frequency_penalty=0.5)
+    seq = make(output=[3, -1 - 1], presence_penalty=1.0, frequency_penalty=0.5)
     scores = torch.zeros(1, 5)
-    sampler.penalize(scores, [seq], torch.tensor([4, 3], dtype=torch.int32))
+    constraints.penalize(scores, [seq], torch.tensor([4, 3], dtype=torch.int32))
     assert scores.tolist() == [[0, 0, 0, -2.0, 0]]

@@ -11,27 +11,31 @@ import random
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from conftest import check_blocks
 
+import lab.policies  # noqa: F401
+
 from nanoengine.batch import Batch, Copies
-from nanoengine.beam_search import BeamSearch
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.sampler import Logprob
-from nanoengine.sampling_params import BeamSearchParams, SamplingParams
-from nanoengine.scheduler import BATCHING, VICTIMS, Scheduler
-from nanoengine.sequence import NO_TOKEN, PendingToken, Sequence
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine_extensions.metrics import Metrics, RequestMetrics
+from nanoengine_extensions.swapping import SwappingBlockManager
 
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
 POLICIES = {
-    "scheduling": list(BATCHING), "kv_allocation": ["on-demand", "reserve", "max-length"],
+    "scheduling": list(BATCHING), "kv_allocation": list(KV_ALLOCATION),
     "preemption_mode": ["recompute", "swap"], "preemption_victim": list(VICTIMS),
-    "scheduling_policy": ["fcfs", "priority"], "max_waiting": [None, 0, 2]}
+    "scheduling_policy": ["fcfs", "priority"]}
 ORDER_OF_COPIES = ("swap_out", "copy_on_write", "swap_in")
 OTHER_ORDERS = [order for order in itertools.permutations(ORDER_OF_COPIES)
                 if order != ORDER_OF_COPIES]
@@ -43,12 +47,6 @@ def next_token(token_ids: list[int], seq: Sequence) -> int:
     if value % 61 == 1 and seq.end_tokens:
         return NO_TOKEN
     return EOS if value % 17 == 0 else 1 + value // 17 % (VOCABULARY - 1)
-
-
-def next_logprobs(token_ids: list[int]) -> dict[int, Logprob]:
-    """For beams: a log-probability for each token."""
-    return {token_id: Logprob(-1 - hash((token_id, *token_ids)) % 10_007 / 1000, 0)
-            for token_id in range(VOCABULARY)}
 
 
 def expected_output(seq: Sequence) -> tuple[list[int], str]:
@@ -72,17 +70,44 @@ def prefixes_of(token_ids: list[int]) -> list[int]:
 def make_sequence(prompt: list[int], max_tokens: int, name: str = "", n: int = 1,
                   priority: int = 0, **params) -> Sequence:
     first = Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens,
-                     SamplingParams(**params), end_tokens={EOS: None}, priority=priority)
+                     SamplingParams(**params), end_tokens={EOS: None}, priority=priority,
+                     metrics=RequestMetrics())
     first.forks = [first.fork(seed=index, index=index) for index in range(1, n)]
     return first
 
 
 def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching=True,
                    num_host_blocks=0, max_model_len=1000, **policies) -> Scheduler:
-    manager = BlockManager(num_blocks, block_size, caching, num_host_blocks)
+    manager = BlockManager(num_blocks, block_size, caching)
+    if policies.get("preemption_mode") == "swap":
+        manager = SwappingBlockManager(num_blocks, block_size, caching, num_host_blocks)
     config = EngineConfig(model="none", device="cpu", max_num_seqs=max_num_seqs,
                           max_num_batched_tokens=max_num_batched_tokens, **policies)
-    return Scheduler(manager, config, max_model_len)
+    return ObservedScheduler(manager, config, max_model_len)
+
+
+class ObservedScheduler(Scheduler):
+    """Counts its steps, as an engine does."""
+
+    def __init__(self, manager, config, max_model_len) -> None:
+        super().__init__(manager, config, max_model_len)
+        self.metrics = Metrics(SimpleNamespace(
+            scheduler=self, config=config, clock=lambda: 1.0,
+            runner=SimpleNamespace(block_bytes=1, backend="none")))
+
+    counters = property(lambda self: self.metrics.counters)
+
+    def schedule(self) -> Batch:
+        batch = super().schedule()
+        if batch:
+            self.metrics.launched(batch)
+        return batch
+
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> list:
+        taken = super().postprocess(batch, token_ids)
+        self.metrics.done(SimpleNamespace(), [seq for _, seq in taken])
+        self.counters["shared_blocks"] = self.block_manager.num_shared_blocks
+        return taken
 
 
 @dataclass
@@ -117,8 +142,8 @@ class ShadowCache:
     def tokens(self, seq: Sequence) -> list[int]:
         """What the device knows: what it has sampled in the step before is there already."""
         *known, last = seq.token_ids
-        if isinstance(last, PendingToken):
-            last = max(0, self.sampled[last.row])
+        if last < 0:
+            last = max(0, self.sampled[-1 - last])
         return [*known, last]
 
     def copy(self, copies: Copies) -> None:
@@ -153,13 +178,11 @@ class ShadowRunner:
         self.max_model_len = max_model_len
 
     def launch(self, batch: Batch) -> SimpleNamespace:
-        assert all(seq.token_ids[-1].row < self.max_num_seqs for seq in batch.sequences
-                   if isinstance(seq.token_ids[-1], PendingToken)), "no more can be looked up"
+        assert all(-1 - seq.token_ids[-1] < self.max_num_seqs
+                   for seq in batch.sequences), "no more can be looked up"
         tokens = self.cache.run(batch)
-        logprobs = {row: next_logprobs(seq.token_ids)
-                    for row, (_, seq) in enumerate(batch.sampled) if seq.group}
-        logprobs |= enumerate(self.score(batch), len(batch.sampled))
-        return SimpleNamespace(batch=batch, wait=lambda: (tokens, logprobs), began=0.0, done=0.0)
+        logprobs = dict(enumerate(self.score(batch), len(batch.sampled)))
+        return SimpleNamespace(batch=batch, wait=lambda: tokens, entries=logprobs, done=None)
 
     def score(self, batch: Batch) -> list[int]:
         """For each token to be scored, what stands for it and all before it."""
@@ -175,10 +198,10 @@ def contents(batch: Batch) -> list:
     return [batch.sequences[:], batch.starts[:], batch.num_tokens[:], batch.sampled[:],
             batch.scored[:],
             [list(pairs.items()) for pairs in vars(batch.copies).values()], batch.preempted[:],
-            batch.budget, batch.started, batch.num_awaited]
+            batch.budget, batch.started]
 
 
-class CheckedScheduler(Scheduler):
+class CheckedScheduler(ObservedScheduler):
     """Checks each batch that it schedules, and that none of them changes afterwards."""
 
     has_decoded = False  # whether a static batch has
@@ -191,7 +214,7 @@ class CheckedScheduler(Scheduler):
         batch = super().schedule()
         assert self.counters["num_steps"] == num_steps + bool(batch.sequences)
         if not batch.sequences:
-            assert any(seq.is_awaited or seq.group for seq in [*self.running, *self.waiting])
+            assert any(seq.is_awaited for seq in [*self.running, *self.waiting])
             self.counters["empty_batches"] += 1
             return batch
         self.check_batch(batch, running, waiting)
@@ -213,27 +236,22 @@ class CheckedScheduler(Scheduler):
             assert (index in sampled) == (batch.num_tokens[index] == seq.num_uncomputed_tokens)
             assert len(seq.block_table) == self.block_manager.num_blocks_to_hold(seq)
         assert not any(seq.is_awaited for seq in batch.sequences)
-        assert batch.num_awaited == sum(
-            bool(seq.group or seq.needs_tokens) for _, seq in batch.sampled)
         victims = [seq for seq in running_before if seq not in self.running]
         admitted = [seq for seq in waiting_before if seq in self.running]
         priorities = [seq.priority for seq in self.waiting]
         assert priorities == sorted(priorities)
-        if victims and not any(seq.gave_way for seq in victims):
+        is_overtaking = "overtaking" in str(config.scheduling)
+        if victims and not is_overtaking:
             assert not admitted
             if config.scheduling_policy == "fcfs":
                 assert set(list(self.waiting)[:len(victims)]) == set(victims), "to the front"
         if config.kv_allocation != "on-demand":
-            assert all(any(each.gave_way for each in seq.group_or_self) for seq in victims), (
-                "only max_waiting can preempt a sequence that holds all that it may need")
-            # a group of beams also gives way where a fork of one of them finds no room
-            assert all(seq.group or seq.gave_way for seq, _ in batch.preempted)
-        alone = all(len(seq.group_or_self) == 1 for seq in victims)
-        if config.preemption_victim == "youngest" and config.max_waiting is None and alone:
+            assert is_overtaking or not victims and not batch.preempted
+        if config.preemption_victim == "youngest" and not is_overtaking:
             assert victims == running_before[len(running_before) - len(victims):]
         decoded = [seq.num_uncomputed_tokens == 1 for seq in batch.sequences
                    if seq in running_before]
-        if config.scheduling == "prefill-first" and config.max_waiting is None:
+        if config.scheduling == "prefill-first":
             assert all(decoded) or not any(decoded)
             assert len(decoded) == len(batch) or not all(decoded) or not decoded
         if config.scheduling == "static" and admitted and running_before:
@@ -260,19 +278,10 @@ def make_engine(cache: ShadowCache, num_blocks, max_num_seqs, max_num_batched_to
     engine = Engine(config, ShadowRunner(
         cache, num_blocks, num_host_blocks, max_model_len, max_num_seqs))
     engine.scheduler.__class__ = CheckedScheduler
+    engine.scheduler.metrics = engine.metrics
+    engine.metrics = SimpleNamespace(launched=lambda *_: None, done=lambda *_: None)
     engine.scheduler.scheduled = []
     return engine
-
-
-def beams_alone(prompt: list[int], params: BeamSearchParams) -> list:
-    engine = make_engine(ShadowCache(4), 100, 3, 500)
-    seq = make_sequence(prompt, params.max_tokens, logprobs=2 * params.beam_width)
-    search = BeamSearch(seq, params, engine.scheduler)
-    engine.add(seq)
-    while engine.has_unfinished():
-        for beam in engine.step():
-            search.update(beam)
-    return search.finished
 
 
 def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
@@ -289,28 +298,17 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
     scheduler = engine.scheduler
     manager = scheduler.block_manager
     stems = [[rng.randrange(1, VOCABULARY) for _ in range(max_model_len)] for _ in range(3)]
-    arriving, searches, wanted, scored = [], {}, {}, set()
+    arriving = []
     for number in range(rng.randint(1, 12)):
         length = rng.randint(1, max_model_len - 1)
         own = rng.randint(0, length)
         prompt = rng.choice(stems)[:length - own] + rng.choices(range(1, VOCABULARY), k=own)
         max_tokens, name = rng.randint(1, max_model_len - length), str(number)
         priority = rng.choice([0, 0, 1, -1]) * (policies["scheduling_policy"] == "priority")
-        width = rng.choice([0, 0, 2, 3])
-        most = max_model_len if policies["kv_allocation"] == "max-length" else length + max_tokens
-        num_blocks = manager.num_blocks_for(most)
-        if 0 < width <= max_num_seqs and width * num_blocks <= manager.num_blocks:
-            penalty = rng.choice([0.0, 1.0, 2.0])
-            params = BeamSearchParams(width, max_tokens, length_penalty=penalty)
-            seq = make_sequence(prompt, max_tokens, name, logprobs=2 * width)
-            searches[name], wanted[name] = BeamSearch(seq, params, scheduler), beams_alone(
-                prompt, params)
-        else:
-            seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority)
-            for each in (seq, *seq.forks):
-                each.needs_tokens = number % 5 == 4
-            seq.is_scored = rng.random() < 0.25
-            scored.update([seq] * seq.is_scored)
+        seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority,
+                            prompt_logprobs=rng.choice([None, None, None, 0]))
+        for each in (seq, *seq.forks):
+            each.needs_tokens = number % 5 == 4
         arriving.append(seq)
     everyone = [completion for seq in arriving for completion in (seq, *seq.forks)]
     aborted: set[str] = set()
@@ -321,28 +319,25 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
         if rng.random() < 0.02 and scheduler.has_unfinished():
             victim = rng.choice([*scheduler.waiting, *scheduler.running])
             aborted.add(victim.request_id)
-            for seq in [*scheduler.waiting, *scheduler.running]:
+            engine.abort({victim.request_id})
+            for seq in everyone:  # and forks that have yet to begin
                 if seq.request_id == victim.request_id:
-                    engine.finish(seq, "abort")
-            searches.pop(victim.request_id, None)
+                    seq.finish_reason = seq.finish_reason or "abort"
             check_blocks(scheduler)
             continue
-        for seq in engine.step():
-            if seq.request_id in searches:
-                searches[seq.request_id].update(seq)
-        assert not any(isinstance(seq.token_ids[-1], PendingToken) for seq in everyone)
+        engine.step()
+        assert all(seq.token_ids[-1] >= 0 for seq in everyone)
         check_blocks(scheduler)
         assert scheduler.counters["num_steps"] < 20_000, "a livelock"
     scheduler.check_scheduled()
     assert manager.num_free_blocks == manager.num_blocks
-    assert len(manager.free_host_blocks) == manager.num_host_blocks
+    assert not getattr(manager, "host_tables", None)
     for seq in everyone:
-        if seq.request_id in searches:
-            assert searches[seq.request_id].finished == wanted[seq.request_id]
-        elif seq.request_id not in aborted:
+        if seq.request_id not in aborted:
             assert (seq.token_ids, seq.finish_reason) == expected_output(seq)
             wanted_scores = prefixes_of(seq.token_ids[:seq.num_prompt_tokens - 1])
-            assert seq.prompt_logprobs == dict(enumerate(wanted_scores * (seq in scored), 1))
+            assert seq.index or seq.prompt_logprobs == dict(enumerate(
+                wanted_scores * seq.is_scored, 1))
             scheduler.counters["errors"] += seq.finish_reason == "error"
             scheduler.counters["scored"] += len(seq.prompt_logprobs)
     if policies["preemption_mode"] == "recompute":
@@ -395,7 +390,7 @@ def test_copies_in_any_other_order_break_some_workload(order):
 def test_a_step_with_copies_that_no_other_order_does_right():
     """Block 1 of a victim goes to the host, then to a fork that copies block 2; its parent ends,
     so block 2 goes to a sequence that comes back."""
-    manager = BlockManager(2, 2, False, num_host_blocks=2)
+    manager = SwappingBlockManager(2, 2, False, num_host_blocks=2)
     back, victim, parent, child = (make_sequence([1], 9) for _ in range(4))
 
     def compute(seq: Sequence) -> None:
@@ -403,11 +398,11 @@ def test_a_step_with_copies_that_no_other_order_does_right():
         seq.num_computed_tokens = 1
 
     compute(back)
-    manager.swap_out(back)
+    manager.preempt(back)
     before = manager.take_copies()
     compute(victim)
     compute(parent)
-    manager.swap_out(victim)
+    manager.preempt(victim)
     manager.allocate(child, parent)
     manager.deallocate(parent)
     manager.allocate(back)
@@ -433,16 +428,6 @@ def run_to_end(scheduler: Scheduler) -> None:
         batch = scheduler.schedule()
         scheduler.postprocess(batch, cache.run(batch))
         check_blocks(scheduler)
-
-
-def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
-    scheduler = make_scheduler(4, 16, 8, 64)
-    with pytest.raises(ValueError, match=(
-            "65 tokens .*max_num_seqs=8, num_kv_blocks=4, block_size=16")):
-        scheduler.add(make_sequence([1] * 60, 5))
-    assert not scheduler.has_unfinished()
-    scheduler.add(make_sequence([1] * 60, 4))
-    run_to_end(scheduler)
 
 
 def test_mixed_decodes_first_and_gives_the_rest_of_the_budget_to_a_prompt():
@@ -581,7 +566,7 @@ def run_reserved(max_tokens: list[int], **policies) -> list[int]:
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("scheduling", BATCHING)
+@pytest.mark.parametrize("scheduling", ["prefill-first", "mixed", "static"])
 def test_only_sequences_that_hold_too_little_are_preempted_for_want_of_blocks(
         scheduling, run_ahead):
     options = dict(scheduling=scheduling, run_ahead=run_ahead)
@@ -593,10 +578,10 @@ def test_only_sequences_that_hold_too_little_are_preempted_for_want_of_blocks(
                             **options) != []
 
 
-def test_only_max_waiting_makes_a_sequence_give_way_that_holds_all_it_needs_and_only_once():
-    for max_waiting, preempted in ((None, []), (0, [0, 1]), (1, [0, 1]), (2, [])):
-        assert run_reserved([20, 7, 7], kv_allocation="reserve",
-                            max_waiting=max_waiting) == preempted
+def test_only_overtaking_makes_a_sequence_give_way_that_holds_all_it_needs_and_only_once():
+    for max_waiting, preempted in ((9, []), (0, [0, 1]), (1, [0, 1]), (2, [])):
+        assert run_reserved([20, 7, 7], kv_allocation="reserve", scheduling=partial(
+            lab.policies.overtaking, max_waiting=max_waiting)) == preempted
 
 
 def test_a_preempted_sequence_comes_back_through_the_prefix_cache():

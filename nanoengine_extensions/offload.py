@@ -1,4 +1,4 @@
-"""Weights that do not fit: some layers keep theirs in the host's memory.
+"""`cpu_offload_gb`: weights that do not fit. Some layers keep theirs in the host's memory.
 
 The weights of such a layer cross to the GPU when its turn comes, into one of two rooms that these
 layers use by turns. One layer computes in one room while the weights of the next come into the
@@ -12,10 +12,40 @@ graphs hold the copies as they hold everything else.
 """
 
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
+
+from nanoengine.loader import load_model
+from nanoengine.model import Decoder
+from nanoengine.sampling_params import rejected
+
+
+def load_offloaded(num_bytes: float, folder: Path, config: Any, dtype: torch.dtype, device: str,
+                   load_format: str, **options: Any) -> Decoder:
+    """A model of which layers of so many bytes stay on the host; otherwise as `load_model`."""
+    if device != "cuda":
+        raise rejected("cpu_offload_gb", num_bytes / 2**30, "0 on a CPU")
+    model = load_model(folder, config, dtype, "cpu", load_format, **options)
+    on_host = choose_layers(model.layers, num_bytes)
+    for module in (model.embed_tokens, *model.layers, model.norm, model.lm_head):
+        if module not in on_host:
+            replace_parameters(module, lambda parameter: parameter.to(device))
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
+    if on_host:
+        Offload(model, on_host, device)
+    return model
+
+
+def replace_parameters(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+    for each in module.modules():
+        for name, parameter in list(each.named_parameters(recurse=False)):
+            setattr(each, name, nn.Parameter(replacement(parameter), requires_grad=False))
 
 
 def choose_layers(layers: nn.ModuleList, num_bytes: float) -> list[nn.Module]:
@@ -46,11 +76,9 @@ class Offload:
 
     def move_in(self, layer: nn.Module, room: Tensor) -> None:
         """Makes the parameters of a layer views of the room, in the order of its weights."""
-        for module in layer.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                view = room[:parameter.numel()].view_as(parameter)
-                setattr(module, name, nn.Parameter(view, requires_grad=False))
-                room = room[parameter.numel():]
+        sizes = [parameter.numel() for parameter in layer.parameters()]
+        parts = iter(room.split(sizes))
+        replace_parameters(layer, lambda parameter: next(parts).view_as(parameter))
 
     def turn(self, number: int) -> None:
         """A layer waits for its weights; those of the next begin to cross."""

@@ -1,4 +1,4 @@
-"""Tensor parallelism: one model on several devices (Megatron-LM: Shoeybi et al., 2019,
+"""`tensor_parallel_size`: one model on several devices (Megatron-LM: Shoeybi et al., 2019,
 arXiv:1909.08053).
 
     rank 0: the user's process                          rank 1, rank 2, …: processes
@@ -10,6 +10,7 @@ K and V of its heads. All that it gets for a step is one message: the buffer of 
 and the block copies. Only rank 0 samples.
 """
 
+import copy
 import os
 import pickle
 import signal
@@ -19,13 +20,27 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import PretrainedConfig
+
+from nanoengine.batch import Batch, Copies
+from nanoengine.config import EngineConfig
+from nanoengine.model import Decoder
+from nanoengine.model_runner import Launched, ModelRunner
+from nanoengine.sampling_params import rejected
+from nanoengine.step_inputs import StepInputs, StepShape
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -85,8 +100,145 @@ class Group:
             self.backend.broadcast([x]).wait()
 
 
-# a model on one device
-ALONE = Group()
+# ------------------------------------------------------------------------- a part of the model
+
+
+def shard(config: PretrainedConfig, size: int) -> PretrainedConfig:
+    """The config of what each of `size` ranks has. Raises ValueError for what cannot be divided."""
+    part = copy.deepcopy(config)
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        whole = getattr(config, name)
+        if whole % size:
+            raise rejected("tensor_parallel_size", size, f"a divisor of {name}={whole}")
+        setattr(part, name, whole // size)
+    part.vocab_size = -(-config.vocab_size // size)
+    return part
+
+
+def read_share(tensor: Any, target: Tensor, group: Group) -> Tensor:
+    """A rank's share of a checkpoint's tensor, where that is larger than its target."""
+    part = part_of(tensor.get_shape(), target, group)
+    rows = tensor[part]
+    # the last part of a vocabulary may be shorter
+    missing = len(target) - len(rows) if part[0] != slice(None) else 0
+    return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
+
+
+def part_of(shape: list[int], target: Tensor, group: Group) -> tuple[slice, ...]:
+    return tuple(
+        slice(group.rank * own, (group.rank + 1) * own)
+        if own != size and own == -(-size // group.size) else slice(None)
+        for size, own in zip(shape, target.shape))
+
+
+def parallelize(model: Decoder, group: Group, vocab_size: int) -> None:
+    """Hooks on a rank's part of the model, behind which all ranks have the same."""
+    for layer in model.layers:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.register_forward_hook(lambda module, inputs, output: group.sum(output))
+            # what all ranks add up has the bias of one
+            if group.rank and linear.bias is not None:
+                linear.bias.zero_()
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, output: group.join(output)[:, :vocab_size])
+
+    def embed(token_ids: Tensor) -> Tensor:
+        """Each rank has the rows of its part of the vocabulary."""
+        weight = model.embed_tokens.weight
+        own_ids = token_ids - group.rank * len(weight)
+        is_here = (own_ids >= 0) & (own_ids < len(weight))
+        found = F.embedding(own_ids.clamp(0, len(weight) - 1), weight)
+        return group.sum(torch.where(is_here[:, None], found, 0))
+
+    model.embed_tokens.forward = embed
+
+
+# --------------------------------------------------------------------------------- the runner
+
+
+@dataclass
+class LaunchedOnRanks(Launched):
+    """check: raises an error if a rank that had a part in it has died."""
+
+    check: Callable[[], None] = lambda: None
+
+    def wait(self) -> Any:
+        if self.done:
+            self.done.synchronize()
+        self.check()
+        return super().wait()
+
+
+class TensorParallelRunner(ModelRunner):
+    """A rank's part in running batches: rank 0 launches them, the others follow."""
+
+    def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path,
+                 group: Group | None = None) -> None:
+        size = config.tensor_parallel_size
+        num_gpus = torch.cuda.device_count()
+        part = shard(model_config, size)
+        if config.device == "cuda" and size > max(1, num_gpus):
+            raise rejected("tensor_parallel_size", size, f"at most {num_gpus}, the GPUs there are")
+        if config.batch_invariant:
+            raise rejected("batch_invariant", True, "False with several ranks")
+        self.vocab_size = model_config.vocab_size
+        self.group = group or Group(size=size)
+        self.ranks = Ranks(self.group, config, model_config, folder)
+        try:
+            with self.ranks.explained():
+                self.group.connect(config.device)
+                super().__init__(config, part, folder)
+                # all ranks have come so far
+                self.group.least(0)
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    def load_model(self, folder: Path, **options: Any) -> Decoder:
+        read = partial(read_share, group=self.group)
+        model = super().load_model(folder, read=read, **options)
+        parallelize(model, self.group, self.vocab_size)
+        return model
+
+    def measure_free_bytes(self) -> int:
+        free_bytes = super().measure_free_bytes()
+        if not self.is_gpu:
+            available = psutil.virtual_memory().available
+            free_bytes = min(free_bytes, available // 4 // self.group.size)
+        return self.group.least(free_bytes)
+
+    def launch(self, batch: Batch) -> Launched:
+        """Begins a step on all ranks."""
+        buffer, shape = self.prepare(batch)
+        with uninterrupted(), self.ranks.explained():
+            self.ranks.send(batch.copies, buffer.numpy(), shape)
+            launched = self.step(batch, buffer, shape)
+        return LaunchedOnRanks(**vars(launched), check=self.ranks.check)
+
+    @torch.inference_mode()
+    def follow(self, copies: Copies, numbers: np.ndarray, shape: StepShape) -> None:
+        """What another rank does for a step that rank 0 launches."""
+        _, parts = self.run(copies, torch.from_numpy(numbers), shape)
+        self.finish(parts)
+
+    def sample(self, batch: Batch, step: StepInputs, parts: Iterator[Any]) -> Any:
+        try:
+            return super().sample(batch, step, parts)
+        finally:
+            self.finish(parts)
+
+    def finish(self, parts: Iterator[Any]) -> None:
+        """What is left of a step for all ranks, also if an error has kept rank 0 from sampling."""
+        for _ in parts:
+            pass
+        if self.config.run_ahead:
+            self.group.share(self.last_sampled)
+
+    def close(self) -> None:
+        self.ranks.close()
+
+
+# ------------------------------------------------------------------------------- the processes
 
 
 class Ranks:
@@ -97,8 +249,7 @@ class Ranks:
         self.connections: list[Connection] = []
         # what has ended them
         self.error: Exception | None = None
-        code = ("from nanoengine import distributed, model_runner; "
-                "distributed.main(model_runner.ModelRunner)")
+        code = "from nanoengine_extensions import tensor_parallel; tensor_parallel.main()"
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path),
                                     "OMP_NUM_THREADS": str(torch.get_num_threads())}
         for rank in range(1, group.size if group.rank == 0 else 0):
@@ -180,11 +331,8 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def main(make_runner: Callable[..., Any]) -> None:
-    """The process of a rank: does what rank 0 says until that has gone.
-
-    make_runner: the class ModelRunner, which stands below this file.
-    """
+def main() -> None:
+    """The process of a rank: does what rank 0 says until that has gone."""
     # Ctrl-C is for rank 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
@@ -203,11 +351,9 @@ def main(make_runner: Callable[..., Any]) -> None:
         if config.device == "cuda":
             torch.cuda.set_device(rank)
         group = Group(rank, size, port)
-        runner = make_runner(config, model_config, folder, group)
+        runner = TensorParallelRunner(config, model_config, folder, group)
         while True:
             runner.follow(*messages.get())
     except Exception as error:
         connection.send(error)
         raise
-
-

@@ -39,11 +39,11 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, prange
 
-from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.rows import inverse_rms
-from nanoengine.kernels.tiles import (
+from nanoengine_cpu.compiling import compile_kernel
+from nanoengine_cpu.rows import inverse_rms
+from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, clear_sums, end_tiles, load_sums, store_sums)
-from nanoengine.kernels.vectors import (
+from nanoengine_cpu.vectors import (
     LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, largest, load, load_part,
     prefetch, stack, store, store_part, total, where_less)
 
@@ -307,17 +307,18 @@ def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, wind
 def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int) -> Callable:
     """The kernel for a shape: LLVM unrolls and vectorises over these constants.
 
-    kernel(qkv, kv, out, norms, rope, slot_blocks, slot_offsets, block_tables, sequence_of_token,
-           positions, tokens, kv_heads, blocks, sequences, table_width, eps, window)
+    kernel(qkv, kv, out, norms, rope, slot_mapping, block_tables, sequence_of_token, positions,
+           tokens, kv_heads, blocks, sequences, table_width, eps, window)
 
-    The first ten are addresses. uint: the bits of a float32 (shift 0) or a bfloat16 (shift 16):
+    The first nine are addresses. uint: the bits of a float32 (shift 0) or a bfloat16 (shift 16):
 
         qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values
         kv: (2, blocks, kv_heads, words) uint32, the cache; K and V are written to it
         out: (tokens, heads, head_dim) uint, is written
         norms: (2, head_dim) float32, the weights of the norms of queries and of keys
         rope: (2, tokens, head_dim / 2) float32, cos and sin of a token's angles
-        slot_blocks, slot_offsets: (tokens,) int64, where in the cache a token's K and V go
+        slot_mapping: (tokens,) int64, where in the cache a token's K and V go: block * block_size
+            + offset
         block_tables: (sequences, table_width) int32
         sequence_of_token: (tokens,) int32, rows of block_tables
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
@@ -341,24 +342,22 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
     uint = np.uint16 if shift else np.uint32
     block_words = block_size * numbers_per_token(head_dim, block_size) // pack
 
-    def kernel(qkv_at, kv_at, out_at, norms_at, rope_at, slot_blocks_at, slot_offsets_at, tables_at,
-               sequence_of_token_at, positions_at, tokens, kv_heads, blocks, sequences, table_width,
-               eps, window):
+    def kernel(qkv_at, kv_at, out_at, norms_at, rope_at, slots_at, tables_at, sequence_of_token_at,
+               positions_at, tokens, kv_heads, blocks, sequences, table_width, eps, window):
         heads = group_size * kv_heads
         qkv = array_at(qkv_at, (tokens, heads + 2 * kv_heads, head_dim), uint)
         kv = array_at(kv_at, (2, blocks, kv_heads, block_words), np.uint32)
         out = array_at(out_at, (tokens, heads, head_dim), uint)
         norms = array_at(norms_at, (2, head_dim), np.float32)
         rope = array_at(rope_at, (2, tokens, head_dim // 2), np.float32)
-        slot_blocks = array_at(slot_blocks_at, tokens, np.int64)
-        slot_offsets = array_at(slot_offsets_at, tokens, np.int64)
+        slot_mapping = array_at(slots_at, tokens, np.int64)
         block_tables = array_at(tables_at, (sequences, table_width), np.int32)
         sequence_of_token = array_at(sequence_of_token_at, tokens, np.int32)
         positions = array_at(positions_at, tokens, np.int32)
         starts = [0]
         for token in range(1, len(qkv)):
             if (sequence_of_token[token] != sequence_of_token[token - 1]
-                    or slot_offsets[token] % most_tokens == 0):
+                    or slot_mapping[token] % block_size % most_tokens == 0):
                 starts.append(token)
         starts.append(len(qkv))
         tiles = len(starts) - 1
@@ -370,13 +369,13 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
             # room for a rotated key
             key = carray(stack(head_dim), head_dim, np.float32).view(uint)
             for token in range(starts[tile], starts[tile + 1]):
-                block = slot_blocks[token]
+                block, offset = divmod(slot_mapping[token], block_size)
                 ask_for(qkv[token + AHEAD, heads + kv_head])
                 ask_for(qkv[token + AHEAD, heads + kv_heads + kv_head])
                 norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
                                 rope[1, token], key, eps, head_dim)
                 write(key, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
-                      kv[1, block, kv_head], slot_offsets[token], head_dim, width, pack)
+                      kv[1, block, kv_head], offset, head_dim, width, pack)
 
         # head by head: its keys and values stay near while its tiles read them
         for task in prange(kv_heads * tiles):
@@ -393,4 +392,4 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
                        window, scratch, group_size, head_dim, width, block_size, shift, rows,
                        vectors, tiled, None)
 
-    return compile_kernel(kernel, f"({15 * 'int64, '}float64, int64)")
+    return compile_kernel(kernel, f"({14 * 'int64, '}float64, int64)")

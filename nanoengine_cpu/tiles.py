@@ -21,7 +21,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from nanoengine.kernels.vectors import LANES, call, has, instruction
+from nanoengine_cpu.vectors import LANES, call, has, instruction
 
 SUMS, LEFT, RIGHT = ((0, 1), (2, 3)), (4, 5), (6, 7)
 

@@ -5,7 +5,7 @@
         each number times weight / rms
 
 Every sum has one order, so that a row has the same bits whatever rows are beside it. The plain
-versions, with which the tests compare, are `rms_norm` and `swiglu` in `model.py`.
+versions, with which the tests compare, are `rms_norm` and `swiglu` in `functions.py`.
 """
 
 import functools
@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 from numba import prange
 
-from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.vectors import (
+from nanoengine_cpu.compiling import compile_kernel
+from nanoengine_cpu.vectors import (
     LANES, array_at, exp2, fill, inlined, load_part, store_part, total, where_less)
 
 

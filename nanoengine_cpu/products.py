@@ -22,7 +22,7 @@ A block of the packed weight is read as words, two inputs of an output in each:
     w0[2:4] w1[2:4] … w31[2:4]        …
 
 Each sum goes over the inputs in one order, so that a row has the same bits whatever rows are beside
-it. The plain versions that the tests compare with are PyTorch's, and `swiglu` in `model.py`.
+it. The plain versions that the tests compare with are PyTorch's, and `swiglu` in `functions.py`.
 """
 
 import functools
@@ -31,11 +31,11 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, prange
 
-from nanoengine.kernels.compiling import compile_kernel
-from nanoengine.kernels.rows import silu
-from nanoengine.kernels.tiles import (
+from nanoengine_cpu.compiling import compile_kernel
+from nanoengine_cpu.rows import silu
+from nanoengine_cpu.tiles import (
     TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
-from nanoengine.kernels.vectors import (
+from nanoengine_cpu.vectors import (
     LANES, array_at, copy_rows, inlined, load, prefetch, prefetch_far, stack, store, store_part,
     store_past)
 

@@ -1,0 +1,151 @@
+"""`StepInputs`: from a `Batch`, which is about sequences, to the tensors of one step.
+
+All numbers cross to the device in one buffer, in one copy that nobody waits for.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoengine.batch import Batch
+
+# (name, dtype, shape, number of 32-bit words) of each array in a buffer
+Layout = tuple[tuple[str, str, tuple[int, ...], int], ...]
+# the layout of a step's inputs, longest_query and longest_keys
+StepShape = tuple[Layout, int, int]
+
+
+@dataclass
+class StepInputs:
+    """What the device needs for one step: T tokens of S sequences, R rows to sample.
+
+    buffer: int32, of which all tensors below are views.
+    longest_query, longest_keys: the most tokens, and the most keys, of a sequence (max_seqlen).
+    draws: (R, 5) float64, what a row is drawn by: its temperature, min_p, top_k, top_p, and a number
+        in [0, 1) that decides the draw.
+    slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
+    token_ids: (T,); -1 - i stands for the token that was sampled in row i of the step before.
+    positions: (T,), of the tokens in their sequences.
+    sequence_of_token: (T,), rows of `block_tables`.
+    query_starts: (S + 1,), where the tokens of each sequence begin, and T (cu_seqlens_q).
+    key_starts: (S + 1,), cumulative key counts (cu_seqlens_k).
+    lengths: (S,), how many keys each sequence has, with those of this step (cache_seqlens).
+    block_tables: (S, width), padded with 0.
+    sampled_rows: which of the T rows have logits: R that are sampled, and Q that are scored.
+    next_tokens: (R + Q,), the token behind each of these: -1 if it is to be sampled.
+
+    The other tensors are int32.
+
+    An example, with blocks of 4 tokens: a chunk of sequence 0 (its tokens 4 to 6, not its last)
+    beside a decode of sequence 1 (its ninth token).
+
+        token_ids          51 52 53 | 17        query_starts   0  3  4
+        positions           4  5  6 |  8        lengths        7  9
+        sequence_of_token   0  0  0 |  1        key_starts     0  7 16
+        slot_mapping       32 33 34 | 24        block_tables   [3 8 0], [5 2 6]
+        sampled_rows        3                   next_tokens   -1
+    """
+
+    buffer: Tensor
+    longest_query: int
+    longest_keys: int
+    draws: Tensor
+    slot_mapping: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    sequence_of_token: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    lengths: Tensor
+    block_tables: Tensor
+    sampled_rows: Tensor
+    next_tokens: Tensor
+
+    @classmethod
+    def unpack(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
+        layout, longest_query, longest_keys = shape
+        return cls(buffer, longest_query, longest_keys, **unpack(buffer, layout))
+
+
+def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, np.ndarray]:
+    """The arrays of `StepInputs`, those of 64-bit numbers first.
+
+    longest_keys: block tables are as wide as so many keys need. There is one loop over sequences,
+    none over tokens or blocks.
+    """
+    token_ids: list[int] = []
+    for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
+        token_ids += seq.token_ids[start:start + count]
+    lengths = np.add(batch.starts, batch.num_tokens)
+    starts = np.append(0, np.cumsum(batch.num_tokens))
+    owners = np.arange(len(batch)).repeat(batch.num_tokens)
+    positions = np.arange(len(token_ids)) + (lengths - starts[1:])[owners]
+
+    width = -(-longest_keys // block_size)
+    rows = [seq.block_table[:width].tobytes().ljust(4 * width, b"\0") for seq in batch.sequences]
+    block_tables = np.frombuffer(b"".join(rows), np.int32).reshape(-1, width)
+    blocks = block_tables[owners, positions // block_size].astype(np.int64)
+
+    sampled = [index for index, _ in batch.sampled]
+    seqs = [seq for _, seq in batch.sampled]
+    params = [seq.params for seq in seqs]
+    scored = [starts[index] + position - batch.starts[index] for index, position in batch.scored]
+    scored_tokens = [batch.sequences[index].token_ids[position + 1]
+                     for index, position in batch.scored]
+    draws = [(p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(position))
+             for seq, p, position in zip(seqs, params, lengths[sampled].tolist())]
+    in_64_bits = {
+        "draws": np.array(draws, float).reshape(-1, 5),
+        "slot_mapping": blocks * block_size + positions % block_size}
+    in_32_bits = {
+        "token_ids": token_ids,
+        "positions": positions,
+        "sequence_of_token": owners,
+        "query_starts": starts,
+        "key_starts": np.append(0, lengths.cumsum()),
+        "lengths": lengths,
+        "block_tables": block_tables,
+        "sampled_rows": np.append(starts[1:][sampled] - 1, scored),
+        "next_tokens": [-1] * len(seqs) + scored_tokens}
+    return in_64_bits | {
+        name: np.asarray(array, np.int32) for name, array in in_32_bits.items()}
+
+
+# --------------------------------------------------------------------------- to the device
+
+
+def pack(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layout]:
+    """Arrays, one behind the other in one int32 buffer on the host, and how to unpack it.
+
+    Arrays of 64-bit numbers come first, so that theirs are aligned. For a GPU the buffer is pinned:
+    PyTorch reuses one only when the copy from it is done, so that none is rewritten in flight.
+    """
+    words = [array.view(np.int32).ravel() for array in arrays.values()]
+    buffer = torch.empty(sum(map(len, words)), dtype=torch.int32, pin_memory=device == "cuda")
+    np.concatenate(words, out=buffer.numpy())
+    return buffer, tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
+                         for name, array in arrays.items())
+
+
+def unpack(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The arrays as views of the buffer, on whatever device that is."""
+    parts = buffer.split([num_words for *_, num_words in layout])
+    return {name: part.view(getattr(torch, dtype)).view(shape)
+            for (name, dtype, shape, _), part in zip(layout, parts)}
+
+
+def send(numbers: Any, device: torch.device) -> Tensor:
+    """Some numbers on the device, in a copy that nobody waits for."""
+    on_host = torch.from_numpy(np.asarray(numbers))
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
+
+
+def known_ids(token_ids: Tensor, last_sampled: Tensor) -> Tensor:
+    """Token ids in which -1 - i stands for the token sampled in row i of the step before."""
+    rows = (-1 - token_ids).clamp(min=0)
+    return torch.where(token_ids < 0, last_sampled[rows], token_ids)

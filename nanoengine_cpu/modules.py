@@ -1,0 +1,171 @@
+"""`optimize`: makes the modules of a finished decoder fast on a CPU, in place."""
+
+import ctypes
+import math
+import warnings
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from numba import get_num_threads
+from torch import Tensor, nn
+
+from nanoengine_cpu import products
+from nanoengine_cpu.functions import paged_attention, rms_norm, swiglu
+from nanoengine_cpu.memory import keep_memory, limit_threads
+from nanoengine_cpu.tiles import HAS_TILES
+
+
+def optimize(model: nn.Module, has_attention: bool = True) -> bool:
+    """Gives modules that it knows a class of its own, with their parameters, hooks and names.
+
+        nn.Linear, nn.RMSNorm
+        an MLP: a module with `gate_up_proj` and `down_proj`
+        attention: a module with `qkv_proj`, `o_proj`, `q_norm` and `k_norm`, see `PagedAttention`
+
+    has_attention: leave this out for a cache that `empty_cache` has not made.
+
+    Returns whether a row has the same bits whatever rows are beside it, which is so where all
+    weights could be packed.
+    """
+    modules: Any = model.modules()
+    for module in modules:
+        if isinstance(module, nn.Linear):
+            module.__class__ = PackedLinear
+            module.pack()
+        elif isinstance(module, nn.RMSNorm):
+            module.__class__ = RMSNorm
+        elif hasattr(module, "gate_up_proj"):
+            module.__class__ = GatedMLP
+        elif hasattr(module, "qkv_proj") and has_attention:
+            module.__class__ = PagedAttention
+    # hooks run in the thread that computes
+    model.register_forward_pre_hook(lambda *_: limit_threads())
+    keep_memory()
+    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    return has_attention and all(linear.is_invariant for linear in linears)
+
+
+class RMSNorm(nn.RMSNorm):
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class PackedLinear(nn.Linear):
+    """Its weight is packed, in an order of oneDNN's own: there is nothing left to reorder in each
+    product, and a row has the same bits whatever rows are beside it. Fewer than four are padded:
+    one alone would be summed up in another order, and two take longer than four.
+
+    With AMX and bfloat16 oneDNN is slower, and its order depends on the number of rows. So up to
+    MOST_INPUTS inputs are multiplied by `products.py`, with the same packed weight.
+    """
+
+    uses_amx = False
+
+    def pack(self) -> None:
+        """Packs the weight, as inductor's freezing does with operators that are private: where this
+        torch or this CPU lacks them, it warns, and products stay as they are in PyTorch."""
+        plain = self.weight
+        try:
+            self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(plain), False)
+            # some weights can be packed, but not multiplied
+            PackedLinear.forward(self, plain.new_zeros(2, self.in_features))
+            is_narrow = self.in_features <= products.MOST_INPUTS
+            if HAS_TILES and is_narrow and is_in_blocks(plain, self.weight):
+                self.uses_amx = True
+                bias = plain.new_zeros(self.out_features) if self.bias is None else self.bias
+                self.padded_bias = F.pad(bias.float(), (0, -self.out_features % products.BLOCK))
+        except (AttributeError, RuntimeError) as error:
+            self.weight = plain
+            warnings.warn(f"slower products, as weights can't be packed: {error}", stacklevel=2)
+
+    @property
+    def is_invariant(self) -> bool:
+        has_amx = HAS_TILES and self.weight.dtype == torch.bfloat16
+        return self.uses_amx if has_amx else self.weight.is_mkldnn
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.weight.is_mkldnn:
+            return super().forward(x)
+        if self.uses_amx and len(x):
+            return self.multiply(x)
+        rows = F.pad(x, (0, 0, 0, 4 - len(x))) if len(x) < 4 else x
+        product = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        return product if rows is x else product[:len(x)]
+
+    def gated(self, x: Tensor) -> Tensor:
+        """SwiGLU of the product, of which the first half are gates: in one pass, if gates and ups
+        are in whole blocks of our own product."""
+        if self.uses_amx and len(x) and self.out_features % (2 * products.BLOCK) == 0:
+            return self.multiply(x, 2)
+        return swiglu(self(x))
+
+    def multiply(self, x: Tensor, halves: int = 1) -> Tensor:
+        """The product by our own kernel; with two halves, SwiGLU of them."""
+        padding = -self.in_features % products.BLOCK
+        x = F.pad(x, (0, padding)) if padding else x.contiguous()
+        out = x.new_empty(len(x), self.out_features // halves)
+        weight = torch.ops.mkldnn.data_ptr(self.weight)
+        products.product()(x.data_ptr(), weight, self.padded_bias.data_ptr(), out.data_ptr(),
+                           len(x), x.shape[1] // 2, out.shape[1], halves, get_num_threads())
+        return out
+
+
+def is_in_blocks(plain: Tensor, packed: Tensor) -> bool:
+    """Whether oneDNN has packed a weight as `products.py` reads it.
+
+    That is no documented order. So the first and the last block are compared with the weight.
+    """
+    size = products.BLOCK
+    num_bytes = torch.ops.mkldnn._nbytes(packed)
+    shape = [-(-len(plain) // size), -(-plain.shape[1] // size) * size // 2, size, 2]
+    if plain.dtype != torch.bfloat16 or num_bytes != 2 * math.prod(shape):
+        return False
+    memory = (ctypes.c_byte * num_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+    blocks = torch.frombuffer(memory, dtype=plain.dtype).view(shape)
+    for index in (0, len(blocks) - 1):
+        rows = plain[index * size:][:size]
+        rows = F.pad(rows, (0, -rows.shape[1] % size, 0, -len(rows) % size))
+        if not torch.equal(blocks[index], rows.unflatten(1, (-1, 2)).transpose(0, 1)):
+            return False
+    return True
+
+
+class GatedMLP(nn.Module):
+    gate_up_proj: Any
+    down_proj: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_up_proj.gated(x))
+
+
+class PagedAttention(nn.Module):
+    """Attention whose keys and values lie in blocks. It has `head_dim`, `window` (None: no limit)
+    and its part of the `cache`.
+
+    It is called with its input, (T, hidden_size); the angles of the positions, as 2 * T * head_dim
+    / 2 numbers; the tokens' places, as an object that has tensors by the names of `paged_attention`'s
+    arguments; and the rows of which an output is wanted.
+    """
+
+    head_dim: int
+    window: int | None
+    cache: Tensor
+    qkv_proj: Any
+    o_proj: Any
+
+    @cached_property
+    def head_norms(self) -> tuple[Tensor, float]:
+        ones = torch.ones(self.head_dim)
+        weights = [getattr(norm, "weight", ones).float() for norm in (self.q_norm, self.k_norm)]
+        return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)
+
+    def forward(self, x: Tensor, angles: Tensor, step: Any, rows: Any = slice(None)) -> Tensor:
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        attended = paged_attention(
+            qkv, *self.head_norms, angles, self.cache, self.window, step.slot_mapping,
+            step.block_tables, step.sequence_of_token, step.positions)
+        return self.o_proj(attended.flatten(1)[rows])

@@ -1,0 +1,215 @@
+"""Beam search: a client of the engine, which forks and ends sequences between two steps.
+
+A beam is a greedy sequence with `logprobs`. After each step that has sampled it, the token that it
+got is taken back: the beam stands still, as all its tokens are computed. Once all beams of a prompt
+stand still, it is decided for all of them at once which go on, fork, end or are dropped.
+
+For `LLM` a search is a request as any other: `update` is called for each of its sequences that has
+a new token. For the scheduler its beams are sequences as any others. What this uses of them:
+
+    llm.queue(searches), llm.step()
+    engine.finish(seq, reason)
+    engine.scheduler.fork(parent, child)    the child shares the blocks of its parent
+    engine.scheduler.preempt(seq)           only when all beams wait for blocks
+    Sequence.needs_tokens                   no step runs ahead of a beam
+    Sequence.logprobs_temperature           for BeamSearchParams.temperature
+"""
+
+import math
+from dataclasses import dataclass
+from heapq import nlargest
+from operator import attrgetter, itemgetter
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from nanoengine.engine import Engine
+from nanoengine.outputs import Logprobs, read_logprobs
+from nanoengine.sampling_params import STRICT, Count, Float, Moderate, SamplingParams, rejected
+from nanoengine.sequence import Sequence
+
+
+@checked_dataclass(config=STRICT)
+class BeamSearchParams:
+    """How one request is completed by beam search.
+
+    beam_width: the number of beams that are kept, and returned.
+    max_tokens: the most tokens to generate.
+    temperature: divides the logits; 0 leaves them as they are. Nothing is drawn.
+    length_penalty: the score of a finished beam is its summed log-probability over its number of
+        generated tokens to this power, -40 to 40; larger values favour longer beams.
+    ignore_eos: go on after EOS.
+    """
+
+    beam_width: Count
+    max_tokens: Count
+    temperature: Annotated[Moderate, Field(ge=0)] = 0.0
+    length_penalty: Annotated[Float, Field(ge=-40, le=40)] = 1.0
+    ignore_eos: bool = False
+
+
+@dataclass
+class BeamSearchSequence:
+    """A finished beam.
+
+    tokens, text: prompt and completion; EOS is the last token where the beam ended by it.
+    cum_logprob: the sum over the completion; score: that over length ** length_penalty.
+    finish_reason: "stop" (EOS), "length", or "error" where no beam has log-probabilities that are
+        finite.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    score: float
+    finish_reason: str
+    text: str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The finished beams of a prompt, the one with the highest score first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
+    """The `params.beam_width` best completions of each prompt that beam search finds.
+
+    Raises ValueError for bad input, and where the beams might not fit the engine.
+    """
+    if not isinstance(params, BeamSearchParams):
+        raise rejected("params", params, "a BeamSearchParams")
+    tokenizer = llm.inputs.tokenizer
+    sampling_params = SamplingParams(
+        temperature=0, max_tokens=params.max_tokens, detokenize=False, ignore_eos=params.ignore_eos,
+        logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
+    with llm.lock:
+        requests = llm.inputs.make_requests(prompts, sampling_params)
+        searches = [BeamSearch(request.seq, params, llm.engine) for request in requests]
+        run(llm.queue(searches), llm)
+    for beam in [beam for search in searches for beam in search.finished]:
+        beam.text = tokenizer and tokenizer.decode(beam.tokens, True)
+    return [BeamSearchOutput(search.finished) for search in searches]
+
+
+def run(searches: list["BeamSearch"], llm: Any) -> None:
+    """Runs steps until all searches are over.
+
+    If nothing can run, all beams that have blocks wait for others of their prompts that have none.
+    Then only those of the first prompt keep theirs. Its others come first, and they fit.
+    """
+    scheduler = llm.engine.scheduler
+    for age, search in enumerate(searches):
+        search.seq.priority = age
+    num_steps = 0
+    for updated in llm.run(searches):
+        is_stuck = not updated and num_steps == scheduler.num_steps
+        num_steps = scheduler.num_steps
+        if is_stuck:
+            queued = [*scheduler.waiting, *scheduler.running]
+            first = min((seq.priority for seq in queued), default=0)
+            for seq in [seq for seq in scheduler.running if seq.priority > first]:
+                scheduler.preempt(seq)
+
+
+class BeamSearch:
+    """Beam search of one prompt, as transformers does it with `early_stopping=False`.
+
+    Of all continuations of all beams, a few times `beam_width` are looked at, the likeliest first.
+    Those that end are finished, if they are among the `beam_width` likeliest; the best `beam_width`
+    others are the next beams. The search is over when none of them, ending now, would beat the
+    worst of `beam_width` finished beams. Raises ValueError for beams that might not fit the engine.
+    """
+
+    def __init__(self, seq: Sequence, params: BeamSearchParams, engine: Engine) -> None:
+        check_fits(engine, seq.max_num_tokens, params.beam_width)
+        self.seq = seq
+        self.request_id = seq.request_id
+        self.params = params
+        self.engine = engine
+        # a beam that samples one of them need not end
+        self.end_tokens = seq.end_tokens
+        seq.end_tokens = {}
+        seq.needs_tokens = True
+        seq.logprobs_temperature = params.temperature
+        # the summed log-probabilities of each beam
+        self.scores = {seq: 0.0}
+        # the log-probabilities of the next tokens of those that stand still
+        self.found: dict[Sequence, Logprobs] = {}
+        self.finished: list[BeamSearchSequence] = []
+        self.inbox: dict[str, Any] = {}
+
+    is_finished = property(lambda self: not self.scores)
+
+    def abort(self) -> None:
+        self.scores = {}
+        self.inbox[self.request_id] = self
+
+    def update(self, beam: Sequence) -> None:
+        """Lets a beam stand still that has new log-probabilities; goes on once all beams do.
+
+        A beam that was preempted while it stood still gets its log-probabilities again.
+        """
+        self.found[beam] = {}
+        if beam.finish_reason != "error":
+            beam.token_ids.pop()
+            self.found[beam] = read_logprobs(beam.logprobs.pop())
+        if self.found.keys() == self.scores.keys() and all(
+                beam.finish_reason or beam.num_uncomputed_tokens == 0 for beam in self.scores):
+            chosen = self._choose()
+            self.found = {}
+            self._go_on(chosen)
+
+    def _choose(self) -> list[tuple[float, Sequence, int]]:
+        """The next beams, the best first: score, the beam that goes on, its next token."""
+        width = self.params.beam_width
+        continuations = (
+            (self.scores[beam] + found.logprob, beam, token_id)
+            for beam, logprobs in self.found.items()
+            for token_id, found in logprobs.items() if math.isfinite(found.logprob))
+        candidates = nlargest(self.seq.params.logprobs or 0, continuations, key=itemgetter(0))
+        length = next(iter(self.scores)).num_tokens + 1
+        penalty = (length - self.seq.num_prompt_tokens) ** self.params.length_penalty
+        if not candidates:
+            self.finished += [BeamSearchSequence(beam.token_ids, score, score / penalty, "error")
+                              for beam, score in self.scores.items()]
+        chosen = []
+        for rank, (score, beam, token_id) in enumerate(candidates):
+            if token_id not in self.end_tokens and length < beam.max_num_tokens:
+                chosen.append((score, beam, token_id))
+            elif rank < width:
+                tokens = [*beam.token_ids, token_id]
+                reason = "stop" if token_id in self.end_tokens else "length"
+                self.finished.append(BeamSearchSequence(tokens, score, score / penalty, reason))
+        self.finished = nlargest(width, self.finished, key=attrgetter("score"))
+        worst = self.finished[-1].score if len(self.finished) == width else float("-inf")
+        is_over = not chosen or chosen[0][0] / penalty <= worst
+        return [] if is_over else chosen[:width]
+
+    def _go_on(self, chosen: list[tuple[float, Sequence, int]]) -> None:
+        """Drops the beams that do not go on, and forks those that go on several times."""
+        kept = {beam for _, beam, _ in chosen}
+        for beam in self.scores:
+            if beam not in kept and not beam.finish_reason:
+                self.engine.finish(beam, "abort")
+        self.scores = {}
+        for score, beam, token_id in chosen:
+            # it has its next token already: this one is for a fork
+            if beam in self.scores:
+                parent = beam
+                beam = parent.fork(token_ids=[*parent.token_ids[:-1], token_id])
+                self.engine.scheduler.fork(parent, beam)
+            else:
+                beam.token_ids.append(token_id)
+            self.scores[beam] = score
+
+
+def check_fits(engine: Engine, num_tokens: int, beam_width: int) -> None:
+    """Raises ValueError for beams that would not fit the engine even if they were alone."""
+    manager = engine.scheduler.block_manager
+    max_num_seqs = engine.config.max_num_seqs
+    num_blocks = beam_width * manager.num_blocks_for(num_tokens)
+    if beam_width > max_num_seqs or num_blocks > manager.num_blocks:
+        raise ValueError(f"{beam_width} x {num_tokens} tokens do not fit: {max_num_seqs=}, "
+                         f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")

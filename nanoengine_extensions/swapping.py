@@ -1,0 +1,60 @@
+"""`preemption_mode="swap"`: the blocks of a preempted sequence are copied to a pool on the host.
+
+When it comes back, it takes full blocks that the prefix cache still has, and only the others are
+copied back (PagedAttention: Kwon et al., 2023, arXiv:2309.06180). The seams: `Scheduler.preempt` calls
+`BlockManager.preempt`, and the runner does the copies of `Batch.copies`.
+"""
+
+from nanoengine.batch import Copies
+from nanoengine.block_manager import BlockManager
+from nanoengine.sequence import Sequence
+
+
+class SwappingBlockManager(BlockManager):
+    """A block manager with a pool of `num_host_blocks` on the host. When that is full, the blocks of
+    preempted sequences are dropped."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
+                 num_host_blocks: int = 0) -> None:
+        self.num_host_blocks = num_host_blocks
+        super().__init__(num_blocks, block_size, enable_prefix_caching)
+
+    def reset(self) -> None:
+        super().reset()
+        self.free_host_blocks = list(range(self.num_host_blocks))
+        self.host_tables: dict[Sequence, list[int]] = {}
+
+    def preempt(self, seq: Sequence) -> str:
+        num_computed = self.num_blocks_for(seq.num_computed_tokens)
+        if not 0 < num_computed <= len(self.free_host_blocks):
+            return super().preempt(seq)
+        computed = seq.block_table[:num_computed]
+        self.deallocate(seq)
+        host_blocks = self.host_tables[seq] = [self.free_host_blocks.pop() for _ in computed]
+        # The copy for a fork made in this step is not done yet: its parent's block is read instead.
+        origins = [self.copies.copy_on_write.get(block, block) for block in computed]
+        self.copies.swap_out.update(zip(host_blocks, origins))
+        return "swap"
+
+    def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
+        num_shared_tokens = super().allocate(seq, parent)
+        if seq in self.host_tables:
+            num_shared = num_shared_tokens // self.block_size
+            host_blocks = self.host_tables.pop(seq)
+            self.copies.swap_in.update(zip(seq.block_table[num_shared:], host_blocks[num_shared:]))
+            self.free_host_blocks += host_blocks[:num_shared]
+            # The last token is computed again: its logits are not on the host.
+            num_swapped = min(seq.num_preempted_tokens, seq.num_tokens - 1)
+            self.register(seq, num_swapped)
+            seq.num_computed_tokens = max(num_shared_tokens, num_swapped)
+        return num_shared_tokens
+
+    def deallocate(self, seq: Sequence) -> None:
+        super().deallocate(seq)
+        self.free_host_blocks += self.host_tables.pop(seq, [])
+
+    def take_copies(self) -> Copies:
+        """The host blocks that a step reads are free from the next step on."""
+        copies = super().take_copies()
+        self.free_host_blocks += copies.swap_in.values()
+        return copies
