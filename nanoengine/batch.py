@@ -63,3 +63,8 @@ class Batch:
     def is_decode(self) -> bool:
         """Whether each sequence computes one token and draws one: then a CUDA graph can run it."""
         return max(self.num_tokens) == 1 and [i for i, _ in self.sampled] == list(range(len(self)))
+
+    def __repr__(self) -> str:
+        parts = zip(self.sequences, self.starts, self.num_tokens)
+        shown = [f"{seq.request_id}.{seq.index}[{i}:{i + count}]" for seq, i, count in parts]
+        return f"<Batch of {sum(self.num_tokens)} tokens: {' '.join(shown)}>"

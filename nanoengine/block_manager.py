@@ -27,7 +27,7 @@ import xxhash
 from nanoengine.batch import Copies
 from nanoengine.sequence import Sequence
 
-BlockHash = tuple[int, bytes]
+BlockHash = tuple[bytes, bytes]
 
 
 class BlockManager:
@@ -193,15 +193,18 @@ class BlockManager:
                     self.free.move_to_end(block, last=False)
 
     def _hash(self, seq: Sequence, index: int) -> BlockHash:
-        """What a full block is found by: a hash, and its tokens, since hashes may collide.
+        """What a full block is found by: a hash of its whole prefix, and its own token ids.
 
-        The hash is xxh64 over the hash of the block before and the block's own token ids, so that
-        it stands for the whole prefix. The sequence keeps the hashes of its blocks.
+        The hash is xxh3 in 128 bits over the hash of the block before and the block's token ids. A
+        hit compares the block's own token ids exactly, and all tokens before them by the hash: two
+        prefixes are taken for each other by accident once in 2**128. It is no cryptographic hash:
+        it is not made to resist somebody who computes collisions.
+
+        The sequence keeps the hashes of its blocks.
         """
         for missing in range(len(seq.block_hashes), index + 1):
-            before = seq.block_hashes[-1][0] if missing else 0
+            before = seq.block_hashes[-1][0] if missing else b""
             start = missing * self.block_size
             tokens = array("i", seq.token_ids[start:start + self.block_size]).tobytes()
-            digest = xxhash.xxh64_intdigest(before.to_bytes(8, "little") + tokens)
-            seq.block_hashes.append((digest, tokens))
+            seq.block_hashes.append((xxhash.xxh3_128_digest(before + tokens), tokens))
         return seq.block_hashes[index]

@@ -5,12 +5,13 @@
 
 A plain step is three lines:
 
-    batch = scheduler.schedule()        # which sequences, how many tokens of each
-    launched = runner.launch(batch)     # device work
-    take_in(launched)                   # waits; scheduler.postprocess(batch, its tokens)
+    batch = scheduler.schedule()                        # which sequences, how many tokens of each
+    launched = runner.launch(batch)                     # device work
+    scheduler.postprocess(batch, launched.wait())       # the tokens join their sequences
 
-Running ahead is the same with a step in flight: step 2 is scheduled and launched before the tokens
-of step 1 are waited for, so that the device never waits for the host. `Engine.step` does both.
+Running ahead keeps a step in flight: step 2 is scheduled and launched before the tokens of step 1
+are waited for, so that the device never waits for the host. For that step 1 is advanced first: its
+tokens join their sequences as pending ones, and get their numbers later.
 
     host     schedule 1  launch 1 │ advance 1  schedule 2  launch 2  take in 1 │ advance 2  sche…
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
@@ -64,23 +65,35 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that have a new token.
 
-        When the engine runs ahead, these are the tokens of the step before. Sequences whose tokens
-        are awaited (`Sequence.is_awaited`) are left out of the step: they run in every second one.
-        If they are many, the whole step is left to the next call.
+        When the engine runs ahead, these are the tokens of the step before.
         """
         if self.runner is None:
             raise RuntimeError("the LLM is closed")
-        before, self.in_flight = self.in_flight, None
+        if self.config.run_ahead:
+            return self._step_ahead()
+        return self._take_in(self._launch())
+
+    def _step_ahead(self) -> list[Sequence]:
+        """Launches the next step before it waits for the tokens of the one in flight.
+
+        Sequences whose tokens are awaited (`Sequence.is_awaited`) are left out of the next step:
+        they run in every second one. If they are many, the whole step is left to the next call.
+        """
+        before = self.in_flight
         if before:
             # as if its tokens were known
             self.scheduler.advance(before.batch)
-        if self.scheduler.has_unfinished() and not (before and self._is_awaited(before.batch)):
-            if batch := self.scheduler.schedule():
-                self.metrics.launched(batch)
-                self.in_flight = self.runner.launch(batch)
-        if not self.config.run_ahead:
-            before, self.in_flight = self.in_flight, None
-        return self._take_in(before) if before else []
+        has_to_wait = before and self._is_awaited(before.batch)
+        self.in_flight = None if has_to_wait else self._launch()
+        return self._take_in(before)
+
+    def _launch(self) -> Launched | None:
+        """Schedules and launches a step; None where no sequence can run."""
+        batch = self.scheduler.schedule() if self.scheduler.has_unfinished() else None
+        if not batch:
+            return None
+        self.metrics.launched(batch)
+        return self.runner.launch(batch)
 
     def _is_awaited(self, batch: Batch) -> bool:
         """Whether the next step waits for the tokens of this one.
@@ -92,8 +105,10 @@ class Engine:
         num_awaited = sum(seq.needs_tokens for _, seq in batch.sampled)
         return 4 * num_awaited >= len(batch) or len(batch.sampled) > self.config.max_num_seqs
 
-    def _take_in(self, launched: Launched) -> list[Sequence]:
+    def _take_in(self, launched: Launched | None) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""
+        if launched is None:
+            return []
         batch = launched.batch
         taken = self.scheduler.postprocess(batch, launched.wait())
         for row, (index, position) in enumerate(batch.scored, len(batch.sampled)):

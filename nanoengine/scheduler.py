@@ -178,6 +178,9 @@ class Scheduler:
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one for each of `batch.sampled`, and ends sequences.
 
+        A step that was not advanced while it was in flight is advanced first: its tokens are
+        pending for a moment, and then get their numbers.
+
         Returns (row, sequence) for each token that counts, and for each sequence that ends because
         none could be sampled ("error"). The tokens of sequences that had ended before do not count.
         """

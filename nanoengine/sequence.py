@@ -71,7 +71,7 @@ class Sequence:
     num_computed_tokens: int = state(int)
     block_table: array = state(lambda: array("i"))
     # (hash, tokens) of each full block, as far as they were needed: see block_manager.py
-    block_hashes: list[tuple[int, bytes]] = state(list)
+    block_hashes: list[tuple[bytes, bytes]] = state(list)
     # once admitted, it holds blocks for at least so many tokens
     num_held_tokens: int = state(int)
     # how many tokens were computed when it was last preempted
@@ -100,3 +100,8 @@ class Sequence:
     def fork(self, **changes: Any) -> "Sequence":
         """A sequence with the same tokens and parameters, which has yet to begin."""
         return replace(self, **{"token_ids": self.token_ids[:], **changes})
+
+    def __repr__(self) -> str:
+        status = self.finish_reason or ("running" if self.is_running else "waiting")
+        return (f"<{self.request_id}.{self.index} {status}: {self.num_computed_tokens} of "
+                f"{self.num_tokens} tokens computed, blocks {list(self.block_table)}>")
