@@ -4,13 +4,17 @@ Nothing here decides or computes anything: it is the message between the two.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nanoengine.sequence import Sequence
 
 
 @dataclass
 class Copies:
-    """The blocks to copy before a step computes, {to: from}, in the order of these fields.
+    """The blocks to copy before a step computes: for each target its source.
+
+    They are copied in the order of these fields, by the runner, and those to and from the host by
+    swapping.py.
 
     The order matters, since a block that is freed in a step can be handed out again in the same
     step: block 5 of a preempted sequence is first copied to the host, then a fork's copy is written
@@ -22,6 +26,25 @@ class Copies:
     swap_in: dict[int, int] = field(default_factory=dict)
 
 
+class Row(NamedTuple):
+    """A row of logits: what the model says of the token of `seq` at `position`.
+
+    index: which of the batch's sequences computes the token before it. It is `seq` itself, or the
+        one of which `seq` is a fork that begins.
+    """
+
+    index: int
+    seq: Sequence
+    position: int
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of how many likeliest tokens it has log-probabilities: -1 for all, None for no token."""
+        params = self.seq.params
+        is_scored = self.position < self.seq.num_prompt_tokens
+        return params.prompt_logprobs if is_scored else params.logprobs
+
+
 @dataclass
 class Batch:
     """One step: the whole message from scheduler to runner.
@@ -31,11 +54,10 @@ class Batch:
 
     budget: how many more tokens the step may compute (set by `Scheduler.build`).
     started: the time at which it was launched (set by metrics.py).
-    sampled: (i, sequence) for each token to be drawn: from the last token of sequence i, for this
-        sequence. It is sequence i itself, or a fork of it that begins (n > 1), so that an i may
-        come several times (set by `Scheduler._place`).
-    scored: (i, position) for each token of sequence i behind which the next token of the prompt is
-        scored, for `prompt_logprobs` (set by `Scheduler._place`).
+    sampled: a row for each token to be drawn; where forks begin (n > 1), several have the same
+        index (set by `Scheduler._place`).
+    scored: a row for each token of a prompt that is to be scored, for `prompt_logprobs` (set by
+        `Scheduler._place`).
     copies: the block copies to be done first (set by `Scheduler.schedule`).
     admitted: the sequences that were waiting, each with the number of tokens that the prefix cache
         had (set by `Scheduler._admit`).
@@ -49,8 +71,8 @@ class Batch:
     sequences: list[Sequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    sampled: list[tuple[int, Sequence]] = field(default_factory=list)
-    scored: list[tuple[int, int]] = field(default_factory=list)
+    sampled: list[Row] = field(default_factory=list)
+    scored: list[Row] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[tuple[Sequence, str]] = field(default_factory=list)
@@ -62,7 +84,8 @@ class Batch:
     @property
     def is_decode(self) -> bool:
         """Whether each sequence computes one token and draws one: then a CUDA graph can run it."""
-        return max(self.num_tokens) == 1 and [i for i, _ in self.sampled] == list(range(len(self)))
+        sampled = [row.index for row in self.sampled]
+        return max(self.num_tokens) == 1 and sampled == list(range(len(self)))
 
     def __repr__(self) -> str:
         parts = zip(self.sequences, self.starts, self.num_tokens)

@@ -102,22 +102,19 @@ class Engine:
         a device loses that waits for the host. And no more pending tokens can be looked up than
         `max_num_seqs`; where forks begin there can be more.
         """
-        num_awaited = sum(seq.needs_tokens for _, seq in batch.sampled)
+        num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)
         return 4 * num_awaited >= len(batch) or len(batch.sampled) > self.config.max_num_seqs
 
     def _take_in(self, launched: Launched | None) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""
         if launched is None:
             return []
-        batch = launched.batch
-        taken = self.scheduler.postprocess(batch, launched.wait())
-        for row, (index, position) in enumerate(batch.scored, len(batch.sampled)):
-            batch.sequences[index].prompt_logprobs[position + 1] = launched.entries[row]
-        self.metrics.done(launched, [seq for _, seq in taken])
-        for row, seq in taken:
-            if row in launched.entries and seq.finish_reason != "error":
-                seq.logprobs.append(launched.entries[row])
-        return [seq for _, seq in taken]
+        taken = self.scheduler.postprocess(launched.batch, launched.wait())
+        seqs = [seq for _, seq in taken]
+        for row, found in launched.logprobs.items():
+            row.seq.logprobs[row.position] = found
+        self.metrics.done(launched, seqs)
+        return seqs
 
     def abort(self, request_ids: set[str]) -> None:
         """Ends sequences, between two steps. What they have computed stays in the prefix cache."""

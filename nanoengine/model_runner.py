@@ -4,19 +4,15 @@ It owns the model, the memory of the KV cache, the inputs of a step and the CUDA
 sequences run, and why, is not its business.
 
     launch(batch)
-      prepare(batch)        host: a batch to one buffer of numbers
-      step(buffer)
-        run(buffer)         device: copies blocks, then
-          compute(step)     these numbers to hidden states
-          model.lm_head     these to logits, part by part
-        sample(parts)       logits to tokens (sampler.py)
+      prepare(batch)        on the host: a batch to one buffer of numbers
+      forward(buffer)       on the device: block copies; these numbers to hidden states, in parts
+      sample(parts)         of each part: logits, tokens and log-probabilities (sampler.py)
 
-A CUDA graph does compute, logits and sample at once, as if all rows needed only a temperature; rows
-that need more are then sampled again, from the graph's logits.
+A CUDA graph holds a decode step from the numbers to tokens, as if all rows needed only a
+temperature; rows that need more are then sampled again, from the graph's logits.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import add
@@ -30,14 +26,14 @@ from transformers import PretrainedConfig
 
 import nanoengine_cpu
 from nanoengine.attention import BACKENDS, choose_backend, make_caches
-from nanoengine.batch import Batch, Copies
+from nanoengine.batch import Batch, Copies, Row
 from nanoengine.config import EngineConfig
 from nanoengine.loader import load_model
 from nanoengine.model import Decoder, rope_table
-from nanoengine.sampler import find_logprobs, logprobs_asked, sample, sample_plain
+from nanoengine.sampler import find_logprobs, sample, sample_plain
 from nanoengine.sampling_params import SamplingParams, rejected
 from nanoengine.sequence import Sequence
-from nanoengine.step_inputs import StepInputs, StepShape, known_ids, pack, step_arrays
+from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays, to_buffer
 
 
 @dataclass
@@ -45,14 +41,14 @@ class Launched:
     """A step on its way through the device, and later the record of it in `LLM.trace`.
 
     tokens: one for each of `batch.sampled`, on the host; to be read after `wait`.
-    entries: the log-probabilities of each row that asked for some (`find_logprobs`); the same
-        holds. The rows of `batch.scored` are behind those of `batch.sampled`.
+    logprobs: the log-probabilities of each row that asks for some (`find_logprobs`); the same
+        holds.
     done: on a GPU the event behind all its work.
     """
 
     batch: Batch
     tokens: Tensor
-    entries: dict[int, Tensor]
+    logprobs: dict[Row, Tensor]
     done: torch.cuda.Event | None
 
     def wait(self) -> list[int]:
@@ -147,7 +143,8 @@ class ModelRunner:
         # first, as it gives back what the allocator keeps
         self.capture()
         largest = largest_batch(self.config, self.max_model_len)
-        self.step(largest, *self.prepare(largest))
+        # each rank for itself
+        ModelRunner.launch(self, largest)
         free, total = torch.cuda.mem_get_info()
         self.graphs.clear()
         torch.cuda.empty_cache()
@@ -160,14 +157,14 @@ class ModelRunner:
         Only their logits are kept apart, for rows that need more than a temperature.
         """
         def run(step: StepInputs) -> tuple[Tensor, Tensor]:
-            logits = self.model.lm_head(self.compute(step))
+            logits = self.model.lm_head(self.hidden_states(step))
             return logits, sample_plain(logits, step.draws)
 
         pool = torch.cuda.graph_pool_handle() if self.buckets else None
         for size in reversed(self.buckets):
             for longest_keys in reversed(key_buckets(size, self.max_model_len)):
                 buffer, shape = self.prepare(dummy_batch(size, 1, longest_keys))
-                step = StepInputs.unpack(buffer.to(self.device), shape)
+                step = StepInputs.from_buffer(buffer.to(self.device), shape)
                 # compiles, and warms up
                 run(step)
                 graph = torch.cuda.CUDAGraph()
@@ -178,9 +175,12 @@ class ModelRunner:
 
     # ----------------------------------------------------------------------------- a step
 
+    @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Begins a step."""
-        return self.step(batch, *self.prepare(batch))
+        """Begins a step. Its tokens stay on the device for the next step as well."""
+        buffer, shape = self.prepare(batch)
+        step, parts = self.forward(batch.copies, buffer, shape)
+        return self.sample(batch, step, parts)
 
     def prepare(self, batch: Batch) -> tuple[Tensor, StepShape]:
         """The inputs of a step in one buffer on the host, and their shape.
@@ -192,36 +192,25 @@ class ModelRunner:
             batch = pad(batch, at_least(len(batch), self.buckets))
             longest_keys = at_least(longest_keys, key_buckets(len(batch), self.max_model_len))
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
-        buffer, layout = pack(arrays, self.device)
+        buffer, layout = to_buffer(arrays, self.device)
         return buffer, (layout, max(batch.num_tokens), longest_keys)
 
-    @torch.inference_mode()
-    def step(self, batch: Batch, buffer: Tensor, shape: StepShape) -> Launched:
-        """Begins a step. Its tokens stay on the device for the next step as well."""
-        step, parts = self.run(batch.copies, buffer, shape)
-        tokens, entries = self.sample(batch, step, parts)
-        # into pinned memory
-        tokens = tokens.to("cpu", non_blocking=True)
-        done = torch.cuda.current_stream().record_event() if self.is_gpu else None
-        return Launched(batch, tokens, entries, done)
+    def forward(self, copies: Copies, buffer: Tensor,
+                shape: StepShape) -> tuple[StepInputs, list[Any]]:
+        """Computes a step up to the hidden states of its rows.
 
-    def run(self, copies: Copies, buffer: Tensor,
-            shape: StepShape) -> tuple[StepInputs, Iterator[Any]]:
-        """The inputs of a step, and the logits of its rows, part by part, each with the tokens that
-        a CUDA graph has drawn, or None.
-
-        A part has at most `max_num_seqs` rows, however many rows forks and scored prompts have: the
-        memory for so many was measured.
+        Returns its inputs, and the rows in parts, of which `logits` makes logits. A part has at
+        most `max_num_seqs` rows, however many rows forks and scored prompts have: the memory for so
+        many was measured.
         """
         self.copy_blocks(copies)
         if shape in self.graphs:
             graph, step, outputs = self.graphs[shape]
             step.buffer.copy_(buffer, non_blocking=True)
             graph.replay()
-            return step, iter([outputs])
-        step = StepInputs.unpack(buffer.to(self.device, non_blocking=True), shape)
-        parts = self.compute(step).split(self.config.max_num_seqs)
-        return step, ((self.model.lm_head(part), None) for part in parts)
+            return step, [outputs]
+        step = StepInputs.from_buffer(buffer.to(self.device, non_blocking=True), shape)
+        return step, list(self.hidden_states(step).split(self.config.max_num_seqs))
 
     def copy_blocks(self, copies: Copies) -> None:
         """Does the block copies of a step, in the order of `Copies`."""
@@ -231,33 +220,38 @@ class ModelRunner:
             for to, origin in pairs.items():
                 target[to].copy_(source[origin], non_blocking=True)
 
-    def compute(self, step: StepInputs) -> Tensor:
+    def hidden_states(self, step: StepInputs) -> Tensor:
         """The last hidden states of the rows that have logits, (rows, hidden_size)."""
         token_ids = known_ids(step.token_ids, self.last_sampled)
         is_eager = self.is_gpu and self.config.enforce_eager
         with torch.compiler.set_stance("force_eager") if is_eager else nullcontext():
             return self.model(token_ids, step)
 
-    def sample(self, batch: Batch, step: StepInputs,
-               parts: Iterator[Any]) -> tuple[Tensor, dict[int, Tensor]]:
-        """Tokens on the device, and log-probabilities on their way to the host: see `Launched`."""
-        seqs = [seq for _, seq in batch.sampled]
-        asked = logprobs_asked(batch)
-        tokens = step.next_tokens.long()
-        entries: dict[int, Tensor] = {}
+    def logits(self, part: Any) -> tuple[Tensor, Tensor | None]:
+        """The logits of a part, (rows, vocab_size), and the tokens that a CUDA graph has drawn."""
+        return part if isinstance(part, tuple) else (self.model.lm_head(part), None)
+
+    def sample(self, batch: Batch, step: StepInputs, parts: list[Any]) -> Launched:
+        """Tokens and log-probabilities, part by part. Each part is taken off the list."""
         size = self.config.max_num_seqs
-        for first, (logits, drawn) in zip(range(0, len(tokens), size), parts):
-            rows = slice(first, first + size)
-            sampled = tokens[:len(seqs)][rows]
-            sampled.copy_(sample(logits, step.draws[rows], seqs[rows], self.last_sampled, drawn))
-            asked_here = {row - first: asked[row] for row in asked if first <= row < first + size}
-            found = find_logprobs(logits, tokens[rows], asked_here)
-            entries |= {first + row: each for row, each in found}
-        tokens = tokens[:len(seqs)]
+        rows = batch.sampled + batch.scored
+        tokens = step.next_tokens.long()
+        logprobs: dict[Row, Tensor] = {}
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            logits, drawn = self.logits(parts.pop(0))
+            seqs = [row.seq for row in batch.sampled[part]]
+            sampled = sample(logits, step.draws[part], seqs, self.last_sampled, drawn)
+            tokens[start:start + len(seqs)] = sampled
+            logprobs |= find_logprobs(logits, tokens[part], rows[part])
+        tokens = tokens[:len(batch.sampled)]
         # There are more than max_num_seqs only where forks begin, and then the next step waits for
         # their tokens. For NO_TOKEN the next step computes token 0, which nobody reads.
-        self.last_sampled[:len(seqs)] = tokens[:size].clamp(min=0)
-        return tokens, entries
+        self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
+        # into pinned memory
+        tokens = tokens.to("cpu", non_blocking=True)
+        done = torch.cuda.current_stream().record_event() if self.is_gpu else None
+        return Launched(batch, tokens, logprobs, done)
 
 
 def make_runner(config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> ModelRunner:
@@ -275,9 +269,10 @@ def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: Any) -> B
     """The last tokens of dummy sequences, for measuring, for graph capture and as padding.
 
     They use block 0."""
-    seqs = [Sequence("", [0] * length, length, length, SamplingParams(**params))] * num_seqs
-    return Batch(sequences=seqs, starts=[length - num_tokens] * num_seqs,
-                 num_tokens=[num_tokens] * num_seqs, sampled=list(enumerate(seqs)))
+    seq = Sequence("", [0] * length, length, length, SamplingParams(**params))
+    return Batch(sequences=[seq] * num_seqs, starts=[length - num_tokens] * num_seqs,
+                 num_tokens=[num_tokens] * num_seqs,
+                 sampled=[Row(index, seq, length) for index in range(num_seqs)])
 
 
 def largest_batch(config: EngineConfig, max_model_len: int) -> Batch:
@@ -294,10 +289,11 @@ def largest_batch(config: EngineConfig, max_model_len: int) -> Batch:
 
 def pad(batch: Batch, size: int) -> Batch:
     """A decode step with dummy sequences behind its own, `size` together."""
-    dummies = dummy_batch(size - len(batch), 1, 1)
-    seqs = batch.sequences + dummies.sequences
-    return Batch(sequences=seqs, starts=batch.starts + dummies.starts, num_tokens=[1] * size,
-                 sampled=list(enumerate(seqs)))
+    dummy = Sequence("", [0], 1, 1)
+    missing = range(len(batch), size)
+    return Batch(sequences=batch.sequences + [dummy] * len(missing),
+                 starts=batch.starts + [0] * len(missing), num_tokens=[1] * size,
+                 sampled=batch.sampled + [Row(index, dummy, 1) for index in missing])
 
 
 # -------------------------------------------------------------------------------- choices

@@ -58,7 +58,8 @@ class RequestOutput:
     """A prompt and its completions.
 
     index: which of the call's prompts it is, from 0; `request_id` counts over all calls.
-    prompt_logprobs: for each token of the prompt, None for the first; None if not asked for.
+    prompt_logprobs: for each token of the prompt, None for the first; None if not asked for, and
+        for a request that ended in an error.
     num_cached_tokens: how many tokens of the prompt the prefix cache had.
     """
 
@@ -93,8 +94,9 @@ class Completion:
         """Takes in the newest token; returns the stop string that its text completes, if any."""
         seq = self.seq
         num_generated = seq.num_tokens - seq.num_prompt_tokens
-        new = seq.logprobs[len(self.logprobs):]
-        self.logprobs += [read_logprobs(entries, self.tokenizer) for entries in new]
+        position = seq.num_prompt_tokens + len(self.logprobs)
+        if position in seq.logprobs and seq.finish_reason != "error":
+            self.logprobs.append(read_logprobs(seq.logprobs[position], self.tokenizer))
         num_letters = len(self.text)
         # the token that ended it counts if stop strings do; a sequence with an error has no new one
         kept = "stop" if seq.params.include_stop_str_in_output else None
@@ -173,10 +175,12 @@ class Request:
         """The request as it stands now."""
         seq = self.seq
         prompt_logprobs = None
-        if seq.is_scored:
+        # around logits that are not finite they would depend on the chunks of the prompt
+        if seq.is_scored and seq.finish_reason != "error":
             tokenizer = self.completions[0].tokenizer
+            found = [seq.logprobs.get(position) for position in range(1, seq.num_prompt_tokens)]
             prompt_logprobs = [None] + [read_logprobs(entries, tokenizer)
-                                        for _, entries in sorted(seq.prompt_logprobs.items())]
+                                        for entries in found if entries is not None]
         return RequestOutput(
             seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
             [completion.output() for completion in self.completions], self.is_finished,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import nanoengine_cpu
-from nanoengine.batch import Batch
+from nanoengine.batch import Row
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine.step_inputs import send
 
@@ -176,27 +176,20 @@ def draw(scores: Tensor, draws: Tensor) -> Tensor:
 # ------------------------------------------------------------------------ log-probabilities
 
 
-def logprobs_asked(batch: Batch) -> dict[int, tuple[int, float]]:
-    """Which rows ask for log-probabilities, sampled ones and scored ones behind them.
+def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row, Tensor]:
+    """Log-probabilities of raw logits, for rows that ask for some: of the row's target, and of the
+    likeliest tokens.
 
-    For each: of how many likeliest tokens, -1 for all, and a temperature, 0 for none: only beams
-    have one, which are chosen by their log-probabilities.
+    logits: (rows, vocab_size); targets: (rows,), a token of each row, which was drawn or scored.
+
+    Those of a row are (1 + count, 3) float64: token id, log-probability and rank of the target,
+    then of the likeliest. They are on their way to the host.
     """
-    seqs = [seq for _, seq in batch.sampled]
-    asked = [(seq.params.logprobs, seq.logprobs_temperature) for seq in seqs]
-    asked += [(batch.sequences[i].params.prompt_logprobs, 0.0) for i, _ in batch.scored]
-    return {row: each for row, each in enumerate(asked) if each[0] is not None}
-
-
-def find_logprobs(logits: Tensor, targets: Tensor,
-                  asked: dict[int, tuple[int, float]]) -> Iterator[tuple[int, Tensor]]:
-    """Log-probabilities of raw logits where they are asked for: of the row's target, and of the
-    likeliest tokens. targets: (rows,), a token of each row; asked: see `logprobs_asked`.
-
-    The entries of a row are (1 + count, 3) float64: token id, log-probability and rank of the
-    target, then of the likeliest. They are on their way to the host.
-    """
-    for (count, temperature), rows, index in matrices(asked, logits):
+    # only beams have a temperature here: they are chosen by their log-probabilities
+    asked = {number: (row.num_logprobs, row.seq.logprobs_temperature)
+             for number, row in enumerate(rows) if row.num_logprobs is not None}
+    found = {}
+    for (count, temperature), numbers, index in matrices(asked, logits):
         values = logits.index_select(0, index).double()
         if temperature:
             values /= temperature
@@ -209,4 +202,5 @@ def find_logprobs(logits: Tensor, targets: Tensor,
         ranks = torch.arange(1, 1 + top.values.shape[1], device=rank.device).expand_as(top.indices)
         pairs = (target, top.indices), (value, top.values), (rank, ranks)
         entries = torch.stack([torch.cat(pair, dim=1).double() for pair in pairs], dim=-1)
-        yield from zip(rows, entries.to("cpu", non_blocking=True))
+        found |= zip([rows[number] for number in numbers], entries.to("cpu", non_blocking=True))
+    return found

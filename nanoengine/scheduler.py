@@ -16,7 +16,7 @@ from bisect import insort_left, insort_right
 from collections import deque
 from operator import attrgetter
 
-from nanoengine.batch import Batch
+from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
@@ -123,11 +123,11 @@ class Scheduler:
             return
         index = len(batch)
         if seq.is_scored:
-            positions = range(start, min(stop, seq.num_prompt_tokens - 1))
-            batch.scored += [(index, position) for position in positions]
+            positions = range(start + 1, min(stop + 1, seq.num_prompt_tokens))
+            batch.scored += [Row(index, seq, position) for position in positions]
         if stop == len(seq.token_ids):
             # The parent comes last: it may finish at once, and its forks share its blocks before.
-            batch.sampled += [(index, each) for each in (*seq.forks, seq)]
+            batch.sampled += [Row(index, each, stop) for each in (*seq.forks, seq)]
             seq.forks = []
         # a sequence that is admitted in this very step can share these blocks
         if num_tokens > 1:
@@ -167,7 +167,7 @@ class Scheduler:
                 if stop % self.block_manager.block_size == 0:
                     self.block_manager.register(seq, stop)
                 seq.num_computed_tokens = stop
-        for row, (index, seq) in enumerate(batch.sampled):
+        for row, (index, seq, _) in enumerate(batch.sampled):
             if not seq.finish_reason:
                 seq.token_ids.append(-1 - row)
                 if seq is not batch.sequences[index]:
@@ -186,7 +186,8 @@ class Scheduler:
         """
         if not batch.is_advanced:
             self.advance(batch)
-        taken = [(row, seq) for row, (_, seq) in enumerate(batch.sampled) if seq.token_ids[-1] < 0]
+        seqs = [row.seq for row in batch.sampled]
+        taken = [(row, seq) for row, seq in enumerate(seqs) if seq.token_ids[-1] < 0]
         for row, seq in taken:
             token_id = seq.token_ids[-1] = token_ids[row]
             if token_id == NO_TOKEN:

@@ -78,9 +78,8 @@ class Sequence:
     num_preempted_tokens: int = state(int)
     # the other completions of the prompt (n > 1), which begin with its first generated token
     forks: list["Sequence"] = state(list)
-    logprobs: list[Any] = state(list)
-    # by position
-    prompt_logprobs: dict[int, Any] = state(dict)
+    # of tokens of the prompt and generated ones that have some, by position: `find_logprobs`
+    logprobs: dict[int, Any] = state(dict)
     finish_reason: str | None = state(lambda: None)
     stop_reason: int | str | None = state(lambda: None)
 

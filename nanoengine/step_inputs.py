@@ -65,9 +65,13 @@ class StepInputs:
     next_tokens: Tensor
 
     @classmethod
-    def unpack(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
+    def from_buffer(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
+        """Views of the arrays in a buffer (`to_buffer`), on whatever device it is by now."""
         layout, longest_query, longest_keys = shape
-        return cls(buffer, longest_query, longest_keys, **unpack(buffer, layout))
+        parts = buffer.split([num_words for *_, num_words in layout])
+        views = {name: part.view(getattr(torch, dtype)).view(shape)
+                 for (name, dtype, shape, _), part in zip(layout, parts)}
+        return cls(buffer, longest_query, longest_keys, **views)
 
 
 def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, np.ndarray]:
@@ -80,23 +84,22 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
     for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
         token_ids += seq.token_ids[start:start + count]
     lengths = np.add(batch.starts, batch.num_tokens)
-    starts = np.append(0, np.cumsum(batch.num_tokens))
+    query_starts = np.append(0, np.cumsum(batch.num_tokens))
+    # a token's place in the step, less its position
+    offsets = query_starts[:-1] - batch.starts
     owners = np.arange(len(batch)).repeat(batch.num_tokens)
-    positions = np.arange(len(token_ids)) + (lengths - starts[1:])[owners]
+    positions = np.arange(len(token_ids)) - offsets[owners]
 
     width = -(-longest_keys // block_size)
-    rows = [seq.block_table[:width].tobytes().ljust(4 * width, b"\0") for seq in batch.sequences]
-    block_tables = np.frombuffer(b"".join(rows), np.int32).reshape(-1, width)
+    tables = [seq.block_table[:width].tobytes().ljust(4 * width, b"\0") for seq in batch.sequences]
+    block_tables = np.frombuffer(b"".join(tables), np.int32).reshape(-1, width)
     blocks = block_tables[owners, positions // block_size].astype(np.int64)
 
-    sampled = [index for index, _ in batch.sampled]
-    seqs = [seq for _, seq in batch.sampled]
-    params = [seq.params for seq in seqs]
-    scored = [starts[index] + position - batch.starts[index] for index, position in batch.scored]
-    scored_tokens = [batch.sequences[index].token_ids[position + 1]
-                     for index, position in batch.scored]
+    rows = batch.sampled + batch.scored
+    sampled_rows = offsets[[row.index for row in rows]] + [row.position - 1 for row in rows]
+    known = [row.seq.token_ids[row.position] for row in batch.scored]
     draws = [(p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(position))
-             for seq, p, position in zip(seqs, params, lengths[sampled].tolist())]
+             for _, seq, position in batch.sampled for p in [seq.params]]
     in_64_bits = {
         "draws": np.array(draws, float).reshape(-1, 5),
         "slot_mapping": blocks * block_size + positions % block_size}
@@ -104,12 +107,12 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         "token_ids": token_ids,
         "positions": positions,
         "sequence_of_token": owners,
-        "query_starts": starts,
+        "query_starts": query_starts,
         "key_starts": np.append(0, lengths.cumsum()),
         "lengths": lengths,
         "block_tables": block_tables,
-        "sampled_rows": np.append(starts[1:][sampled] - 1, scored),
-        "next_tokens": [-1] * len(seqs) + scored_tokens}
+        "sampled_rows": sampled_rows,
+        "next_tokens": [-1] * len(draws) + known}
     return in_64_bits | {
         name: np.asarray(array, np.int32) for name, array in in_32_bits.items()}
 
@@ -117,24 +120,18 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
 # --------------------------------------------------------------------------- to the device
 
 
-def pack(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layout]:
-    """Arrays, one behind the other in one int32 buffer on the host, and how to unpack it.
+def to_buffer(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layout]:
+    """Arrays, one behind the other in one int32 buffer on the host, and how they lie there.
 
     Arrays of 64-bit numbers come first, so that theirs are aligned. For a GPU the buffer is pinned:
     PyTorch reuses one only when the copy from it is done, so that none is rewritten in flight.
     """
     words = [array.view(np.int32).ravel() for array in arrays.values()]
-    buffer = torch.empty(sum(map(len, words)), dtype=torch.int32, pin_memory=device == "cuda")
+    buffer = torch.empty(
+        sum(map(len, words)), dtype=torch.int32, device="cpu", pin_memory=device == "cuda")
     np.concatenate(words, out=buffer.numpy())
     return buffer, tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
                          for name, array in arrays.items())
-
-
-def unpack(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The arrays as views of the buffer, on whatever device that is."""
-    parts = buffer.split([num_words for *_, num_words in layout])
-    return {name: part.view(getattr(torch, dtype)).view(shape)
-            for (name, dtype, shape, _), part in zip(layout, parts)}
 
 
 def send(numbers: Any, device: torch.device) -> Tensor:

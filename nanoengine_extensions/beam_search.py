@@ -154,7 +154,7 @@ class BeamSearch:
         self.found[beam] = {}
         if beam.finish_reason != "error":
             beam.token_ids.pop()
-            self.found[beam] = read_logprobs(beam.logprobs.pop())
+            self.found[beam] = read_logprobs(beam.logprobs.pop(beam.num_tokens))
         if self.found.keys() == self.scores.keys() and all(
                 beam.finish_reason or beam.num_uncomputed_tokens == 0 for beam in self.scores):
             chosen = self._choose()

@@ -207,30 +207,36 @@ class TensorParallelRunner(ModelRunner):
             free_bytes = min(free_bytes, available // 4 // self.group.size)
         return self.group.least(free_bytes)
 
+    @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Begins a step on all ranks."""
         buffer, shape = self.prepare(batch)
         with uninterrupted(), self.ranks.explained():
             self.ranks.send(batch.copies, buffer.numpy(), shape)
-            launched = self.step(batch, buffer, shape)
+            step, parts = self.forward(batch.copies, buffer, shape)
+            launched = self.sample(batch, step, parts)
         return LaunchedOnRanks(**vars(launched), check=self.ranks.check)
 
     @torch.inference_mode()
     def follow(self, copies: Copies, numbers: np.ndarray, shape: StepShape) -> None:
-        """What another rank does for a step that rank 0 launches."""
-        _, parts = self.run(copies, torch.from_numpy(numbers), shape)
-        self.finish(parts)
+        """What another rank does for a step that rank 0 launches: all but sampling."""
+        _, parts = self.forward(copies, torch.from_numpy(numbers), shape)
+        self.end_step(parts)
 
-    def sample(self, batch: Batch, step: StepInputs, parts: Iterator[Any]) -> Any:
+    def sample(self, batch: Batch, step: StepInputs, parts: list[Any]) -> Launched:
         try:
             return super().sample(batch, step, parts)
         finally:
-            self.finish(parts)
+            self.end_step(parts)
 
-    def finish(self, parts: Iterator[Any]) -> None:
-        """What is left of a step for all ranks, also if an error has kept rank 0 from sampling."""
-        for _ in parts:
-            pass
+    def end_step(self, parts: list[Any]) -> None:
+        """Takes part in the logits of the parts that are left, and in what the next step reads.
+
+        On rank 0 some are left where an error has kept it from sampling: all ranks make the logits
+        of all parts, or the others would wait for it.
+        """
+        while parts:
+            self.logits(parts.pop(0))
         if self.config.run_ahead:
             self.group.share(self.last_sampled)
 

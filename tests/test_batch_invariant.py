@@ -29,7 +29,7 @@ def logits_of(llm: LLM, prompts: list[list[int]], max_tokens: int = 20) -> dict:
     launch = runner.launch
 
     def launch_watched(batch):
-        keys = [(int(seq.request_id) - first, seq.num_tokens) for _, seq in batch.sampled]
+        keys = [(int(seq.request_id) - first, seq.num_tokens) for _, seq, _ in batch.sampled]
         launched = launch(batch)
         for key, row in zip(keys, newest[-1] if keys else []):
             found[key] = row.clone()

@@ -131,19 +131,19 @@ def test_beams_without_finite_log_probabilities_end_with_an_error(bundled):
         good = llm.beam_search(["47 + 85 =", "Once"], params)
         assert {beam.finish_reason for beam in good[0].sequences} <= {"stop", "length"}
         runner, batches = llm.engine.runner, []
-        launch, compute = runner.launch, runner.compute
+        launch, compute = runner.launch, runner.hidden_states
 
         def compute_poisoned(step):
             hidden = compute(step)
             if len(batches) > 3:
-                hidden[[seq.request_id == "3" for _, seq in batches[-1].sampled]] = math.nan
+                hidden[[seq.request_id == "3" for _, seq, _ in batches[-1].sampled]] = math.nan
             return hidden
 
         runner.launch = lambda batch: batches.append(batch) or launch(batch)
-        runner.compute = compute_poisoned
+        runner.hidden_states = compute_poisoned
         both = llm.beam_search(["47 + 85 =", "Once"], params)
         check_idle(llm)
-        runner.launch, runner.compute = launch, compute
+        runner.launch, runner.hidden_states = launch, compute
         assert llm.beam_search(["47 + 85 =", "Once"], params) == good, "nothing of it is cached"
     assert both[0] == good[0]
     assert [beam.finish_reason for beam in both[1].sequences] == ["error"] * 2

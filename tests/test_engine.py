@@ -69,7 +69,9 @@ class MadeUpRunner:
             if last < 0:
                 assert self.in_flight[0].sampled[-1 - last][1] is seq
                 assert -1 - last < self.max_num_seqs, "no more can be looked up"
-        rows = [(seq, batch.starts[i] + batch.num_tokens[i]) for i, seq in batch.sampled]
+        rows = [(seq, position) for _, seq, position in batch.sampled]
+        assert all(position == batch.starts[i] + batch.num_tokens[i]
+                   for i, _, position in batch.sampled)
         self.in_flight.append(batch)
         self.now += 1
 
@@ -78,7 +80,7 @@ class MadeUpRunner:
             assert self.in_flight.pop(0) is batch
             return [made_up_token(*row) for row in rows]
 
-        return SimpleNamespace(batch=batch, wait=wait, entries={}, done=None)
+        return SimpleNamespace(batch=batch, wait=wait, logprobs={}, done=None)
 
 
 def make_engine(**options) -> Engine:

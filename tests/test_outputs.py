@@ -1,6 +1,7 @@
 """Text: whole characters, stop strings across token boundaries, tokens that are no text."""
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -141,13 +142,13 @@ def test_log_probabilities_get_their_text(byte_tokenizer):
     assert completion.output().logprobs is completion.output().cumulative_logprob is None
     for token_id, logprob in ((first, -0.5), (second, -0.25)):
         seq.token_ids.append(token_id)
-        seq.logprobs.append({token_id: Logprob(logprob, 2), other: Logprob(-0.1, 1)})
+        seq.logprobs[seq.num_tokens - 1] = torch.tensor([[token_id, logprob, 2], [other, -0.1, 1]])
         completion.update()
     output = completion.output()
     assert output.cumulative_logprob == -0.75
     assert [[found.decoded_token for found in at.values()] for at in output.logprobs] == [
         ["a", "c"], ["b", "c"]]
-    seq.logprobs.append({})
+    completion.logprobs.append({})
     assert len(output.logprobs) == 2, "an output that was given out does not change"
 
 

@@ -136,7 +136,7 @@ class ShadowCache:
             held = [self.slots.get(slot) for slot in slots[seq]]
             assert held == prefixes[seq][:len(held)], "reads another's K and V"
         self.sampled = [next_token(tokens[batch.sequences[index]], seq)
-                        for index, seq in batch.sampled]
+                        for index, seq, _ in batch.sampled]
         return self.sampled
 
     def tokens(self, seq: Sequence) -> list[int]:
@@ -181,16 +181,16 @@ class ShadowRunner:
         assert all(-1 - seq.token_ids[-1] < self.max_num_seqs
                    for seq in batch.sequences), "no more can be looked up"
         tokens = self.cache.run(batch)
-        logprobs = dict(enumerate(self.score(batch), len(batch.sampled)))
-        return SimpleNamespace(batch=batch, wait=lambda: tokens, entries=logprobs, done=None)
+        logprobs = dict(zip(batch.scored, self.score(batch)))
+        return SimpleNamespace(batch=batch, wait=lambda: tokens, logprobs=logprobs, done=None)
 
     def score(self, batch: Batch) -> list[int]:
         """For each token to be scored, what stands for it and all before it."""
-        for index, position in batch.scored:
+        for index, seq, position in batch.scored:
             start = batch.starts[index]
-            assert start <= position < start + batch.num_tokens[index], "it has no logits"
-        return [prefixes_of(batch.sequences[index].token_ids[:position + 1])[-1]
-                for index, position in batch.scored]
+            assert start < position <= start + batch.num_tokens[index], "it has no logits"
+            assert seq is batch.sequences[index]
+        return [prefixes_of(seq.token_ids[:position])[-1] for _, seq, position in batch.scored]
 
 
 def contents(batch: Batch) -> list:
@@ -229,7 +229,7 @@ class CheckedScheduler(ObservedScheduler):
         assert len(self.running) <= config.max_num_seqs
         assert len(set(batch.sequences)) == len(batch)
         assert all(seq in self.running for seq in batch.sequences)
-        sampled = {index for index, _ in batch.sampled}
+        sampled = {row.index for row in batch.sampled}
         for index, seq in enumerate(batch.sequences):
             assert batch.starts[index] == seq.num_computed_tokens
             assert 0 < batch.num_tokens[index] <= seq.num_uncomputed_tokens
@@ -336,10 +336,10 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
         if seq.request_id not in aborted:
             assert (seq.token_ids, seq.finish_reason) == expected_output(seq)
             wanted_scores = prefixes_of(seq.token_ids[:seq.num_prompt_tokens - 1])
-            assert seq.index or seq.prompt_logprobs == dict(enumerate(
+            assert seq.index or seq.logprobs == dict(enumerate(
                 wanted_scores * seq.is_scored, 1))
             scheduler.counters["errors"] += seq.finish_reason == "error"
-            scheduler.counters["scored"] += len(seq.prompt_logprobs)
+            scheduler.counters["scored"] += len(seq.logprobs)
     if policies["preemption_mode"] == "recompute":
         assert not scheduler.counters["swap_preemptions"], "the pool is not to be used"
     return scheduler.counters
@@ -528,7 +528,8 @@ def test_completions_share_the_prompt_even_where_they_end_at_once():
     forks = first.forks
     scheduler.add(first)
     batch = scheduler.schedule()
-    assert batch.sampled == [(0, forks[0]), (0, forks[1]), (0, first)] and not first.forks
+    assert [row[:2] for row in batch.sampled] == [(0, forks[0]), (0, forks[1]), (0, first)]
+    assert not first.forks
     scheduler.postprocess(batch, [1, 2, 3])
     assert scheduler.counters["shared_blocks"] == 4 and not scheduler.has_unfinished()
     assert [seq.token_ids[9:] for seq in (*forks, first)] == [[1], [2], [3]]

@@ -21,7 +21,7 @@ def test_a_fork_has_the_tokens_and_parameters_but_has_yet_to_begin():
     seq = make()
     seq.num_computed_tokens, seq.num_held_tokens = 5, 105
     seq.block_table, seq.block_hashes = array("i", [4]), [(1, b"")]
-    seq.forks, seq.logprobs = [make()], [{}]
+    seq.forks, seq.logprobs = [make()], {9: []}
     fork = seq.fork(seed=8, index=2)
     assert (fork.request_id, fork.seed, fork.index) == ("7", 8, 2)
     assert fork.token_ids == seq.token_ids and fork.token_ids is not seq.token_ids
