@@ -137,7 +137,8 @@ class ModelRunner:
         if not self.is_gpu:
             blocks_of_one = -(-self.max_model_len // self.config.block_size)
             most = self.config.max_num_seqs * blocks_of_one * self.block_bytes
-            return min(psutil.virtual_memory().available // 4, most)
+            available = psutil.virtual_memory().available // self.config.tensor_parallel_size
+            return min(available // 4, most)
         # what engines before this one have left
         torch.cuda.empty_cache()
         # first, as it gives back what the allocator keeps

@@ -149,7 +149,7 @@ def test_a_rank_that_dies_is_named_at_once(two_ranks, is_in_a_step, monkeypatch)
     else:
         two_ranks.engine.runner.ranks.check()
         kill()
-        process.wait()
+        two_ranks.engine.runner.ranks.have_ended.wait(timeout=10)
         with pytest.raises(RuntimeError, match="rank 1 of the engine has died"):
             two_ranks.engine.runner.ranks.check()
     with pytest.raises(RuntimeError, match="rank 1 of the engine has died"):
@@ -230,7 +230,7 @@ def test_more_ranks_than_gpus_are_refused(tiny, monkeypatch):
     ((8, 6), (8, 6), 1, [slice(None), slice(None)]),
     ((8, 6), (4, 6), 1, [slice(4, 8), slice(None)]),
     ((8, 6), (8, 3), 0, [slice(None), slice(0, 3)]),
-    ((7,), (4,), 1, [slice(4, 8)]),
+    ((7,), (4,), 1, [slice(None)]),
     # what does not fit is read whole, and refused by the loader
     ((8, 6), (2, 6), 0, [slice(None)] * 2), ((8,), (8, 1), 0, [slice(None)]),
     ((8, 7), (8, 3), 0, [slice(None)] * 2)])
