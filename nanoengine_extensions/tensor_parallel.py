@@ -39,7 +39,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.model import Decoder
 from nanoengine.model_runner import Launched, ModelRunner
 from nanoengine.sampling_params import rejected
-from nanoengine.step_inputs import StepInputs, StepShape
+from nanoengine.step_inputs import StepShape
 
 
 class Group:
@@ -58,6 +58,7 @@ class Group:
     def connect(self, device: str) -> None:
         """Waits for all ranks. PyTorch's default group stays free for the user."""
         self.device = device
+        # counts those that have come
         self.store.add("ranks", 1)
         kinds: Any = torch.distributed
         place = self.store, self.rank, self.size
@@ -89,20 +90,6 @@ class Group:
     def share(self, x: Tensor) -> None:
         """Rank 0's x becomes that of all."""
         self.backend.broadcast([x]).wait()
-
-    def tell(self, error: Exception) -> None:
-        """Leaves word for rank 0 of what has ended this rank."""
-        self.store.set(f"error {self.rank}", pickle.dumps(error))
-
-    def error_of(self, rank: int) -> BaseException:
-        """What has ended another rank."""
-        if self.store.check([f"error {rank}"]):
-            return pickle.loads(self.store.get(f"error {rank}"))
-        return RuntimeError(f"rank {rank} of the engine has died")
-
-    def num_others(self) -> int:
-        """How many ranks have started to connect."""
-        return self.store.add("ranks", 0)
 
 
 # ------------------------------------------------------------------------- a part of the model
@@ -204,7 +191,7 @@ class TensorParallelRunner(RankRunner):
         self.ranks = Ranks(group, without_functions(config), part, folder)
         try:
             with self.ranks.together():
-                self.ranks.wait()
+                self.ranks.start()
                 super().__init__(config, part, folder, group)
         except BaseException:
             self.close()
@@ -241,10 +228,7 @@ class LaunchedOnRanks(Launched):
 
     def wait(self) -> list[int]:
         with self.ranks.together():
-            tokens = super().wait()
-        # a GPU does not notice that a rank has died: then they are rubbish
-        self.ranks.check()
-        return tokens
+            return super().wait()
 
 
 # ------------------------------------------------------------------------------- the processes
@@ -259,24 +243,27 @@ class Ranks:
 
     def __init__(self, group: Group, *setup: Any) -> None:
         self.group = group
+        self.setup = setup
         self.have_ended = threading.Event()
         self.error: BaseException = RuntimeError("the ranks of the engine have been closed")
         self.processes = [start_process(rank, group) for rank in range(1, group.size)]
         for rank, process in enumerate(self.processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
-        self.send(*setup)
 
     def _watch(self, rank: int, process: Any) -> None:
         """Notes why a rank has ended, and frees a device that waits for it."""
         process.wait()
         if not self.have_ended.is_set():
-            self.error = self.group.error_of(rank)
+            self.error = RuntimeError(f"rank {rank} of the engine has died")
+            if self.group.store.check([f"error {rank}"]):
+                self.error = pickle.loads(self.group.store.get(f"error {rank}"))
             self.have_ended.set()
             self.group.abort()
 
-    def wait(self) -> None:
-        """Waits for all ranks to start: `Group.connect` would not notice one that has died."""
-        while self.group.num_others() < len(self.processes):
+    def start(self) -> None:
+        """Waits for all ranks: `Group.connect` would not notice one that has died before it."""
+        self.send(*self.setup)
+        while self.group.store.add("ranks", 0) < len(self.processes):
             self.check(timeout=0.1)
 
     def check(self, timeout: float = 0) -> None:
@@ -294,6 +281,8 @@ class Ranks:
         """
         try:
             yield
+            # a GPU does not notice that a rank has died, and has computed rubbish then
+            self.check()
         except (RuntimeError, OSError, MemoryError) as error:
             self.check(timeout=5)
             self.error = error
@@ -343,7 +332,7 @@ def main() -> None:
         while True:
             runner.follow(*messages.get())
     except Exception as error:
-        group.tell(error)
+        group.store.set(f"error {group.rank}", pickle.dumps(error))
         raise
 
 

@@ -131,6 +131,22 @@ def test_ctrl_c_counts_behind_what_must_not_be_interrupted():
     assert signal.signal(signal.SIGINT, before) == signal.SIG_IGN
 
 
+def test_a_handler_of_ctrl_c_that_is_not_pythons_stays(monkeypatch):
+    """Where Python is part of a program in C: Python could not put the handler back."""
+    installed = []
+
+    def install(number, handler):
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or callable")
+        installed.append(handler)
+
+    monkeypatch.setattr(signal, "signal", install)
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with uninterrupted():
+        pass
+    assert installed == []
+
+
 @pytest.mark.parametrize("is_in_a_step", [True, False])
 def test_a_rank_that_dies_is_named_at_once(two_ranks, is_in_a_step, monkeypatch):
     """And a device that waits for it is freed, without which a GPU would wait for ever."""
@@ -167,6 +183,41 @@ def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch):
                             group, config, model_config, tmp_path))  # where there are no weights
     with pytest.raises(ValueError, match=f"{tmp_path}: its files lack"):
         LLM(tiny, tensor_parallel_size=2, **SMALL)
+
+
+def test_a_rank_that_does_not_even_start_is_named(tiny, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="rank 1 of the engine has died"):
+        LLM(tiny, tensor_parallel_size=2, **SMALL)
+    assert time.monotonic() - began < 10
+
+
+def test_ranks_that_are_out_of_step_are_ended(two_ranks, monkeypatch):
+    """An error in the middle of the model on rank 0 alone: the next step's sums would be wrong."""
+    def fail(*inputs):
+        raise torch.OutOfMemoryError("on purpose")
+
+    (process,) = processes_of(two_ranks)
+    two_ranks.engine.runner.model.layers[1].register_forward_pre_hook(fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert process.returncode is not None
+    check_idle(two_ranks)
+
+
+def test_policies_that_are_functions_of_a_script(tiny):
+    """They stay on rank 0."""
+    policies = dict(scheduling=lambda scheduler: scheduler.build([*scheduler.running], admit=True),
+                    preemption_victim=lambda running: running[0])
+    params = SamplingParams(temperature=0, max_tokens=40)
+    with LLM(tiny, tensor_parallel_size=2, **SCARCE, **policies) as llm:
+        found = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert llm.metrics()["num_preemptions"] > 0
+    with LLM(tiny, **SMALL) as llm:
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
 
 
 SCRIPT = """
