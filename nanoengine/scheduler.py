@@ -54,17 +54,8 @@ class Scheduler:
         self.preempted: list[tuple[Sequence, str]] = []
         self.block_manager.reset()
 
-    def max_num_tokens(self, seq: Sequence) -> int:
-        """For how many tokens a sequence may come to hold blocks."""
-        return max(seq.max_num_tokens, self.num_held_tokens(seq, self.max_model_len))
-
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence and its forks. Raises ValueError if one could never run."""
-        manager = self.block_manager
-        num_tokens = self.max_num_tokens(seq)
-        if manager.num_blocks_for(num_tokens) > manager.num_blocks:
-            raise ValueError(f"request {seq.request_id}: {num_tokens} tokens do not fit: "
-                             f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
+        """Queues a sequence and its forks."""
         for each in (seq, *seq.forks):
             each.num_held_tokens = self.num_held_tokens(each, self.max_model_len)
         insort_right(self.waiting, seq, key=BY_PRIORITY)
@@ -210,9 +201,8 @@ class Scheduler:
         V may be NaN, too."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
-        cause = seq.error or (f"request {seq.request_id}: its logits are NaN or infinite, or its "
-                              "processors (bad_words, min_tokens, …) leave no token")
-        self.finish(seq, "error", str(cause))
+        self.finish(seq, "error", f"request {seq.request_id}: its logits are NaN or infinite, or its "
+                    "processors (bad_words, min_tokens, …) leave no token")
 
     # ---------------------------------------------------------------------- one sequence
 

@@ -7,6 +7,7 @@ counters come from the batch and its sequences, and a gauge is what can be seen 
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +95,19 @@ class Metrics:
             launched.ended = now
             launched.metrics = self.gauges()
             self.trace.append(launched)
+
+    def rates(self) -> Callable[[], str]:
+        """Says how many tokens of all requests a second the engine has computed since now."""
+        before = self.counters.copy()
+        start = time.perf_counter()
+
+        def since() -> str:
+            new = self.counters - before
+            seconds = time.perf_counter() - start
+            return (f"{new['prompt_tokens'] / seconds:.0f} prompt tokens/s, "
+                    f"{new['generation_tokens'] / seconds:.0f} output tokens/s")
+
+        return since
 
     def gauges(self) -> Counter:
         """Gauges of now and counters since the start, flat. What has never happened counts 0.
