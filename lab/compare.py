@@ -23,7 +23,8 @@ from lab.figures import Figures, Runs, figures_of, report
 from lab.options import Parser, Workload, picture
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine import Engine
-from nanoengine.scheduler import VICTIMS
+from nanoengine.policies import VICTIMS
+from nanoengine_extensions.policies import overtaking
 
 Options = dict[str, Any]  # of the engine, or of the sampling
 COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each by their names
@@ -36,6 +37,7 @@ COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each by their 
     "sampling": {"greedy": {"temperature": 0.0}, "temperature": {"temperature": 0.8},
                  "top-k 20": {"top_k": 20}, "top-p 0.9": {"top_p": 0.9},
                  "penalties": {"repetition_penalty": 1.1}, "n = 4": {"n": 4, "temperature": 0.8}},
+    "overtaking": {"never": {}, "more than 8 wait": {"scheduling": overtaking(max_waiting=8)}},
     "none": {"nanoengine": {}},
 }
 
@@ -62,9 +64,9 @@ def compare(args: Any, run: Callable[[Options], tuple[Engine, Figures]]) -> Runs
             ending = f"-{name}" if len(variants) > 1 else ""
             if args.timeline and number == 0:
                 path = args.timeline.with_stem(args.timeline.stem + ending)
-                draw_timeline(engine.trace, path, engine.config.block_size)
+                draw_timeline(engine.metrics.trace, path, engine.config.block_size)
             if args.trace and number == 0:
-                write_perfetto(engine.trace, args.trace.with_stem(args.trace.stem + ending))
+                write_perfetto(engine.metrics.trace, args.trace.with_stem(args.trace.stem + ending))
     if args.plot:
         draw_comparison(runs, args.plot)
     return runs

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nanoengine.engine import Engine
-from nanoengine.sequence import RequestMetrics
+from nanoengine_extensions.metrics import RequestMetrics
 
 Step = Any  # a record of `LLM.trace`: see model_runner.py's `Launched`
 Figures = dict[str, float]
@@ -21,7 +21,8 @@ COUNTED = ("num_steps", "mean_batch", "num_preemptions", "recomputed_tokens", "p
 
 def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -> Figures:
     """The figures of a run by an engine that was fresh before it."""
-    metrics = engine.metrics()
+    metrics = engine.metrics.gauges()
+    trace = engine.metrics.trace
     figures = {"output_tokens_per_second": metrics["generation_tokens"] / seconds}
     figures["seconds"] = seconds
     first_token = [request.time_to_first_token for request in requests]
@@ -30,12 +31,12 @@ def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -
         figures[name], figures[f"{name}_p99"] = 1000 * np.percentile(times, [50, 99])
     figures |= {name: metrics[name] for name in COUNTED}
     figures["swapped_mib"] = metrics["swapped_bytes"] / 2**20
-    figures |= figures_of_steps(engine.trace, engine.config.block_size)
-    if len(engine.trace) == metrics["num_steps"]:
-        gaps = [elapsed(one.done, two.began) for one, two in zip(engine.trace, engine.trace[1:])]
-        whole = elapsed(engine.trace[0].began, engine.trace[-1].done)
+    figures |= figures_of_steps(trace, engine.config.block_size)
+    if len(trace) == metrics["num_steps"]:
+        gaps = [elapsed(one.done, two.began) for one, two in zip(trace, trace[1:])]
+        whole = elapsed(trace[0].began, trace[-1].done)
         figures["idle_percent"] = 100 * sum(gaps) / whole  # of the device
-        figures["idle_ms_per_step"] = 1000 * sum(gaps) / len(engine.trace)
+        figures["idle_ms_per_step"] = 1000 * sum(gaps) / len(trace)
     return figures
 
 

@@ -21,6 +21,7 @@ from lab.simulate import Cost, SimulatedRunner
 from nanoengine.batch import Batch
 from nanoengine.engine import Engine
 from nanoengine.sequence import Sequence
+from nanoengine_extensions.metrics import RequestMetrics
 
 OPTIONS = {"scheduling": "mixed", "block_size": 4, "num_kv_blocks": 20, "max_num_seqs": 6,
            "max_num_batched_tokens": 16, "swap_space": 2**-8}  # GiB: 8 blocks of 4 tokens
@@ -29,6 +30,7 @@ OPTIONS = {"scheduling": "mixed", "block_size": 4, "num_kv_blocks": 20, "max_num
 def frame_of(engine: Engine, batch: Batch) -> dict:
     """What a step begins with. Nothing in it changes later."""
     manager = engine.scheduler.block_manager
+    host_tables = getattr(manager, "host_tables", {})  # only where blocks are swapped
     return {
         "batch": (batch.sequences, batch.starts, batch.num_tokens, batch.preempted),
         "copies": vars(batch.copies),
@@ -36,10 +38,10 @@ def frame_of(engine: Engine, batch: Batch) -> dict:
                     for seq in engine.scheduler.running],
         # how many blocks each would get, which of them it would find, and those on the host
         "waiting": [(seq, seq.num_tokens, manager.num_blocks_to_hold(seq), manager.find_shared(seq),
-                     manager.host_tables.get(seq, [])) for seq in engine.scheduler.waiting],
+                     host_tables.get(seq, [])) for seq in engine.scheduler.waiting],
         # in the order of reuse
         "free": list(manager.free),
-        "hashes": {block: found[0] % 10**6 for block, found in manager.hash_of_block.items()}}
+        "hashes": {block: found[0].hex()[:6] for block, found in manager.hash_of_block.items()}}
 
 
 class Camera(SimulatedRunner):
@@ -62,7 +64,8 @@ def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
     lengths = {str(number): length for number, length in enumerate(workload.lengths)}
     for number, prompt in enumerate(workload.prompts):
         run_until(engine, lengths, number * args.gap)
-        seq = Sequence(str(number), [*prompt], len(prompt), longest[number])
+        seq = Sequence(str(number), [*prompt], len(prompt), longest[number],
+                       metrics=RequestMetrics(camera.now))
         seq.forks = [seq.fork(index=index) for index in range(1, args.n) if number == 1]
         engine.add(seq)
     run_until(engine, lengths)
@@ -71,8 +74,8 @@ def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
 
 def main(argv: list[str]) -> None:
     parser = Parser(__doc__, workload="film")
-    # without the last two: no token is sampled, and a single variant has nothing beside it
-    parser.add_argument("comparison", choices=[*COMPARISONS][:-2])
+    # without the last three: no token is sampled, a function is no text, and one variant is alone
+    parser.add_argument("comparison", choices=[*COMPARISONS][:-3])
     parser.add_argument("--gap", type=float, default=2, help="steps between two requests")
     parser.add_argument("--n", type=int, default=2, help="completions of the second request")
     parser.add_argument("-o", "--output", type=Path, default="film.html")

@@ -23,7 +23,7 @@ from lab.drawing import draw_grid
 from lab.figures import write_json
 from lab.options import Parser, picture
 from nanoengine import LLM, SamplingParams
-from nanoengine.batch import Batch
+from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
 from nanoengine.sequence import Sequence
 
@@ -108,9 +108,9 @@ def steps_between(num_seqs: int, computed: int, length: int, config: EngineConfi
     steps = []
     for start in range(computed, length, config.max_num_batched_tokens):
         end = min(start + config.max_num_batched_tokens, length)
-        sampled = list(enumerate(seqs)) if end == length else []
-        steps.append(Batch(0, sequences=seqs, starts=[start] * num_seqs,
-                           num_tokens=[end - start] * num_seqs, sampled=sampled))
+        rows = [Row(index, seq, length) for index, seq in enumerate(seqs) if end == length]
+        steps.append(Batch(sequences=seqs, starts=[start] * num_seqs,
+                           num_tokens=[end - start] * num_seqs, sampled=rows))
     return steps
 
 

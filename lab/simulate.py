@@ -25,7 +25,8 @@ from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.model_runner import Launched
-from nanoengine.sequence import RequestMetrics, Sequence
+from nanoengine.sequence import Sequence
+from nanoengine_extensions.metrics import RequestMetrics
 
 
 @dataclass
@@ -56,7 +57,7 @@ def measured_cost(config: EngineConfig, workload: Workload) -> Cost:
             engine, _ = run_variant(llm, short, {})
     starts, tokens, seconds = np.array([
         (sum(step.batch.starts), sum(step.batch.num_tokens), end - start)
-        for start, end, step in spans(engine.trace)]).T
+        for start, end, step in spans(engine.metrics.trace)]).T
     causes = np.stack([np.ones_like(tokens), tokens, starts + tokens], axis=1)
     per_step, per_token, per_key = np.linalg.lstsq(causes, seconds)[0].clip(0).tolist()
     kv_bytes = engine.runner.block_bytes // config.block_size
@@ -88,10 +89,11 @@ class SimulatedRunner:
         self.now += self.cost.read_byte_seconds * self.cost.kv_bytes * num_read
         self.now += self.cost.swapped_byte_seconds * self.block_bytes * num_swapped
         tokens = torch.ones(len(batch.sampled), dtype=torch.int32)
-        launched = Launched(batch, tokens, {}, began, self.now, ended=self.now)
-        if self.engine.scheduler.counters["num_steps"] % 16 == 1 and not self.engine.config.trace:
-            launched.metrics = self.engine.metrics()
-            self.engine.trace.append(launched)
+        launched = Launched(batch, tokens, {}, began, self.now)
+        metrics = self.engine.metrics
+        if metrics.counters["num_steps"] % 16 == 1 and not self.engine.config.trace:
+            launched.ended, launched.metrics = self.now, metrics.gauges()
+            metrics.trace.append(launched)
         return launched
 
 

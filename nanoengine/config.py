@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapVal
 from pydantic.dataclasses import dataclass
 
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, explained, rejected
+from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, rejected
 
 # Options whose default depends on the device: the default on a CPU, and on a GPU. It replaces None
 # when a config is made.
@@ -24,16 +24,18 @@ OR_NONE = WrapValidator(lambda value, check: value if value is None else check(v
 BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
 
 
-def one_of(table: dict[str, Any]) -> Any:
+def one_of(table: dict[str, Any]) -> AfterValidator:
     """A name in a table of policies, or a function that could stand there."""
     def check(policy: Any) -> Any:
-        if policy not in [*table] and not callable(policy):
+        if not callable(policy) and policy not in [*table]:
+            # adds the names of policies that are only there to be compared with
+            import nanoengine_extensions.policies  # noqa: F401
+        if not callable(policy) and policy not in [*table]:
             raise ValueError(f"it must be one of {[*table]}, or a function like these")
         return policy
-    return Annotated[Any, AfterValidator(check)]
+    return AfterValidator(check)
 
 
-@explained
 @dataclass(config=STRICT | ConfigDict(frozen=True), kw_only=True)
 class EngineConfig:
     """The keywords of `LLM`. Raises ValueError with the option, its value and what is accepted.
@@ -66,6 +68,7 @@ class EngineConfig:
     enable_prefix_caching: find blocks again by the hash of their tokens.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes, and
         prompts in the rest of the step). Each of these policies can be a function: see policies.py.
+        nanoengine_extensions/policies.py has more of them, to compare with.
     scheduling_policy: "fcfs" (in order of arrival) or "priority" (`generate(priority=)` first).
     kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), or for all that
         it may come to have ("reserve").
@@ -99,13 +102,13 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     tensor_parallel_size: Count = 1
-    attention_backend: str = "auto"
+    attention_backend: Literal["auto", "numba", "flash-attn", "varlen", "gather"] = "auto"
     run_ahead: Annotated[bool, OR_NONE] = TO_FILL_IN
-    scheduling: Annotated[one_of(BATCHING), OR_NONE] = TO_FILL_IN
+    scheduling: Annotated[Any, one_of(BATCHING), OR_NONE] = TO_FILL_IN
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    kv_allocation: one_of(KV_ALLOCATION) = "on-demand"
+    kv_allocation: Annotated[Any, one_of(KV_ALLOCATION)] = "on-demand"
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    preemption_victim: one_of(VICTIMS) = "youngest"
+    preemption_victim: Annotated[Any, one_of(VICTIMS)] = "youngest"
     swap_space: Annotated[Float, Field(ge=0)] = 4.0
     batch_invariant: bool = False
     trace: bool = False

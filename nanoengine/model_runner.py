@@ -34,6 +34,7 @@ from nanoengine.sampler import find_logprobs, sample, sample_plain
 from nanoengine.sampling_params import SamplingParams, rejected
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays, to_buffer
+from nanoengine_extensions.metrics import timestamp
 
 
 @dataclass
@@ -43,17 +44,21 @@ class Launched:
     tokens: one for each of `batch.sampled`, on the host; to be read after `wait`.
     logprobs: the log-probabilities of each row that asks for some (`find_logprobs`); the same
         holds.
-    done: on a GPU the event behind all its work.
+    began, done: when the device could begin with the inputs, and when the tokens are on the host:
+        seconds of `time.monotonic()` on a CPU, CUDA events on a GPU.
+
+    metrics.py adds `ended` and `metrics` to a record.
     """
 
     batch: Batch
     tokens: Tensor
     logprobs: dict[Row, Tensor]
-    done: torch.cuda.Event | None
+    began: Any
+    done: Any
 
     def wait(self) -> list[int]:
         """The tokens, once the device has them; then it also has the log-probabilities."""
-        if self.done:
+        if isinstance(self.done, torch.cuda.Event):
             self.done.synchronize()
         return self.tokens.tolist()
 
@@ -204,6 +209,7 @@ class ModelRunner:
         most `max_num_seqs` rows, however many rows forks and scored prompts have: the memory for so
         many was measured.
         """
+        self.began = timestamp(self.config)
         self.copy_blocks(copies)
         if shape in self.graphs:
             graph, step, outputs = self.graphs[shape]
@@ -251,8 +257,7 @@ class ModelRunner:
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)
-        done = torch.cuda.current_stream().record_event() if self.is_gpu else None
-        return Launched(batch, tokens, logprobs, done)
+        return Launched(batch, tokens, logprobs, self.began, timestamp(self.config))
 
 
 def make_runner(config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> ModelRunner:

@@ -1,10 +1,11 @@
 """The scheduler's policies: small functions, in tables by name.
 
-A policy is added from outside: put a function into a table, or give it to `LLM` in place of a name.
+A policy of your own is a function like those here. Give it to `LLM` in place of a name, or put it
+into a table, under a name of its own.
 
     LLM(model, scheduling="mixed", preemption_victim=lambda running: running[0])
 
-lab/policies.py has more of them, to compare with.
+nanoengine_extensions/policies.py has more of them, to compare with.
 """
 
 from collections.abc import Callable

@@ -57,7 +57,9 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queues a sequence and its forks."""
         for each in (seq, *seq.forks):
-            each.num_held_tokens = self.num_held_tokens(each, self.max_model_len)
+            num_held_tokens = self.num_held_tokens(each, self.max_model_len)
+            # more would never fit
+            each.num_held_tokens = min(num_held_tokens, self.max_model_len)
         insort_right(self.waiting, seq, key=BY_PRIORITY)
 
     def has_unfinished(self) -> bool:
@@ -84,7 +86,7 @@ class Scheduler:
         3. Waiting prompts are admitted, unless the step has preempted.
         """
         batch = Batch(self.config.max_num_batched_tokens)
-        admit = self._make_room(candidates) and admit
+        admit = self.make_room(candidates) and admit
 
         left = [seq for seq in candidates if seq.is_running and not seq.is_awaited]
         # decodes, with one token left, come first
@@ -97,7 +99,7 @@ class Scheduler:
             self._place(batch, self.running[-1])
         return batch
 
-    def _make_room(self, candidates: list[Sequence]) -> bool:
+    def make_room(self, candidates: list[Sequence]) -> bool:
         """Gives each candidate the block that its newest token needs, if it needs one.
 
         Sequences are preempted until all candidates that are left can have theirs. Returns whether

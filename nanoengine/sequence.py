@@ -50,7 +50,7 @@ class Sequence:
     index: the number of this completion in its request.
     needs_tokens: whether its next step needs all its tokens on the host.
     constraints: what constraints.py keeps for it, if its parameters ask for that.
-    metrics: how its request fares, see metrics.py.
+    metrics: what happened to its request, see metrics.py; an engine needs it.
     logprobs_temperature: divides the logits of which its `logprobs` are, if it is not 0.
     """
 
@@ -82,8 +82,6 @@ class Sequence:
     logprobs: dict[int, Any] = state(dict)
     finish_reason: str | None = state(lambda: None)
     stop_reason: int | str | None = state(lambda: None)
-    # what its call has to raise
-    error: Exception | None = state(lambda: None)
 
     num_tokens = property(lambda self: len(self.token_ids))
     num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)

@@ -1,27 +1,38 @@
-"""Metrics: how the engine and its requests fare. An observer of its steps.
+"""Metrics and the trace: what the engine and its requests have done. An observer of the steps.
 
-The engine calls `launched` and `done` for each step, and knows nothing else of this: times and
-counters come from the batch and its sequences, and a gauge is what can be seen between two steps.
+The engine calls `launched` before each step and `done` behind it (`Engine.step`), and knows nothing
+else of this: counters and times come from the batch and its sequences, and a gauge is what can be
+seen between two steps. The runner takes a `timestamp` where a step begins and ends on the device.
 """
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 logger = logging.getLogger(__name__)
 
 
+def timestamp(config: Any) -> Any:
+    """The device's present: seconds, or on a GPU an event behind all its work so far."""
+    if config.device == "cpu":
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=config.trace)
+    return torch.cuda.current_stream().record_event(event)
+
+
 @dataclass
 class RequestMetrics:
-    """How a request fared, with all its completions together.
+    """What happened to a request, with all its completions together.
 
     Times are seconds of `time.monotonic()`, and 0 until the event. `queue_time`,
     `time_to_first_token`, `time_per_output_token` and `end_to_end_time` are seconds between two.
 
     finished_time: of the last token of the longest completion.
+    last_run_time: of the last step that it had a part in.
     num_decoded_tokens: tokens of the longest completion, without its first.
     num_cached_tokens: tokens of the prompt that the prefix cache had at the first admission.
     """
@@ -30,6 +41,7 @@ class RequestMetrics:
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
     finished_time: float = 0.0
+    last_run_time: float = 0.0
     num_decoded_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -44,8 +56,8 @@ class RequestMetrics:
 class Metrics:
     """Counters and times of one engine, and with trace=True a record of each step.
 
-    trace: a `Launched` for each step, with two more fields: `ended`, when its tokens were taken in,
-        by the engine's clock (it began at `batch.started`), and `metrics`, the gauges of then.
+    trace: a `Launched` for each step, with two more attributes: `ended`, when its tokens were taken
+        in, by the engine's clock (it began at `batch.started`), and `metrics`, the gauges of then.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -62,11 +74,16 @@ class Metrics:
         copied = {f"{name}_blocks": len(pairs) for name, pairs in vars(batch.copies).items()}
         self.counters.update(copied, num_steps=1, batched_sequences=len(batch),
                              computed_tokens=sum(batch.num_tokens))
+        manager = self.engine.scheduler.block_manager
+        num_used = manager.num_blocks - manager.num_free_blocks
+        self.counters["max_blocks_used"] = max(self.counters["max_blocks_used"], num_used)
+        for seq in batch.sequences:
+            seq.metrics.last_run_time = batch.started
         for seq, num_hits in batch.admitted:
             num_lost = max(0, seq.num_preempted_tokens - seq.num_computed_tokens)
             self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
                                  recomputed_tokens=num_lost)
-            if seq.metrics and not seq.metrics.first_scheduled_time:
+            if not seq.metrics.first_scheduled_time:
                 seq.metrics.first_scheduled_time = batch.started
                 seq.metrics.num_cached_tokens = num_hits
                 self.counters["prompt_tokens"] += seq.num_prompt_tokens
@@ -76,8 +93,7 @@ class Metrics:
                                "num_kv_blocks, a higher gpu_memory_utilization or a lower "
                                "max_num_seqs help", seq.request_id, mode)
             self.counters.update(["num_preemptions", f"{mode}_preemptions"])
-            if seq.metrics:
-                seq.metrics.num_preemptions += 1
+            seq.metrics.num_preemptions += 1
 
     def done(self, launched: Any, seqs: list[Any]) -> None:
         """Takes in which sequences have a new token."""
@@ -86,28 +102,14 @@ class Metrics:
             self.counters["generation_tokens"] += seq.finish_reason != "error"
             if seq.finish_reason == "error":
                 logger.error(seq.stop_reason)
-            if seq.metrics:
-                seq.metrics.first_token_time = seq.metrics.first_token_time or now
-                seq.metrics.finished_time = now
-                seq.metrics.num_decoded_tokens = max(
-                    seq.metrics.num_decoded_tokens, seq.num_tokens - seq.num_prompt_tokens - 1)
+            seq.metrics.first_token_time = seq.metrics.first_token_time or now
+            seq.metrics.finished_time = now
+            seq.metrics.num_decoded_tokens = max(
+                seq.metrics.num_decoded_tokens, seq.num_tokens - seq.num_prompt_tokens - 1)
         if self.engine.config.trace:
             launched.ended = now
             launched.metrics = self.gauges()
             self.trace.append(launched)
-
-    def rates(self) -> Callable[[], str]:
-        """Says how many tokens of all requests a second the engine has computed since now."""
-        before = self.counters.copy()
-        start = time.perf_counter()
-
-        def since() -> str:
-            new = self.counters - before
-            seconds = time.perf_counter() - start
-            return (f"{new['prompt_tokens'] / seconds:.0f} prompt tokens/s, "
-                    f"{new['generation_tokens'] / seconds:.0f} output tokens/s")
-
-        return since
 
     def gauges(self) -> Counter:
         """Gauges of now and counters since the start, flat. What has never happened counts 0.
@@ -115,7 +117,7 @@ class Metrics:
         num_requests_waiting, num_requests_running, num_requests_swapped: completions, where a
             prompt has several; swapped ones are among the waiting.
         num_blocks_used, num_blocks_free, num_blocks_cached: of the free blocks, those with a hash
-            are cached. num_host_blocks_used: swapped out.
+            are cached. max_blocks_used: the high-water mark. num_host_blocks_used: swapped out.
         reserved_waste, internal_waste: tokens that there is room for, but only for one sequence: in
             blocks that it holds for later, and behind its newest token in its last block.
         num_steps, batched_sequences: steps, and sequences in them; mean_batch: their ratio.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import check_blocks, check_idle, random_prompts, use_policies
 
-import lab.policies  # noqa: F401
 from nanoengine import LLM, BeamSearchParams, SamplingParams
+from nanoengine_extensions.policies import overtaking
 
 PROMPTS = random_prompts([3, 17, 40, 16, 33], seed=3)
 OPTIONS = dict(dtype="float32", device="cpu", block_size=16)
@@ -92,7 +92,7 @@ def undisturbed(llm):
     (dict(preemption_mode="swap", enable_prefix_caching=True, scheduling="mixed"),
      "swap_preemptions"),
     (dict(max_num_batched_tokens=9, max_num_seqs=9, scheduling="mixed"), "recompute_preemptions"),
-    (dict(preemption_victim="random", scheduling="overtaking"), "recompute_preemptions"),
+    (dict(preemption_victim="random", scheduling=overtaking()), "recompute_preemptions"),
 ])
 def test_preempted_beams_end_up_the_same(small_llm, undisturbed, policies, happened):
     prompts, expected = undisturbed

@@ -21,6 +21,7 @@ from nanoengine import LLM, BeamSearchParams, SamplingParams, model
 from nanoengine.attention import BACKENDS
 from nanoengine.model_runner import Launched, ModelRunner
 from nanoengine_extensions.offload import Offload, choose_layers
+from nanoengine_extensions.policies import overtaking
 
 Patch = pytest.MonkeyPatch
 
@@ -328,7 +329,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "preemption by recomputing": dict(num_kv_blocks=4),
     "preemption by swapping": dict(num_kv_blocks=4, preemption_mode="swap", swap_space=0.01),
     "chunks": dict(max_num_batched_tokens=48),
-    "chunks and few blocks": dict(max_num_batched_tokens=48, num_kv_blocks=6, max_waiting=1),
+    "chunks and few blocks": dict(max_num_batched_tokens=48, num_kv_blocks=6,
+                                  scheduling=overtaking("mixed", 1)),
     "one token of a prompt at a time": dict(max_num_batched_tokens=8),
     "prefill-first": dict(scheduling="prefill-first"),
     "static": dict(scheduling="static"),

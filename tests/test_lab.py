@@ -39,7 +39,7 @@ def draw(*flags):
 
 
 @pytest.mark.parametrize("comparison", ["batching", "memory", "preemption", "victims", "prefix",
-                                        "sampling"])
+                                        "sampling", "overtaking"])
 def test_comparisons(tmp_path, comparison):
     found = run(compare, tmp_path, comparison, *SMALL, "--num-kv-blocks", 12,
                 "--true-lengths", 0.5)["medians"]

@@ -11,13 +11,10 @@ import random
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from conftest import check_blocks
-
-import lab.policies  # noqa: F401
 
 from nanoengine.batch import Batch, Copies
 from nanoengine.block_manager import BlockManager
@@ -28,12 +25,14 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine_extensions.metrics import Metrics, RequestMetrics
+from nanoengine_extensions.policies import overtaking
 from nanoengine_extensions.swapping import SwappingBlockManager
 
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
 POLICIES = {
-    "scheduling": list(BATCHING), "kv_allocation": list(KV_ALLOCATION),
+    "scheduling": [*BATCHING, overtaking(), overtaking("mixed", 2), overtaking("static", 1)],
+    "kv_allocation": list(KV_ALLOCATION),
     "preemption_mode": ["recompute", "swap"], "preemption_victim": list(VICTIMS),
     "scheduling_policy": ["fcfs", "priority"]}
 ORDER_OF_COPIES = ("swap_out", "copy_on_write", "swap_in")
@@ -246,7 +245,9 @@ class CheckedScheduler(ObservedScheduler):
             if config.scheduling_policy == "fcfs":
                 assert set(list(self.waiting)[:len(victims)]) == set(victims), "to the front"
         if config.kv_allocation != "on-demand":
-            assert is_overtaking or not victims and not batch.preempted
+            gave_way = getattr(self, "gave_way", set())
+            assert gave_way.issuperset(seq for seq, _ in batch.preempted), (
+                "only overtaking can preempt a sequence that holds all that it may need")
         if config.preemption_victim == "youngest" and not is_overtaking:
             assert victims == running_before[len(running_before) - len(victims):]
         decoded = [seq.num_uncomputed_tokens == 1 for seq in batch.sequences
@@ -581,8 +582,8 @@ def test_only_sequences_that_hold_too_little_are_preempted_for_want_of_blocks(
 
 def test_only_overtaking_makes_a_sequence_give_way_that_holds_all_it_needs_and_only_once():
     for max_waiting, preempted in ((9, []), (0, [0, 1]), (1, [0, 1]), (2, [])):
-        assert run_reserved([20, 7, 7], kv_allocation="reserve", scheduling=partial(
-            lab.policies.overtaking, max_waiting=max_waiting)) == preempted
+        assert run_reserved([20, 7, 7], kv_allocation="reserve", scheduling=overtaking(
+            max_waiting=max_waiting)) == preempted
 
 
 def test_a_preempted_sequence_comes_back_through_the_prefix_cache():

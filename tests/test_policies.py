@@ -1,0 +1,258 @@
+"""Policies from outside: a function or a table entry of one's own, and those of the extension."""
+
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from conftest import GREEDY, check_blocks, generate, random_prompts, token_ids
+from test_scheduler import ShadowCache, make_engine, make_sequence
+
+import nanoengine_extensions.policies as extension
+from nanoengine.config import EngineConfig
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, prefill_first
+from nanoengine_extensions.policies import overtaking
+
+PROMPTS = random_prompts([40, 7, 33, 18, 25, 12], seed=5)
+FEW_BLOCKS = dict(num_kv_blocks=9, max_num_seqs=6)
+TABLES = {"scheduling": BATCHING, "preemption_victim": VICTIMS, "kv_allocation": KV_ALLOCATION}
+
+
+@pytest.fixture(scope="module")
+def expected(make_llm):
+    with make_llm() as llm:
+        return token_ids(generate(llm, PROMPTS))
+
+
+class Own:
+    """A policy of each kind, as a user might write it, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def scheduling(self, scheduler):
+        """One prompt at a time, between two decodes."""
+        self.calls["scheduling"] += 1
+        waiting = scheduler.waiting
+        later = [waiting.pop() for _ in range(len(waiting) - 1)]
+        batch = scheduler.build([*scheduler.running], admit=True)
+        waiting.extend(reversed(later))
+        return batch
+
+    def preemption_victim(self, running):
+        self.calls["preemption_victim"] += 1
+        return running[0]
+
+    def kv_allocation(self, seq, max_model_len):
+        self.calls["kv_allocation"] += 1
+        return seq.num_prompt_tokens + 4
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_function_of_ones_own(make_llm, expected, name):
+    own = Own()
+    with make_llm(**FEW_BLOCKS, **{name: getattr(own, name)}) as llm:
+        assert token_ids(generate(llm, PROMPTS)) == expected
+        assert llm.metrics()["num_preemptions"] > 0
+    assert own.calls[name] > 0
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_entry_of_ones_own(make_llm, expected, monkeypatch, name):
+    own = Own()
+    monkeypatch.setitem(TABLES[name], "own", getattr(own, name))
+    with make_llm(**FEW_BLOCKS, **{name: "own"}) as llm:
+        assert token_ids(generate(llm, PROMPTS)) == expected
+    assert own.calls[name] > 0
+
+
+@pytest.mark.parametrize("num_tokens", [10**6, 10**12])
+def test_an_allocation_of_more_than_there_is_reserves_all(make_llm, expected, num_tokens):
+    with make_llm(**FEW_BLOCKS, kv_allocation=lambda seq, max_model_len: num_tokens) as llm:
+        assert token_ids(generate(llm, PROMPTS)) == expected
+        assert llm.metrics()["mean_batch"] == 1 and llm.metrics()["num_preemptions"] == 0
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("value", ["fair", 7, ["youngest"], {}, ("mixed",), b"mixed"])
+def test_what_is_neither_a_name_nor_a_function(make_llm, name, value):
+    with pytest.raises(ValueError) as error:
+        make_llm(**{name: value})
+    assert name in str(error.value) and "or a function" in str(error.value)
+    assert all(repr(known) in str(error.value) for known in TABLES[name])
+
+
+def test_a_function_that_fails_ends_the_call_and_leaves_an_engine(make_llm, expected):
+    broken = True
+
+    def sometimes(running):
+        return None if broken else running[-1]
+
+    with make_llm(**FEW_BLOCKS, preemption_victim=sometimes) as llm:
+        with pytest.raises(ValueError):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        broken = False
+        assert token_ids(generate(llm, PROMPTS)) == expected
+
+
+def test_the_engine_looks_for_a_name_in_the_extension_only_when_it_needs_to():
+    script = """if True:
+        import sys
+        from nanoengine import LLM
+        from nanoengine.config import EngineConfig
+        EngineConfig(model="m", scheduling="mixed", preemption_victim=max, kv_allocation="reserve")
+        assert "nanoengine_extensions.policies" not in sys.modules
+        options = OPTIONS
+        config = EngineConfig(model="m", **options)
+        assert vars(config) | options == vars(config)"""
+    for options in (dict(scheduling="static"), dict(kv_allocation="max-length"),
+                    dict(preemption_victim="random"), dict(preemption_victim="least-recently-run")):
+        subprocess.run([sys.executable, "-c", script.replace("OPTIONS", repr(options))], check=True)
+
+
+# ------------------------------------------------------------------- those to be compared with
+
+
+def run(engine, seqs) -> list:
+    """The batches in which sequences run to their end."""
+    for seq in seqs:
+        seq.end_tokens = {}
+        engine.add(seq)
+    while engine.has_unfinished():
+        engine.step()
+        check_blocks(engine.scheduler)
+    return [batch for batch, _ in engine.scheduler.scheduled]
+
+
+def test_a_static_batch_is_filled_until_its_first_decode():
+    engine = make_engine(ShadowCache(4), 40, 3, 8, scheduling="static")
+    seqs = [make_sequence([number] * 6, 2 + number, str(number)) for number in range(5)]
+    batches = [[seq.request_id for seq in batch.sequences] for batch in run(engine, seqs)]
+    first_decode = batches.index(["0", "1", "2"])
+    assert {number for batch in batches[:first_decode] for number in batch} == {"0", "1", "2"}
+    begin_of_second = next(i for i, batch in enumerate(batches) if "3" in batch)
+    assert all({"0", "1", "2"} >= set(batch) for batch in batches[:begin_of_second])
+    assert all({"3", "4"} >= set(batch) for batch in batches[begin_of_second:])
+
+
+def crowded(**options):
+    """A sequence that holds most of 9 blocks of 4 tokens, and two others that want some."""
+    engine = make_engine(ShadowCache(4), 9, 4, 100, False, max_model_len=36,
+                         kv_allocation="reserve", **options)
+    seqs = [make_sequence([number + 1] * 5, most, str(number))
+            for number, most in enumerate([23, 9, 9])]
+    for seq in seqs:
+        seq.end_tokens = {}
+    return engine, seqs
+
+
+@pytest.mark.parametrize("base", ["prefill-first", "mixed", prefill_first])
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_head_that_does_not_fit_overtakes_in_one_step(base, run_ahead):
+    engine, seqs = crowded(scheduling=overtaking(base, max_waiting=1), run_ahead=run_ahead)
+    scheduler = engine.scheduler
+    engine.add(seqs[0])
+    engine.step()
+    engine.add(seqs[1])
+    engine.step()
+    assert [*scheduler.waiting] == [seqs[1]], "one may wait"
+    engine.add(seqs[2])
+    engine.step()
+    overtaken = scheduler.scheduled[-1][0]
+    assert [seq for seq, _ in overtaken.preempted] == [seqs[0]]
+    assert [seq for seq, _ in overtaken.admitted] == [seqs[1], seqs[2]][:len(overtaken.admitted)]
+    assert seqs[0] not in overtaken.sequences and seqs[1] in overtaken.sequences
+    assert scheduler.waiting[0] is seqs[0], "to the front"
+    batches = run(engine, [])
+    assert sum(len(batch.preempted) for batch in batches) <= 3
+    assert Counter(seq for batch in batches for seq, _ in batch.preempted).most_common()[0][1] == 1
+
+
+def test_a_head_that_only_waits_for_its_token_overtakes_nobody():
+    """It has been preempted while its last token was in flight; there is room for it."""
+    engine, (first, second, _) = crowded(scheduling=overtaking("mixed"), run_ahead=True)
+    first.needs_tokens = True
+    first.max_num_tokens = second.max_num_tokens = 8
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    scheduler = engine.scheduler
+    scheduler.advance(engine.in_flight.batch)
+    scheduler.preempt(first)
+    assert first.is_awaited and not scheduler.can_admit_head()
+    scheduler.preempted.clear()
+    scheduler.schedule()
+    assert [*scheduler.waiting] == [first] and [*scheduler.running] == [second]
+
+
+def test_a_static_batch_that_decodes_gives_way_to_nobody():
+    engine, seqs = crowded(scheduling=overtaking("static"))
+    engine.add(seqs[0])
+    for _ in range(3):
+        engine.step()
+    assert not any(batch.preempted for batch in run(engine, seqs[1:]))
+
+
+def test_overtaking_keeps_to_priorities():
+    engine, seqs = crowded(scheduling=overtaking(), scheduling_policy="priority")
+    seqs[0].priority = -1
+    engine.add(seqs[0])
+    engine.step()
+    assert not any(batch.preempted for batch in run(engine, seqs[1:]))
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(base="fair"), "'prefill-first', 'mixed', 'static'"), (dict(base=3), "'static'"),
+    (dict(base=None), "'static'"), (dict(max_waiting=-1), "greater than or equal to 0"),
+    (dict(max_waiting=1.5), "integer"), (dict(max_waiting=None), "integer"),
+    (dict(most=2), "nexpected keyword")])
+def test_bad_arguments_of_overtaking(changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        overtaking(**changes)
+    assert next(iter(changes)) in str(error.value)
+
+
+def test_the_least_recently_run_is_the_one_that_has_paused_longest_then_the_youngest(monkeypatch):
+    last_step: dict = {}
+    chosen = []
+    choose = VICTIMS["least-recently-run"]
+
+    def checked(running):
+        victim = choose(running)
+        oldest = min(last_step[seq] for seq in running)
+        chosen.append(len({last_step[seq] for seq in running}))
+        assert victim is [seq for seq in running if last_step[seq] == oldest][-1]
+        return victim
+
+    monkeypatch.setitem(VICTIMS, "least-recently-run", checked)
+    for seed in range(200):
+        rng = random.Random(seed)
+        now = [0.0]
+        engine = make_engine(ShadowCache(2), 12, 6, 10, preemption_victim="least-recently-run")
+        engine.metrics.clock = engine.scheduler.metrics.engine.clock = lambda now=now: now[0]
+        for number in range(8):
+            engine.add(make_sequence([number + 1] * rng.randint(1, 9), 10, str(number)))
+        while engine.has_unfinished():
+            now[0] += 1
+            num_before = len(engine.scheduler.scheduled)
+            engine.step()
+            for batch, _ in engine.scheduler.scheduled[num_before:]:
+                last_step.update(dict.fromkeys(batch.sequences, now[0]))
+    assert len(chosen) > 300 and max(chosen) > 1
+
+
+def test_the_random_victim_is_the_same_in_every_run():
+    running = [make_sequence([1, 2, 3], 9, str(number)) for number in range(20)]
+    for number, seq in enumerate(running):
+        seq.seed = number
+    found = [VICTIMS["random"](running[:count]) for count in range(1, 20)]
+    assert found == [VICTIMS["random"](running[:count]) for count in range(1, 20)]
+    assert len(set(found)) > 2
+
+
+def test_nothing_else_is_in_the_tables():
+    assert [*BATCHING] == ["prefill-first", "mixed", "static"]
+    assert [*KV_ALLOCATION] == ["on-demand", "reserve", "max-length"]
+    assert [*VICTIMS] == ["youngest", "longest", "lowest-priority", "least-recently-run", "random"]
+    assert EngineConfig(model="m", scheduling=extension.static).scheduling is extension.static
