@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapVal
 from pydantic.dataclasses import dataclass
 
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, rejected
+from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, explained, rejected
 
 # Options whose default depends on the device: the default on a CPU, and on a GPU. It replaces None
 # when a config is made.
@@ -36,6 +36,7 @@ def one_of(table: dict[str, Any]) -> AfterValidator:
     return AfterValidator(check)
 
 
+@explained
 @dataclass(config=STRICT | ConfigDict(frozen=True), kw_only=True)
 class EngineConfig:
     """The keywords of `LLM`. Raises ValueError with the option, its value and what is accepted.
@@ -102,7 +103,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     tensor_parallel_size: Count = 1
-    attention_backend: Literal["auto", "numba", "flash-attn", "varlen", "gather"] = "auto"
+    attention_backend: str = "auto"
     run_ahead: Annotated[bool, OR_NONE] = TO_FILL_IN
     scheduling: Annotated[Any, one_of(BATCHING), OR_NONE] = TO_FILL_IN
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"

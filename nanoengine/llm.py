@@ -6,12 +6,19 @@ comes out becomes text (`outputs.py`).
     requests = llm.add(prompts)             # `generate` is these lines, with a progress bar,
     while not all finished:                 # and `stream` yields what they bring
         requests_with_new_tokens = llm.step()
+
+Calls of several threads share steps. A thread holds the engine for one step and no longer: this is
+its turn.
+
+    thread A   add  step 1    look          step 3   look
+    thread B            add        step 2   look      …
+                                   └─ computes the requests of both
 """
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +30,7 @@ from nanoengine.loader import find_model, load_config, load_defaults, load_token
 from nanoengine.model_runner import choose_device, make_runner
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import InputProcessor, Params
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.sampling_params import SamplingParams, rejected
 from nanoengine_cpu import check_process, end_threads
 
 logger = logging.getLogger(__name__)
@@ -38,8 +45,10 @@ class LLM(AbstractContextManager):
     The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a
     checkpoint that it cannot use.
 
-    Any thread may call at any time, and requests of all calls run in the same steps. An error or Ctrl-C in the middle of a step ends all
-    requests ("abort"), and leaves an engine with all blocks free.
+    Any thread may call at any time, and the requests of all calls run in the same steps. What goes
+    wrong with one request ends its own call. What breaks a step, such as Ctrl-C or a lack of
+    memory, ends all requests, and leaves an engine with all blocks free: it is raised in the thread
+    that ran the step, and a RuntimeError that names it in all others that wait for their requests.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
@@ -50,6 +59,8 @@ class LLM(AbstractContextManager):
         self.model_config = load_config(folder)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(find_model(
             config.tokenizer or folder, config.revision, config.download_dir, "tokenizer"))
+        if config.tokenizer and not (tokenizer or config.skip_tokenizer_init):
+            raise rejected("tokenizer", str(config.tokenizer), "a folder or id with a tokenizer")
         default_params, eos_tokens = load_defaults(folder, self.model_config, tokenizer)
         try:
             runner = make_runner(config, self.model_config, folder)
@@ -62,13 +73,20 @@ class LLM(AbstractContextManager):
         self.engine = Engine(config, runner)
         self.inputs = InputProcessor(config, tokenizer, self.model_config.vocab_size,
                                      runner.max_model_len, default_params, eos_tokens)
-        logger.info("%s: %s KV blocks of %s tokens, at most %s for a request", model,
-                    runner.num_kv_blocks, config.block_size, runner.max_model_len)
+        num_tokens = runner.num_kv_blocks * config.block_size
+        logger.info("%s: %s KV blocks of %s tokens are %s tokens, %.1f requests of %s at once",
+                    model, runner.num_kv_blocks, config.block_size, num_tokens,
+                    num_tokens / runner.max_model_len, runner.max_model_len)
         # those in the engine
         self.active: dict[str, Any] = {}
-        # held during a step, not during a call: calls of several threads share steps
+        # those of them that the next turn ends
+        self.dropped: list[Any] = []
+        self.door = threading.Lock()
         self.lock = threading.RLock()
-        self.is_in_step = False
+        # whether this thread has its turn
+        self.has_turn = self.lock._is_owned  # type: ignore
+        # what has broken off the last turn
+        self.error: BaseException | None = None
 
     # ------------------------------------------------------------------------ generating
 
@@ -83,25 +101,32 @@ class LLM(AbstractContextManager):
 
         Raises ValueError for bad input before anything is generated.
         """
-        requests = self.add(prompts, sampling_params, priority)
+        requests = self.inputs.make_requests(prompts, sampling_params, priority)
         bar = tqdm(total=len(requests), desc="Generating", disable=not use_tqdm)
-        with bar, closing(self.run(requests)) as steps:
-            for updated in steps:
-                bar.update(sum(request.is_finished for request in updated))
+        rates = self.engine.metrics.rates()
+        with bar, closing(self.run(requests, lambda request: request.is_finished)) as steps:
+            for are_finished in steps:
+                bar.set_postfix_str(rates(), refresh=False)
+                bar.update(sum(are_finished))
         return [request.output() for request in requests]
 
     def chat(self, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
              priority: int | list[int] | None = None, **options: Any) -> list[RequestOutput]:
         """Answers one conversation, a list of {"role": …, "content": …}, or a list of them.
 
-        options: of transformers' `apply_chat_template`: chat_template (instead of the tokenizer's
-            own), add_generation_prompt (True: let the assistant begin its answer),
-            continue_final_message, tools, and what else the template asks for.
+        content: a text, or a list of texts and {"type": "text", "text": …}, joined by newlines.
+        options: chat_template: instead of the tokenizer's own.
+            add_generation_prompt (True): let the assistant begin its answer.
+            continue_final_message (False): leave the last message open, so that the model goes on
+                with it; needs add_generation_prompt=False.
+            tools: functions or JSON schemas, for templates that know tools.
+            chat_template_kwargs: what else the template asks for: {"enable_thinking": False} of
+                Qwen3.
 
         The other arguments are those of `generate`. Raises ValueError where there is no template.
         """
         from nanoengine_extensions.chat import render
-        prompts = render(self.get_tokenizer(), messages, options)
+        prompts = render(self.get_tokenizer(), messages, **options)
         return self.generate(prompts, sampling_params, use_tqdm, priority)
 
     def stream(self, prompts: Any, sampling_params: Params = None,
@@ -110,90 +135,136 @@ class LLM(AbstractContextManager):
 
         `.finished` marks a request's last. Abandoning the iterator frees its requests.
         """
-        steps = self.run(self.add(prompts, sampling_params, priority))
+        requests = self.inputs.make_requests(prompts, sampling_params, priority)
+        steps = self.run(requests, Request.output)
         # from here on its end is noticed, even if it is never read
         next(steps)
-        return (request.output() for updated in steps for request in updated)
+        return (output for outputs in steps for output in outputs)
 
     def beam_search(self, prompts: Any, params: Any) -> list[Any]:
         """The `params.beam_width` best completions of each prompt: see beam_search.py."""
         from nanoengine_extensions.beam_search import beam_search
         return beam_search(self, prompts, params)
 
-    # -------------------------------------------------------------------------- requests
+    # ------------------------------------------------------------------------------ steps
 
     def add(self, prompts: Any, sampling_params: Params = None,
             priority: int | list[int] | None = None) -> list[Request]:
         """Queues requests, for `step` to run; the arguments are those of `generate`."""
-        with self.lock:
-            return self.queue(self.inputs.make_requests(prompts, sampling_params, priority))
-
-    def queue(self, requests: list[Any]) -> list[Any]:
-        """Queues requests of one call, or what else looks like them to `step`."""
-        inbox: dict[str, Any] = {}
-        for request in requests:
-            request.inbox = inbox
-            self.active[request.request_id] = request
-            self.engine.add(request.seq)
+        requests = self.inputs.make_requests(prompts, sampling_params, priority)
+        self.queue(requests)
         return requests
 
     def step(self) -> list[Request]:
         """Runs one step, in which all requests may have a part; returns those with new tokens.
 
-        An error, or Ctrl-C, ends all requests, as it may have left any state.
+        A request that cannot go on has the `finish_reason` "error". An error that breaks the step
+        is raised, and ends all requests ("abort"). Where other threads run steps as well, a request
+        is to be read `with llm.turn():`.
         """
-        check_process()
-        with self.lock:
-            if self.is_in_step:
-                raise RuntimeError("a call of this thread is running")
-            self.is_in_step = True
-            try:
-                updated = {}
-                for seq in self.engine.step():
-                    request = updated[seq.request_id] = self.active[seq.request_id]
-                    if stop := request.update(seq):
-                        self.engine.finish(seq, "stop", stop)
-            except BaseException:
-                # it may have left any state
-                self.engine.reset()
-                self.abort(list(self.active.values()))
-                raise
-            finally:
-                self.is_in_step = False
-            for request_id, request in updated.items():
-                request.inbox[request_id] = request
-                if request.is_finished:
-                    del self.active[request_id]
-        return list(updated.values())
+        with self.turn():
+            return self._step()
 
-    def abort(self, requests: list[Request]) -> None:
+    def abort(self, requests: list[Any]) -> None:
         """Ends requests, wherever they are, and frees their blocks."""
-        with self.lock:
-            self.engine.abort({request.request_id for request in requests})
-            for request in requests:
-                self.active.pop(request.request_id, None)
-                request.abort()
+        self.dropped.extend(requests)
+        # In the middle of a turn, in which the garbage collector may end a stream, it is too early.
+        if requests and not self.has_turn():
+            with self.turn():
+                pass
 
-    def run(self, requests: list[Request]) -> Iterator[list[Request]]:
-        """Runs steps until these requests have finished; yields those of them with new tokens.
+    def run(self, requests: list[Any],
+            look: Callable[[Any], Any]) -> Generator[list[Any], None, None]:
+        """Queues requests of one call, and runs steps until they have finished.
 
-        Steps of other calls may have brought them some, too: these are in their inbox.
+        First it yields [], then, after each step of this call or another one, what `look` sees of
+        its requests that have new tokens. Raises the error of a request that has one.
         """
         num_left = len(requests)
         try:
+            inbox = self.queue(requests)
             yield []
             while num_left:
-                with self.lock:
-                    inbox = requests[0].inbox
+                with self.turn():
                     if not inbox:
-                        self.step()
-                    updated = list(inbox.values())
-                    inbox.clear()
-                num_left -= sum(request.is_finished for request in updated)
-                yield updated
+                        self._step()
+                    updated = [inbox.pop(request_id) for request_id in [*inbox]]
+                    num_left -= sum(request.is_finished for request in updated)
+                    seen = [look(request) for request in updated]
+                for error in [request.error for request in updated if request.error]:
+                    raise error
+                yield seen
         finally:
-            self.abort(requests)
+            self.abort([each for each in requests if each.request_id in self.active])
             end_threads()
+
+    def queue(self, requests: list[Any]) -> dict[str, Any]:
+        """Queues requests of one call, or what else looks like them.
+
+        Returns their inbox, where each step puts those that have new tokens.
+        """
+        inbox: dict[str, Any] = {}
+        with self.turn():
+            for request in requests:
+                request.inbox = inbox
+                self.active[request.request_id] = request
+                self.engine.add(request.seq)
+        return inbox
+
+    def _step(self) -> list[Any]:
+        """Runs one step, in a turn; returns the requests with new tokens."""
+        updated = {}
+        for seq in self.engine.step():
+            request = updated[seq.request_id] = self.active[seq.request_id]
+            if stop := request.update(seq):
+                self.engine.finish(seq, "stop", stop)
+        for request_id, request in updated.items():
+            request.inbox[request_id] = request
+            if request.is_finished:
+                del self.active[request_id]
+        return list(updated.values())
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The engine between two steps, or for one, for this thread alone.
+
+        Threads take turns in the order in which they ask. A turn that is broken off, by an error or
+        by Ctrl-C, may leave any state: the next one begins with the end of all requests. Raises
+        RuntimeError within another turn of this thread.
+        """
+        check_process()
+        if self.has_turn():
+            raise RuntimeError("a call of this thread is running")
+        try:
+            # a thread that wants another turn at once finds the door closed by one that waits
+            with self.door:
+                self.lock.acquire()
+            self._clean_up()
+            yield
+        except BaseException as error:
+            # Ctrl-C may come before the turn
+            if self.has_turn():
+                self.error = error
+            raise
+        finally:
+            if self.has_turn():
+                self.lock.release()
+
+    def _clean_up(self) -> None:
+        """Ends what was dropped since the last turn, or everything if that was broken off."""
+        error = None
+        if self.error:
+            error = RuntimeError(f"a step, which all calls share, was broken off: {self.error!r}")
+            self.engine.reset()
+            self.dropped.extend(self.active.values())
+        # other threads may drop more meanwhile
+        dropped = [self.dropped.pop() for _ in range(len(self.dropped))]
+        if dropped:
+            self.engine.abort({request.request_id for request in dropped})
+        for request in dropped:
+            self.active.pop(request.request_id, None)
+            request.end(error)
+        self.error = None
 
     # -------------------------------------------------------------------------- the rest
 
@@ -210,7 +281,7 @@ class LLM(AbstractContextManager):
 
     def reset_prefix_cache(self) -> None:
         """Forgets what the prefix cache knows; blocks in use stay in use."""
-        with self.lock:
+        with self.turn():
             manager = self.engine.scheduler.block_manager
             manager.forget(list(manager.blocks_by_hash))
 
@@ -220,7 +291,7 @@ class LLM(AbstractContextManager):
 
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""
-        with self.lock:
+        with self.turn():
             self.engine.close()
 
     def __exit__(self, *exception: object) -> None:

@@ -93,31 +93,40 @@ class Completion:
     def update(self) -> str | None:
         """Takes in the newest token; returns the stop string that its text completes, if any."""
         seq = self.seq
-        num_generated = seq.num_tokens - seq.num_prompt_tokens
-        position = seq.num_prompt_tokens + len(self.logprobs)
-        if position in seq.logprobs and seq.finish_reason != "error":
-            self.logprobs.append(read_logprobs(seq.logprobs[position], self.tokenizer))
+        # then there is no new token
+        if seq.finish_reason == "error":
+            return None
+        found = seq.logprobs.get(seq.num_tokens - 1)
+        if found is not None:
+            self.logprobs.append(read_logprobs(found, self.tokenizer))
         num_letters = len(self.text)
-        # the token that ended it counts if stop strings do; a sequence with an error has no new one
-        kept = "stop" if seq.params.include_stop_str_in_output else None
-        if self.tokenizer and seq.finish_reason in (None, "length", kept):
+        # the token that ended it counts if stop strings do
+        counts = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
+        if self.tokenizer and counts:
             self.text += self._decode()
-        return self._find_stop(num_letters) if num_generated > seq.params.min_tokens else None
+        is_short = seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens
+        return None if is_short else self._find_stop(num_letters)
 
     def _decode(self) -> str:
-        """The text that the newest token completes: none in the middle of a character."""
-        skip = self.seq.params.skip_special_tokens
+        """The text that the newest tokens complete: none in the middle of a character."""
         self.pending.append(self.seq.token_ids[-1])
-        before = self.tokenizer.decode(self.context, skip)
-        after = self.tokenizer.decode(self.context + self.pending, skip)
-        piece = after[len(before):]
+        whole = self.pending
+        piece = self._text_of(whole)
         if piece.endswith("\ufffd"):
-            return ""
+            # the last three tokens can be the beginning of a character; those before them are none
+            whole = self.pending[:-3]
+            if len(whole) < 16:
+                return ""
+            piece = self._text_of(whole)
+        self.pending = self.pending[len(whole):]
         # a special token may have no text
-        if piece:
-            self.context = self.pending
-        self.pending = []
+        self.context = whole if piece else self.context
         return piece
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        skip = self.seq.params.skip_special_tokens
+        before = self.tokenizer.decode(self.context, skip)
+        return self.tokenizer.decode(self.context + token_ids, skip)[len(before):]
 
     def _find_stop(self, num_letters: int) -> str | None:
         """Of the stop strings that end behind so many letters the one that ends first, or stands
@@ -143,7 +152,7 @@ class Completion:
             seq.index, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A prompt in the engine, and its completions.
 
@@ -157,18 +166,26 @@ class Request:
     index: int = 0
     inbox: dict[str, "Request"] = field(default_factory=dict)
 
+    seqs = property(lambda self: [completion.seq for completion in self.completions])
     seq = property(lambda self: self.completions[0].seq)
     request_id = property(lambda self: self.seq.request_id)
-    is_finished = property(lambda self: all(c.seq.finish_reason for c in self.completions))
+    is_finished = property(lambda self: all(seq.finish_reason for seq in self.seqs))
+    # what ended it, if that is more than its own call has to know: see `LLM.run`
+    error = property(lambda self: next((seq.error for seq in self.seqs if seq.error), None))
 
     def update(self, seq: Sequence) -> str | None:
         """Takes in the newest token of a completion; returns a stop string that it completes."""
         return self.completions[seq.index].update()
 
-    def abort(self) -> None:
-        """Ends the completions that have not ended, for its call to see."""
-        for completion in self.completions:
-            completion.seq.finish_reason = completion.seq.finish_reason or "abort"
+    def end(self, error: Exception | None = None) -> None:
+        """Ends what has not ended, for its call to see; with an error, all of it."""
+        for seq in self.seqs:
+            if error or not seq.finish_reason:
+                seq.finish_reason = "abort"
+                seq.error = error
+            # of a step that was broken off
+            if seq.token_ids[-1] < 0:
+                del seq.token_ids[-1]
         self.inbox[self.request_id] = self
 
     def output(self) -> RequestOutput:

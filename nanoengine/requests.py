@@ -4,9 +4,10 @@ A call is checked whole before any of it is queued. Here are the checks that nee
 vocabulary, its tokenizer or the size of the cache; nothing here runs.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from numbers import Integral
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from operator import index
 from typing import Any
 
 from nanoengine.config import EngineConfig
@@ -14,7 +15,6 @@ from nanoengine.outputs import Completion, Request
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 from nanoengine.sequence import Sequence, hash64
 from nanoengine_extensions.metrics import RequestMetrics
-
 
 Params = SamplingParams | list[SamplingParams] | None
 ACCEPTED_PROMPTS = (
@@ -30,7 +30,7 @@ class InputProcessor:
     default_params: what `sampling_params=None` stands for.
     eos_tokens: the tokens that end every sequence, unless it ignores EOS, each with the
         `stop_reason` that it gives.
-    num_requests: how many were made: the next one gets this number.
+    numbers: the numbers of the next requests.
     """
 
     config: EngineConfig
@@ -39,7 +39,7 @@ class InputProcessor:
     max_model_len: int
     default_params: SamplingParams
     eos_tokens: dict[int, int | None]
-    num_requests: int = 0
+    numbers: Iterator[int] = field(default_factory=count)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer. Raises ValueError where the model has none."""
@@ -55,28 +55,57 @@ class InputProcessor:
         """
         if not isinstance(prompts, (str, dict, list, tuple)):
             raise rejected("prompts", prompts, ACCEPTED_PROMPTS)
-        are_ids = len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)
-        if are_ids or isinstance(prompts, (str, dict)):
+        if isinstance(prompts, (str, dict)) or hasattr(next(iter(prompts), None), "__index__"):
             prompts = [prompts]
         params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
         priorities = one_for_each(len(prompts), "priority", priority, 0)
         if len(set(priorities)) > 1 and self.config.scheduling_policy == "fcfs":
             raise rejected("priority", priority,
                            "the same for all unless scheduling_policy is 'priority'")
-        requests = list(map(self._make_request, range(len(prompts)), prompts, params, priorities))
-        self.num_requests += len(requests)
-        return requests
+        parsed = [self._parse(f"prompts[{place}]", prompt) for place, prompt in enumerate(prompts)]
+        checked = [self._check(each) for each in params]
+        # a call that is refused takes no numbers
+        return [Request(text, self._make_completions(token_ids, *rest), place)
+                for place, ((text, token_ids), *rest) in enumerate(
+                    zip(parsed, checked, priorities))]
 
-    def _make_request(self, index: int, prompt: Any, params: Any, priority: int) -> Request:
-        """Checks one prompt and its parameters against model, tokenizer and cache."""
-        # a copy: what the user changes later changes nothing here
-        params = params.clone()
-        tokenizer = self.get_tokenizer() if params.stop or params.bad_words else self.tokenizer
+    def _parse(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
+        """A prompt in any of its forms, as its text (if there is one) and its token ids."""
+        if not isinstance(prompt, dict):
+            prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        text = prompt.get("prompt")
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is None and isinstance(text, str):
+            with naming(name):
+                token_ids = self.get_tokenizer().encode(text)
+        is_known = prompt.keys() <= {"prompt", "prompt_token_ids"}
+        if not is_known or not isinstance(token_ids, (list, tuple)):
+            raise rejected(name, prompt, ACCEPTED_PROMPTS)
+        if not 0 < len(token_ids) < self.max_model_len:
+            raise ValueError(f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be "
+                             f"empty, and must be shorter than max_model_len={self.max_model_len}")
+        return text, self._check_vocabulary(name, token_ids)
+
+    def _check(self, params: SamplingParams) -> SamplingParams:
+        """A copy of them, so that what the user changes later changes nothing here."""
+        if params.stop or params.bad_words:
+            self.get_tokenizer()
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
-        text, token_ids = self._parse_prompt(f"prompts[{index}]", prompt)
+        return params.clone()
 
-        number = self.num_requests + index
+    def _check_vocabulary(self, name: str, token_ids: Iterable[Any]) -> list[int]:
+        """These token ids as Python's integers; NumPy has some, too."""
+        last = self.vocab_size - 1
+        for token_id in token_ids:
+            if not hasattr(token_id, "__index__") or not 0 <= token_id <= last:
+                raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
+        return list(map(index, token_ids))
+
+    def _make_completions(self, token_ids: list[int], params: SamplingParams,
+                          priority: int) -> list[Completion]:
+        """The sequence of a request, and its forks (n > 1), each with a seed of its own."""
+        number = next(self.numbers)
         length = len(token_ids)
         longest = min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
         stop_tokens: dict[int, int | None] = {token: token for token in params.stop_token_ids}
@@ -89,32 +118,7 @@ class InputProcessor:
             from nanoengine_extensions import constraints
             constraints.constrain(seq, list(end_tokens), self.tokenizer)
         seq.forks = [seq.fork(seed=hash64(~seq.seed, i), index=i) for i in range(1, params.n)]
-        completions = [Completion(each, tokenizer) for each in (seq, *seq.forks)]
-        return Request(text, completions, index)
-
-    def _parse_prompt(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
-        """A prompt in any of its forms, as its text (if there is one) and its token ids."""
-        if not isinstance(prompt, dict):
-            prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-        text = prompt.get("prompt")
-        token_ids = prompt.get("prompt_token_ids")
-        if token_ids is None and isinstance(text, str):
-            with naming(name):
-                token_ids = self.get_tokenizer().encode(text)
-        is_known = prompt.keys() <= {"prompt", "prompt_token_ids"}
-        if not is_known or not isinstance(token_ids, (list, tuple)):
-            raise rejected(name, prompt, ACCEPTED_PROMPTS)
-        self._check_vocabulary(name, token_ids)
-        if not 0 < len(token_ids) < self.max_model_len:
-            raise ValueError(f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be "
-                             f"empty, and must be shorter than max_model_len={self.max_model_len}")
-        return text, list(map(int, token_ids))
-
-    def _check_vocabulary(self, name: str, token_ids: Iterable[Any]) -> None:
-        last = self.vocab_size - 1
-        for token_id in token_ids:
-            if not isinstance(token_id, Integral) or not 0 <= int(token_id) <= last:
-                raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
+        return [Completion(each, self.tokenizer) for each in (seq, *seq.forks)]
 
 
 def one_for_each(count: int, name: str, value: Any, default: Any) -> list[Any]:

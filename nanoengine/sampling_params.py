@@ -1,21 +1,24 @@
 """What a user asks for: `SamplingParams`, checked when they are made.
 
-Each field has its default and its rule in one line. pydantic turns a broken rule into a
-`ValueError` that names the field, the value and what is accepted. Nothing here knows a model:
-`requests.py` makes the checks that need a vocabulary or a tokenizer.
+Each field has its default and its rule in one line. A broken rule is a `ValueError` that names the
+field, the value and what is accepted; a keyword that is not known is one that names the nearest.
+Nothing here knows a model: `requests.py` makes the checks that need a vocabulary or a tokenizer.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import ValidationError
 
 STRICT = ConfigDict(strict=True, extra="forbid", validate_assignment=True)
+Checked = TypeVar("Checked")
 
 
 def rejected(name: str, value: Any, accepted: str) -> ValueError:
@@ -30,6 +33,32 @@ def naming(what: object) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(f"{what}: {error}") from error
+
+
+@contextmanager
+def in_our_words(checked: Any) -> Iterator[None]:
+    """Turns an error of pydantic's about a dataclass into one that reads like `rejected`."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ValueError("; ".join(explain(each, checked) for each in error.errors())) from None
+
+
+def explain(found: Any, checked: Any) -> str:
+    """One of the mistakes that pydantic has found."""
+    name = ".".join(map(str, found["loc"]))
+    if found["type"] == "unexpected_keyword_argument":
+        nearest, = get_close_matches(name, [field.name for field in fields(checked)], 1, cutoff=0)
+        return f"{name} is not known: the nearest is {nearest}"
+    message = found["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+    return f"{name}={found['input']!r} is not accepted: {message}" if name else message
+
+
+def explained(checked: type[Checked]) -> type[Checked]:
+    """A dataclass of pydantic's with errors in our words, when it is made or changed."""
+    for name in ("__init__", "__setattr__"):
+        setattr(checked, name, in_our_words(checked)(getattr(checked, name)))
+    return checked
 
 
 # vLLM's shorthands: one text stands for a list of it, None for an empty list
@@ -49,6 +78,7 @@ NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), F
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
 
 
+@explained
 @dataclass(config=STRICT, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
@@ -112,18 +142,21 @@ class SamplingParams:
 
     @model_validator(mode="after")
     def check_together(self) -> "SamplingParams":
-        # the messages are vLLM's
         if not 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens):
             raise rejected("min_tokens", self.min_tokens, f"0 to max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
             raise rejected("detokenize", False, f"True for stop={self.stop!r}")
+        # the message is vLLM's
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n must be 1 when using greedy sampling, got {self.n}")
         return self
 
     @cached_property
     def edits(self) -> tuple[str, ...]:
-        """What its rows of logits need besides a temperature. Greedy rows need no truncation: it would keep the likeliest token."""
+        """What its rows of logits need besides a temperature.
+
+        Greedy rows need no truncation: the likeliest token is always kept.
+        """
         asked: dict[str, Any] = {"constraints": (
             self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
             or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1

@@ -82,6 +82,8 @@ class Sequence:
     logprobs: dict[int, Any] = state(dict)
     finish_reason: str | None = state(lambda: None)
     stop_reason: int | str | None = state(lambda: None)
+    # what its call has to raise
+    error: Exception | None = state(lambda: None)
 
     num_tokens = property(lambda self: len(self.token_ids))
     num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)

@@ -7,7 +7,7 @@ stand still, it is decided for all of them at once which go on, fork, end or are
 For `LLM` a search is a request as any other: `update` is called for each of its sequences that has
 a new token. For the scheduler its beams are sequences as any others. What this uses of them:
 
-    llm.queue(searches), llm.step()
+    llm.run(searches, look)
     engine.finish(seq, reason)
     engine.scheduler.fork(parent, child)    the child shares the blocks of its parent
     engine.scheduler.preempt(seq)           only when all beams wait for blocks
@@ -26,10 +26,19 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nanoengine.engine import Engine
 from nanoengine.outputs import Logprobs, read_logprobs
-from nanoengine.sampling_params import STRICT, Count, Float, Moderate, SamplingParams, rejected
+from nanoengine.sampling_params import (
+    STRICT,
+    Count,
+    Float,
+    Moderate,
+    SamplingParams,
+    explained,
+    rejected,
+)
 from nanoengine.sequence import Sequence
 
 
+@explained
 @checked_dataclass(config=STRICT)
 class BeamSearchParams:
     """How one request is completed by beam search.
@@ -84,10 +93,9 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
     sampling_params = SamplingParams(
         temperature=0, max_tokens=params.max_tokens, detokenize=False, ignore_eos=params.ignore_eos,
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
-    with llm.lock:
-        requests = llm.inputs.make_requests(prompts, sampling_params)
-        searches = [BeamSearch(request.seq, params, llm.engine) for request in requests]
-        run(llm.queue(searches), llm)
+    requests = llm.inputs.make_requests(prompts, sampling_params)
+    searches = [BeamSearch(request.seq, params, llm.engine) for request in requests]
+    run(searches, llm)
     for beam in [beam for search in searches for beam in search.finished]:
         beam.text = tokenizer and tokenizer.decode(beam.tokens, True)
     return [BeamSearchOutput(search.finished) for search in searches]
@@ -103,10 +111,12 @@ def run(searches: list["BeamSearch"], llm: Any) -> None:
     for age, search in enumerate(searches):
         search.seq.priority = age
     num_steps = 0
-    for updated in llm.run(searches):
+    for updated in llm.run(searches, lambda search: search.request_id):
         is_stuck = not updated and num_steps == scheduler.num_steps
         num_steps = scheduler.num_steps
-        if is_stuck:
+        if not is_stuck:
+            continue
+        with llm.turn():
             queued = [*scheduler.waiting, *scheduler.running]
             first = min((seq.priority for seq in queued), default=0)
             for seq in [seq for seq in scheduler.running if seq.priority > first]:
@@ -139,11 +149,13 @@ class BeamSearch:
         self.found: dict[Sequence, Logprobs] = {}
         self.finished: list[BeamSearchSequence] = []
         self.inbox: dict[str, Any] = {}
+        self.error: Exception | None = None
 
     is_finished = property(lambda self: not self.scores)
 
-    def abort(self) -> None:
+    def end(self, error: Exception | None = None) -> None:
         self.scores = {}
+        self.error = error
         self.inbox[self.request_id] = self
 
     def update(self, beam: Sequence) -> None:

@@ -4,20 +4,40 @@ from typing import Any
 
 from nanoengine.sampling_params import naming, rejected
 
+TEXT_PARTS = ("text", "input_text", "output_text")
 
-def render(tokenizer: Any, messages: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
+
+def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
+           add_generation_prompt: bool = True, continue_final_message: bool = False,
+           tools: list[Any] | None = None,
+           chat_template_kwargs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """One conversation or a list of them, as prompts.
 
-    options: of transformers' `apply_chat_template`, and what the template itself asks for.
+    The options are those of `LLM.chat`.
     """
     if not isinstance(messages, list) or not messages:
         raise rejected("messages", messages, "a list of {'role', 'content'}, or of such lists")
     chats = messages if isinstance(messages[0], list) else [messages]
-    more = options.pop("chat_template_kwargs", None) or {}
-    options = {"add_generation_prompt": True} | more | options | {"tokenize": False}
+    options = dict(chat_template_kwargs or {}, chat_template=chat_template, tools=tools,
+                   add_generation_prompt=add_generation_prompt,
+                   continue_final_message=continue_final_message, tokenize=False)
     with naming("messages"):
+        chats = [[message | {"content": text_of(message.get("content"))} for message in chat]
+                 for chat in chats]
         texts = tokenizer.apply_chat_template(chats, **options)
         # The template has written the special tokens.
         ids = tokenizer(texts, add_special_tokens=False).input_ids
     return [{"prompt": text, "prompt_token_ids": token_ids}
             for text, token_ids in zip(texts, ids)]
+
+
+def text_of(content: Any) -> str:
+    """The content of a message as one text; text parts are joined by newlines, as in vLLM."""
+    parts = content if isinstance(content, list) else [] if content is None else [content]
+    texts = []
+    for part in parts:
+        is_text_part = isinstance(part, dict) and part.get("type") in TEXT_PARTS
+        texts.append(part.get("text") if is_text_part else part)
+        if not isinstance(texts[-1], str):
+            raise rejected("content part", part, f"a text, or a text of a type in {TEXT_PARTS}")
+    return "\n".join(texts)

@@ -8,6 +8,7 @@ seen between two steps. The runner takes a `timestamp` where a step begins and e
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +111,19 @@ class Metrics:
             launched.ended = now
             launched.metrics = self.gauges()
             self.trace.append(launched)
+
+    def rates(self) -> Callable[[], str]:
+        """Says how many tokens of all requests a second the engine has computed since now."""
+        before = self.counters.copy()
+        start = time.perf_counter()
+
+        def since() -> str:
+            new = self.counters - before
+            seconds = time.perf_counter() - start
+            return (f"{new['prompt_tokens'] / seconds:.0f} prompt tokens/s, "
+                    f"{new['generation_tokens'] / seconds:.0f} output tokens/s")
+
+        return since
 
     def gauges(self) -> Counter:
         """Gauges of now and counters since the start, flat. What has never happened counts 0.

@@ -3,7 +3,7 @@
     from nanoengine_extensions.vllm import LLM, SamplingParams
 
 What this adds to nanoengine's own `LLM`, which has the same names wherever it has the same things:
-keywords that change nothing here, prompts as typed dicts, messages in parts, `output_kind`,
+keywords that change nothing here, prompts as typed dicts, `output_kind`,
 `enqueue`, and fields of outputs that are always None.
 """
 
@@ -16,14 +16,13 @@ from pydantic.dataclasses import dataclass
 import nanoengine
 from nanoengine.config import EngineConfig
 from nanoengine.outputs import CompletionOutput, RequestOutput
-from nanoengine.sampling_params import STRICT, rejected
+from nanoengine.sampling_params import STRICT, explained, rejected
 from nanoengine_extensions.beam_search import (  # noqa: F401
     BeamSearchOutput,
     BeamSearchParams,
     BeamSearchSequence,
 )
 
-TEXT_PARTS = ("text", "input_text", "output_text")
 RequestOutput.lora_request = None  # type: ignore
 CompletionOutput.finished = lambda self: self.finish_reason is not None  # type: ignore
 
@@ -71,6 +70,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+@explained
 @dataclass(config=STRICT, kw_only=True)
 class SamplingParams(nanoengine.SamplingParams):
     """nanoengine's, and what `stream` yields of the request."""
@@ -97,20 +97,13 @@ class LLM(nanoengine.LLM):
         # of `enqueue`, until `wait_for_completion`
         self.enqueued: list[Any] = []
 
-    def queue(self, requests: list[Any]) -> list[Any]:
+    def queue(self, requests: list[Any]) -> dict[str, Any]:
         for request in requests:
             for name in ("logprobs", "prompt_logprobs"):
                 count = getattr(request.seq.params, name) or 0
                 if self.max_logprobs >= 0 and not 0 <= count <= self.max_logprobs:
                     raise rejected(name, count, f"from 0 to max_logprobs={self.max_logprobs}")
         return super().queue(requests)
-
-    def chat(self, messages: Any, *arguments: Any, **options: Any) -> list[RequestOutput]:
-        """Content may be a list of texts and {"type": "text", "text": …}, joined by newlines."""
-        chats = messages if messages and isinstance(messages[0], list) else [messages]
-        plain = [[message | {"content": text_of(message.get("content"))} for message in chat]
-                 for chat in chats]
-        return super().chat(plain, *arguments, **options)
 
     def stream(self, *arguments: Any, **options: Any) -> Any:
         last_alone = RequestOutputKind.FINAL_ONLY
@@ -139,18 +132,6 @@ class LLM(nanoengine.LLM):
     def reset_prefix_cache(self) -> bool:
         super().reset_prefix_cache()
         return True
-
-
-def text_of(content: Any) -> str:
-    """The content of a message as one text; text parts are joined by newlines."""
-    parts = content if isinstance(content, list) else [] if content is None else [content]
-    texts = []
-    for part in parts:
-        is_text_part = isinstance(part, dict) and part.get("type") in TEXT_PARTS
-        texts.append(part.get("text") if is_text_part else part)
-        if not isinstance(texts[-1], str):
-            raise rejected("content part", part, f"a text, or a text of a type in {TEXT_PARTS}")
-    return "\n".join(texts)
 
 
 assert not VLLM_KEYWORDS.keys() & {field.name for field in fields(EngineConfig)}

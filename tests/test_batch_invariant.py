@@ -1,5 +1,6 @@
 """Logits have the same bits under every schedule, on a CPU: compared bit for bit."""
 
+import copy
 import json
 import random
 
@@ -24,7 +25,7 @@ SCHEDULES = {
 
 def logits_of(llm: LLM, prompts: list[list[int]], max_tokens: int = 20) -> dict:
     """(prompt, number of tokens before): the logits there, of all tokens that were sampled."""
-    found, first = {}, llm.inputs.num_requests
+    found, first = {}, next(copy.copy(llm.inputs.numbers))
     runner, newest = llm.engine.runner, []
     launch = runner.launch
 

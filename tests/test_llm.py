@@ -140,7 +140,7 @@ def test_the_progress_bar_shows_tokens_per_second(llm, capsys):
     llm.generate(["Once upon a time"] * 3, GREEDY)
     last = capsys.readouterr().err.split("\r")[-1]
     assert "3/3" in last
-    found = re.search(r"prompt_tokens/s=(\d+), generation_tokens/s=(\d+)", last)
+    found = re.search(r"(\d+) prompt tokens/s, (\d+) output tokens/s", last)
     assert found and min(map(int, found.groups())) > 0
 
 
@@ -148,7 +148,7 @@ def test_what_is_logged(make_llm, caplog):
     with caplog.at_level(logging.INFO, logger="nanoengine"):
         with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
             assert caplog.messages[-1].endswith(
-                "8 KV blocks of 16 tokens, at most 64 for a request")
+                "8 KV blocks of 16 tokens are 128 tokens, 2.0 requests of 64 at once")
             params = SamplingParams(max_tokens=30, ignore_eos=True)
             for _ in range(2):
                 generate(llm, random_prompts([30] * 4), params)
@@ -156,6 +156,23 @@ def test_what_is_logged(make_llm, caplog):
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1, "of several preemptions the first is reported"
     assert "num_kv_blocks" in warnings[0].getMessage()
+
+
+def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
+    script = f"""if True:
+        import logging
+        SETTING
+        from nanoengine import LLM
+        LLM({tiny!r}, num_kv_blocks=4)"""
+    for setting, count in (
+            ("", 1), ("logging.getLogger('nanoengine').setLevel('ERROR')", 0),
+            ("logging.basicConfig(level='INFO')", 1), ("logging.basicConfig(level='ERROR')", 1),
+            ("logging.getLogger('nanoengine').addHandler(logging.StreamHandler())", 1),
+            ("import nanoengine; logging.getLogger('nanoengine').addHandler(logging.NullHandler())",
+             0)):
+        result = subprocess.run([sys.executable, "-c", script.replace("SETTING", setting)],
+                                capture_output=True, text=True, check=True)
+        assert result.stderr.count("KV blocks of") == count, (setting, result.stderr)
 
 
 def test_prompts_as_typed_dicts(llm):
@@ -282,6 +299,15 @@ def test_abandoning_a_stream_frees_its_requests(llm, num_read):
     generate(llm, "Once upon a time")
 
 
+def test_out_of_memory_at_start_says_what_helps(bundled, monkeypatch):
+    def exhausted(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. 2.00 GiB is free.")
+
+    monkeypatch.setattr(ModelRunner, "capture", exhausted)
+    with pytest.raises(ValueError, match="2.00 GiB is free. Lower max_num_batched_tokens"):
+        LLM(bundled)
+
+
 def test_metrics_and_close(bundled):
     with LLM(bundled, dtype="float32", num_kv_blocks=64) as llm:
         before = llm.metrics()
@@ -366,7 +392,7 @@ def test_a_prompt_that_gives_nan_ends_with_an_error_and_its_neighbours_lose_noth
         for position in (0, 5, 19):
             bad = [*prompts[1]]
             bad[position] = 300
-            llm.inputs.num_requests = 0
+            llm.inputs.numbers = itertools.count()
             caplog.clear()
             outputs = generate(llm, [prompts[0], bad, prompts[2]], [params] * 3)
             assert [o.outputs for o in outputs[::2]] == [o.outputs for o in expected[::2]]

@@ -6,9 +6,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine.outputs import Completion, Request
-from nanoengine.outputs import Logprob
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
+from nanoengine_extensions.metrics import RequestMetrics
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_log_probabilities_get_their_text(byte_tokenizer):
 
 def test_a_request_is_finished_with_its_last_completion(byte_tokenizer):
     prompt = byte_tokenizer.encode("the prompt")
-    seq = Sequence("7", prompt[:], len(prompt), 100, SamplingParams(n=2))
+    seq = Sequence("7", prompt[:], len(prompt), 100, SamplingParams(n=2), metrics=RequestMetrics())
     seqs = [seq, seq.fork(index=1)]
     request = Request("the prompt", [Completion(each, byte_tokenizer) for each in seqs])
     for each, text in zip(seqs, ("ab", "c")):

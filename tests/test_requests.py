@@ -1,10 +1,18 @@
 """What a user may ask for: every form of prompt and parameters, and what is refused."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 from conftest import GREEDY, check_idle, generate, token_ids
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.vllm import text_of
+from nanoengine_extensions.chat import render
+
+
+def next_number(llm) -> int:
+    return next(copy.copy(llm.inputs.numbers))
 
 
 def test_every_form_of_prompt(llm):
@@ -17,6 +25,11 @@ def test_every_form_of_prompt(llm):
     assert all(output.prompt_token_ids == ids for output in outputs)
     for form in forms:
         assert token_ids(generate(llm, form)) == token_ids(outputs[:1])
+    for integer in (np.int64, np.uint16, np.array):
+        found = generate(llm, [integer(token_id) for token_id in ids])
+        assert token_ids(found) == token_ids(outputs[:1])
+        assert found[0].prompt_token_ids == ids
+        assert all(type(token_id) is int for token_id in found[0].prompt_token_ids)
     assert generate(llm, []) == []
 
 
@@ -33,11 +46,11 @@ def test_defaults_come_from_the_generation_config(llm, monkeypatch):
 def test_the_sequences_of_a_request(llm):
     """The first, with what its parameters say, and its forks, each with a seed of its own."""
     inputs = llm.inputs
-    number = inputs.num_requests
+    number = next_number(llm)
     params = SamplingParams(n=3, seed=5, max_tokens=7, stop_token_ids=[9], presence_penalty=1)
     first, second = inputs.make_requests(["Once upon", [4, 5]], [params, SamplingParams()])
     assert (first.prompt, second.prompt) == ("Once upon", None)
-    assert inputs.num_requests == number + 2
+    assert next_number(llm) == number + 2
     first_seqs = [completion.seq for completion in first.completions]
     seq, *forks = first_seqs
     assert first.seq is seq
@@ -47,7 +60,8 @@ def test_the_sequences_of_a_request(llm):
     for index, each in enumerate(first_seqs):
         assert (each.request_id, each.index, each.params) == (str(number), index, params)
         assert each.token_ids == ids and each.num_prompt_tokens == len(ids)
-        assert each.max_num_tokens == len(ids) + 7 and set(each.constraints.late_tokens) == {9, 0, 2}
+        assert each.max_num_tokens == len(ids) + 7
+        assert set(each.constraints.late_tokens) == {9, 0, 2}
         assert each.end_tokens == {9: 9, 0: 0, 2: None} and each.metrics is seq.metrics
         assert (each.num_computed_tokens, each.finish_reason, each.is_running) == (0, None, False)
     assert len({id(each.token_ids) for each in first_seqs}) == 3, "each its own list"
@@ -61,11 +75,20 @@ def test_the_sequences_of_a_request(llm):
 
 
 def test_nothing_is_counted_of_a_call_that_is_refused(llm):
-    number = llm.inputs.num_requests
+    number = next_number(llm)
     for prompts, priority in ((["a", []], None), (["a", "b"], [0, 1])):
         with pytest.raises(ValueError):
             llm.inputs.make_requests(prompts, GREEDY, priority)
-    assert llm.inputs.num_requests == number
+    assert next_number(llm) == number
+
+
+def test_requests_made_in_several_threads_have_a_number_each(llm):
+    def numbers(_):
+        return [request.request_id for request in llm.inputs.make_requests(["a"] * 50, GREEDY)]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [number for each in pool.map(numbers, range(24)) for number in each]
+    assert len(set(found)) == 24 * 50
 
 
 def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
@@ -84,6 +107,11 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
     (["a", [5, 867]], GREEDY, r"prompts\[1\].*token id 867 is out of vocabulary.*0 to 866"),
     ([[-1]], GREEDY, "token id -1 is out of vocabulary"),
     ([[1.5]], GREEDY, "token id 1.5 is out of vocabulary"),
+    ([[np.float64(5)]], GREEDY, "token id .*5.0.* is out of vocabulary"),
+    ([[1, "5"]], GREEDY, "token id '5' is out of vocabulary"),
+    ([1, "5"], GREEDY, "token id '5' is out of vocabulary"),
+    ([[1, None]], GREEDY, "token id None is out of vocabulary"),
+    ([[1, [2]]], GREEDY, "token id .2. is out of vocabulary"),
     ([[1] * 2048], GREEDY, "prompts.0. has 2048 tokens.*max_model_len=2048"),
     ([[1] * 9999], GREEDY, "prompts.0. has 9999 tokens.*max_model_len=2048"),
     (["a", 3], GREEDY, r"prompts\[1\]=.*must be a text, a list of token ids"),
@@ -152,9 +180,11 @@ def test_parameters_can_be_changed_while_they_are_in_use(llm):
     ([], ""), (None, "")])
 def test_text_parts_are_joined(llm, content, text):
     message = {"role": "user", "content": content}
-    message = {"role": "user", "content": text_of(content)}
-    (prompt,) = llm.inputs.render([message], {"add_generation_prompt": True})
+    (prompt,) = render(llm.get_tokenizer(), [message])
     assert prompt["prompt"] == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert message == {"role": "user", "content": content}, "the user's message is left alone"
+    assert render(llm.get_tokenizer(), [{"role": "user"}]) == render(
+        llm.get_tokenizer(), [{"role": "user", "content": ""}])
 
 
 @pytest.mark.parametrize("messages, message", [

@@ -1,24 +1,277 @@
-"""Calls of several threads share steps."""
+"""Calls of several threads share steps: each gets what it would get alone."""
 
+import gc
+import itertools
+import random
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
-from nanoengine import LLM, SamplingParams
+import pytest
+import torch
+from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
+
+from nanoengine import SamplingParams
+from nanoengine.engine import Engine
 
 
-def test_calls_of_several_threads_share_steps() -> None:
-    prompts = [[5 + i] * 12 for i in range(3)]
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=200, ignore_eos=True)
-    options = dict(dtype="float32", device="cpu", max_model_len=512)
-    with LLM("models/tiny-qwen3", **options) as llm:
-        def call(prompt: list[int]) -> list[int]:
-            return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "running ahead"])
+def shared_llm(request, make_llm):
+    options = dict(num_kv_blocks=256, max_num_seqs=32, run_ahead=request.param)
+    with make_llm(**options) as llm:
+        yield llm
+        check_idle(llm)
 
-        alone = [call(prompt) for prompt in prompts]
-        before = llm.metrics()["num_steps"]
-        with ThreadPoolExecutor(3) as pool:
-            together = list(pool.map(call, prompts))
-        num_steps = llm.metrics()["num_steps"] - before
-        assert together == alone
-        # one after the other they took three times 200
-        assert before == 600 and num_steps < 400
-        assert llm.metrics()["num_blocks_used"] == 0
+
+def long_params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.8, seed=1, max_tokens=max_tokens, ignore_eos=True)
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_calls_of_several_threads_run_in_the_same_steps(shared_llm):
+    prompts = random_prompts([12] * 3)
+    params = long_params(100)
+    alone = [token_ids(generate(shared_llm, [prompt], params)) for prompt in prompts]
+    before = shared_llm.metrics()["num_steps"]
+    with ThreadPoolExecutor(3) as pool:
+        together = pool.map(lambda each: shared_llm.generate([each], params, False), prompts)
+        assert [token_ids(outputs) for outputs in together] == alone
+    # one after the other they took three times 100
+    assert shared_llm.metrics()["num_steps"] - before < 200
+    check_idle(shared_llm)
+
+
+def test_64_threads_some_of_which_drop_their_streams(shared_llm):
+    """A stream sees each token once, none that is still to be sampled, and its end once."""
+    rng = random.Random(0)
+    prompts = random_prompts([rng.randint(1, 40) for _ in range(64)])
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=rng.randint(1, 30), logprobs=0,
+                             n=1 + i % 2, stop_token_ids=[*range(i % 3)]) for i in range(64)]
+    expected = [output.outputs for output in generate(shared_llm, prompts, params)]
+    barrier = threading.Barrier(64)
+
+    def call(number: int) -> bool:
+        barrier.wait(timeout=60)
+        if number % 3 == 0:
+            outputs = shared_llm.generate([prompts[number]], params[number], use_tqdm=False)
+            return outputs[0].outputs == expected[number]
+        seen = [[] for _ in range(params[number].n)]
+        num_finished = 0
+        stream = shared_llm.stream([prompts[number]] * 2, [params[number]] * 2)
+        for count, output in enumerate(stream):
+            if output.index:
+                continue
+            if number % 3 == 1 and count == 3:
+                return True
+            for before, now in zip(seen, output.outputs):
+                assert now.token_ids[:len(before)] == before
+                assert all(token_id >= 0 for token_id in now.token_ids)
+                assert len(now.logprobs or []) == len(now.token_ids)
+                before[:] = now.token_ids
+            num_finished += output.finished
+        return num_finished == 1 and seen == [each.token_ids for each in expected[number]]
+
+    with ThreadPoolExecutor(64) as pool:
+        assert all(pool.map(call, range(64)))
+    check_idle(shared_llm)
+
+
+def test_an_error_in_one_call_harms_no_other(shared_llm, monkeypatch):
+    prompts = random_prompts([5, 6, 7])
+    params = long_params(40)
+    expected = token_ids(generate(shared_llm, prompts, params))
+    bad = random_prompts([9])[0]
+    step = shared_llm.engine.step
+
+    def step_with_an_error():
+        seqs = step()
+        for seq in seqs:
+            if seq.num_prompt_tokens == 9 and seq.num_tokens == 12:
+                seq.error = ValueError(f"request {seq.request_id} is bad")
+                shared_llm.engine.finish(seq, "error", str(seq.error))
+        return seqs
+
+    monkeypatch.setattr(shared_llm.engine, "step", step_with_an_error)
+    with ThreadPoolExecutor(4) as pool:
+        good = [pool.submit(shared_llm.generate, [prompt], params, False) for prompt in prompts]
+        call = pool.submit(shared_llm.generate, [*prompts, bad], params, False)
+        with pytest.raises(ValueError, match="request .* is bad"):
+            call.result(timeout=60)
+        assert [token_ids(each.result(timeout=60))[0] for each in good] == expected
+    check_idle(shared_llm)
+    with pytest.raises(ValueError, match="request .* is bad"):
+        list(shared_llm.stream([bad, *prompts], params))
+    check_idle(shared_llm)
+    # by hand it is not raised
+    requests = shared_llm.add([bad, *prompts], params)
+    while not all(request.is_finished for request in requests):
+        shared_llm.step()
+    outputs = [request.output() for request in requests]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error"] + ["length"] * 3
+    assert "is bad" in outputs[0].outputs[0].stop_reason
+    assert token_ids(outputs[1:]) == expected
+    check_idle(shared_llm)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no memory")])
+def test_what_breaks_a_step_is_told_to_all_calls(shared_llm, monkeypatch, error):
+    """None gets a part of its text as if it were all, and none waits for ever."""
+    prompts = random_prompts([5, 6, 7])
+    by_hand = shared_llm.add([prompts[0]], long_params(400))
+    begun = threading.Semaphore(0)
+    breaking = threading.Event()
+    step = Engine.step
+
+    def step_or_break(engine):
+        begun.release()
+        if breaking.is_set():
+            breaking.clear()
+            # in the middle, with tokens that are pending
+            engine.scheduler.advance(engine.scheduler.schedule())
+            raise error
+        return step(engine)
+
+    def read(prompt):
+        return list(shared_llm.stream([prompt], long_params(400)))
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(Engine, "step", step_or_break)
+        calls = [pool.submit(shared_llm.generate, [prompt], long_params(400), False)
+                 for prompt in prompts[:2]]
+        calls.append(pool.submit(read, prompts[2]))
+        wait_for(lambda: len(shared_llm.active) == 4)
+        for _ in range(5):
+            begun.acquire()
+        breaking.set()
+        found = [call.exception(timeout=60) for call in calls]
+    assert sum(each is error for each in found) == 1, "in the thread that ran the step"
+    others = [each for each in found if each is not error]
+    assert all(type(each) is RuntimeError and repr(error) in str(each) for each in others)
+    (output,) = by_hand[0].output().outputs
+    assert output.finish_reason == "abort" and min(output.token_ids) >= 0
+    check_idle(shared_llm)
+    assert token_ids(generate(shared_llm, prompts, long_params(9)))
+
+
+def test_an_error_in_a_step_by_hand(shared_llm, monkeypatch):
+    requests = shared_llm.add(random_prompts([5, 6]), long_params(40))
+    shared_llm.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", lambda engine: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            shared_llm.step()
+    expected = token_ids(generate(shared_llm, [[1, 2]], GREEDY))
+    assert [request.output().outputs[0].finish_reason for request in requests] == ["abort"] * 2
+    assert token_ids(generate(shared_llm, [[1, 2]], GREEDY)) == expected
+
+
+def test_requests_that_are_ended_by_hand(shared_llm):
+    (expected,) = token_ids(generate(shared_llm, [[1, 2]], GREEDY))
+    first, second, third = shared_llm.add([[1, 2], [3, 4], [5]], GREEDY)
+    for _ in range(4):
+        shared_llm.step()
+    shared_llm.abort([second, third])
+    shared_llm.abort([])
+    assert second.is_finished and second.output().outputs[0].finish_reason == "abort"
+    assert not first.is_finished and [*shared_llm.active] == [first.request_id]
+    while not first.is_finished:
+        assert shared_llm.step() in ([first], [])
+    shared_llm.abort([first, second])
+    assert token_ids([first.output()]) == [expected]
+    assert first.output().outputs[0].finish_reason == "length"
+    assert shared_llm.step() == []
+    check_idle(shared_llm)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_short_request_does_not_wait_for_long_ones(shared_llm, by_hand):
+    """Its first token comes within a few steps, however eager other threads are."""
+    is_over = threading.Event()
+
+    def long_call(_):
+        while not is_over.is_set():
+            if by_hand:
+                requests = shared_llm.add([[5] * 12], long_params(200))
+                while not (requests[0].is_finished or is_over.is_set()):
+                    shared_llm.step()
+                shared_llm.abort(requests)
+            else:
+                for _ in shared_llm.stream([[5] * 12], long_params(200)):
+                    if is_over.is_set():
+                        break
+
+    num_steps = []
+    with ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(long_call, number) for number in range(6)]
+        try:
+            wait_for(lambda: len(shared_llm.active) == 6)
+            for number in range(20):
+                before = shared_llm.metrics()["num_steps"]
+                stream = shared_llm.stream([[7, 8, number]], long_params(2))
+                next(stream)
+                num_steps.append(shared_llm.metrics()["num_steps"] - before)
+                stream.close()
+        finally:
+            is_over.set()
+        for call in calls:
+            call.result(timeout=60)
+    assert max(num_steps) <= 20, num_steps
+    check_idle(shared_llm)
+
+
+def test_a_stream_that_the_garbage_collector_finds_in_the_middle_of_a_step(shared_llm, monkeypatch):
+    expected = token_ids(generate(shared_llm, random_prompts([5, 6]), GREEDY))
+    calls = itertools.count()
+    step = Engine.step
+
+    def leave_one():
+        cycle = {"stream": shared_llm.stream(random_prompts([30] * 3), long_params(200))}
+        cycle["itself"] = cycle
+        next(cycle["stream"])
+
+    def collect_and_step(engine):
+        if next(calls) == 3:
+            gc.collect()
+        return step(engine)
+
+    gc.disable()
+    try:
+        leave_one()
+        assert len(shared_llm.active) == 3
+        monkeypatch.setattr(Engine, "step", collect_and_step)
+        outputs = shared_llm.generate(random_prompts([5, 6]), GREEDY, use_tqdm=False)
+        assert token_ids(outputs) == expected
+    finally:
+        gc.enable()
+    check_idle(shared_llm)
+
+
+def test_the_first_tokens_of_a_stream_come_before_the_last_ones_of_a_call(shared_llm):
+    """A call within a stream, and a stream within a call of another thread."""
+    expected = token_ids(generate(shared_llm, random_prompts([5, 6]), GREEDY))
+    stream = shared_llm.stream(random_prompts([5, 6])[:1], GREEDY)
+    next(stream)
+    assert token_ids(shared_llm.generate(random_prompts([5, 6])[1:], GREEDY, False)) == expected[1:]
+    assert token_ids([[*stream][-1]]) == expected[:1]
+    check_idle(shared_llm)
+
+
+def test_a_default_device_of_the_user_changes_nothing(make_llm):
+    params = [GREEDY, SamplingParams(seed=1, max_tokens=9, top_p=0.9, min_tokens=3, logprobs=2,
+                                     presence_penalty=1.0, stop_token_ids=[5], prompt_logprobs=1),
+              SamplingParams(seed=2, max_tokens=9, logits_processors=[lambda ids, scores: scores])]
+    prompts = random_prompts([5, 20, 7])
+    with make_llm(num_kv_blocks=64) as llm:
+        expected = [output.outputs for output in generate(llm, prompts, params)]
+        torch.set_default_device("meta")
+        try:
+            outputs = generate(llm, prompts, params)
+        finally:
+            torch.set_default_device(None)
+        assert [output.outputs for output in outputs] == expected

@@ -103,6 +103,19 @@ def test_a_call_from_within_a_call_is_refused(tiny_llm):
     assert seen == ["a call of this thread is running"] * 2
 
 
+def test_closing_from_within_a_call_is_refused(tiny_llm):
+    def close(input_ids, scores):
+        for call in (tiny_llm.close, tiny_llm.reset_prefix_cache):
+            with pytest.raises(RuntimeError, match="a call of this thread is running"):
+                call()
+        return scores
+
+    params = SamplingParams(max_tokens=1, logits_processors=[close])
+    generate(tiny_llm, [[1], [2]], [params, GREEDY])
+    list(tiny_llm.stream([[1], [2]], [params, GREEDY]))
+    check_idle(tiny_llm)
+
+
 def test_a_stream_of_an_engine_that_was_closed_says_so(make_llm):
     llm = make_llm(num_kv_blocks=16)
     streams = [llm.stream([[1, 2]], GREEDY)]
@@ -131,7 +144,8 @@ def test_a_stream_dropped_in_a_cycle_of_references_is_dropped(tiny_llm):
         gc.enable()
 
 
-def test_closing_waits_for_the_call_of_another_thread(make_llm):
+def test_closing_ends_the_calls_of_other_threads(make_llm):
+    """After the step that is running; each of them says why."""
     llm, begun = make_llm(num_kv_blocks=16), threading.Event()
 
     def slow(input_ids, scores):
@@ -139,16 +153,14 @@ def test_closing_waits_for_the_call_of_another_thread(make_llm):
         time.sleep(0.02)
         return scores
 
-    params = SamplingParams(max_tokens=10, temperature=0, logits_processors=[slow])
+    params = SamplingParams(max_tokens=100, temperature=0, logits_processors=[slow])
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(llm.generate, [[1, 2]], params, False)
+        running = [pool.submit(llm.generate, [[1, 2]], params, False) for _ in range(2)]
         assert begun.wait(timeout=60)
-        late = pool.submit(llm.generate, [[1, 2]], params, False)
-        time.sleep(0.02)
         llm.close()
-        assert len(running.result(timeout=60)[0].outputs[0].token_ids) == 10
-        # it had its turn before the closing, or not
-        assert late.exception(timeout=60) is None or "closed" in str(late.exception())
+        for each in running:
+            with pytest.raises(RuntimeError, match="the LLM is closed"):
+                each.result(timeout=60)
     with pytest.raises(RuntimeError, match="the LLM is closed"):
         llm.generate([[1]])
     llm.close()
@@ -180,6 +192,52 @@ def test_metrics_can_be_polled_from_another_thread(tiny_llm):
 
 
 # ----------------------------------------------------------------------------- interrupts
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("first", [(Engine, "step"), (Scheduler, "postprocess")])
+@pytest.mark.parametrize("second", [(Engine, "reset"), (Scheduler, "reset"),
+                                    (Scheduler, "finish"), (Engine, "abort")])
+def test_a_second_ctrl_c_while_the_first_is_cleaned_up(make_llm, monkeypatch, first, second,
+                                                       run_ahead):
+    """Whatever it leaves behind, the next call begins with a clean engine."""
+    prompts = random_prompts([10, 33] * 3)
+    with make_llm(num_kv_blocks=64, run_ahead=run_ahead) as llm:
+        expected = token_ids(generate(llm, prompts))
+
+        def interrupt(*arguments):
+            raise KeyboardInterrupt
+
+        def interrupted(original, at):
+            calls = itertools.count(1)
+            return lambda *some: interrupt() if next(calls) == at else original(*some)
+
+        for call in (generate, lambda *some: list(llm.stream(prompts, GREEDY))):
+            with monkeypatch.context() as patch:
+                patch.setattr(*first, interrupted(getattr(*first), at=3))
+                patch.setattr(*second, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    call(llm, prompts)
+            assert token_ids(generate(llm, prompts)) == expected
+        stream = llm.stream(prompts, GREEDY)
+        next(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(*second, interrupt)
+            try:
+                stream.close()
+            except KeyboardInterrupt:
+                pass
+        assert token_ids(generate(llm, prompts)) == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(*second, interrupt)
+            stream = llm.stream(prompts, GREEDY)
+            next(stream)
+            try:
+                stream.close()
+            except KeyboardInterrupt:
+                pass
+    assert llm.engine.runner is None, "it can be closed, too"
 
 
 # ------------------------------------------------------------------- threads and processes
@@ -289,7 +347,7 @@ print(in_child(llm.close))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_of_a_process_with_an_engine_is_told_so(tiny):
     result = run(FORK.replace("MODEL", repr(tiny)))
-    assert result.stdout.split() == ["5"] + ["3"] * 4 + ["5"] * 3 + ["16", "5"], result.stderr
+    assert result.stdout.split() == ["5"] + ["3"] * 4 + ["5", "3", "3", "16", "3"], result.stderr
 
 
 # ------------------------------------------------------------- compiled kernels on the disk
