@@ -40,6 +40,9 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
             module.__class__ = GatedMLP
         elif hasattr(module, "qkv_proj") and has_attention:
             module.__class__ = PagedAttention
+    for module in model.modules():
+        # found at once, not by nn.Module.__getattr__
+        module.__dict__ |= module._parameters | module._modules
     # hooks run in the thread that computes
     model.register_forward_pre_hook(lambda *_: limit_threads())
     keep_memory()
@@ -88,13 +91,16 @@ class PackedLinear(nn.Linear):
         return self.uses_amx if has_amx else self.weight.is_mkldnn
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.weight.is_mkldnn:
+        weight = self.weight
+        if not weight.is_mkldnn:
             return super().forward(x)
-        if self.uses_amx and len(x):
+        num_rows = x.shape[0]
+        if self.uses_amx and num_rows:
             return self.multiply(x)
-        rows = F.pad(x, (0, 0, 0, 4 - len(x))) if len(x) < 4 else x
-        product = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
-        return product if rows is x else product[:len(x)]
+        if num_rows < 4:
+            x = torch.constant_pad_nd(x, (0, 0, 0, 4 - num_rows))
+        product = torch.ops.mkldnn._linear_pointwise.default(x, weight, self.bias, "none", [], "")
+        return product if num_rows >= 4 else product[:num_rows]
 
     def gated(self, x: Tensor) -> Tensor:
         """SwiGLU of the product, of which the first half are gates: in one pass, if gates and ups
