@@ -2,33 +2,31 @@
 
     from nanoengine_extensions.vllm import LLM, SamplingParams
 
-What this adds to nanoengine's own `LLM`, which has the same names wherever it has the same things:
-keywords that change nothing here, prompts as typed dicts, `output_kind`,
-`enqueue`, and fields of outputs that are always None.
+nanoengine's own `LLM` has vLLM's names wherever it has the same things. This is what it lacks:
+keywords that change nothing here, `max_logprobs`, prompts as typed dicts, `output_kind`,
+`from_optional`, `enqueue`, and parts of outputs that say nothing new. All of it is made of
+subclasses, which the engine does not know.
 """
 
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import asdict
 from enum import Enum
 from typing import Any, TypedDict
 
 from pydantic.dataclasses import dataclass
 
 import nanoengine
-from nanoengine.config import EngineConfig
-from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.outputs import Request
 from nanoengine.sampling_params import STRICT, explained, rejected
-from nanoengine_extensions.beam_search import (  # noqa: F401
-    BeamSearchOutput,
-    BeamSearchParams,
-    BeamSearchSequence,
-)
+from nanoengine_extensions.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 
-RequestOutput.lora_request = None  # type: ignore
-CompletionOutput.finished = lambda self: self.finish_reason is not None  # type: ignore
+__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput",
+           "RequestOutput", "RequestOutputKind", "SamplingParams", "TextPrompt", "TokensPrompt"]
 
 # Keywords of vLLM's that change nothing here: the values that do so, where None in place of a list
 # stands for any value, and what this engine does instead of the others.
-VLLM_KEYWORDS: dict[str, tuple[list[Any] | None, str]] = {
+Keywords = dict[str, tuple[list[Any] | None, str]]
+VLLM_KEYWORDS: Keywords = {
     "async_scheduling": (None, "`run_ahead` is the option for that"),
     "compilation_config": ([None, 0, {}], "`enforce_eager` is the option for that"),
     "disable_custom_all_reduce": (None, "PyTorch reduces"),
@@ -48,6 +46,17 @@ VLLM_KEYWORDS: dict[str, tuple[list[Any] | None, str]] = {
     "tokenizer_mode": (["auto"], "the tokenizer is the fast one of transformers"),
     "tokenizer_revision": ([None], "`revision` counts for model and tokenizer"),
     "trust_remote_code": ([False], "code that comes with a model never runs")}
+CALL_KEYWORDS: Keywords = {
+    "chat_template_content_format": (["auto", "string"], "text parts are joined"),
+    "lora_request": ([None], "there are no adapters")}
+
+
+def without(keywords: Keywords, options: dict[str, Any]) -> dict[str, Any]:
+    """Options without those that change nothing here. Raises ValueError for values that would."""
+    for name, (accepted, instead) in keywords.items():
+        if accepted and options.get(name, accepted[0]) not in accepted:
+            raise rejected(name, options[name], f"one of {accepted}: {instead}")
+    return {name: value for name, value in options.items() if name not in keywords}
 
 
 class TextPrompt(TypedDict):
@@ -64,7 +73,7 @@ class TokensPrompt(TypedDict, total=False):
 
 
 class RequestOutputKind(Enum):
-    """What a stream yields of a request: all outputs so far, or the last alone."""
+    """What `LLM.stream` yields of a request: all outputs so far, or the last alone."""
 
     CUMULATIVE = 0
     FINAL_ONLY = 2
@@ -73,7 +82,7 @@ class RequestOutputKind(Enum):
 @explained
 @dataclass(config=STRICT, kw_only=True)
 class SamplingParams(nanoengine.SamplingParams):
-    """nanoengine's, and what `stream` yields of the request."""
+    """nanoengine's, and what `LLM.stream` yields of the request."""
 
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
@@ -84,54 +93,81 @@ class SamplingParams(nanoengine.SamplingParams):
                       if value is not None or name == "max_tokens"})
 
 
+class CompletionOutput(nanoengine.CompletionOutput):
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestOutput(nanoengine.RequestOutput):
+    """lora_request: None."""
+
+    lora_request = None
+
+    @classmethod
+    def of(cls, output: nanoengine.RequestOutput) -> "RequestOutput":
+        completions = [CompletionOutput(**vars(completion)) for completion in output.outputs]
+        return cls(**vars(output) | {"outputs": completions})
+
+
 class LLM(nanoengine.LLM):
-    """nanoengine's, with vLLM's other keywords and methods."""
+    """nanoengine's, with vLLM's other keywords and methods.
+
+    max_logprobs: the most `logprobs` and `prompt_logprobs` of a request; for -1 as many as there
+        are tokens.
+    """
 
     def __init__(self, model: Any, *, max_logprobs: int = -1, **options: Any) -> None:
+        if not isinstance(max_logprobs, int) or max_logprobs < -1:
+            raise rejected("max_logprobs", max_logprobs, "a number of tokens, or -1")
+        super().__init__(model, **without(VLLM_KEYWORDS, options))
         self.max_logprobs = max_logprobs
-        for name, (accepted, instead) in VLLM_KEYWORDS.items():
-            value = options.pop(name, accepted and accepted[0])
-            if accepted and value not in accepted:
-                raise rejected(name, value, f"one of {accepted}: {instead}")
-        super().__init__(model, **options)
         # of `enqueue`, until `wait_for_completion`
         self.enqueued: list[Any] = []
 
     def queue(self, requests: list[Any]) -> dict[str, Any]:
-        for request in requests:
+        for params in [request.seq.params for request in requests if self.max_logprobs >= 0]:
             for name in ("logprobs", "prompt_logprobs"):
-                count = getattr(request.seq.params, name) or 0
-                if self.max_logprobs >= 0 and not 0 <= count <= self.max_logprobs:
-                    raise rejected(name, count, f"from 0 to max_logprobs={self.max_logprobs}")
+                if not 0 <= (getattr(params, name) or 0) <= self.max_logprobs:
+                    raise rejected(name, getattr(params, name),
+                                   f"from 0 to max_logprobs={self.max_logprobs}")
         return super().queue(requests)
 
-    def stream(self, *arguments: Any, **options: Any) -> Any:
-        last_alone = RequestOutputKind.FINAL_ONLY
-        kinds = {}
-        for output in super().stream(*arguments, **options):
-            request = self.active.get(output.request_id)
-            if request:
-                kinds[output.request_id] = getattr(request.seq.params, "output_kind", None)
-            if output.finished or kinds.get(output.request_id) != last_alone:
-                yield output
+    def generate(self, *arguments: Any, **options: Any) -> list[Any]:
+        outputs = super().generate(*arguments, **without(CALL_KEYWORDS, options))
+        return [RequestOutput.of(output) for output in outputs]
 
-    def enqueue(self, *arguments: Any, **options: Any) -> list[str]:
-        """Queues requests, whose outputs `wait_for_completion` returns."""
-        requests = self.add(*arguments, **options)
+    def chat(self, *arguments: Any, **options: Any) -> list[Any]:
+        return super().chat(*arguments, **without(CALL_KEYWORDS, options))
+
+    def stream(self, prompts: Any, sampling_params: Any = None,
+               priority: Any = None) -> Iterator[Any]:
+        requests = self.inputs.make_requests(prompts, sampling_params, priority)
+        steps = self.run(requests, shown)
+        next(steps)
+        return (output for outputs in steps for output in outputs if output)
+
+    def enqueue(self, *arguments: Any, use_tqdm: bool = True, **options: Any) -> list[str]:
+        """Queues requests, whose outputs `wait_for_completion` returns. There is no bar."""
+        requests = self.add(*arguments, **without(CALL_KEYWORDS, options))
         self.enqueued += requests
         return [request.request_id for request in requests]
 
-    def wait_for_completion(self) -> list[RequestOutput]:
-        """The outputs of all that was enqueued, once they have finished."""
-        requests = self.enqueued
-        self.enqueued = []
+    def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
+        """The outputs of all that was enqueued, once they have finished. There is no bar."""
+        requests, self.enqueued = self.enqueued, []
         while not all(request.is_finished for request in requests):
             self.step()
-        return [request.output() for request in requests]
+        return [RequestOutput.of(request.output()) for request in requests]
 
-    def reset_prefix_cache(self) -> bool:
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**asdict(super().get_default_sampling_params()))
+
+    def reset_prefix_cache(self) -> Any:
         super().reset_prefix_cache()
         return True
 
 
-assert not VLLM_KEYWORDS.keys() & {field.name for field in fields(EngineConfig)}
+def shown(request: Request) -> RequestOutput | None:
+    """What a stream yields of a request that has new tokens."""
+    is_quiet = getattr(request.seq.params, "output_kind", None) == RequestOutputKind.FINAL_ONLY
+    return None if is_quiet and not request.is_finished else RequestOutput.of(request.output())

@@ -1,0 +1,253 @@
+"""vLLM's interface: what a script written for it may use."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, check_idle, random_prompts, token_ids
+
+import nanoengine
+from nanoengine.config import EngineConfig
+from nanoengine_extensions import vllm
+from nanoengine_extensions.vllm import (
+    CALL_KEYWORDS,
+    VLLM_KEYWORDS,
+    LLM,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+    without,
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=9)
+
+
+@pytest.fixture(scope="module")
+def llm(bundled):
+    with LLM(bundled, dtype="float32", max_num_seqs=8, num_kv_blocks=128) as llm:
+        yield llm
+        check_idle(llm)
+
+
+def generate(llm, prompts, params=GREEDY, **options) -> list:
+    return llm.generate(prompts, params, use_tqdm=False, **options)
+
+
+# vLLM's examples/offline_inference/basic, in short
+SCRIPT = """if True:
+    from nanoengine_extensions.vllm import LLM, SamplingParams
+    prompts = ["Hello, my name is", "The future of AI is"]
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+    llm = LLM(model=MODEL, trust_remote_code=False, enforce_eager=True)
+    outputs = llm.generate(prompts, sampling_params)
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs[0].text
+        print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
+    conversation = [{"role": "system", "content": "You are helpful"},
+                    {"role": "user", "content": [{"type": "text", "text": "12 + 34"}]}]
+    sampling_params = llm.get_default_sampling_params()
+    sampling_params.max_tokens = 5
+    outputs = llm.chat(conversation, sampling_params, use_tqdm=False)
+    print(len(outputs[0].outputs[0].token_ids) <= 5, outputs[0].outputs[0].finished())
+"""
+
+
+def test_a_script_written_for_vllm(bundled):
+    done = subprocess.run([sys.executable, "-c", SCRIPT.replace("MODEL", repr(bundled))],
+                          capture_output=True, text=True, check=True, cwd=ROOT)
+    first, second, chat = done.stdout.splitlines()
+    assert first.startswith("Prompt: 'Hello, my name is', Generated text: '")
+    assert second.startswith("Prompt: 'The future of AI is', Generated text: '")
+    assert chat == "True True"
+
+
+def test_it_changes_nothing_of_the_engines_own():
+    script = """if True:
+        import nanoengine
+        before = {cls: set(dir(cls)) for cls in vars(nanoengine).values() if isinstance(cls, type)}
+        import nanoengine_extensions.vllm
+        assert before and all(set(dir(cls)) == names for cls, names in before.items())"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+    assert not hasattr(nanoengine.RequestOutput, "lora_request")
+
+
+# -------------------------------------------------------------------------------- keywords
+
+
+def test_keywords_that_change_nothing_are_accepted(tiny):
+    neutral = {name: (accepted or ["anything"])[0] for name, (accepted, _) in VLLM_KEYWORDS.items()}
+    assert without(VLLM_KEYWORDS, neutral | dict(seed=3)) == dict(seed=3)
+    for name, (accepted, instead) in VLLM_KEYWORDS.items():
+        for value in accepted or []:
+            assert without(VLLM_KEYWORDS, {name: value}) == {}
+        if accepted is not None:
+            with pytest.raises(ValueError, match=f"{name}='other' .*{re.escape(instead)}"):
+                LLM(tiny, **{name: "other"})
+    assert not VLLM_KEYWORDS.keys() & {field.name for field in dataclasses.fields(EngineConfig)}
+    with LLM(tiny, num_kv_blocks=16, **neutral, seed=None, max_model_len=-1) as llm:
+        assert llm.config.seed == 0 and llm.inputs.max_model_len == 512
+
+
+@pytest.mark.parametrize("name, value, accepted", [
+    ("trust_remote_code", True, "one of [False]: code that comes with a model never runs"),
+    ("pipeline_parallel_size", 2, "one of [1]: one process runs one model on one device"),
+    ("quantization", "awq", "one of [None]: weights have the precision"),
+    ("enable_chunked_prefill", False, "[None, True]: a prompt longer than a step always"),
+    ("max_logprobs", -2, "or -1"), ("max_logprobs", "5", "or -1"),
+    ("trust_remote_kode", False, "trust_remote_kode"),
+    ("block_size", 0, "greater than or equal to 1")])
+def test_bad_keywords(bundled, name, value, accepted):
+    with pytest.raises(ValueError) as error:
+        LLM(bundled, **{name: value})
+    assert name in str(error.value) and accepted in str(error.value)
+
+
+def test_keywords_of_calls(llm):
+    chat = [{"role": "user", "content": ["12 + ", {"type": "text", "text": "34"}]}]
+    neutral = {name: accepted[0] for name, (accepted, _) in CALL_KEYWORDS.items()}
+    assert token_ids(generate(llm, "47 + 85 =", **neutral)) == token_ids(generate(llm, "47 + 85 ="))
+    assert token_ids(llm.chat(chat, GREEDY, False, **neutral)) == token_ids(
+        llm.chat(chat, GREEDY, False))
+    for call in (llm.generate, llm.chat, llm.enqueue):
+        with pytest.raises(ValueError, match="lora_request='mine' .*there are no adapters"):
+            call("a" if call != llm.chat else chat, GREEDY, lora_request="mine")
+        with pytest.raises(TypeError, match="lora_requests"):
+            call("a" if call != llm.chat else chat, GREEDY, lora_requests=None)
+
+
+# ------------------------------------------------------------------- parameters and prompts
+
+
+def test_sampling_params():
+    params = SamplingParams.from_optional(n=2, temperature=None, stop=None, max_tokens=5)
+    assert params == SamplingParams(n=2, max_tokens=5)
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    assert SamplingParams.from_optional() == SamplingParams()
+    copy = params.clone()
+    copy.stop.append("b")
+    assert (params.stop, copy.stop, type(copy)) == ([], ["b"], SamplingParams)
+    with pytest.raises(ValueError, match="top_p"):
+        SamplingParams(top_p=2)
+    with pytest.raises(ValueError, match="output_kind"):
+        SamplingParams(output_kind="final")
+    with pytest.raises(ValueError, match="temprature .*temperature"):
+        SamplingParams(temprature=1)
+
+
+def test_default_params_have_all_fields(llm):
+    params = llm.get_default_sampling_params()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    assert type(params) is SamplingParams and llm.get_default_sampling_params() != params
+    found = dataclasses.asdict(nanoengine.LLM.get_default_sampling_params(llm))
+    assert found.items() <= dataclasses.asdict(params).items()
+    params.max_tokens = 5
+    assert len(generate(llm, "Once", params)[0].outputs[0].token_ids) == 5
+
+
+def test_params_of_the_engine_serve_too(llm):
+    own = nanoengine.SamplingParams(temperature=0, max_tokens=9)
+    assert token_ids(generate(llm, "Once", own)) == token_ids(generate(llm, "Once"))
+    streamed = [token_ids([output])[0] for output in llm.stream("Once", own)]
+    assert streamed == [token_ids([output])[0] for output in llm.stream("Once", GREEDY)]
+    assert len(streamed) > 3
+
+
+def test_prompts_as_typed_dicts(llm):
+    ids = llm.get_tokenizer().encode("47 + 85 =")
+    prompts = [TextPrompt(prompt="47 + 85 ="), TokensPrompt(prompt_token_ids=ids),
+               TokensPrompt(prompt_token_ids=ids, prompt="mine")]
+    outputs = generate(llm, prompts)
+    assert len({tuple(ids) for ids in token_ids(outputs)}) == 1
+    assert [output.prompt for output in outputs] == ["47 + 85 =", None, "mine"]
+
+
+def test_a_limit_on_logprobs(tiny):
+    with LLM(tiny, max_logprobs=2, num_kv_blocks=8) as llm:
+        for name in ("logprobs", "prompt_logprobs"):
+            for count in (3, -1):
+                params = SamplingParams(**{name: count})
+                for call in (llm.generate, llm.enqueue, lambda *args: [*llm.stream(*args)]):
+                    with pytest.raises(ValueError, match=f"{name}={count} .* max_logprobs=2"):
+                        call([[1, 2], [3]], [SamplingParams(), params])
+            generate(llm, [[1, 2]], SamplingParams(**{name: 2}))
+        check_idle(llm)
+    with LLM(tiny, max_logprobs=0, num_kv_blocks=8) as llm:
+        (output,) = generate(llm, [[1, 2]], SamplingParams(logprobs=0))
+        assert all(len(found) == 1 for found in output.outputs[0].logprobs)
+    with LLM(tiny, num_kv_blocks=8) as llm:
+        (output,) = generate(llm, [[1, 2]], SamplingParams(logprobs=-1, max_tokens=1))
+        assert len(output.outputs[0].logprobs[0]) == 320
+
+
+# --------------------------------------------------------------------------- what comes back
+
+
+def test_outputs_have_all_of_vllms_parts(llm):
+    prompts = ["Once upon a time", "47 + 85 ="]
+    for output in llm.stream(prompts, GREEDY):
+        assert isinstance(output, RequestOutput) and output.lora_request is None
+        assert [c.finished() for c in output.outputs] == [output.finished]
+    params = SamplingParams(n=2, seed=1, max_tokens=4, logprobs=1, prompt_logprobs=0)
+    plain = nanoengine.LLM.generate(llm, prompts, params, use_tqdm=False)
+    for output, expected in zip(generate(llm, prompts, params), plain):
+        assert output.lora_request is None and all(c.finished() for c in output.outputs)
+        for name, value in vars(expected).items():
+            if name not in ("request_id", "metrics", "outputs", "num_cached_tokens"):
+                assert getattr(output, name) == value, name
+        assert list(map(vars, output.outputs)) == list(map(vars, expected.outputs))
+        assert output.metrics.first_token_time > 0
+    assert isinstance(llm.chat([{"role": "user", "content": "12"}], GREEDY, False)[0],
+                      RequestOutput)
+    assert llm.reset_prefix_cache() is True
+
+
+def test_a_stream_can_yield_finished_requests_alone(llm):
+    prompts = ["47 + 85 =", "Once upon a time", "1 + 1 ="]
+    final = RequestOutputKind.FINAL_ONLY
+    params = [SamplingParams(temperature=0, max_tokens=9, output_kind=final),
+              SamplingParams(temperature=0, max_tokens=9),
+              SamplingParams(seed=1, n=3, max_tokens=9, output_kind=final)]
+    expected = generate(llm, prompts, params)
+    found = [[output for output in llm.stream(prompts, params) if output.index == index]
+             for index in range(3)]
+    assert len(found[0]) == len(found[2]) == 1 and len(found[1]) > 3
+    for outputs, wanted in zip(found, expected):
+        assert outputs[-1].finished
+        assert [*map(vars, outputs[-1].outputs)] == [*map(vars, wanted.outputs)]
+    stream = llm.stream(prompts, params[0])
+    del stream
+    llm.step()
+    check_idle(llm)
+
+
+def test_requests_are_enqueued_and_waited_for(llm):
+    prompts = [f"{number} + {number} =" for number in range(12)]
+    expected = token_ids(generate(llm, prompts))
+    first = llm.enqueue(prompts[:5], GREEDY, use_tqdm=False)
+    second = llm.enqueue(prompts[5:], [GREEDY] * 7)
+    with pytest.raises(ValueError, match="prompts"):
+        llm.enqueue([[10**6]], GREEDY)
+    assert len({*first, *second}) == 12
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == first + second
+    assert token_ids(outputs) == expected and all(output.finished for output in outputs)
+    assert llm.wait_for_completion() == []
+    check_idle(llm)
+
+
+def test_beam_search(tiny):
+    prompts = random_prompts([5, 9])
+    with LLM(tiny, dtype="float32", num_kv_blocks=64) as llm:
+        outputs = llm.beam_search([TokensPrompt(prompt_token_ids=ids) for ids in prompts],
+                                  vllm.BeamSearchParams(beam_width=3, max_tokens=6))
+    assert all(isinstance(output, vllm.BeamSearchOutput) for output in outputs)
+    for output, prompt in zip(outputs, prompts):
+        assert len(output.sequences) == 3
+        for beam in output.sequences:
+            assert isinstance(beam, vllm.BeamSearchSequence)
+            assert beam.tokens[:len(prompt)] == prompt and beam.cum_logprob < 0
