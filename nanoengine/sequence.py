@@ -67,13 +67,13 @@ class Sequence:
     constraints: Any = None
     logprobs_temperature: float = 0.0
     metrics: Any = None
+    # once admitted, it holds blocks for at least so many tokens
+    num_held_tokens: int = 0
 
     num_computed_tokens: int = state(int)
     block_table: array = state(lambda: array("i"))
     # (hash, tokens) of each full block, as far as they were needed: see block_manager.py
     block_hashes: list[tuple[bytes, bytes]] = state(list)
-    # once admitted, it holds blocks for at least so many tokens
-    num_held_tokens: int = state(int)
     # how many tokens were computed when it was last preempted
     num_preempted_tokens: int = state(int)
     # the other completions of the prompt (n > 1), which begin with its first generated token

@@ -10,12 +10,13 @@ a new token. For the scheduler its beams are sequences as any others. What this 
     llm.run(searches, look)
     engine.finish(seq, reason)
     engine.scheduler.fork(parent, child)    the child shares the blocks of its parent
-    engine.scheduler.preempt(seq)           only when all beams wait for blocks
+    engine.scheduler.preempt(seq)           only where nothing else can run: see `make_way`
     Sequence.needs_tokens                   no step runs ahead of a beam
     Sequence.logprobs_temperature           for BeamSearchParams.temperature
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter, itemgetter
@@ -35,6 +36,7 @@ from nanoengine.sampling_params import (
     explained,
     rejected,
 )
+from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
 
 
@@ -95,32 +97,35 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
     requests = llm.inputs.make_requests(prompts, sampling_params)
     searches = [BeamSearch(request.seq, params, llm.engine) for request in requests]
-    run(searches, llm)
+    num_steps = 0
+    for updated in llm.run(searches, lambda search: search.request_id):
+        # no step was launched
+        if not updated and num_steps == llm.engine.scheduler.num_steps:
+            with llm.turn():
+                make_way(searches, llm.engine.scheduler)
+        num_steps = llm.engine.scheduler.num_steps
     for beam in [beam for search in searches for beam in search.finished]:
         beam.text = tokenizer and tokenizer.decode(beam.tokens, True)
     return [BeamSearchOutput(search.finished) for search in searches]
 
 
-def run(searches: list["BeamSearch"], llm: Any) -> None:
-    """Runs steps until all searches are over.
+def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
+    """Lets the first of these searches go on, if nothing can run.
 
-    If nothing can run, all beams that have blocks wait for others of their prompts that have none.
-    Then only those of the first prompt keep theirs. Its others come first, and they fit.
+    Then all sequences that have blocks are beams that stand still, and wait for others of their
+    prompts that find no room. All give their blocks back, and the beams of the first search are
+    the next of their priority.
+
+    So there is always an end. The head of the queue fits now: a sequence that is no beam, and then
+    it gets a token, or a beam of the first search, and then all of these find room, and go on.
     """
-    scheduler = llm.engine.scheduler
-    for age, search in enumerate(searches):
-        search.seq.priority = age
-    num_steps = 0
-    for updated in llm.run(searches, lambda search: search.request_id):
-        is_stuck = not updated and num_steps == scheduler.num_steps
-        num_steps = scheduler.num_steps
-        if not is_stuck:
-            continue
-        with llm.turn():
-            queued = [*scheduler.waiting, *scheduler.running]
-            first = min((seq.priority for seq in queued), default=0)
-            for seq in [seq for seq in scheduler.running if seq.priority > first]:
-                scheduler.preempt(seq)
+    beams = next((search.scores for search in searches if search.scores), {})
+    running = list(scheduler.running)
+    if not any(seq.num_uncomputed_tokens for seq in running):
+        for seq in reversed(running):
+            scheduler.preempt(seq)
+        scheduler.waiting = deque(
+            sorted(scheduler.waiting, key=lambda seq: (seq.priority, seq not in beams)))
 
 
 class BeamSearch:
@@ -133,7 +138,7 @@ class BeamSearch:
     """
 
     def __init__(self, seq: Sequence, params: BeamSearchParams, engine: Engine) -> None:
-        check_fits(engine, seq.max_num_tokens, params.beam_width)
+        check_fits(seq, params.beam_width, engine.scheduler)
         self.seq = seq
         self.request_id = seq.request_id
         self.params = params
@@ -167,7 +172,7 @@ class BeamSearch:
         if beam.finish_reason != "error":
             beam.token_ids.pop()
             self.found[beam] = read_logprobs(beam.logprobs.pop(beam.num_tokens))
-        if self.found.keys() == self.scores.keys() and all(
+        if len(self.found) == len(self.scores) and all(
                 beam.finish_reason or beam.num_uncomputed_tokens == 0 for beam in self.scores):
             chosen = self._choose()
             self.found = {}
@@ -217,10 +222,11 @@ class BeamSearch:
             self.scores[beam] = score
 
 
-def check_fits(engine: Engine, num_tokens: int, beam_width: int) -> None:
+def check_fits(seq: Sequence, beam_width: int, scheduler: Scheduler) -> None:
     """Raises ValueError for beams that would not fit the engine even if they were alone."""
-    manager = engine.scheduler.block_manager
-    max_num_seqs = engine.config.max_num_seqs
+    manager = scheduler.block_manager
+    max_num_seqs = scheduler.config.max_num_seqs
+    num_tokens = scheduler.max_num_tokens(seq)
     num_blocks = beam_width * manager.num_blocks_for(num_tokens)
     if beam_width > max_num_seqs or num_blocks > manager.num_blocks:
         raise ValueError(f"{beam_width} x {num_tokens} tokens do not fit: {max_num_seqs=}, "

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import check_blocks
 
@@ -24,6 +25,7 @@ from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way
 from nanoengine_extensions.metrics import Metrics, RequestMetrics
 from nanoengine_extensions.policies import overtaking
 from nanoengine_extensions.swapping import SwappingBlockManager
@@ -46,6 +48,16 @@ def next_token(token_ids: list[int], seq: Sequence) -> int:
     if value % 61 == 1 and seq.end_tokens:
         return NO_TOKEN
     return EOS if value % 17 == 0 else 1 + value // 17 % (VOCABULARY - 1)
+
+
+def next_entries(token_ids: list[int]) -> np.ndarray:
+    """For beams: a log-probability of each token, behind that of the sampled one."""
+    logprobs = [-1 - hash((token_id, *token_ids)) % 10_007 / 1000 for token_id in range(VOCABULARY)]
+    return np.array([[0, logprobs[0], 0], *([i, each, 0] for i, each in enumerate(logprobs))])
+
+
+def is_beam(seq: Sequence) -> bool:
+    return seq.params.logprobs is not None
 
 
 def expected_output(seq: Sequence) -> tuple[list[int], str]:
@@ -180,7 +192,9 @@ class ShadowRunner:
         assert all(-1 - seq.token_ids[-1] < self.max_num_seqs
                    for seq in batch.sequences), "no more can be looked up"
         tokens = self.cache.run(batch)
-        logprobs = dict(zip(batch.scored, self.score(batch)))
+        logprobs = {row: next_entries(row.seq.token_ids) for row in batch.sampled
+                    if is_beam(row.seq)}
+        logprobs |= zip(batch.scored, self.score(batch))
         return SimpleNamespace(batch=batch, wait=lambda: tokens, logprobs=logprobs, done=None)
 
     def score(self, batch: Batch) -> list[int]:
@@ -213,7 +227,8 @@ class CheckedScheduler(ObservedScheduler):
         batch = super().schedule()
         assert self.counters["num_steps"] == num_steps + bool(batch.sequences)
         if not batch.sequences:
-            assert any(seq.is_awaited for seq in [*self.running, *self.waiting])
+            assert any(seq.is_awaited or seq.num_uncomputed_tokens == 0
+                       for seq in [*self.running, *self.waiting])
             self.counters["empty_batches"] += 1
             return batch
         self.check_batch(batch, running, waiting)
@@ -246,7 +261,8 @@ class CheckedScheduler(ObservedScheduler):
                 assert set(list(self.waiting)[:len(victims)]) == set(victims), "to the front"
         if config.kv_allocation != "on-demand":
             gave_way = getattr(self, "gave_way", set())
-            assert gave_way.issuperset(seq for seq, _ in batch.preempted), (
+            # beams also give way where all that run stand still
+            assert all(seq in gave_way or is_beam(seq) for seq, _ in batch.preempted), (
                 "only overtaking can preempt a sequence that holds all that it may need")
         if config.preemption_victim == "youngest" and not is_overtaking:
             assert victims == running_before[len(running_before) - len(victims):]
@@ -285,7 +301,58 @@ def make_engine(cache: ShadowCache, num_blocks, max_num_seqs, max_num_batched_to
     return engine
 
 
-def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
+class Call:
+    """A call of `beam_search` in one of several threads, which run their steps by turns.
+
+    It sees what steps of others have brought its searches when its turn comes, as `LLM.run` does.
+    """
+
+    def __init__(self, engine: Engine, rng: random.Random | None = None) -> None:
+        self.engine = engine
+        self.rng = rng
+        self.searches: list[BeamSearch] = []
+        self.has_news = False
+        self.num_steps = 0
+
+    def take_turn(self, calls: list["Call"]) -> None:
+        scheduler = self.engine.scheduler
+        if not self.has_news:
+            for seq in self.engine.step():
+                # as another client of the engine might
+                if self.rng and self.rng.random() < 0.02 and not self.engine.in_flight:
+                    for beam in list(filter(is_beam, scheduler.running))[:1]:
+                        scheduler.preempt(beam)
+                for call in calls:
+                    for search in call.searches:
+                        if search.request_id == seq.request_id:
+                            search.update(seq)
+                            call.has_news = True
+            check_blocks(scheduler)
+        if not self.has_news and self.num_steps == scheduler.num_steps:
+            num_preemptions = len(scheduler.preempted)
+            make_way(self.searches, scheduler)
+            scheduler.counters["ways_made"] += len(scheduler.preempted) > num_preemptions
+        self.has_news = False
+        self.num_steps = scheduler.num_steps
+
+
+def beams_alone(seq: Sequence, params: BeamSearchParams) -> list:
+    engine = make_engine(ShadowCache(4), 100, 8, 500)
+    seq = make_sequence(seq.token_ids, params.max_tokens, logprobs=seq.params.logprobs)
+    call = Call(engine)
+    call.searches = [BeamSearch(seq, params, engine)]
+    engine.add(seq)
+    while engine.has_unfinished():
+        call.take_turn([call])
+    assert not engine.scheduler.counters["ways_made"]
+    return call.searches[0].finished
+
+
+def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **policies) -> Counter[str]:
+    """Random sequences and beam searches, in an engine with random options.
+
+    widths: the beams of a request, of which one is chosen; 0 for a request without beams.
+    """
     rng = random.Random(seed)
     policies = {name: rng.choice(values) for name, values in POLICIES.items()} | policies
     block_size = rng.choice([1, 2, 3, 4, 8])
@@ -299,42 +366,65 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, **policies) -> Counter[str]:
     scheduler = engine.scheduler
     manager = scheduler.block_manager
     stems = [[rng.randrange(1, VOCABULARY) for _ in range(max_model_len)] for _ in range(3)]
-    arriving = []
+    arriving, searches, wanted = [], {}, {}
+    calls = [Call(engine, rng) for _ in range(rng.choice([1, 1, 3]))]
     for number in range(rng.randint(1, 12)):
         length = rng.randint(1, max_model_len - 1)
         own = rng.randint(0, length)
         prompt = rng.choice(stems)[:length - own] + rng.choices(range(1, VOCABULARY), k=own)
         max_tokens, name = rng.randint(1, max_model_len - length), str(number)
         priority = rng.choice([0, 0, 1, -1]) * (policies["scheduling_policy"] == "priority")
-        seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority,
-                            prompt_logprobs=rng.choice([None, None, None, 0]))
-        for each in (seq, *seq.forks):
-            each.needs_tokens = number % 5 == 4
+        width = rng.choice(widths)
+        # of the tokens that so many beams may have, as many as there can be
+        room = min(max_model_len, manager.num_blocks // max(1, width) * block_size)
+        is_possible = room == max_model_len or policies["kv_allocation"] != "max-length"
+        if 0 < width <= max_num_seqs and length < room and is_possible:
+            max_tokens = rng.choice([room - length, rng.randint(1, room - length)])
+            params = BeamSearchParams(width, max_tokens, length_penalty=rng.choice([0.0, 1.0, 2.0]))
+            seq = make_sequence(prompt, max_tokens, name, logprobs=2 * width)
+            searches[name] = BeamSearch(seq, params, engine)
+            wanted[name] = beams_alone(seq, params)
+        else:
+            seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority,
+                                prompt_logprobs=rng.choice([None, None, None, 0]))
+            for each in (seq, *seq.forks):
+                each.needs_tokens = number % 5 == 4
         arriving.append(seq)
     everyone = [completion for seq in arriving for completion in (seq, *seq.forks)]
     aborted: set[str] = set()
+    abort_rate = rng.choice([0, 0.02])
+    num_turns = 0
 
     while arriving or engine.has_unfinished():
         while arriving and (rng.random() < 0.3 or not engine.has_unfinished()):
-            engine.add(arriving.pop(0))
-        if rng.random() < 0.02 and scheduler.has_unfinished():
+            engine.add(arriving[0])
+            if search := searches.get(arriving.pop(0).request_id):
+                rng.choice(calls).searches.append(search)
+        if rng.random() < abort_rate and scheduler.has_unfinished():
             victim = rng.choice([*scheduler.waiting, *scheduler.running])
             aborted.add(victim.request_id)
             engine.abort({victim.request_id})
+            if victim.request_id in searches:
+                searches[victim.request_id].abort()
             for seq in everyone:  # and forks that have yet to begin
                 if seq.request_id == victim.request_id:
                     seq.finish_reason = seq.finish_reason or "abort"
             check_blocks(scheduler)
             continue
-        engine.step()
+        rng.choice(calls).take_turn(calls)
+        num_turns += 1
         assert all(seq.token_ids[-1] >= 0 for seq in everyone)
         check_blocks(scheduler)
-        assert scheduler.counters["num_steps"] < 20_000, "a livelock"
+        assert num_turns < 1500, "a deadlock, or a livelock"
     scheduler.check_scheduled()
+    scheduler.counters["most_turns"] = num_turns
     assert manager.num_free_blocks == manager.num_blocks
     assert not getattr(manager, "host_tables", None)
     for seq in everyone:
-        if seq.request_id not in aborted:
+        if seq.request_id in wanted:
+            assert seq.request_id in aborted or (
+                searches[seq.request_id].finished == wanted[seq.request_id])
+        elif seq.request_id not in aborted:
             assert (seq.token_ids, seq.finish_reason) == expected_output(seq)
             wanted_scores = prefixes_of(seq.token_ids[:seq.num_prompt_tokens - 1])
             assert seq.index or seq.logprobs == dict(enumerate(
