@@ -116,7 +116,7 @@ class InputProcessor:
                        metrics=RequestMetrics())
         if "constraints" in params.edits:
             from nanoengine_extensions import constraints
-            constraints.constrain(seq, list(end_tokens), self.tokenizer)
+            constraints.constrain(seq, list(end_tokens), self.tokenizer, self.vocab_size)
         seq.forks = [seq.fork(seed=hash64(~seq.seed, i), index=i) for i in range(1, params.n)]
         return [Completion(each, self.tokenizer) for each in (seq, *seq.forks)]
 

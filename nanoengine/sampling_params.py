@@ -28,11 +28,12 @@ def rejected(name: str, value: Any, accepted: str) -> ValueError:
 
 @contextmanager
 def naming(what: object) -> Iterator[None]:
-    """Turns any error of a library about what a user gave into a ValueError that names it."""
+    """Turns any error of a library about what a user gave into a ValueError that names it, and any
+    error of a function that a user gave. The first error is its cause."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{what}: {str(error) or repr(error)}") from error
 
 
 @contextmanager

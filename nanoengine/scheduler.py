@@ -212,8 +212,9 @@ class Scheduler:
         V may be NaN, too."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
-        self.finish(seq, "error", f"request {seq.request_id}: its logits are NaN or infinite, or its "
-                    "processors (bad_words, min_tokens, …) leave no token")
+        cause = seq.error or (f"request {seq.request_id}: its logits are NaN or infinite, or its "
+                              "processors (bad_words, min_tokens, …) leave no token")
+        self.finish(seq, "error", str(cause))
 
     # ---------------------------------------------------------------------- one sequence
 

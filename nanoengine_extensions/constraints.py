@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.sampling_params import SamplingParams, naming
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import known_ids, send
 
@@ -34,12 +34,15 @@ class Constraints:
     bad_words: list[list[int]] = field(default_factory=list)
 
 
-def constrain(seq: Sequence, late_tokens: list[int], tokenizer: Any) -> None:
+def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: int) -> None:
     """Makes a sequence ready for what its parameters ask for.
 
-    Bad words and processors look at all its tokens, so that its steps cannot run ahead.
+    vocab_size: the model's. Its tokenizer may know more tokens, none of which can ever come.
+
+    Bad words and processors look at all tokens of the sequence, so that its steps cannot run ahead.
     """
-    bad_words = encode_bad_words(seq.params, tokenizer)
+    late_tokens = [token_id for token_id in end_tokens if token_id < vocab_size]
+    bad_words = encode_bad_words(seq.params, tokenizer, vocab_size)
     seq.constraints = Constraints(late_tokens, bad_words)
     seq.needs_tokens = bool(bad_words or seq.params.logits_processors)
 
@@ -56,12 +59,15 @@ def apply(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
             scores[row] = run_processors(scores[row, None], seq)[0]
 
 
-def encode_bad_words(params: SamplingParams, tokenizer: Any) -> list[list[int]]:
-    """The tokens of each bad word, at the beginning of a text and behind a space."""
+def encode_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) -> list[list[int]]:
+    """The tokens of each bad word, at the beginning of a text and behind a space.
+
+    A word with a token that the model does not know can never come, and is left out.
+    """
     words = [word.lstrip() or word for word in params.bad_words]
     encoded = [tokenizer.encode(space + word, add_special_tokens=False)
                for word in words for space in ("", " ")]
-    return [token_ids for token_ids in encoded if token_ids]
+    return [token_ids for token_ids in encoded if 0 <= max(token_ids, default=-1) < vocab_size]
 
 
 def biases(seq: Sequence) -> dict[int, float]:
@@ -88,13 +94,14 @@ def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
     """In place: what `biases` says, and -inf for tokens that are not among those allowed."""
     found = [biases(seq) for seq in seqs]
     if any(found):
-        vocab_size = scores.shape[1]
         others = [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs]
-        places = [row * vocab_size + token for row, each in enumerate(found) for token in each]
+        rows = [row for row, each in enumerate(found) for _ in each]
+        token_ids = [token_id for each in found for token_id in each]
         added = [bias for each in found for bias in each.values()]
-        bias = send(others, scores.device).float()[:, None].repeat(1, vocab_size)
-        places = np.array(places, np.int64)
-        bias.view(-1)[send(places, scores.device)] = send(added, scores.device).float()
+        bias = send(others, scores.device).float()[:, None].repeat(1, scores.shape[1])
+        # by row and token: whatever the token is, it is one of this row, or an error
+        places = send(rows, scores.device), send(token_ids, scores.device)
+        bias[places] = send(added, scores.device).float()
         scores += bias
 
 
@@ -113,31 +120,39 @@ def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None
     owners = np.arange(len(seqs)).repeat([len(each) for each in tokens])
     arrays = owners, np.concatenate(tokens), np.concatenate(is_generated, dtype=float), penalties
     rows, token_ids, amounts, of_rows = (send(each, scores.device) for each in arrays)
-    flat = scores.view(-1)
-    places = rows * scores.shape[1] + known_ids(token_ids, last_sampled)
-    counts = torch.zeros_like(flat).index_add_(0, places, amounts.float())[places]
+    places = rows, known_ids(token_ids, last_sampled)
+    counts = torch.zeros_like(scores).index_put_(places, amounts.float(), accumulate=True)[places]
     repetition, presence, frequency = of_rows.float()[rows].T
-    seen = flat[places]
+    seen = scores[places]
     seen = torch.where(seen < 0, seen * repetition, seen / repetition)
-    flat[places] = seen - presence * (counts > 0) - frequency * counts
+    scores[places] = seen - presence * (counts > 0) - frequency * counts
 
 
 def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
     """A row of float32 logits, (1, vocab_size), after the processors of its request.
 
     Each processor gets copies, which it may keep or overwrite. NaN or infinity from the model
-    cannot be mended by them. Raises ValueError for a result of another shape or kind.
+    cannot be mended by them. Where a processor raises, or returns another shape or kind, the row is
+    NaN: so its sequence ends, and no other. `seq.error` says why.
     """
     input_ids = torch.tensor([seq.token_ids], device=logits.device)
     scores = logits
     for processor in seq.params.logits_processors:
-        scores = processor(input_ids.clone(), scores.clone())
-        is_row = isinstance(scores, Tensor) and scores.shape == logits.shape
-        if not (is_row and scores.is_floating_point() and scores.layout == logits.layout
-                and scores.device == logits.device):
-            shown = (scores.shape, scores.dtype) if isinstance(scores, Tensor) else scores
-            raise ValueError(f"request {seq.request_id}: its logits processor {processor} returned "
-                             f"{shown}, and not floats of shape {tuple(logits.shape)}")
+        try:
+            with naming(f"request {seq.request_id}: its logits processor {processor}"):
+                scores = processor(input_ids.clone(), scores.clone())
+                if kind_of(scores) != kind_of(logits):
+                    raise TypeError(f"it returned {kind_of(scores) or scores}, and not floats of "
+                                    f"shape {tuple(logits.shape)} on {logits.device}")
+        except ValueError as error:
+            seq.error = error
+            return torch.full_like(logits, math.nan)
     # +inf is how some force a token
     scores = scores.float().clamp(max=torch.finfo(torch.float32).max)
     return torch.where(logits.amax() < math.inf, scores, math.nan)
+
+
+def kind_of(scores: Any) -> Any:
+    """What a processor may not change."""
+    return isinstance(scores, Tensor) and (
+        scores.shape, scores.is_floating_point(), scores.layout, scores.device)

@@ -10,6 +10,7 @@ from conftest import check_blocks
 from nanoengine import block_manager
 from nanoengine.block_manager import BlockManager
 from nanoengine.sequence import Sequence
+from nanoengine_extensions.swapping import SwappingBlockManager
 
 
 def make(token_ids: list[int]) -> Sequence:
@@ -83,7 +84,7 @@ def test_hashes_are_chained():
 
 
 def test_a_hit_compares_the_tokens_too(monkeypatch):
-    monkeypatch.setattr(xxhash, "xxh64_intdigest", lambda data: 7)
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: bytes(16))
     assert block_manager.xxhash is xxhash
     manager = BlockManager(20, 4)
     run_once(manager, [1, 2, 3, 4, 5])
@@ -93,6 +94,42 @@ def test_a_hit_compares_the_tokens_too(monkeypatch):
         found = find(manager, make(tokens))
         assert [manager.hash_of_block[block][1] for block in found] == [
             array("i", tokens[:4]).tobytes()]
+
+
+def twin_of_xxh64(token_ids: list[int]) -> list[int]:
+    """16 other ids: with any 8 bytes before, and any behind, they have the same xxh64.
+
+    Of 32 bytes at a time, xxh64 mixes each 8 into a sum of their own: what one 8 have changed, the
+    8 that come next in this sum can undo.
+    """
+    first, second, mask = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 2**64 - 1
+
+    def mix(total: int, word: int) -> int:
+        total = total + word * second & mask
+        return (total << 31 | total >> 33) * first & mask
+
+    words = array("Q", array("i", token_ids).tobytes())
+    # the second of four sums; before the block there are 8 bytes
+    changed = words[:]
+    changed[0] ^= 1
+    before, after = mix(second, words[0]), mix(second, changed[0])
+    changed[4] = words[4] + (before - after) * pow(second, -1, 2**64) & mask
+    return array("i", changed.tobytes()).tolist()
+
+
+def test_no_known_collision_of_a_prefix_is_a_hit():
+    """xxh64 alone would find the second block behind a first one that is another."""
+    manager = BlockManager(20, 16)
+    prefix, block = [*range(100, 116)], [*range(16)]
+    other = twin_of_xxh64(prefix)
+    hashes = {xxhash.xxh64_digest(bytes(8) + array("i", tokens).tobytes())
+              for tokens in (prefix, other)}
+    assert prefix != other and len(hashes) == 1
+    run_once(manager, [*prefix, *block, 1])
+    run_once(manager, [*other, 1])
+    assert len(find(manager, make([*prefix, *block, 1]))) == 2
+    assert len(find(manager, make([*other, *block, 1]))) == 1
+    assert all(len(found) == 16 for found, _ in manager.blocks_by_hash)
 
 
 def test_shared_blocks_are_counted():
@@ -218,12 +255,11 @@ def test_a_fork_of_whole_blocks_copies_nothing():
 
 
 def test_a_swapped_sequence_comes_back_with_the_blocks_that_the_cache_has_and_copies_the_rest():
-    manager = BlockManager(4, 4, num_host_blocks=3)
+    manager = SwappingBlockManager(4, 4, num_host_blocks=3)
     seq = compute(manager, make(range(10)))
     seq.token_ids.append(10)
     old_table = list(seq.block_table)
-    assert manager.can_swap_out(seq)
-    manager.swap_out(seq)
+    assert manager.preempt(seq) == "swap"
     seq.num_preempted_tokens = 10
     host_blocks = manager.host_tables[seq]
     assert manager.take_copies().swap_out == dict(zip(host_blocks, old_table))
@@ -249,24 +285,28 @@ def test_blocks_that_were_cached_are_used_again_before_those_that_never_were_use
 
 
 def test_the_host_blocks_that_a_step_reads_are_free_from_the_next_step_on():
-    manager = BlockManager(2, 4, num_host_blocks=1)
-    seq, other = compute(manager, make([1, 2])), compute(manager, make([3, 4]))
-    manager.swap_out(seq)
-    assert not manager.can_swap_out(other), "the pool is full"
+    manager = SwappingBlockManager(2, 4, num_host_blocks=1)
+    def preempt(token_ids: list[int]) -> str:
+        return manager.preempt(compute(manager, make(token_ids)))
+
+    seq = compute(manager, make([1, 2]))
+    assert manager.preempt(seq) == "swap"
+    assert preempt([3, 4]) == "recompute", "the pool is full"
     manager.take_copies()
-    assert allocate(manager, seq) and not manager.can_swap_out(other)
-    manager.take_copies()
-    assert manager.can_swap_out(other)
-    manager.deallocate(other)
-    assert not manager.can_swap_out(other), "nothing of it is computed"
+    assert allocate(manager, seq) and preempt([3, 4]) == "recompute"
+    assert manager.take_copies().swap_out == {}
+    manager.deallocate(seq)
+    new = make([5, 6])
+    assert allocate(manager, new) and manager.preempt(new) == "recompute", "nothing is computed"
+    assert preempt([3, 4]) == "swap"
 
 
 def test_what_is_swapped_out_before_its_copy_is_made_is_read_from_where_it_is():
-    manager = BlockManager(2, 4, num_host_blocks=1)
+    manager = SwappingBlockManager(2, 4, num_host_blocks=1)
     parent = compute(manager, make([1, 2]))
     child = parent.fork()
     assert fork(manager, parent, child)
-    manager.swap_out(child)
+    assert manager.preempt(child) == "swap"
     assert manager.take_copies().swap_out == {0: parent.block_table[0]}
 
 

@@ -326,6 +326,8 @@ def test_an_engine_takes_its_sizes_from_the_runner():
     engine = make_engine()
     assert engine.metrics.gauges()["num_blocks_free"] == 14
     assert engine.metrics.gauges()["attention_backend"] == "made up"
+    with pytest.raises(ValueError, match="60 tokens do not fit: num_kv_blocks=14, block_size=4"):
+        engine.add(make_sequence(0, 30, 30))
     check_all_free(engine)
 
 
