@@ -405,7 +405,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
             aborted.add(victim.request_id)
             engine.abort({victim.request_id})
             if victim.request_id in searches:
-                searches[victim.request_id].abort()
+                searches[victim.request_id].end()
             for seq in everyone:  # and forks that have yet to begin
                 if seq.request_id == victim.request_id:
                     seq.finish_reason = seq.finish_reason or "abort"
