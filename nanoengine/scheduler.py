@@ -54,21 +54,20 @@ class Scheduler:
         self.preempted: list[tuple[Sequence, str]] = []
         self.block_manager.reset()
 
-    def max_num_tokens(self, seq: Sequence) -> int:
-        """For how many tokens a sequence may come to hold blocks."""
-        return max(seq.max_num_tokens, self.num_held_tokens(seq, self.max_model_len))
+    def hold(self, seq: Sequence) -> int:
+        """Sets for how many tokens a sequence holds blocks from its admission on, and returns for
+        how many it may come to hold some."""
+        num_tokens = self.num_held_tokens(seq, self.max_model_len)
+        seq.num_held_tokens = min(num_tokens, self.max_model_len)
+        return max(seq.num_held_tokens, seq.max_num_tokens)
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence and its forks. Raises ValueError if one could never run."""
         manager = self.block_manager
-        num_tokens = self.max_num_tokens(seq)
+        num_tokens = max(map(self.hold, (seq, *seq.forks)))
         if manager.num_blocks_for(num_tokens) > manager.num_blocks:
             raise ValueError(f"request {seq.request_id}: {num_tokens} tokens do not fit: "
                              f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
-        for each in (seq, *seq.forks):
-            num_held_tokens = self.num_held_tokens(each, self.max_model_len)
-            # more would never fit
-            each.num_held_tokens = min(num_held_tokens, self.max_model_len)
         insort_right(self.waiting, seq, key=BY_PRIORITY)
 
     def has_unfinished(self) -> bool:

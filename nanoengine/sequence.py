@@ -52,6 +52,7 @@ class Sequence:
     constraints: what constraints.py keeps for it, if its parameters ask for that.
     metrics: what happened to its request, see metrics.py; an engine needs it.
     logprobs_temperature: divides the logits of which its `logprobs` are, if it is not 0.
+    num_held_tokens: once admitted, it holds blocks for at least so many tokens.
     """
 
     request_id: str
@@ -67,7 +68,6 @@ class Sequence:
     constraints: Any = None
     logprobs_temperature: float = 0.0
     metrics: Any = None
-    # once admitted, it holds blocks for at least so many tokens
     num_held_tokens: int = 0
 
     num_computed_tokens: int = state(int)

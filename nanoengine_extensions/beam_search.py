@@ -7,7 +7,7 @@ stand still, it is decided for all of them at once which go on, fork, end or are
 For `LLM` a search is a request as any other: `update` is called for each of its sequences that has
 a new token. For the scheduler its beams are sequences as any others. What this uses of them:
 
-    llm.run(searches, look)
+    llm.run(searches, look), llm.turn()
     engine.finish(seq, reason)
     engine.scheduler.fork(parent, child)    the child shares the blocks of its parent
     engine.scheduler.preempt(seq)           only where nothing else can run: see `make_way`
@@ -17,6 +17,7 @@ a new token. For the scheduler its beams are sequences as any others. What this 
 
 import math
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter, itemgetter
@@ -26,16 +27,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nanoengine.engine import Engine
-from nanoengine.outputs import Logprobs, read_logprobs
-from nanoengine.sampling_params import (
-    STRICT,
-    Count,
-    Float,
-    Moderate,
-    SamplingParams,
-    explained,
-    rejected,
-)
+from nanoengine.outputs import Logprobs, Request, read_logprobs
+from nanoengine.sampling_params import STRICT, Count, Moderate, SamplingParams, explained, rejected
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
 
@@ -56,7 +49,7 @@ class BeamSearchParams:
     beam_width: Count
     max_tokens: Count
     temperature: Annotated[Moderate, Field(ge=0)] = 0.0
-    length_penalty: Annotated[Float, Field(ge=-40, le=40)] = 1.0
+    length_penalty: Annotated[Moderate, Field(ge=-40, le=40)] = 1.0
     ignore_eos: bool = False
 
 
@@ -96,14 +89,16 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
         temperature=0, max_tokens=params.max_tokens, detokenize=False, ignore_eos=params.ignore_eos,
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
     requests = llm.inputs.make_requests(prompts, sampling_params)
-    searches = [BeamSearch(request.seq, params, llm.engine) for request in requests]
-    num_steps = 0
-    for updated in llm.run(searches, lambda search: search.request_id):
-        # no step was launched
-        if not updated and num_steps == llm.engine.scheduler.num_steps:
-            with llm.turn():
-                make_way(searches, llm.engine.scheduler)
-        num_steps = llm.engine.scheduler.num_steps
+    searches = [BeamSearch(request, params, llm.engine) for request in requests]
+    scheduler = llm.engine.scheduler
+    num_steps = -1
+    with closing(llm.run(searches, id)) as steps:
+        for updated in steps:
+            # no step was launched
+            if not updated and num_steps == scheduler.num_steps:
+                with llm.turn():
+                    make_way(searches, scheduler)
+            num_steps = scheduler.num_steps
     for beam in [beam for search in searches for beam in search.finished]:
         beam.text = tokenizer and tokenizer.decode(beam.tokens, True)
     return [BeamSearchOutput(search.finished) for search in searches]
@@ -119,7 +114,7 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     So there is always an end. The head of the queue fits now: a sequence that is no beam, and then
     it gets a token, or a beam of the first search, and then all of these find room, and go on.
     """
-    beams = next((search.scores for search in searches if search.scores), {})
+    beams = next((search.scores for search in searches if not search.is_finished), {})
     running = list(scheduler.running)
     if not any(seq.num_uncomputed_tokens for seq in running):
         for seq in reversed(running):
@@ -128,7 +123,7 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
             sorted(scheduler.waiting, key=lambda seq: (seq.priority, seq not in beams)))
 
 
-class BeamSearch:
+class BeamSearch(Request):
     """Beam search of one prompt, as transformers does it with `early_stopping=False`.
 
     Of all continuations of all beams, a few times `beam_width` are looked at, the likeliest first.
@@ -137,10 +132,10 @@ class BeamSearch:
     worst of `beam_width` finished beams. Raises ValueError for beams that might not fit the engine.
     """
 
-    def __init__(self, seq: Sequence, params: BeamSearchParams, engine: Engine) -> None:
+    def __init__(self, request: Request, params: BeamSearchParams, engine: Engine) -> None:
+        super().__init__(request.prompt, request.completions)
+        seq = self.seq
         check_fits(seq, params.beam_width, engine.scheduler)
-        self.seq = seq
-        self.request_id = seq.request_id
         self.params = params
         self.engine = engine
         # a beam that samples one of them need not end
@@ -148,20 +143,13 @@ class BeamSearch:
         seq.end_tokens = {}
         seq.needs_tokens = True
         seq.logprobs_temperature = params.temperature
-        # the summed log-probabilities of each beam
+        # the summed log-probabilities of each beam, at last of those that were the last
         self.scores = {seq: 0.0}
         # the log-probabilities of the next tokens of those that stand still
         self.found: dict[Sequence, Logprobs] = {}
         self.finished: list[BeamSearchSequence] = []
-        self.inbox: dict[str, Any] = {}
-        self.error: Exception | None = None
 
-    is_finished = property(lambda self: not self.scores)
-
-    def end(self, error: Exception | None = None) -> None:
-        self.scores = {}
-        self.error = error
-        self.inbox[self.request_id] = self
+    seqs = property(lambda self: [*self.scores])
 
     def update(self, beam: Sequence) -> None:
         """Lets a beam stand still that has new log-probabilities; goes on once all beams do.
@@ -210,23 +198,24 @@ class BeamSearch:
         for beam in self.scores:
             if beam not in kept and not beam.finish_reason:
                 self.engine.finish(beam, "abort")
-        self.scores = {}
+        scores: dict[Sequence, float] = {}
         for score, beam, token_id in chosen:
             # it has its next token already: this one is for a fork
-            if beam in self.scores:
+            if beam in scores:
                 parent = beam
                 beam = parent.fork(token_ids=[*parent.token_ids[:-1], token_id])
                 self.engine.scheduler.fork(parent, beam)
             else:
                 beam.token_ids.append(token_id)
-            self.scores[beam] = score
+            scores[beam] = score
+        self.scores = scores or self.scores
 
 
 def check_fits(seq: Sequence, beam_width: int, scheduler: Scheduler) -> None:
     """Raises ValueError for beams that would not fit the engine even if they were alone."""
     manager = scheduler.block_manager
     max_num_seqs = scheduler.config.max_num_seqs
-    num_tokens = scheduler.max_num_tokens(seq)
+    num_tokens = scheduler.hold(seq)
     num_blocks = beam_width * manager.num_blocks_for(num_tokens)
     if beam_width > max_num_seqs or num_blocks > manager.num_blocks:
         raise ValueError(f"{beam_width} x {num_tokens} tokens do not fit: {max_num_seqs=}, "

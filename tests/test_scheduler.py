@@ -21,6 +21,7 @@ from nanoengine.batch import Batch, Copies
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.outputs import Completion, Request
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
@@ -261,9 +262,10 @@ class CheckedScheduler(ObservedScheduler):
                 assert set(list(self.waiting)[:len(victims)]) == set(victims), "to the front"
         if config.kv_allocation != "on-demand":
             gave_way = getattr(self, "gave_way", set())
-            # beams also give way where all that run stand still
-            assert all(seq in gave_way or is_beam(seq) for seq, _ in batch.preempted), (
+            assert gave_way.issuperset(victims), (
                 "only overtaking can preempt a sequence that holds all that it may need")
+            # beams also give way where all that run stand still
+            assert gave_way.issuperset(seq for seq, _ in batch.preempted if not is_beam(seq))
         if config.preemption_victim == "youngest" and not is_overtaking:
             assert victims == running_before[len(running_before) - len(victims):]
         decoded = [seq.num_uncomputed_tokens == 1 for seq in batch.sequences
@@ -340,7 +342,7 @@ def beams_alone(seq: Sequence, params: BeamSearchParams) -> list:
     engine = make_engine(ShadowCache(4), 100, 8, 500)
     seq = make_sequence(seq.token_ids, params.max_tokens, logprobs=seq.params.logprobs)
     call = Call(engine)
-    call.searches = [BeamSearch(seq, params, engine)]
+    call.searches = [BeamSearch(Request(None, [Completion(seq, None)]), params, engine)]
     engine.add(seq)
     while engine.has_unfinished():
         call.take_turn([call])
@@ -382,7 +384,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
             max_tokens = rng.choice([room - length, rng.randint(1, room - length)])
             params = BeamSearchParams(width, max_tokens, length_penalty=rng.choice([0.0, 1.0, 2.0]))
             seq = make_sequence(prompt, max_tokens, name, logprobs=2 * width)
-            searches[name] = BeamSearch(seq, params, engine)
+            searches[name] = BeamSearch(Request(None, [Completion(seq, None)]), params, engine)
             wanted[name] = beams_alone(seq, params)
         else:
             seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority,
