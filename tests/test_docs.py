@@ -1,5 +1,5 @@
-"""The documents: what they quote stands in the source, what they run prints what they say, and
-their commands and links lead somewhere.
+"""The documents: what they quote stands in the source, what they run prints what they say, their
+tables name what exists, and their commands and links lead somewhere.
 
 `docs/tutorial/run.py` says which kinds of fences there are.
 """
@@ -113,6 +113,32 @@ def test_every_chapter_is_in_the_contents():
     contents = (ROOT / "docs" / "tutorial" / "README.md").read_text()
     for file in CHAPTERS:
         assert file.name == "README.md" or f"]({file.name})" in contents, file.name
+
+
+# ------------------------------------------------------------------------------------ names
+
+SOURCES = [file for name in ("nanoengine", "nanoengine_cpu", "nanoengine_extensions")
+           for file in sorted((ROOT / name).glob("*.py"))]
+
+
+def unknown_names(text: str) -> set[str]:
+    """Of the names in the code in a text's tables, those that no source has."""
+    rows = re.findall(r"^\|.*\|$", text, flags=re.MULTILINE)
+    code = " ".join(re.findall(r"`([^`]*)`", "\n".join(rows)))
+    known = " ".join(file.name + " " + file.read_text() for file in SOURCES)
+    found = set(re.findall(r"\b[a-zA-Z_]*_[a-zA-Z_]+\b|\b\w+\.py\b", code))
+    return found - set(re.findall(r"\w+\.py|\w+", known))
+
+
+@pytest.mark.parametrize("name", ["README.md", "tuning.md"])
+def test_names_in_tables(name):
+    allowed = {"OMP_NUM_THREADS", "test_scheduler.py"}
+    assert unknown_names((ROOT / "docs" / "tutorial" / name).read_text()) <= allowed
+
+
+def test_a_wrong_name_is_found():
+    text = "`no_name`\n| `num_tokens` | `_place` |\n| `swap_seconds`, `x.py` |\n"
+    assert unknown_names(text) == {"swap_seconds", "x.py"}
 
 
 # -------------------------------------------------------------------------------- commands
