@@ -7,7 +7,7 @@ The fences of a chapter are of these kinds. `tests/test_docs.py` checks them all
 
     <!-- from nanoengine/batch.py -->   a quote: the next fence stands in that file, but for lines
                                         that are left out, where it has `...` or a comment `# …`
-    ```python                           a snippet: it runs behind those before it
+    ```python                           a snippet: it runs after those before it
     ```output                           what the snippet right before it prints
     ```sh                               commands
     ```text                             a drawing
@@ -47,7 +47,7 @@ def fences_of(text: str) -> list[Fence]:
 
 
 def snippets_of(text: str) -> list[Snippet]:
-    """The snippets of a chapter, each with what it prints: nothing, if no output is behind it."""
+    """The snippets of a chapter, each with what it prints: nothing, if no output follows."""
     found: list[Snippet] = []
     before = None
     for fence in fences_of(text):
