@@ -114,7 +114,6 @@ def truncate(scores: Tensor, draws: Tensor, kind: Iterable[str], largest_k: int)
     """
     vocab_size = scores.shape[1]
     min_p, top_k, top_p = draws[:, 1:4, None].unbind(1)
-    count = vocab_size
     if "min_p" in kind:
         scores.masked_fill_(scores < min_p.log().float(), -math.inf)
     if "top_k" in kind:
@@ -128,32 +127,20 @@ def truncate(scores: Tensor, draws: Tensor, kind: Iterable[str], largest_k: int)
         if weights.is_cpu:
             # all other tokens of a row weigh less than 1 - top_p together
             columns = nanoengine_cpu.columns_above(weights, (1 - top_p) / vocab_size)
-            count = len(columns)
-        kept = nucleus(weights[:, columns], top_p, count)
-        left = scores[:, columns].masked_fill(~kept, -math.inf)
+        left = scores[:, columns].masked_fill(~nucleus(weights[:, columns], top_p), -math.inf)
         scores.fill_(-math.inf)[:, columns] = left
 
 
-def nucleus(weights: Tensor, top_p: Tensor, count: int) -> Tensor:
+def nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
     """Which tokens are in the nucleus: the fewest likeliest ones that reach top_p together, with
     the one that crosses it (Holtzman et al., 2019, arXiv:1904.09751). Of several that are equally
     likely, the first ones.
 
     weights: (rows, tokens) float64 of sum 1; top_p: (rows, 1).
-    count: how many of a row are to be sorted; all others that have a weight are as likely as the
-        last of these.
     """
-    ordered = weights.topk(count).values
-    cumulated = ordered.cumsum(dim=-1)
-    # 0 where weights are NaN
-    num_kept = (cumulated - ordered < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
-    least = ordered.gather(1, num_kept - 1)
-    num_likelier = (ordered > least).sum(dim=-1, keepdim=True)
-    # where all that were sorted do not reach top_p
-    num_more = ((top_p - cumulated[:, -1:]) / least).ceil().clamp(min=0)
-    is_least = weights == least
-    is_kept = is_least.cumsum(dim=-1) <= num_kept - num_likelier + num_more
-    return (weights > least) | is_least & is_kept
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    is_kept = ordered.cumsum(dim=-1) - ordered < top_p
+    return is_kept.scatter(1, order, is_kept)
 
 
 def draw(scores: Tensor, draws: Tensor) -> Tensor:
