@@ -63,7 +63,7 @@ class EngineConfig:
     cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
         to the GPU in each step (offload.py); of each GPU's part, where several share the model.
     enforce_eager: no CUDA graphs for decode steps, and no torch.compile.
-    tensor_parallel_size: how many devices, or processes of a CPU, share the model (distributed.py).
+    tensor_parallel_size: how many devices, or processes of a CPU, share the model.
     attention_backend: a name in attention.py's `BACKENDS`; "auto": the fastest that works here.
     run_ahead: launch a step before the tokens of the step before it are known.
     enable_prefix_caching: find blocks again by the hash of their tokens.
