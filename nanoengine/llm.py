@@ -73,20 +73,18 @@ class LLM(AbstractContextManager):
         self.engine = Engine(config, runner)
         self.inputs = InputProcessor(config, tokenizer, self.model_config.vocab_size,
                                      runner.max_model_len, default_params, eos_tokens)
-        num_tokens = runner.num_kv_blocks * config.block_size
-        logger.info("%s: %s KV blocks of %s tokens are %s tokens, %.1f requests of %s at once",
-                    model, runner.num_kv_blocks, config.block_size, num_tokens,
-                    num_tokens / runner.max_model_len, runner.max_model_len)
+        capacity = runner.num_kv_blocks * config.block_size / runner.max_model_len
+        logger.info("%s: %s KV blocks of %s tokens are room for %.1f requests of %s at once", model,
+                    runner.num_kv_blocks, config.block_size, capacity, runner.max_model_len)
         # those in the engine
         self.active: dict[str, Any] = {}
         # those of them that the next turn ends
         self.dropped: list[Any] = []
-        self.door = threading.Lock()
         self.lock = threading.RLock()
         # whether this thread has its turn
         self.has_turn = self.lock._is_owned  # type: ignore
-        # what has broken off the last turn
-        self.error: BaseException | None = None
+        # says what has broken off the last turn
+        self.error: RuntimeError | None = None
 
     # ------------------------------------------------------------------------ generating
 
@@ -228,33 +226,23 @@ class LLM(AbstractContextManager):
     def turn(self) -> Iterator[None]:
         """The engine between two steps, or for one, for this thread alone.
 
-        Threads take turns in the order in which they ask. A turn that is broken off, by an error or
-        by Ctrl-C, may leave any state: the next one begins with the end of all requests. Raises
-        RuntimeError within another turn of this thread.
+        A turn that an error or Ctrl-C breaks off may leave any state: the next one begins
+        with the end of all requests. Raises RuntimeError within another turn of this thread.
         """
         check_process()
         if self.has_turn():
             raise RuntimeError("a call of this thread is running")
-        try:
-            # a thread that wants another turn at once finds the door closed by one that waits
-            with self.door:
-                self.lock.acquire()
-            self._clean_up()
-            yield
-        except BaseException as error:
-            # Ctrl-C may come before the turn
-            if self.has_turn():
-                self.error = error
-            raise
-        finally:
-            if self.has_turn():
-                self.lock.release()
+        with self.lock:
+            try:
+                self._clean_up()
+                yield
+            except BaseException as error:
+                self.error = RuntimeError(f"a step that all calls share was broken off: {error!r}")
+                raise
 
     def _clean_up(self) -> None:
         """Ends what was dropped since the last turn, or everything if that was broken off."""
-        error = None
         if self.error:
-            error = RuntimeError(f"a step, which all calls share, was broken off: {self.error!r}")
             self.engine.reset()
             self.dropped.extend(self.active.values())
         # other threads may drop more meanwhile
@@ -263,7 +251,7 @@ class LLM(AbstractContextManager):
             self.engine.abort({request.request_id for request in dropped})
         for request in dropped:
             self.active.pop(request.request_id, None)
-            request.end(error)
+            request.end(self.error)
         self.error = None
 
     # -------------------------------------------------------------------------- the rest

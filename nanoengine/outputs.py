@@ -109,24 +109,21 @@ class Completion:
 
     def _decode(self) -> str:
         """The text that the newest tokens complete: none in the middle of a character."""
-        self.pending.append(self.seq.token_ids[-1])
-        whole = self.pending
-        piece = self._text_of(whole)
-        if piece.endswith("\ufffd"):
-            # the last three tokens can be the beginning of a character; those before them are none
-            whole = self.pending[:-3]
-            if len(whole) < 16:
-                return ""
-            piece = self._text_of(whole)
-        self.pending = self.pending[len(whole):]
-        # a special token may have no text
-        self.context = whole if piece else self.context
-        return piece
-
-    def _text_of(self, token_ids: list[int]) -> str:
         skip = self.seq.params.skip_special_tokens
+        self.pending.append(self.seq.token_ids[-1])
+        # where many are pending, the last ones alone say it: a character that was cut in front of
+        # them leaves three letters at most
+        if len(self.pending) > 8:
+            if self.tokenizer.decode(self.pending[-8:], skip).endswith("\ufffd", 3):
+                return ""
         before = self.tokenizer.decode(self.context, skip)
-        return self.tokenizer.decode(self.context + token_ids, skip)[len(before):]
+        piece = self.tokenizer.decode(self.context + self.pending, skip)[len(before):]
+        if piece.endswith("\ufffd"):
+            return ""
+        # a special token may have no text
+        self.context = self.pending if piece else self.context
+        self.pending = []
+        return piece
 
     def _find_stop(self, num_letters: int) -> str | None:
         """Of the stop strings that end behind so many letters the one that ends first, or stands
@@ -145,7 +142,8 @@ class Completion:
         seq = self.seq
         is_whole = seq.finish_reason or seq.params.include_stop_str_in_output
         text = self.text if is_whole else self.text[:max(0, len(self.text) - self.num_held)]
-        token_ids = seq.token_ids[seq.num_prompt_tokens:]
+        # a step that was broken off may leave a pending one
+        token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
         chosen = [found[token_id].logprob for found, token_id in zip(self.logprobs, token_ids)]
         logprobs, cumulative = (self.logprobs[:], sum(chosen)) if chosen else (None, None)
         return CompletionOutput(
@@ -183,9 +181,6 @@ class Request:
             if error or not seq.finish_reason:
                 seq.finish_reason = "abort"
                 seq.error = error
-            # of a step that was broken off
-            if seq.token_ids[-1] < 0:
-                del seq.token_ids[-1]
         self.inbox[self.request_id] = self
 
     def output(self) -> RequestOutput:
@@ -195,9 +190,9 @@ class Request:
         # around logits that are not finite they would depend on the chunks of the prompt
         if seq.is_scored and seq.finish_reason != "error":
             tokenizer = self.completions[0].tokenizer
-            found = [seq.logprobs.get(position) for position in range(1, seq.num_prompt_tokens)]
-            prompt_logprobs = [None] + [read_logprobs(entries, tokenizer)
-                                        for entries in found if entries is not None]
+            found = [seq.logprobs.get(position) for position in range(seq.num_prompt_tokens)]
+            prompt_logprobs = [each if each is None else read_logprobs(each, tokenizer)
+                               for each in found]
         return RequestOutput(
             seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
             [completion.output() for completion in self.completions], self.is_finished,

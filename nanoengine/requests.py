@@ -7,7 +7,7 @@ vocabulary, its tokenizer or the size of the cache; nothing here runs.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from operator import index
+from numbers import Integral
 from typing import Any
 
 from nanoengine.config import EngineConfig
@@ -17,8 +17,7 @@ from nanoengine.sequence import Sequence, hash64
 from nanoengine_extensions.metrics import RequestMetrics
 
 Params = SamplingParams | list[SamplingParams] | None
-ACCEPTED_PROMPTS = (
-    "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these")
+FORMS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
 
 
 @dataclass
@@ -54,37 +53,36 @@ class InputProcessor:
         Raises ValueError for bad input, with its name, its value and what is accepted.
         """
         if not isinstance(prompts, (str, dict, list, tuple)):
-            raise rejected("prompts", prompts, ACCEPTED_PROMPTS)
-        if isinstance(prompts, (str, dict)) or hasattr(next(iter(prompts), None), "__index__"):
+            raise rejected("prompts", prompts, FORMS)
+        if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
         params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
         priorities = one_for_each(len(prompts), "priority", priority, 0)
         if len(set(priorities)) > 1 and self.config.scheduling_policy == "fcfs":
             raise rejected("priority", priority,
                            "the same for all unless scheduling_policy is 'priority'")
-        parsed = [self._parse(f"prompts[{place}]", prompt) for place, prompt in enumerate(prompts)]
-        checked = [self._check(each) for each in params]
+        prompts = [self._parse(*each) for each in enumerate(prompts)]
+        params = [self._check(each) for each in params]
         # a call that is refused takes no numbers
-        return [Request(text, self._make_completions(token_ids, *rest), place)
-                for place, ((text, token_ids), *rest) in enumerate(
-                    zip(parsed, checked, priorities))]
+        return [self._make_request(*each) for each in zip(count(), prompts, params, priorities)]
 
-    def _parse(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
+    def _parse(self, index: int, prompt: Any) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms, as its text (if there is one) and its token ids."""
+        name = f"prompts[{index}]"
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-        text = prompt.get("prompt")
-        token_ids = prompt.get("prompt_token_ids")
+        text, token_ids = map(prompt.get, ("prompt", "prompt_token_ids"))
         if token_ids is None and isinstance(text, str):
             with naming(name):
                 token_ids = self.get_tokenizer().encode(text)
         is_known = prompt.keys() <= {"prompt", "prompt_token_ids"}
         if not is_known or not isinstance(token_ids, (list, tuple)):
-            raise rejected(name, prompt, ACCEPTED_PROMPTS)
+            raise rejected(name, prompt, FORMS)
         if not 0 < len(token_ids) < self.max_model_len:
             raise ValueError(f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be "
                              f"empty, and must be shorter than max_model_len={self.max_model_len}")
-        return text, self._check_vocabulary(name, token_ids)
+        self._check_vocabulary(name, token_ids)
+        return text, list(map(int, token_ids))
 
     def _check(self, params: SamplingParams) -> SamplingParams:
         """A copy of them, so that what the user changes later changes nothing here."""
@@ -94,31 +92,32 @@ class InputProcessor:
             self._check_vocabulary(name, getattr(params, name) or ())
         return params.clone()
 
-    def _check_vocabulary(self, name: str, token_ids: Iterable[Any]) -> list[int]:
-        """These token ids as Python's integers; NumPy has some, too."""
+    def _check_vocabulary(self, name: str, token_ids: Iterable[Any]) -> None:
+        """NumPy's integers are integers, too."""
         last = self.vocab_size - 1
         for token_id in token_ids:
-            if not hasattr(token_id, "__index__") or not 0 <= token_id <= last:
+            if not isinstance(token_id, Integral) or not 0 <= int(token_id) <= last:
                 raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
-        return list(map(index, token_ids))
 
-    def _make_completions(self, token_ids: list[int], params: SamplingParams,
-                          priority: int) -> list[Completion]:
-        """The sequence of a request, and its forks (n > 1), each with a seed of its own."""
+    def _make_request(self, index: int, prompt: tuple[str | None, list[int]],
+                      params: SamplingParams, priority: int) -> Request:
+        """A request, the sequence of its first completion, and forks of it for the others."""
+        text, token_ids = prompt
         number = next(self.numbers)
         length = len(token_ids)
         longest = min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
         stop_tokens: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         end_tokens = stop_tokens | self.eos_tokens
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
-        seq = Sequence(str(number), token_ids, length, longest, params, seed,
-                       stop_tokens if params.ignore_eos else end_tokens, priority,
-                       metrics=RequestMetrics())
+        seq = Sequence(
+            str(number), token_ids, length, longest, params, seed, priority=priority,
+            end_tokens=stop_tokens if params.ignore_eos else end_tokens, metrics=RequestMetrics())
         if "constraints" in params.edits:
             from nanoengine_extensions import constraints
             constraints.constrain(seq, list(end_tokens), self.tokenizer, self.vocab_size)
-        seq.forks = [seq.fork(seed=hash64(~seq.seed, i), index=i) for i in range(1, params.n)]
-        return [Completion(each, self.tokenizer) for each in (seq, *seq.forks)]
+        seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
+        completions = [Completion(each, self.tokenizer) for each in (seq, *seq.forks)]
+        return Request(text, completions, index)
 
 
 def one_for_each(count: int, name: str, value: Any, default: Any) -> list[Any]:

@@ -78,6 +78,30 @@ def test_byte_fallback_tokens_that_turn_out_invalid_do_not_stop_the_text():
     assert text[0] == "A" and text.endswith("ab")
 
 
+def test_tokens_that_never_become_a_character_do_not_cost_more_and_more(byte_tokenizer):
+    """They are shown at last, and what comes after them is not lost."""
+    (half,) = set(byte_tokenizer.encode("é")) - set(byte_tokenizer.encode("è"))
+    lengths = []
+    backend = byte_tokenizer.backend_tokenizer
+
+    class Measured:
+        eos_token_id = None
+
+        def decode(self, ids, skip):
+            lengths.append(len(ids))
+            return backend.decode(ids, skip)
+
+    seq = Sequence("0", [5], 1, 10_000, SamplingParams())
+    completion = Completion(seq, byte_tokenizer)
+    completion.tokenizer = Measured()
+    for token_id in [half] * 1000 + byte_tokenizer.encode("🦊 ab"):
+        seq.token_ids.append(token_id)
+        completion.update()
+    assert max(lengths) < 200
+    text = completion.output().text
+    assert text.startswith("\ufffd" * 900) and text.endswith("🦊 ab")
+
+
 @pytest.mark.parametrize("stop, expected, reason", [
     ("wor", "hello ", "wor"),
     (["xyz", "lo w"], "hel", "lo w"),

@@ -25,7 +25,7 @@ def test_every_form_of_prompt(llm):
     assert all(output.prompt_token_ids == ids for output in outputs)
     for form in forms:
         assert token_ids(generate(llm, form)) == token_ids(outputs[:1])
-    for integer in (np.int64, np.uint16, np.array):
+    for integer in (np.int64, np.uint16):
         found = generate(llm, [integer(token_id) for token_id in ids])
         assert token_ids(found) == token_ids(outputs[:1])
         assert found[0].prompt_token_ids == ids

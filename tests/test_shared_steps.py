@@ -189,9 +189,11 @@ def test_requests_that_are_ended_by_hand(shared_llm):
     check_idle(shared_llm)
 
 
+@pytest.mark.parametrize("num_threads", [1, 6])
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_a_short_request_does_not_wait_for_long_ones(shared_llm, by_hand):
-    """Its first token comes within a few steps, however eager other threads are."""
+def test_a_short_request_does_not_wait_for_long_ones(shared_llm, by_hand, num_threads):
+    """Its first token comes within a few steps, however eager other threads are: about as many as
+    there are threads that run steps by hand, and fewer if they wait for their own tokens."""
     is_over = threading.Event()
 
     def long_call(_):
@@ -207,10 +209,10 @@ def test_a_short_request_does_not_wait_for_long_ones(shared_llm, by_hand):
                         break
 
     num_steps = []
-    with ThreadPoolExecutor(6) as pool:
-        calls = [pool.submit(long_call, number) for number in range(6)]
+    with ThreadPoolExecutor(num_threads) as pool:
+        calls = [pool.submit(long_call, number) for number in range(num_threads)]
         try:
-            wait_for(lambda: len(shared_llm.active) == 6)
+            wait_for(lambda: len(shared_llm.active) == num_threads)
             for number in range(20):
                 before = shared_llm.metrics()["num_steps"]
                 stream = shared_llm.stream([[7, 8, number]], long_params(2))
@@ -221,7 +223,7 @@ def test_a_short_request_does_not_wait_for_long_ones(shared_llm, by_hand):
             is_over.set()
         for call in calls:
             call.result(timeout=60)
-    assert max(num_steps) <= 20, num_steps
+    assert sum(num_steps) / 20 <= 4 + 2 * num_threads and max(num_steps) < 100, num_steps
     check_idle(shared_llm)
 
 
