@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
 
 from nanoengine import SamplingParams
@@ -262,18 +261,3 @@ def test_the_first_tokens_of_a_stream_come_before_the_last_ones_of_a_call(shared
     assert token_ids(shared_llm.generate(random_prompts([5, 6])[1:], GREEDY, False)) == expected[1:]
     assert token_ids([[*stream][-1]]) == expected[:1]
     check_idle(shared_llm)
-
-
-def test_a_default_device_of_the_user_changes_nothing(make_llm):
-    params = [GREEDY, SamplingParams(seed=1, max_tokens=9, top_p=0.9, min_tokens=3, logprobs=2,
-                                     presence_penalty=1.0, stop_token_ids=[5], prompt_logprobs=1),
-              SamplingParams(seed=2, max_tokens=9, logits_processors=[lambda ids, scores: scores])]
-    prompts = random_prompts([5, 20, 7])
-    with make_llm(num_kv_blocks=64) as llm:
-        expected = [output.outputs for output in generate(llm, prompts, params)]
-        torch.set_default_device("meta")
-        try:
-            outputs = generate(llm, prompts, params)
-        finally:
-            torch.set_default_device(None)
-        assert [output.outputs for output in outputs] == expected
