@@ -92,7 +92,8 @@ class SimulatedRunner:
         launched = Launched(batch, tokens, {}, began, self.now)
         metrics = self.engine.metrics
         if metrics.counters["num_steps"] % 16 == 1 and not self.engine.config.trace:
-            launched.ended, launched.metrics = self.now, metrics.gauges()
+            launched.ended = self.now
+            launched.metrics = metrics.gauges()
             metrics.trace.append(launched)
         return launched
 

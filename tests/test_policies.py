@@ -1,12 +1,14 @@
 """Policies from outside: a function or a table entry of one's own, and those of the extension."""
 
+import json
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
 
 import pytest
-from conftest import GREEDY, check_blocks, generate, random_prompts, token_ids
+from conftest import GREEDY, ROOT, check_blocks, generate, random_prompts, token_ids
 from test_scheduler import ShadowCache, make_engine, make_sequence
 
 import nanoengine_extensions.policies as extension
@@ -256,3 +258,23 @@ def test_nothing_else_is_in_the_tables():
     assert [*KV_ALLOCATION] == ["on-demand", "reserve", "max-length"]
     assert [*VICTIMS] == ["youngest", "longest", "lowest-priority", "least-recently-run", "random"]
     assert EngineConfig(model="m", scheduling=extension.static).scheduling is extension.static
+
+
+def test_the_snippets_of_the_page_about_policies(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    # forgets what the page adds
+    monkeypatch.setitem(BATCHING, "shortest-first", None)
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "policies.md").read_text()
+    snippets = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(snippets) == 4
+    names: dict = {}
+    printed = []
+    for code in snippets:
+        exec(code, names)
+        printed += capsys.readouterr().out.splitlines()
+        names["llm"].close()
+    assert printed and all(f"prints `{line}`" in page for line in printed)
+    assert (tmp_path / "steps.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
