@@ -27,7 +27,8 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanoengine.sampling_params import RequestOutputKind, naming
+from nanoengine.sampling_params import naming
+from nanoengine_extensions.chat import render
 
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
 CHAT = "/v1/chat/completions"
@@ -35,10 +36,10 @@ COMPLETION = "/v1/completions"
 
 # the fields of a body
 SAMPLING = {each.name for each in fields(SamplingParams)} - {
-    "detokenize", "logits_processors", "output_kind", "prompt_logprobs"}
-TEMPLATE = {
-    "add_generation_prompt", "chat_template", "continue_final_message", "documents", "tools"}
-OF_CHATS = {"messages", "chat_template_kwargs", "max_completion_tokens", "top_logprobs"}
+    "detokenize", "logits_processors", "prompt_logprobs"}
+TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
+            "continue_final_message", "tools"}
+OF_CHATS = {"messages", "documents", "max_completion_tokens", "top_logprobs"}
 KNOWN = {CHAT: SAMPLING | TEMPLATE | OF_CHATS, COMPLETION: SAMPLING | {"prompt"}}
 IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
            "request_id", "safety_identifier", "service_tier", "store", "user"}
@@ -85,9 +86,10 @@ class Request:
                 raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}")
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:
-            options = body.get("chat_template_kwargs", {}) | {"add_generation_prompt": True}
-            options |= {name: body[name] for name in TEMPLATE & body.keys()}
-            prompt, = llm.inputs.render(body.get("messages"), options)
+            options = {name: body[name] for name in TEMPLATE & body.keys()}
+            documents = {name: body[name] for name in {"documents"} & body.keys()}
+            options["chat_template_kwargs"] = body.get("chat_template_kwargs", {}) | documents
+            prompt, = render(llm.get_tokenizer(), body.get("messages"), **options)
             return prompt
         prompt = body.get("prompt")
         if not isinstance(prompt, (str, list)):
@@ -109,7 +111,7 @@ class Request:
             if has_logprobs not in (False, True) or body.get("top_logprobs") and not has_logprobs:
                 raise ValueError("logprobs must be true or false, and true for top_logprobs")
             given["logprobs"] = body.get("top_logprobs", 0) if has_logprobs else None
-        return replace(defaults, **given, output_kind=RequestOutputKind.FINAL_ONLY)
+        return replace(defaults, **given)
 
     def response(self, output: RequestOutput, model: str) -> dict[str, Any]:
         """What the server would answer."""
@@ -166,6 +168,18 @@ def numbered(file: BinaryIO) -> Lines:
     return ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
+def number_of(result: bytes) -> int:
+    """The number of the request that a line of the results answers.
+
+    Raises an error for a line that is not whole: its middle may have been lost, too.
+    """
+    record = json.loads(result)
+    number = int(record["id"].removeprefix("line-"))
+    if record["response"]["request_id"] != f"batch-line-{number}":
+        raise ValueError("parts of two results")
+    return number
+
+
 def skip_finished(lines: Lines, results: Path) -> tuple[int, Lines]:
     """How many lines have a result, and the others. Cuts a torn last line off the results.
 
@@ -177,13 +191,17 @@ def skip_finished(lines: Lines, results: Path) -> tuple[int, Lines]:
     behind = set()
     first = next(lines, None)
     with results.open("rb") as file:
-        for line in file:
+        for place, line in enumerate(file, 1):
             if not BEGIN_OF_RESULT.startswith(line[:len(BEGIN_OF_RESULT)]):
                 sys.exit(f"{results} has a line that is no result of this job: {line[:60]!r}")
             if not line.endswith(b"\n"):
                 break
             num_bytes += len(line)
-            number = int(line.split(b'"', 4)[3].removeprefix(b"line-"))
+            try:
+                number = number_of(line)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                sys.exit(f"{results}, line {place} is damaged ({error}): {line[:60]!r}. Without "
+                         "this line, the same command computes what was in it again.")
             if first and number >= first[0] and number not in behind:
                 num_finished += 1
                 behind.add(number)
@@ -200,7 +218,7 @@ class Job:
     """Keeps the engine full until all lines are done.
 
     lines: what is to do. results: where the results go, without a buffer.
-    active: the requests in the engine, by request_id.
+    active: the requests in the engine, each with the engine's own, by request_id.
     """
 
     llm: LLM
@@ -208,18 +226,22 @@ class Job:
     lines: Lines
     results: BinaryIO
     bar: tqdm
-    active: dict[str, Request] = field(default_factory=dict)
+    active: dict[str, tuple[Request, Any]] = field(default_factory=dict)
     num_tokens: int = 0
     num_errors: int = 0
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
-        outputs = self.llm.stream([])
-        self._fill()
-        for output in outputs:
-            if output.finished:
-                self._finish(self.active.pop(output.request_id), output)
+        try:
+            self._fill()
+            while self.active:
+                for queued in self.llm.step():
+                    if queued.is_finished:
+                        request, _ = self.active.pop(queued.request_id)
+                        self._finish(request, queued.output())
                 self._fill()
+        finally:
+            self.llm.abort([queued for _, queued in self.active.values()])
 
     def _fill(self) -> None:
         """Queues twice what can run: the engine never waits, and memory does not grow."""
@@ -229,8 +251,8 @@ class Job:
             try:
                 with naming(f"line {request.number}"):
                     prompt = request.read(found[1], self.llm)
-                    request_id, = self.llm.enqueue([prompt], request.params)
-                self.active[request_id] = request
+                    queued, = self.llm.add([prompt], request.params)
+                self.active[queued.request_id] = request, queued
                 num_free -= 1
             except ValueError as error:
                 self._write(request, 400, error=str(error))

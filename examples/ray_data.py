@@ -18,12 +18,9 @@ import argparse
 import io
 import json
 import os
-import queue
-import threading
-import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -35,8 +32,9 @@ import xxhash
 from ray.data.block import BlockAccessor
 from ray.data.datasource import BlockBasedFileDatasink, FileBasedDatasource
 
-from nanoengine import LLM, SamplingParams
-from nanoengine.sampling_params import RequestOutputKind, naming
+from nanoengine import LLM, RequestOutput, SamplingParams
+from nanoengine.sampling_params import naming
+from nanoengine_extensions.chat import render
 
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
 FORMATS = ("jsonl", "parquet")
@@ -50,7 +48,7 @@ NO_COLUMN = {"n", "logprobs", "prompt_logprobs"}  # there is none for what these
 class Replica:
     """One engine. Ray makes it in a process of its own, and calls it from several threads at once.
 
-    One thread drives the engine. It takes the rows of all calls from an inbox.
+    The rows of all calls run in the same steps.
     """
 
     def __init__(self, model: str, options: dict[str, Any], sampling: dict[str, Any],
@@ -58,17 +56,18 @@ class Replica:
         self.llm = LLM(model, **options)
         self.sampling = sampling
         self.output_format = output_format
-        self.inbox: queue.SimpleQueue[tuple[dict[str, Any], Future]] = queue.SimpleQueue()
-        self.active: dict[str, Future] = {}
-        threading.Thread(target=self._serve, daemon=True).start()
 
     def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         is_text = batch.column_names == ["line"]
         rows = [*map(row_of, batch["line"].to_pylist())] if is_text else batch.to_pylist()
-        answers: list[Future] = [Future() for _ in rows]
-        for message in zip(rows, answers):
-            self.inbox.put(message)
-        results = [result_of(answer) for answer in answers]
+        try:
+            # all are in the engine before the first one is waited for
+            answers = [self._ask(without_nulls(row)) for row in rows]
+            results = [*map(result_of, answers)]
+        except BaseException:
+            # an engine that has failed gets no more rows: Ray starts another process
+            traceback.print_exc()
+            os._exit(1)
         if self.output_format == "jsonl":
             lines = [json.dumps(row | result, default=str) for row, result in zip(rows, results)]
             return pyarrow.table({"line": map(str.encode, lines)})
@@ -76,35 +75,13 @@ class Replica:
         columns = pyarrow.Table.from_pylist(results, RESULT).columns
         return pyarrow.table([*others.columns, *columns], [*others.column_names, *RESULT.names])
 
-    def _serve(self) -> None:
-        """Runs the engine for ever. New rows join the open stream whenever a row has finished."""
-        try:
-            while True:
-                message = self.inbox.get()
-                # the batches of an idle engine come one after another: let it begin with several
-                time.sleep(0.5)
-                outputs = self.llm.stream([])
-                self._add(*message)
-                self._add_all()
-                for output in outputs:
-                    self.active.pop(output.request_id).set_result(output)
-                    self._add_all()
-        except BaseException:
-            # an engine that has failed gets no more rows: Ray starts another process
-            traceback.print_exc()
-            os._exit(1)
-
-    def _add_all(self) -> None:
-        while not self.inbox.empty():
-            self._add(*self.inbox.get())
-
-    def _add(self, row: dict[str, Any], answer: Future) -> None:
+    def _ask(self, row: dict[str, Any]) -> Iterator[RequestOutput] | ValueError:
+        """The outputs of a row so far, the last one of which counts, or what is wrong with it."""
         try:
             with naming("row"):
-                request_id, = self.llm.enqueue(*self._request(without_nulls(row)))
-            self.active[request_id] = answer
+                return self.llm.stream(*self._request(row))
         except ValueError as error:
-            answer.set_exception(error)
+            return error
 
     def _request(self, row: dict[str, Any]) -> tuple[list[Any], SamplingParams]:
         """The prompt and the parameters of a row. Raises an error for what cannot be honoured."""
@@ -118,11 +95,10 @@ class Replica:
         text = json.dumps(row, sort_keys=True, default=str)
         params.setdefault("seed", xxhash.xxh64_intdigest(text.encode(), self.llm.config.seed or 0))
         if "messages" in row:
-            options = row.get("chat_template_kwargs", {}) | {"add_generation_prompt": True}
-            prompt, = self.llm.inputs.render(row["messages"], options)
+            prompt, = render(self.llm.get_tokenizer(), row["messages"],
+                             chat_template_kwargs=row.get("chat_template_kwargs"))
         elif not isinstance(prompt := row["prompt"], (str, list)):
             raise ValueError("prompt must be a text or a list of token ids")
-        params["output_kind"] = RequestOutputKind.FINAL_ONLY
         return [prompt], replace(self.llm.get_default_sampling_params(), **params)
 
 
@@ -142,13 +118,12 @@ def without_nulls(value: Any) -> Any:
     return [*map(without_nulls, value)] if isinstance(value, list) else value
 
 
-def result_of(answer: Future) -> dict[str, Any]:
+def result_of(answer: Iterator[RequestOutput] | ValueError) -> dict[str, Any]:
     """Waits for a row. Returns its values for RESULT."""
     nothing = dict.fromkeys(RESULT.names)
-    try:
-        output = answer.result()
-    except ValueError as error:
-        return nothing | {"error": str(error)}
+    if isinstance(answer, ValueError):
+        return nothing | {"error": str(answer)}
+    output = deque(answer, maxlen=1).pop()
     completion = output.outputs[0]
     if completion.finish_reason == "error":
         return nothing | {"error": completion.stop_reason}

@@ -18,7 +18,6 @@ from conftest import ROOT
 from test_recipes import example
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.sampling_params import RequestOutputKind
 
 SCRIPT = ROOT / "examples" / "batch.py"
 CHAT = "/v1/chat/completions"
@@ -132,9 +131,9 @@ def test_chats_and_completions(job, llm, bundled):
 def test_parameters(job, batch, llm, monkeypatch):
     """What reaches the engine, by line."""
     seen = []
-    enqueue = llm.enqueue
-    monkeypatch.setattr(llm, "enqueue", lambda prompts, params: (
-        seen.append((prompts, params)) or enqueue(prompts, params)))
+    add = llm.add
+    monkeypatch.setattr(llm, "add", lambda prompts, params: (
+        seen.append((prompts, params)) or add(prompts, params)))
     everything = dict(
         n=2, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, seed=4, max_tokens=3, min_tokens=1,
         stop=["x"], stop_token_ids=[9], include_stop_str_in_output=True, ignore_eos=True,
@@ -149,8 +148,7 @@ def test_parameters(job, batch, llm, monkeypatch):
                 "b c"}], "add_generation_prompt": False, "continue_final_message": True}, CHAT)])
     params = [params for _, params in seen]
     defaults = llm.get_default_sampling_params()
-    assert params[0] == SamplingParams(**everything, logit_bias={5: 1.5},
-                                       output_kind=RequestOutputKind.FINAL_ONLY)
+    assert params[0] == SamplingParams(**everything, logit_bias={5: 1.5})
     assert (params[1].seed, params[1].max_tokens) == (2, 16)
     assert params[1].top_k == defaults.top_k == 50, "of generation_config.json"
     assert params[2].seed == 0
@@ -237,16 +235,18 @@ def test_bad_rows(job):
 
 def test_a_completion_that_fails(job, llm, monkeypatch):
     """As where logits are not finite."""
-    stream = llm.stream
+    step = llm.step
 
-    def change(outputs):
-        for output in outputs:
-            if output.finished and output.prompt == "two":
-                output.outputs[1].finish_reason = "error"
-                output.outputs[1].stop_reason = "request 7: no token"
-            yield output
+    def change():
+        updated = step()
+        for request in updated:
+            if request.is_finished and request.prompt == "two":
+                seq = request.completions[1].seq
+                seq.finish_reason = "error"
+                seq.stop_reason = "request 7: no token"
+        return updated
 
-    monkeypatch.setattr(llm, "stream", lambda prompts: change(stream(prompts)))
+    monkeypatch.setattr(llm, "step", change)
     found = job([{"prompt": "one"}, {"prompt": "two", "n": 2, "custom_id": "b"}])
     assert body_of(found[1])
     assert found[2]["error"] == {"message": "line 2: request 7: no token"}
@@ -294,7 +294,7 @@ def test_a_job_that_is_stopped_goes_on(job, batch, monkeypatch, capsys):
 
 def test_interrupted(job, llm, monkeypatch):
     rows = many(120)
-    enqueue = llm.enqueue
+    add = llm.add
     for limit in (18, 25, 17):
         calls = []
 
@@ -302,12 +302,12 @@ def test_interrupted(job, llm, monkeypatch):
             calls.append(arguments)
             if len(calls) > limit:
                 raise KeyboardInterrupt
-            return enqueue(*arguments)
+            return add(*arguments)
 
-        monkeypatch.setattr(llm, "enqueue", interrupt)
+        monkeypatch.setattr(llm, "add", interrupt)
         with pytest.raises(SystemExit, match="the same command goes on"):
             job(rows)
-    monkeypatch.setattr(llm, "enqueue", enqueue)
+    monkeypatch.setattr(llm, "add", add)
     stopped = without_times(job(rows))
     job.target.unlink()
     assert stopped == without_times(job(rows))
@@ -404,13 +404,35 @@ def test_the_window_is_constant(job, batch, llm, monkeypatch):
     rows[1::10] = [b""] * 200
     rows[2::10] = [b"bad"] * 200
     most = []
-    enqueue = llm.enqueue
-    monkeypatch.setattr(llm, "enqueue", lambda *arguments: (
-        most.append(len(llm.active)) or enqueue(*arguments)))
+    add = llm.add
+    monkeypatch.setattr(llm, "add", lambda *arguments: (
+        most.append(len(llm.active)) or add(*arguments)))
     found = job(rows)
     assert found.keys() == numbers(rows)
     assert max(most) < 2 * llm.config.max_num_seqs == 16
     assert sorted(most)[len(most) // 2] >= 8, "the engine is full"
+
+
+def result(number: object, of: object = None) -> str:
+    response = {"request_id": f"batch-line-{of or number}", "body": {"x": 1}}
+    return json.dumps({"id": f"line-{number}", "custom_id": None, "response": response}) + "\n"
+
+
+@pytest.mark.parametrize("line", [
+    result(2)[:30] + result(3), result(2)[:-1] + result(3), result(2)[:30] + result(3)[30:],
+    result(2, of=3), result("x"), result(""), result("02"), '{"id": "line-2"}\n', '{"id": "line-\n',
+    '{"id": "line-2", "response": 5}\n', '{"id": "line-2", "id": 5}\n', '{"id": "line-2"\n'])
+def test_a_result_that_is_damaged_is_named(batch, tmp_path, line):
+    """It does not count as done: a part of it, or of the one behind it, is missing."""
+    target = tmp_path / "results.jsonl"
+    target.write_text(result(1) + line + result(4))
+    before = target.read_bytes()
+    with pytest.raises(SystemExit, match="results.jsonl, line 2 is damaged .*computes what was"):
+        batch.skip_finished(batch.numbered([b"x\n"] * 5), target)
+    assert target.read_bytes() == before, "it is as it was"
+    target.write_text(result(1) + result(4))
+    assert [number for number, _ in batch.skip_finished(
+        batch.numbered([b"x\n"] * 5), target)[1]] == [2, 3, 5]
 
 
 def test_what_is_finished_is_a_number_and_a_small_set(batch, tmp_path):
@@ -421,7 +443,7 @@ def test_what_is_finished_is_a_number_and_a_small_set(batch, tmp_path):
     finished = sorted(kept[:-50], key=lambda number: number + draw.uniform(0, 100))
     missing = [finished.pop(), finished.pop(-20)]
     target = tmp_path / "results.jsonl"
-    target.write_text("".join(f'{{"id": "line-{number}", "x": 1}}\n' for number in finished))
+    target.write_text("".join(result(number) for number in finished))
     num_finished, rest = batch.skip_finished(batch.numbered(lines), target)
     assert num_finished == len(finished)
     assert len(rest.gi_frame.f_locals["behind"]) < 100

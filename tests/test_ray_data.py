@@ -11,12 +11,10 @@ import pytest
 from test_recipes import example
 
 from nanoengine import SamplingParams
-from nanoengine.sampling_params import RequestOutputKind
 
 pytest.importorskip("ray")
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
-
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +64,9 @@ def test_prompts_and_conversations(replica, llm):
 def test_parameters(replica, llm, monkeypatch):
     """What reaches the engine."""
     seen = []
-    enqueue = llm.enqueue
-    monkeypatch.setattr(llm, "enqueue", lambda prompts, params: (
-        seen.append(params) or enqueue(prompts, params)))
+    stream = llm.stream
+    monkeypatch.setattr(llm, "stream", lambda prompts, params: (
+        seen.append(params) or stream(prompts, params)))
     everything = dict(
         temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, seed=4, max_tokens=3, min_tokens=1,
         stop=["x"], stop_token_ids=[9], ignore_eos=True, presence_penalty=0.1,
@@ -76,8 +74,7 @@ def test_parameters(replica, llm, monkeypatch):
     rows = [everything | {"logit_bias": {"5": 1.5}}, {}, {"max_tokens": 2, "seed": None}]
     replica(max_tokens=5, temperature=0.7)(table_of(
         [{"prompt": "Once", "sampling_params": row} for row in rows]))
-    assert seen[0] == SamplingParams(**everything, logit_bias={5: 1.5},
-                                     output_kind=RequestOutputKind.FINAL_ONLY)
+    assert seen[0] == SamplingParams(**everything, logit_bias={5: 1.5})
     assert [params.max_tokens for params in seen] == [3, 5, 2]
     assert [params.temperature for params in seen] == [0.5, 0.7, 0.7]
     assert seen[1].top_k == 50, "of generation_config.json"
@@ -128,7 +125,7 @@ def test_a_completion_that_fails(replica, llm, monkeypatch):
                 output.outputs[0].stop_reason = "request 7: no token"
             yield output
 
-    monkeypatch.setattr(llm, "stream", lambda prompts: change(stream(prompts)))
+    monkeypatch.setattr(llm, "stream", lambda *arguments: change(stream(*arguments)))
     found = rows_of(replica()(table_of([{"prompt": "one"}, {"prompt": "two"}])))
     assert [row["error"] for row in found] == [None, "request 7: no token"]
 
