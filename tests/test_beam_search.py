@@ -1,10 +1,11 @@
 """Beam search against transformers' own, and under memory pressure."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import check_blocks, check_idle, random_prompts, use_policies
+from conftest import check_blocks, check_idle, generate, random_prompts, token_ids, use_policies
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine_extensions.policies import overtaking
@@ -101,6 +102,73 @@ def test_preempted_beams_end_up_the_same(small_llm, undisturbed, policies, happe
     assert small_llm.metrics()[happened] > 0
     check_blocks(small_llm.engine.scheduler)
     assert [[beam.tokens for beam in output.sequences] for output in found] == expected
+
+
+@pytest.mark.parametrize("policies", [
+    dict(), dict(run_ahead=True), dict(scheduling="static"), dict(scheduling_policy="priority"),
+    dict(max_num_seqs=3, scheduling="mixed"), dict(kv_allocation="max-length"),
+    dict(preemption_mode="swap", run_ahead=True, scheduling="mixed"),
+    dict(scheduling=overtaking("mixed"), kv_allocation="reserve", run_ahead=True),
+    dict(scheduling=overtaking("static"), scheduling_policy="priority", run_ahead=True)],
+    ids=lambda policies: ", ".join(map(str, policies.values())))
+def test_searches_run_beside_other_calls(small_llm, undisturbed, policies):
+    """All get what they get alone, with too few blocks for all of them."""
+    prompts, expected = undisturbed
+    params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    others = random_prompts([30, 5, 17], seed=8)
+    use_policies(small_llm, **dict(preemption_mode="recompute"))
+    alone = token_ids(generate(small_llm, others, params))
+    use_policies(small_llm, **dict(preemption_mode="recompute") | policies)
+
+    def search(numbers):
+        outputs = small_llm.beam_search([prompts[i] for i in numbers], BeamSearchParams(3, 14))
+        return [[beam.tokens for beam in output.sequences] for output in outputs]
+
+    def complete(priority):
+        if policies.get("scheduling_policy") != "priority":
+            priority = 0
+        return token_ids(small_llm.generate(others, params, False, priority))
+
+    def drop(_):
+        return next(small_llm.stream(others, params)).finished
+
+    with ThreadPoolExecutor(6) as pool:
+        searches = [pool.submit(search, numbers) for numbers in ([0, 1], [2, 3], [4, 0])]
+        calls = [pool.submit(complete, priority) for priority in (1, -1)]
+        dropped = pool.submit(drop, None)
+        found = [beams for call in searches for beams in call.result(timeout=100)]
+        assert found == [expected[i] for i in (0, 1, 2, 3, 4, 0)]
+        assert [call.result(timeout=100) for call in calls] == [alone] * 2
+        assert not dropped.result(timeout=100)
+    check_idle(small_llm)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_search_that_is_broken_off_is_an_error(small_llm, undisturbed, monkeypatch, run_ahead):
+    """A part of its beams is never taken for all of them."""
+    prompts, expected = undisturbed
+    use_policies(small_llm, preemption_mode="recompute", run_ahead=run_ahead)
+    runner, numbers = small_llm.engine.runner, []
+    launch = runner.launch
+
+    def launch_or_break(batch):
+        numbers.extend([1] * (len(small_llm.active) == 3))
+        if len(numbers) == 5:
+            raise KeyboardInterrupt
+        return launch(batch)
+
+    def search(prompt):
+        while True:
+            small_llm.beam_search([prompt], BeamSearchParams(3, 14))
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(runner, "launch", launch_or_break)
+        calls = [pool.submit(search, prompt) for prompt in prompts[:3]]
+        errors = sorted(type(call.exception(timeout=100)).__name__ for call in calls)
+    assert errors == ["KeyboardInterrupt", "RuntimeError", "RuntimeError"]
+    (found,) = small_llm.beam_search(prompts[:1], BeamSearchParams(3, 14))
+    assert [beam.tokens for beam in found.sequences] == expected[0]
+    check_idle(small_llm)
 
 
 def test_temperature_divides_the_logits(llm, model):

@@ -324,6 +324,7 @@ class Call:
                 if self.rng and self.rng.random() < 0.02 and not self.engine.in_flight:
                     for beam in list(filter(is_beam, scheduler.running))[:1]:
                         scheduler.preempt(beam)
+                assert min(seq.token_ids) >= 0, "a pending token is handed out"
                 for call in calls:
                     for search in call.searches:
                         if search.request_id == seq.request_id:
@@ -364,7 +365,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
     engine = make_engine(
         ShadowCache(block_size, order), fits + rng.randint(0, 2 * fits), max_num_seqs,
         max_num_seqs + rng.choice([0, 3, 20, 100]), rng.random() < 0.8, rng.randint(0, 2 * fits),
-        max_model_len, run_ahead=rng.random() < 0.5, **policies)
+        max_model_len, **{"run_ahead": rng.random() < 0.5} | policies)
     scheduler = engine.scheduler
     manager = scheduler.block_manager
     stems = [[rng.randrange(1, VOCABULARY) for _ in range(max_model_len)] for _ in range(3)]
@@ -433,6 +434,9 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
                 wanted_scores * seq.is_scored, 1))
             scheduler.counters["errors"] += seq.finish_reason == "error"
             scheduler.counters["scored"] += len(seq.logprobs)
+    if not searches:
+        num_generated = sum(seq.num_tokens - seq.num_prompt_tokens for seq in everyone)
+        assert scheduler.counters["generation_tokens"] == num_generated
     if policies["preemption_mode"] == "recompute":
         assert not scheduler.counters["swap_preemptions"], "the pool is not to be used"
     return scheduler.counters
@@ -455,6 +459,20 @@ def test_no_combination_of_policies_livelocks():
     for values in itertools.product(*POLICIES.values()):
         for seed in (1, 2, 3):
             run_workload(seed, **dict(zip(POLICIES, values)))
+
+
+def test_no_pending_token_is_ever_hashed(monkeypatch):
+    """Nor handed out, nor counted: that is checked in every workload."""
+    make_hash = BlockManager._hash
+
+    def checked_hash(manager, seq, index):
+        assert min(seq.token_ids[:(index + 1) * manager.block_size]) >= 0
+        assert seq.num_known_tokens >= (index + 1) * manager.block_size
+        return make_hash(manager, seq, index)
+
+    monkeypatch.setattr(BlockManager, "_hash", checked_hash)
+    num_hits = sum(run_workload(seed, run_ahead=True)["prefix_cache_hits"] for seed in range(100))
+    assert num_hits > 1000
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5])
