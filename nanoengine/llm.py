@@ -220,6 +220,9 @@ class LLM(AbstractContextManager):
             request.inbox[request_id] = request
             if request.is_finished:
                 del self.active[request_id]
+        if not self.active and self.engine.in_flight:
+            # of requests that have all ended
+            self.engine.step()
         return list(updated.values())
 
     @contextmanager
