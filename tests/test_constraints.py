@@ -24,7 +24,7 @@ class Letters:
         return [ord(letter) - ord("a") + 1 for letter in text if letter != " "]
 
 
-def make(prompt: list[int], output: list[int] = [], **params) -> Sequence:
+def make(prompt: list[int], output=(), **params) -> Sequence:
     return Sequence("7", [*prompt, *output], len(prompt), 100, SamplingParams(**params),
                     constraints=Constraints())
 
