@@ -177,9 +177,12 @@ def test_a_policy(execute):
     names, printed = execute(recipe("Add a policy"))
     assert sum(json.loads(printed)) > 0, "the cache is too small for all"
     calls = []
-    names["VICTIMS"]["random"] = lambda running: calls.append(1) or running[-1]
+    choose = names["VICTIMS"]["shortest"]
+    names["VICTIMS"]["shortest"] = lambda running: calls.append(1) or choose(running)
     params = SamplingParams(max_tokens=50, ignore_eos=True)
-    names["llm"].generate(["Once upon a time"] * 4, params, use_tqdm=False)
+    with LLM("models/tiny-qwen3", preemption_victim="shortest", block_size=16, num_kv_blocks=8,
+             max_model_len=64) as llm:
+        llm.generate(["Once upon a time"] * 4, params, use_tqdm=False)
     assert calls, "a function in the table is the one that is called"
 
 
