@@ -25,8 +25,7 @@ __all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", 
 
 # Keywords of vLLM's that change nothing here: the values that do so, where None in place of a list
 # stands for any value, and what this engine does instead of the others.
-Keywords = dict[str, tuple[list[Any] | None, str]]
-VLLM_KEYWORDS: Keywords = {
+VLLM_KEYWORDS: dict[str, tuple[Any, str]] = {
     "async_scheduling": (None, "`run_ahead` is the option for that"),
     "compilation_config": ([None, 0, {}], "`enforce_eager` is the option for that"),
     "disable_custom_all_reduce": (None, "PyTorch reduces"),
@@ -46,12 +45,12 @@ VLLM_KEYWORDS: Keywords = {
     "tokenizer_mode": (["auto"], "the tokenizer is the fast one of transformers"),
     "tokenizer_revision": ([None], "`revision` counts for model and tokenizer"),
     "trust_remote_code": ([False], "code that comes with a model never runs")}
-CALL_KEYWORDS: Keywords = {
+CALL_KEYWORDS: dict[str, tuple[Any, str]] = {
     "chat_template_content_format": (["auto", "string"], "text parts are joined"),
     "lora_request": ([None], "there are no adapters")}
 
 
-def without(keywords: Keywords, options: dict[str, Any]) -> dict[str, Any]:
+def without(keywords: dict[str, tuple[Any, str]], options: dict[str, Any]) -> dict[str, Any]:
     """Options without those that change nothing here. Raises ValueError for values that would."""
     for name, (accepted, instead) in keywords.items():
         if accepted and options.get(name, accepted[0]) not in accepted:
@@ -103,10 +102,10 @@ class RequestOutput(nanoengine.RequestOutput):
 
     lora_request = None
 
-    @classmethod
-    def of(cls, output: nanoengine.RequestOutput) -> "RequestOutput":
-        completions = [CompletionOutput(**vars(completion)) for completion in output.outputs]
-        return cls(**vars(output) | {"outputs": completions})
+
+def as_in_vllm(output: nanoengine.RequestOutput) -> RequestOutput:
+    completions = [CompletionOutput(**vars(completion)) for completion in output.outputs]
+    return RequestOutput(**vars(output) | {"outputs": completions})
 
 
 class LLM(nanoengine.LLM):
@@ -134,7 +133,7 @@ class LLM(nanoengine.LLM):
 
     def generate(self, *arguments: Any, **options: Any) -> list[Any]:
         outputs = super().generate(*arguments, **without(CALL_KEYWORDS, options))
-        return [RequestOutput.of(output) for output in outputs]
+        return list(map(as_in_vllm, outputs))
 
     def chat(self, *arguments: Any, **options: Any) -> list[Any]:
         return super().chat(*arguments, **without(CALL_KEYWORDS, options))
@@ -157,7 +156,7 @@ class LLM(nanoengine.LLM):
         requests, self.enqueued = self.enqueued, []
         while not all(request.is_finished for request in requests):
             self.step()
-        return [RequestOutput.of(request.output()) for request in requests]
+        return [as_in_vllm(request.output()) for request in requests]
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**asdict(super().get_default_sampling_params()))
@@ -170,4 +169,4 @@ class LLM(nanoengine.LLM):
 def shown(request: Request) -> RequestOutput | None:
     """What a stream yields of a request that has new tokens."""
     is_quiet = getattr(request.seq.params, "output_kind", None) == RequestOutputKind.FINAL_ONLY
-    return None if is_quiet and not request.is_finished else RequestOutput.of(request.output())
+    return None if is_quiet and not request.is_finished else as_in_vllm(request.output())

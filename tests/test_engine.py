@@ -81,7 +81,8 @@ class MadeUpRunner:
             assert self.in_flight.pop(0) is batch
             return [made_up_token(*row) for row in rows]
 
-        return SimpleNamespace(batch=batch, wait=wait, logprobs={}, done=None)
+        return SimpleNamespace(
+            batch=batch, wait=wait, logprobs={}, began=self.now - 1, done=self.now)
 
 
 def make_engine(**options) -> Engine:
@@ -131,7 +132,7 @@ def snapshot(record) -> list:
     fields = dict(vars(record.batch), is_decode=record.batch.is_decode)
     return [{name: deepcopy(value) if name == "copies" else list(value)
              if isinstance(value, list) else value for name, value in fields.items()},
-            dict(record.metrics), record.batch.started, record.ended]
+            dict(record.metrics), record.batch.started, record.began, record.done, record.ended]
 
 
 def run(engine: Engine, seqs: list[Sequence], stop_after: dict | None = None) -> list:
@@ -205,7 +206,7 @@ def check_trace(engine: Engine) -> None:
         assert sum(batch.num_tokens) + batch.budget == engine.config.max_num_batched_tokens
     ended = 0.0
     for record in engine.metrics.trace:
-        assert record.batch.started < record.ended
+        assert record.batch.started <= record.began < record.done <= record.ended
         assert ended <= record.ended
         ended = record.ended
 
@@ -558,7 +559,7 @@ def test_a_trace_has_every_step(make_llm):
     assert preempted == ["swap"] * metrics["swap_preemptions"] != []
     assert sum(output.metrics.num_preemptions for output in outputs) == len(preempted)
     for record, after in zip(trace, trace[1:]):
-        assert record.batch.started < record.ended
+        assert record.batch.started < record.began < record.done <= record.ended
         assert record.ended <= after.batch.started
         then = record.metrics
         assert then["num_blocks_used"] + then["num_blocks_free"] == 7
