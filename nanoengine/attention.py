@@ -1,12 +1,14 @@
-"""Attention over the paged KV cache: its memory, and the backends.
+"""Attention over the paged KV cache: its memory, the backends, and the choice of one.
 
-A backend is one function. The runner chooses it, and the model calls it (`model.py`). Which model
-asks is not known here, nor why a step consists of the tokens that it has.
+A backend is one function, with what it needs. The runner chooses it, and the model calls it
+(`model.py`). Which model asks is not known here, nor why a step consists of the tokens that it has.
 """
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
     own, in which only whole blocks can be copied.
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    if backend == "numba":
+    if BACKENDS[backend].attend is None:
         return nanoengine_cpu.empty_cache(config.num_hidden_layers, *shape, dtype)
     return torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype, device=device)
 
@@ -56,10 +58,10 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
         step.longest_keys, **options)
 
 
-def varlen_attention(*inputs: Any) -> Tensor:
+def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
     """PyTorch's own build of these kernels; arguments and result are those of `flash_attention`."""
-    from nanoengine_extensions.varlen import varlen_attention
-    return varlen_attention(*inputs)
+    from nanoengine_extensions import varlen
+    return varlen.varlen_attention(query, cache, window, step)
 
 
 def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
@@ -71,23 +73,66 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     out = torch.empty_like(query)
     starts = step.query_starts.tolist()
     for seq, length in enumerate(step.lengths.tolist()):
-        gathered = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length]
-        keys, values = gathered.transpose(1, 2)
+        gathered = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length].transpose(1, 2)
+        # NaN reaches the queries that see it, and no others: a weight of 0 would not keep it out
+        is_finite = gathered.isfinite()
+        is_nan = ~is_finite.all(dim=-1).all(dim=0).all(dim=0)
+        keys, values = gathered.where(is_finite, 0)
         # not all queries at once: in float32 their weights for all keys are one tensor
         for first in range(starts[seq], starts[seq + 1], 256):
             rows = slice(first, min(first + 256, starts[seq + 1]))
             ages = step.positions[rows, None] - torch.arange(length, device=query.device)
             mask = (ages >= 0) & (ages < (window or length))
-            attended = F.scaled_dot_product_attention(
-                query[rows].transpose(0, 1), keys, values, mask, enable_gqa=True)
-            out[rows] = attended.transpose(0, 1)
+            out[rows] = F.scaled_dot_product_attention(
+                query[rows].transpose(0, 1), keys, values, mask, enable_gqa=True).transpose(0, 1)
+            out[rows].masked_fill_((mask & is_nan).any(dim=-1)[:, None, None], torch.nan)
     return out
 
 
-# What the model calls. With "numba" it calls none: `nanoengine_cpu.optimize` puts the kernel, which
-# also norms, rotates and stores, in place of the model's `Attention`.
-BACKENDS = {"numba": None, "flash-attn": flash_attention, "varlen": varlen_attention,
-            "gather": gather_attention}
+@dataclass(frozen=True)
+class Backend:
+    """A way to attend, and what it needs.
+
+    attend: what the model calls: see `flash_attention`. None: `nanoengine_cpu.optimize` has put a
+        kernel in the model's place, which also norms, rotates and stores.
+    works: whether it can attend on a device ("cpu" or "cuda") in a dtype.
+    rank: of those that work, "auto" takes the one with the highest; 0: only by its name.
+    block_multiple: what the block size must be a multiple of.
+    has_graphs: whether CUDA graphs can hold it, as it reads nothing on the host.
+    """
+
+    attend: Callable[..., Tensor] | None
+    works: Callable[[str, torch.dtype], bool]
+    rank: int = 0
+    block_multiple: int = 1
+    has_graphs: bool = False
+
+
+def runs_on_cpu(device: str, dtype: torch.dtype) -> bool:
+    return device == "cpu" and dtype != torch.float16
+
+
+def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
+    """Warns about a package that is there and cannot be imported."""
+    try:
+        return device == "cuda" and dtype != torch.float32 and bool(import_module("flash_attn"))
+    except Exception as error:
+        if find_spec("flash_attn"):
+            warnings.warn(f"flash_attn is there, but cannot be imported: {error}", stacklevel=2)
+        return False
+
+
+def has_varlen(device: str, dtype: torch.dtype) -> bool:
+    """PyTorch's kernel takes block tables from this version on."""
+    return device == "cuda" and dtype != torch.float32 and torch.__version__ >= "2.12"
+
+
+# anybody may add to it: `LLM(attention_backend=…)` takes any name that is here
+BACKENDS = {
+    "numba": Backend(None, runs_on_cpu, rank=3),
+    "flash-attn": Backend(flash_attention, has_flash_attn, 3, block_multiple=256, has_graphs=True),
+    "varlen": Backend(varlen_attention, has_varlen, 2, block_multiple=256, has_graphs=True),
+    "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
@@ -95,19 +140,13 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here; warns where only the slow one can.
     """
-    is_fast = device == "cuda" and dtype != torch.float32
-    # the fastest first
-    works = {"numba": device == "cpu" and dtype != torch.float16,
-             "flash-attn": is_fast and find_spec("flash_attn") is not None,
-             # compared as versions
-             "varlen": is_fast and torch.__version__ >= "2.12",
-             "gather": True}
-    usable = [backend for backend in works if works[backend]]
-    chosen = usable[0] if name == "auto" else name
+    usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
+    chosen = max(usable, key=lambda each: BACKENDS[each].rank) if name == "auto" else name
     if chosen not in usable:
         raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
     if name == "auto" and chosen == "gather":
         warnings.warn("slow attention: bfloat16 and nanoengine[flash] are fast", stacklevel=2)
-    if chosen in ("flash-attn", "varlen") and block_size % 256:
-        raise rejected("block_size", block_size, f"a multiple of 256 with {chosen} attention")
+    multiple = BACKENDS[chosen].block_multiple
+    if block_size % multiple:
+        raise rejected("block_size", block_size, f"a multiple of {multiple} for {chosen}")
     return chosen

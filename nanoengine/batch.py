@@ -29,11 +29,11 @@ class Copies:
 class Row(NamedTuple):
     """A row of logits: what the model says of the token of `seq` at `position`.
 
-    index: which of the batch's sequences computes the token before it. It is `seq` itself, or the
+    source: which of the batch's sequences computes the token before it. It is `seq` itself, or the
         one of which `seq` is a fork that begins.
     """
 
-    index: int
+    source: int
     seq: Sequence
     position: int
 
@@ -55,7 +55,7 @@ class Batch:
     budget: how many more tokens the step may compute (set by `Scheduler.build`).
     started: the time at which it was launched (set by metrics.py).
     sampled: a row for each token to be drawn; where forks begin (n > 1), several have the same
-        index (set by `Scheduler._place`).
+        source (set by `Scheduler._place`).
     scored: a row for each token of a prompt that is to be scored, for `prompt_logprobs` (set by
         `Scheduler._place`).
     copies: the block copies to be done first (set by `Scheduler.schedule`).
@@ -84,7 +84,7 @@ class Batch:
     @property
     def is_decode(self) -> bool:
         """Whether each sequence computes one token and draws one: then a CUDA graph can run it."""
-        sampled = [row.index for row in self.sampled]
+        sampled = [row.source for row in self.sampled]
         return max(self.num_tokens) == 1 and sampled == list(range(len(self)))
 
     def __repr__(self) -> str:

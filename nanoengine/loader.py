@@ -5,6 +5,7 @@ to their rows. Nothing is missing, and nothing is left over.
 """
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,19 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+import nanoengine_cpu
 from nanoengine.model import Decoder, check_supported
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-# what counts of generation_config.json, by our names
+# What counts of generation_config.json is what counts in vLLM, here by our names, and EOS. Other
+# entries do no harm if they are False or 0, or as they stand here (None: any value).
 DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+            "transformers_version": None, "use_cache": None, "_from_model_config": None,
+            "do_sample": True, "num_beams": 1, "num_return_sequences": 1, "typical_p": 1,
+            "length_penalty": 1}
 
 
 def find_model(model: str | Path, revision: str | None = None,
@@ -35,7 +42,12 @@ def find_model(model: str | Path, revision: str | None = None,
 
 def load_config(folder: Path) -> PretrainedConfig:
     """The model's config.json, checked, with the head_dim that may be left implicit there."""
-    with naming(f"{folder}, config.json"):
+    with naming(file := folder / "config.json"):
+        content = json.loads(file.read_text())
+        # before transformers makes lists that are as long
+        for name in ("num_hidden_layers", "num_labels"):
+            if content.get(name, 1) not in range(1, 10_001):
+                raise rejected(f"the model's {name}", content[name], "from 1 to 10000")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "head_dim", None) is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
@@ -58,22 +70,29 @@ def load_defaults(folder: Path, config: PretrainedConfig,
                   tokenizer: Any) -> tuple[SamplingParams, dict[int, int | None]]:
     """The sampling parameters of generation_config.json, and every EOS with its `stop_reason`.
 
-    As in vLLM, the tokenizer's own EOS gives None, and others give their ids.
+    As in vLLM, the tokenizer's own EOS gives None, and others give their ids. Warns of what is
+    there and does not count here.
     """
     file = folder / "generation_config.json"
     with naming(file):
         content = json.loads(file.read_text()) if file.is_file() else {}
         given = {name: value for name, value in content.items() if value is not None}
         params = SamplingParams(**{DEFAULTS[name]: given[name] for name in DEFAULTS.keys() & given})
-    eos = given.get("eos_token_id", config.eos_token_id)
-    eos_ids = eos if isinstance(eos, list) else [eos]
-    # some files say -1 for none
-    eos_tokens: dict[int, int | None] = {
-        token_id: token_id for token_id in eos_ids if token_id in range(config.vocab_size)}
-    # it may know more tokens than the model
-    if tokenizer and tokenizer.eos_token_id in range(config.vocab_size):
+        eos = given.get("eos_token_id", config.eos_token_id)
+        eos_ids = eos if isinstance(eos, list) else {eos} - {None}
+        if not all(type(token_id) is int for token_id in eos_ids):
+            raise rejected("eos_token_id", eos, "a token id, or a list of them")
+    ignored = [name for name in given.keys() - DEFAULTS.keys()
+               if HARMLESS.get(name, False) not in (given[name], None)]
+    if ignored:
+        warnings.warn(f"{file}: {sorted(ignored)} do not count here", stacklevel=2)
+    eos_tokens: dict[int, int | None] = {token_id: token_id for token_id in eos_ids}
+    if tokenizer:
         eos_tokens[tokenizer.eos_token_id] = None
-    return params, eos_tokens
+    # some files say -1 for none, and some tokenizers know more tokens than the model
+    vocabulary = range(config.vocab_size)
+    return params, {token_id: reason for token_id, reason in eos_tokens.items()
+                    if token_id in vocabulary}
 
 
 # --------------------------------------------------------------------------------- weights
@@ -84,19 +103,39 @@ def read_whole(tensor: Any, target: Tensor) -> Tensor:
     return tensor[:]
 
 
+def place_on(device: str, model: nn.Module) -> None:
+    """Makes room for the weights of a model, or of a part of one, which has none yet.
+
+    Raises ValueError for more than the device has memory, before any of it is taken.
+    """
+    num_bytes = sum(weights.nbytes for weights in model.parameters())
+    memory = torch.cuda if device == "cuda" else nanoengine_cpu
+    _, total = memory.mem_get_info()
+    if num_bytes > total:
+        raise rejected("model", f"{num_bytes / 2**30:.3g} GiB of weights",
+                       f"smaller: device {device!r} has {total / 2**30:.1f} GiB of memory")
+    model.to_empty(device=device)
+
+
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
-               load_format: str = "auto", read: Callable[..., Tensor] = read_whole) -> Decoder:
-    """The model with its weights in `dtype`; "dummy": random ones, always the same."""
+               load_format: str = "auto", place: Callable[..., None] = place_on,
+               read: Callable[..., Tensor] = read_whole) -> Decoder:
+    """The model with its weights in `dtype`; "dummy": random ones, always the same.
+
+    place, read: what extensions put in place of these functions.
+    """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)
-    model.to_empty(device=device)
+    place(device, model)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     if load_format == "dummy":
         generator = torch.Generator(device).manual_seed(0)
-        # about the spread of trained weights; norms around 1
         for weights in model.parameters():
-            weights.uniform_(-0.03, 0.03, generator=generator).add_(weights.ndim == 1)
+            drawn = torch.empty_like(weights, device=device)
+            # about the spread of trained weights; norms around 1
+            drawn.uniform_(-0.03, 0.03, generator=generator).add_(weights.ndim == 1)
+            weights.copy_(drawn)
     else:
         load_weights(folder, checkpoint_tensors(model), read)
     return model

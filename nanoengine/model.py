@@ -7,6 +7,8 @@ which sequence. Parameters bear the names of transformers' checkpoints; `loader.
 new model of the family is a name in `FAMILIES`, and a line where it differs.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoengine.sampling_params import rejected
 from nanoengine.step_inputs import StepInputs
-from nanoengine_extensions.compiling import fused
 
 # -------------------------------------------------------------------------------- families
 
@@ -32,6 +33,8 @@ def check_supported(config: PretrainedConfig) -> None:
     has_layer_types = config.model_type in ("qwen2", "qwen3")
     checks: Any = (
         ("architectures", config.architectures, [[f"{n.title()}ForCausalLM"] for n in FAMILIES]),
+        ("num_attention_heads % num_key_value_heads",
+         config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
         ("hidden_act", config.hidden_act, ["silu"]),
         ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
@@ -57,6 +60,26 @@ def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
 
 
 # ------------------------------------------------------------------------------ operations
+
+
+def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """On a GPU torch.compile makes one kernel of the function; on a CPU, and for no tokens, it runs
+    as it stands.
+
+    The first dimension of each matrix counts tokens. All others are constants of a model: each gets
+    kernels of its own, for one token and for several.
+    """
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=False))
+
+    @functools.wraps(function)
+    def run(x: Tensor, *others: Any) -> Tensor:
+        if not x.is_cuda or len(x) == 0:
+            return function(x, *others)
+        for argument in (x, *others):
+            if isinstance(argument, Tensor) and argument.ndim > 1:
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled()(x, *others)
+    return run
 
 
 @fused

@@ -12,6 +12,10 @@ A CUDA graph holds a decode step from the numbers to tokens, as if all rows need
 temperature; rows that need more are then sampled again, from the graph's logits.
 """
 
+import os
+import shutil
+import sysconfig
+import warnings
 from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +23,6 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -68,7 +71,6 @@ class ModelRunner:
 
     backend: the name of the attention backend that was chosen.
     num_kv_blocks: the blocks that can be handed out; block 0 comes on top.
-    num_host_blocks: the blocks of the host pool, for swapped sequences.
     block_bytes: the size of K and V of one block in all layers.
     max_model_len: the most tokens of a sequence, as the model, the cache and the user allow.
     buckets: the sizes of decode steps for which there are CUDA graphs.
@@ -85,8 +87,9 @@ class ModelRunner:
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
         self.model = self.load_model(folder)
+        backend = BACKENDS[self.backend]
         is_invariant = not self.is_gpu and nanoengine_cpu.optimize(
-            self.model, self.backend == "numba")
+            self.model, has_attention=backend.attend is None)
         if config.batch_invariant and not is_invariant:
             raise rejected("batch_invariant", True, "False without packed weights and numba")
 
@@ -94,19 +97,21 @@ class ModelRunner:
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.rope = rope_table(model_config, self.max_model_len).to(self.device)
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
-        has_graphs = self.is_gpu and self.backend != "gather" and not config.enforce_eager
+        has_graphs = self.is_gpu and backend.has_graphs and not config.enforce_eager
         self.buckets = bucket_sizes(config.max_num_seqs) if has_graphs else []
         self.graphs: dict[StepShape, Any] = {}
+        self.is_eager = self.is_gpu and (config.enforce_eager or not can_compile())
 
         # block 0 alone is enough to try a step
-        self.allocate(num_blocks=0, num_host_blocks=0)
+        self.allocate(num_blocks=0)
         self.block_bytes = self.caches.nbytes
         free_bytes = 0 if config.num_kv_blocks else self.measure_free_bytes()
         self.num_kv_blocks, self.max_model_len = size_cache(
             config, limit, self.block_bytes, free_bytes)
-        host_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
-        self.num_host_blocks = int(host_bytes // self.block_bytes)
-        self.allocate(self.num_kv_blocks, self.num_host_blocks)
+        self.allocate(self.num_kv_blocks)
+        if config.preemption_mode == "swap":
+            from nanoengine_extensions import swapping
+            swapping.add_host_pool(self)
         self.capture()
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
@@ -122,15 +127,15 @@ class ModelRunner:
 
     # ----------------------------------------------------------------------------- memory
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Makes the KV cache, with block 0 in front, and the host pool."""
+    def allocate(self, num_blocks: int) -> None:
+        """Makes the KV cache, with block 0 in front.
+
+        blocks: a view of it, (num_blocks + 1, layers, 2, …).
+        """
         self.caches = make_caches(self.model_config, num_blocks + 1, self.config.block_size,
                                   self.dtype, self.device, self.backend)
-        self.model.bind(self.rope, self.caches, BACKENDS[self.backend])
-        # (num_blocks + 1, layers, 2, …)
+        self.model.bind(self.rope, self.caches, BACKENDS[self.backend].attend)
         self.blocks = self.caches.movedim(2, 0)
-        self.host_blocks = torch.empty(num_host_blocks, *self.blocks.shape[1:], dtype=self.dtype,
-                                       pin_memory=self.is_gpu)
 
     def measure_free_bytes(self) -> int:
         """What the KV cache may take.
@@ -140,10 +145,10 @@ class ModelRunner:
         largest. For that, all graphs and the largest step are tried out.
         """
         if not self.is_gpu:
-            blocks_of_one = -(-self.max_model_len // self.config.block_size)
-            most = self.config.max_num_seqs * blocks_of_one * self.block_bytes
-            available = psutil.virtual_memory().available // self.config.tensor_parallel_size
-            return min(available // 4, most)
+            free, _ = nanoengine_cpu.mem_get_info()
+            num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
+            free //= 4 * self.config.tensor_parallel_size
+            return min(free, num_blocks * self.block_bytes)
         # what engines before this one have left
         torch.cuda.empty_cache()
         # first, as it gives back what the allocator keeps
@@ -220,18 +225,14 @@ class ModelRunner:
         return step, list(self.hidden_states(step).split(self.config.max_num_seqs))
 
     def copy_blocks(self, copies: Copies) -> None:
-        """Does the block copies of a step, in the order of `Copies`."""
-        for pairs, source, target in ((copies.swap_out, self.blocks, self.host_blocks),
-                                      (copies.copy_on_write, self.blocks, self.blocks),
-                                      (copies.swap_in, self.host_blocks, self.blocks)):
-            for to, origin in pairs.items():
-                target[to].copy_(source[origin], non_blocking=True)
+        """Does the block copies of a step. swapping.py adds those to and from the host."""
+        for target, source in copies.copy_on_write.items():
+            self.blocks[target].copy_(self.blocks[source])
 
     def hidden_states(self, step: StepInputs) -> Tensor:
         """The last hidden states of the rows that have logits, (rows, hidden_size)."""
         token_ids = known_ids(step.token_ids, self.last_sampled)
-        is_eager = self.is_gpu and self.config.enforce_eager
-        with torch.compiler.set_stance("force_eager") if is_eager else nullcontext():
+        with torch.compiler.set_stance("force_eager") if self.is_eager else nullcontext():
             return self.model(token_ids, step)
 
     def logits(self, part: Any) -> tuple[Tensor, Tensor | None]:
@@ -337,6 +338,15 @@ def choose_dtype(dtype: str, device: str) -> torch.dtype:
         is_fast = device == "cuda" or nanoengine_cpu.has_bfloat16()
         dtype = "bfloat16" if is_fast else "float32"
     return getattr(torch, dtype)
+
+
+def can_compile() -> bool:
+    """Whether torch.compile has what Triton needs. Warns where it has not."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
+        return True
+    warnings.warn("slower model: torch.compile lacks a C compiler or Python.h", stacklevel=2)
+    return False
 
 
 def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) -> tuple[int, int]:

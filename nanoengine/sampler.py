@@ -18,7 +18,7 @@ from torch import Tensor
 
 import nanoengine_cpu
 from nanoengine.batch import Row
-from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine.sequence import NO_TOKEN, NONE_LEFT, Sequence
 from nanoengine.step_inputs import send
 
 # The most logits of one matrix. On a CPU it stays in the cores' caches, on a GPU it is small beside
@@ -58,14 +58,14 @@ def sample(logits: Tensor, draws: Tensor, seqs: list[Sequence], last_sampled: Te
     last_sampled: the tokens for which pending ones stand.
     drawn: what `sample_plain` gives, if that is known: only rows that need more are then sampled.
 
-    A row with NaN, with infinity, or whose constraints leave no token gets NO_TOKEN.
+    A row with NaN or infinity gets NO_TOKEN, and one of which constraints leave no token NONE_LEFT.
     """
     edits = {row: seq.params.edits for row, seq in enumerate(seqs) if seq.params.edits}
     if drawn is None and len(edits) == len(seqs):
         drawn = torch.empty(len(seqs), dtype=torch.int64, device=logits.device)
     elif drawn is None:
-        is_greedy = not any(seq.params.temperature for seq in seqs)
         plain = logits[:len(seqs)]
+        is_greedy = not any(seq.params.temperature for seq in seqs)
         drawn = likeliest(plain) if is_greedy else sample_plain(plain, draws)
     for kind, rows, index in matrices(edits, logits):
         members = [seqs[row] for row in rows]
@@ -73,9 +73,10 @@ def sample(logits: Tensor, draws: Tensor, seqs: list[Sequence], last_sampled: Te
         if "constraints" in kind:
             from nanoengine_extensions import constraints
             constraints.apply(scores, members, last_sampled)
+        is_left = scores.amax(dim=-1) != -math.inf
         scale(scores, draws[index])
         truncate(scores, draws[index], kind, max(seq.params.top_k for seq in members))
-        drawn[index] = draw(scores, draws[index])
+        drawn[index] = draw(scores, draws[index]).where(is_left, NONE_LEFT)
     return drawn[:len(seqs)]
 
 
@@ -123,11 +124,10 @@ def truncate(scores: Tensor, draws: Tensor, kind: Iterable[str], largest_k: int)
         scores.masked_fill_(scores < least, -math.inf)
     if "top_p" in kind:
         weights = scores.double().softmax(dim=-1)
-        columns: Any = slice(None)
-        if weights.is_cpu:
-            # all other tokens of a row weigh less than 1 - top_p together
-            columns = nanoengine_cpu.columns_above(weights, (1 - top_p) / vocab_size)
-        left = scores[:, columns].masked_fill(~nucleus(weights[:, columns], top_p), -math.inf)
+        # all other tokens of a row weigh less than 1 - top_p together
+        columns = nanoengine_cpu.columns_above(weights, (1 - top_p) / vocab_size)
+        kept = nucleus(weights[:, columns], top_p)
+        left = scores[:, columns].masked_fill(~kept, -math.inf)
         scores.fill_(-math.inf)[:, columns] = left
 
 
@@ -175,7 +175,7 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
     # only beams have a temperature here: they are chosen by their log-probabilities
     asked = {number: (row.num_logprobs, row.seq.logprobs_temperature)
              for number, row in enumerate(rows) if row.num_logprobs is not None}
-    found = {}
+    found: dict[Row, Tensor] = {}
     for (count, temperature), numbers, index in matrices(asked, logits):
         values = logits.index_select(0, index).double()
         if temperature:

@@ -20,7 +20,7 @@ from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine.sequence import FAILURES, Sequence
 
 BY_PRIORITY = attrgetter("priority")
 
@@ -200,19 +200,18 @@ class Scheduler:
         taken = [(row, seq) for row, seq in enumerate(seqs) if seq.token_ids[-1] < 0]
         for row, seq in taken:
             token_id = seq.token_ids[-1] = token_ids[row]
-            if token_id == NO_TOKEN:
-                self._fail(seq)
+            if token_id < 0:
+                self._fail(seq, token_id)
             elif token_id in seq.end_tokens:
                 self.finish(seq, "stop", seq.end_tokens[token_id])
         return taken
 
-    def _fail(self, seq: Sequence) -> None:
+    def _fail(self, seq: Sequence, code: int) -> None:
         """Ends a sequence for which no token can be sampled. Its blocks are forgotten: their K and
-        V may be NaN, too."""
+        V may be NaN, too. code: what was found instead of a token."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
-        cause = seq.error or (f"request {seq.request_id}: its logits are NaN or infinite, or its "
-                              "processors (bad_words, min_tokens, …) leave no token")
+        cause = seq.error or f"request {seq.request_id}: {FAILURES[code]}"
         self.finish(seq, "error", str(cause))
 
     # ---------------------------------------------------------------------- one sequence

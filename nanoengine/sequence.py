@@ -21,6 +21,10 @@ from nanoengine.sampling_params import SamplingParams
 
 # what the sampler gives for a row of which no token can be sampled
 NO_TOKEN = -1
+NONE_LEFT = -2
+FAILURES = {
+    NO_TOKEN: "its logits are NaN or infinite, of the model or by its processors",
+    NONE_LEFT: "its constraints (bad_words, min_tokens, …) leave no token"}
 
 
 def hash64(seed: int, number: int) -> int:

@@ -24,8 +24,8 @@ class StepInputs:
 
     buffer: int32, of which all tensors below are views.
     longest_query, longest_keys: the most tokens, and the most keys, of a sequence (max_seqlen).
-    draws: (R, 5) float64, what a row is drawn by: its temperature, min_p, top_k, top_p, and a number
-        in [0, 1) that decides the draw.
+    draws: (R, 5) float64, what a row is drawn by: its temperature, min_p, top_k, top_p, and a
+        number in [0, 1) that decides the draw.
     slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
     token_ids: (T,); -1 - i stands for the token that was sampled in row i of the step before.
     positions: (T,), of the tokens in their sequences.
@@ -96,7 +96,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
     blocks = block_tables[owners, positions // block_size].astype(np.int64)
 
     rows = batch.sampled + batch.scored
-    sampled_rows = offsets[[row.index for row in rows]] + [row.position - 1 for row in rows]
+    sampled_rows = offsets[[row.source for row in rows]] + [row.position - 1 for row in rows]
     known = [row.seq.token_ids[row.position] for row in batch.scored]
     draws = [(p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(position))
              for _, seq, position in batch.sampled for p in [seq.params]]

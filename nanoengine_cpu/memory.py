@@ -6,6 +6,7 @@ import mmap
 import os
 from contextlib import suppress
 
+import psutil
 import torch
 from llvmlite.binding import get_host_cpu_features
 from torch import Tensor
@@ -17,6 +18,12 @@ def has_bfloat16() -> bool:
     """Whether the CPU computes in bfloat16 by itself."""
     has = get_host_cpu_features().get
     return bool(has("avx512bf16") or has("amx-bf16") or has("bf16"))
+
+
+def mem_get_info() -> tuple[int, int]:
+    """The free and the total bytes of memory, as `torch.cuda.mem_get_info` gives them for a GPU."""
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
 
 
 def in_huge_pages(num_bytes: int) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from nanoengine.loader import load_model
+from nanoengine.loader import load_model, place_on
 from nanoengine.model import Decoder
 from nanoengine.sampling_params import rejected
 
@@ -30,13 +30,15 @@ def load_offloaded(num_bytes: float, folder: Path, config: Any, dtype: torch.dty
     """A model of which layers of so many bytes stay on the host; otherwise as `load_model`."""
     if device != "cuda":
         raise rejected("cpu_offload_gb", num_bytes / 2**30, "0 on a CPU")
-    model = load_model(folder, config, dtype, "cpu", load_format, **options)
-    on_host = choose_layers(model.layers, num_bytes)
-    for module in (model.embed_tokens, *model.layers, model.norm, model.lm_head):
-        if module not in on_host:
-            replace_parameters(module, lambda parameter: parameter.to(device))
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
+    on_host: list[nn.Module] = []
+
+    def place(device: str, model: Decoder) -> None:
+        on_host.extend(choose_layers(model.layers, num_bytes))
+        modules = [model.embed_tokens, *model.layers, model.norm, model.lm_head]
+        place_on("cpu", nn.ModuleList(on_host))
+        place_on(device, nn.ModuleList(each for each in modules if each not in on_host))
+
+    model = load_model(folder, config, dtype, device, load_format, place, **options)
     if on_host:
         Offload(model, on_host, device)
     return model

@@ -1,18 +1,56 @@
 """`preemption_mode="swap"`: the blocks of a preempted sequence are copied to a pool on the host.
 
 When it comes back, it takes full blocks that the prefix cache still has, and only the others are
-copied back (PagedAttention: Kwon et al., 2023, arXiv:2309.06180). The seams: `Scheduler.preempt` calls
-`BlockManager.preempt`, and the runner does the copies of `Batch.copies`.
+copied back (PagedAttention: Kwon et al., 2023, arXiv:2309.06180).
+
+The seams: `Scheduler.preempt` calls `BlockManager.preempt`, which this subclass replaces; it notes
+the copies in `Batch.copies`. `ModelRunner` calls `add_host_pool`, which replaces its
+`copy_blocks`.
 """
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nanoengine_cpu
 from nanoengine.batch import Copies
 from nanoengine.block_manager import BlockManager
+from nanoengine.sampling_params import rejected
 from nanoengine.sequence import Sequence
 
 
+def add_host_pool(runner: Any) -> None:
+    """Gives a runner a pool of `swap_space` GiB on the host, and the copies to it and from it.
+
+    Raises ValueError for a pool that is larger than the memory.
+    """
+    blocks = runner.blocks
+    gibibytes = runner.config.swap_space
+    _, total = nanoengine_cpu.mem_get_info()
+    if gibibytes * 2**30 > total:
+        raise rejected("swap_space", gibibytes, f"at most {total / 2**30:.1f} GiB of memory")
+    runner.num_host_blocks = int(gibibytes * 2**30 // runner.block_bytes)
+    pool = torch.empty(runner.num_host_blocks, *blocks.shape[1:], dtype=blocks.dtype, device="cpu",
+                       pin_memory=runner.is_gpu)
+
+    def copy_blocks(copies: Copies) -> None:
+        copy_all(copies.swap_out, blocks, pool)
+        copy_all(copies.copy_on_write, blocks, blocks)
+        copy_all(copies.swap_in, pool, blocks)
+
+    runner.copy_blocks = copy_blocks
+
+
+def copy_all(copies: dict[int, int], source: Tensor, target: Tensor) -> None:
+    """copies: for each block of the target the one of the source; nobody waits for them."""
+    for to, origin in copies.items():
+        target[to].copy_(source[origin], non_blocking=True)
+
+
 class SwappingBlockManager(BlockManager):
-    """A block manager with a pool of `num_host_blocks` on the host. When that is full, the blocks of
-    preempted sequences are dropped."""
+    """A block manager with a pool of `num_host_blocks` on the host. When that is full, the blocks
+    of preempted sequences are dropped."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
                  num_host_blocks: int = 0) -> None:

@@ -1,7 +1,9 @@
-"""`attention_backend="varlen"`: PyTorch's own flash attention, where the package flash-attn is missing."""
+"""`attention_backend="varlen"`: PyTorch's own flash attention, where the package flash-attn lacks.
+
+The seam: `BACKENDS` in attention.py names it, with what it needs.
+"""
 
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from nanoengine.step_inputs import StepInputs
 
@@ -11,6 +13,7 @@ def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
 
     Arguments and result are those of `flash_attention`.
     """
+    from torch.nn.attention.varlen import varlen_attn
     keys, values = cache
     # (keys to the left, keys to the right); a decode sees all keys anyway
     window_size = (window - 1, 0) if window else (-1, 0 if step.longest_query > 1 else -1)

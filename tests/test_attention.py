@@ -18,16 +18,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
-from nanoengine.attention import BACKENDS, choose_backend, make_caches
+from nanoengine import LLM, SamplingParams
+from nanoengine.attention import BACKENDS, Backend, choose_backend, gather_attention, make_caches
 from nanoengine.model import Attention, RMSNorm
-from nanoengine.step_inputs import StepInputs
-from nanoengine.transfer import pack, unpack
+from nanoengine.step_inputs import StepInputs, to_buffer
 from nanoengine_cpu import attention as kernels
 from nanoengine_cpu import rms_norm, swiglu
 from nanoengine_cpu import rows as row_kernels
+from nanoengine_cpu.attention import LANES
 from nanoengine_cpu.functions import paged_attention as cpu_attention
 from nanoengine_cpu.modules import PagedAttention
-from nanoengine_cpu.attention import LANES
 
 
 def plain_attention(query, cache, window, step):
@@ -74,8 +74,7 @@ def make_step(num_tokens, computed, block_size):
     positions = torch.cat([torch.arange(c, c + n) for c, n in zip(computed, num_tokens)])
     unused = torch.empty(0)
     return StepInputs(
-        uniforms=unused, temperatures=unused, token_ids=unused, sampled_rows=unused,
-        next_tokens=unused, buffer=unused,
+        draws=unused, token_ids=unused, sampled_rows=unused, next_tokens=unused, buffer=unused,
         slot_mapping=tables[sequence_of_token, positions // block_size].long() * block_size
         + positions % block_size,
         positions=positions.int(), sequence_of_token=sequence_of_token.int(),
@@ -200,7 +199,7 @@ def test_against_plain_torch(backend, kv_heads, group_size, head_dim, block_size
         out = layer(qkv.clone().flatten(1), angles, step)
         cache = from_tiles(tiled, head_dim)
     else:
-        layer.cache, layer.backend = cache, BACKENDS[backend]
+        layer.cache, layer.backend = cache, BACKENDS[backend].attend
         out = layer(qkv.clone().flatten(1), angles[:, :, None], step, slice(None))
     out = out.unflatten(1, (heads, head_dim))
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -275,21 +274,19 @@ def stand_ins(monkeypatch):
     (1, 1, 1, 1), (3, 7, 2, 3), (2, 5, 0, 4), (5, 5, 5, 1), (1, 3, 3, 2)])
 def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
     generator = np.random.default_rng(0)
-    arrays = {"uniforms": generator.random(num_rows)}
-    arrays["slot_mapping"] = generator.integers(-2**63, 2**63 - 1, num_tokens)
-    arrays["temperatures"] = generator.random(num_rows, np.float32)
+    arrays = {"draws": generator.random((num_rows, 5)),
+              "slot_mapping": generator.integers(-2**63, 2**63 - 1, num_tokens)}
     shapes = dict(token_ids=num_tokens, positions=num_tokens, sequence_of_token=num_tokens,
                   query_starts=num_sequences + 1, key_starts=num_sequences + 1,
                   lengths=num_sequences, block_tables=(num_sequences, width), sampled_rows=num_rows)
     arrays |= {name: generator.integers(-2**31, 2**31, shape, np.int32)
                for name, shape in shapes.items()}
     arrays["next_tokens"] = generator.integers(-2**31, 2**31, num_rows, np.int32)
-    buffer, layout = pack(arrays, "cpu")
+    buffer, layout = to_buffer(arrays, "cpu")
     assert buffer.dtype == torch.int32 and buffer.shape == (
         sum(array.nbytes for array in arrays.values()) // 4,)
-    assert {layout: "a key"}[pack(arrays, "cpu")[1]], "as of a CUDA graph"
-    assert unpack(buffer, layout).keys() == arrays.keys()
-    step = StepInputs.unpack(buffer, (layout, 12, 34))
+    assert {layout: "a key"}[to_buffer(arrays, "cpu")[1]], "as of a CUDA graph"
+    step = StepInputs.from_buffer(buffer, (layout, 12, 34))
     assert (step.longest_query, step.longest_keys) == (12, 34) and step.buffer is buffer
     begin = buffer.data_ptr()
     for name, array in arrays.items():
@@ -299,7 +296,8 @@ def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
         assert tensor.data_ptr() % tensor.itemsize == 0, "aligned"
         if tensor.numel():
             assert begin <= tensor.data_ptr() < begin + buffer.nbytes, "a view"
-    buffer.copy_(pack({name: array[::-1].copy() for name, array in arrays.items()}, "cpu")[0])
+    turned = {name: array[::-1].copy() for name, array in arrays.items()}
+    buffer.copy_(to_buffer(turned, "cpu")[0])
     for name, array in arrays.items():
         assert np.array_equal(getattr(step, name).numpy(), array[::-1]), "over the same memory"
 
@@ -357,7 +355,7 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(block_size):
     ("cpu", torch.float16, True, "2.13.0", "gather"),
 ])
 def test_the_choice_of_a_backend(monkeypatch, recwarn, device, dtype, flash, version, expected):
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(__spec__=True) if flash else None)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace() if flash else None)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     assert choose_backend("auto", device, dtype, 256) == expected
     warnings = [str(warning.message) for warning in recwarn]
@@ -373,6 +371,71 @@ def test_the_choice_of_a_backend(monkeypatch, recwarn, device, dtype, flash, ver
     if expected in ("flash-attn", "varlen"):
         with pytest.raises(ValueError, match="block_size=16 .* multiple of 256"):
             choose_backend("auto", device, dtype, 16)
+
+
+def test_a_package_that_cannot_be_imported_falls_through_to_the_next_backend(
+        monkeypatch, recwarn, tmp_path):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: of a torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.0"))
+    assert choose_backend("auto", "cuda", torch.bfloat16, 256) == "varlen"
+    (warning,) = recwarn
+    assert "flash_attn is there, but cannot be imported: undefined" in str(warning.message)
+    with pytest.raises(ValueError, match="attention_backend='flash-attn'"):
+        choose_backend("flash-attn", "cuda", torch.bfloat16, 256)
+
+
+def test_a_backend_from_outside_works_by_its_name(tiny, monkeypatch):
+    calls = []
+
+    def attend(query, cache, window, step):
+        calls.append(len(query))
+        return gather_attention(query, cache, window, step)
+
+    def works(device, dtype):
+        return device == "cpu" and dtype == torch.float32
+
+    options = dict(block_size=16, num_kv_blocks=20, max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    for backend in (Backend(attend, works), Backend(attend, works, rank=9)):
+        monkeypatch.setitem(BACKENDS, "mine", backend)
+        name = choose_backend("auto", "cpu", torch.float32, 16)
+        assert name == ("mine" if backend.rank else "numba"), "a candidate only if it says so"
+        with LLM(tiny, dtype="float32", attention_backend="mine", **options) as llm:
+            assert llm.metrics()["attention_backend"] == "mine"
+            tokens = llm.generate([1, 2, 3], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert calls == [3, 3, 1, 1, 1, 1, 1, 1] * 2
+    with LLM(tiny, dtype="float32", attention_backend="gather", **options) as llm:
+        assert llm.generate([1, 2, 3], params, use_tqdm=False)[0].outputs[0].token_ids == tokens
+    accepted = "one of .*'numba'.* for torch.bfloat16 on cpu"
+    for dtype, name in (("bfloat16", "mine"), ("bfloat16", "unknown")):
+        with pytest.raises(ValueError, match=f"attention_backend='{name}' .* must be {accepted}"):
+            LLM(tiny, dtype=dtype, attention_backend=name)
+    monkeypatch.setitem(BACKENDS, "mine", Backend(attend, works, block_multiple=32))
+    with pytest.raises(ValueError, match="block_size=16 .* a multiple of 32 for mine"):
+        LLM(tiny, dtype="float32", attention_backend="mine", **options)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_gathered_nan_reaches_the_queries_that_see_it_and_no_others(window):
+    """A later token of the same chunk, or one that left the window, has a weight of 0."""
+    torch.manual_seed(0)
+    step = make_step([9, 3], [2, 0], 4)
+    outs = []
+    for rest in (torch.nan, 0.0):
+        cache = random_cache(2, 16, 4, step, F32).fill_(rest)
+        places = cache.flatten(1, 2)
+        torch.manual_seed(1)
+        table = step.block_tables[0].repeat_interleave(4) * 4 + torch.arange(12) % 4
+        places[:, table[:11].long()] = torch.randn(2, 11, 2, 16)
+        places[:, step.slot_mapping[9:]] = torch.randn(2, 3, 2, 16)
+        places[1, table[6].long()] = torch.nan
+        outs.append(gather_attention(torch.randn(12, 4, 16), cache, window, step))
+    is_nan = outs[0].isnan().flatten(1)
+    seen = (step.positions >= 6) & (step.positions < 6 + (window or 99))
+    seen[9:] = False
+    assert torch.equal(is_nan.all(1), seen) and torch.equal(is_nan.any(1), seen)
+    assert torch.equal(outs[0][~seen], outs[1][~seen]), "what nobody has written does not matter"
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -6,9 +6,12 @@ purpose show that the tests can fail.
 """
 
 import dataclasses
+import json
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -377,13 +380,13 @@ def test_forks_that_are_swapped(engines, tiny):
 def test_memory_is_measured_in_a_step_outside_graphs(
         engines, tiny, monkeypatch, backend, max_num_batched_tokens):
     """Of as many tokens, keys and sampled rows as a step can have."""
-    measured, step = [], ModelRunner.step
+    measured, sample = [], ModelRunner.sample
 
-    def watch(runner: ModelRunner, batch: Any, buffer: torch.Tensor, shape: Any) -> Launched:
-        measured.append((batch, shape in runner.graphs))
-        return step(runner, batch, buffer, shape)
+    def watch(runner: ModelRunner, batch: Any, step: Any, parts: list) -> Launched:
+        measured.append((batch, isinstance(parts[0], tuple)))
+        return sample(runner, batch, step, parts)
 
-    monkeypatch.setattr(ModelRunner, "step", watch)
+    monkeypatch.setattr(ModelRunner, "sample", watch)
     make_engine(tiny, attention_backend=backend, num_kv_blocks=None,
                 max_num_batched_tokens=max_num_batched_tokens)
     batch, is_replayed = measured[0]
@@ -395,7 +398,10 @@ def test_memory_is_measured_in_a_step_outside_graphs(
 @pytest.mark.parametrize("backend", ["flash-attn"])
 def test_all_that_torch_compile_tells_apart_has_come_at_the_start(
         tiny, monkeypatch, backend):
-    """It compiles anew for one and for several rows: never in the middle of a run."""
+    """It compiles anew for one and for several rows: never in the middle of a run.
+
+    The slow backend has no graphs, of which the capture comes to all cases.
+    """
     cases = set()
 
     def watch(name: str, function: Callable[..., torch.Tensor]) -> None:
@@ -415,6 +421,7 @@ def test_all_that_torch_compile_tells_apart_has_come_at_the_start(
 
 
 def test_without_compiling_nothing_is_compiled(tiny, monkeypatch):
+    """With enforce_eager, and where there is no compiler, which is said once."""
     stances = []
 
     def set_stance(stance: str) -> Any:
@@ -426,6 +433,13 @@ def test_without_compiling_nothing_is_compiled(tiny, monkeypatch):
             monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
             LLM(tiny, device="cuda", **SMALL | options).generate(PROMPTS[0], GREEDY, use_tqdm=False)
         assert bool(stances) == bool(options) and set(stances) <= {"force_eager"}
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    stances.clear()
+    with FakeGpu(), pytest.warns(UserWarning, match="lacks a C compiler") as warned:
+        monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
+        LLM(tiny, device="cuda", **SMALL).generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert stances and len(warned) == 1
 
 
 def test_prefix_hits(engines, tiny):
@@ -532,6 +546,19 @@ def test_float32_weights_on_the_host_are_as_on_a_cpu(engines, deep):
     assert tokens_of(outputs) == tokens_of(expected)
 
 
+def test_more_than_the_memory_of_the_host_or_of_the_gpu(deep, tmp_path):
+    """Layers of 3 GiB, a thousand of them, are refused before one is made."""
+    content = json.loads(Path(deep, "config.json").read_text())
+    content |= dict(hidden_size=2**14, intermediate_size=2**15, num_hidden_layers=1000)
+    content.pop("layer_types", None)
+    Path(tmp_path, "config.json").write_text(json.dumps(content))
+    options = SMALL | dict(device="cuda", load_format="dummy", skip_tokenizer_init=True)
+    for gibibytes, device in ((0, "cuda"), (3, "cuda"), (2000, "cpu")):
+        with FakeGpu(), pytest.raises(
+                ValueError, match=f"model=.* GiB of weights.* smaller: device '{device}' has .* GiB"):
+            LLM(tmp_path, cpu_offload_gb=gibibytes, **options)
+
+
 def do_not_wait_for_weights(patch: Patch) -> None:
     patch.setattr(Offload, "turn", lambda self, number: self.fetch(number + 1))
 
@@ -632,14 +659,14 @@ def leave_a_table_on_the_host(patch: Patch) -> None:
 
 
 def read_a_value_in_a_graph(patch: Patch) -> None:
-    compute = ModelRunner.compute
+    hidden_states = ModelRunner.hidden_states
 
     def compute_and_read(*arguments: Any, **options: Any) -> Any:
-        outputs = compute(*arguments, **options)
+        outputs = hidden_states(*arguments, **options)
         outputs[0].sum().item()
         return outputs
 
-    patch.setattr(ModelRunner, "compute", compute_and_read)
+    patch.setattr(ModelRunner, "hidden_states", compute_and_read)
 
 
 def change_pinned_memory(patch: Patch, make: Callable[..., torch.Tensor]) -> None:
@@ -660,7 +687,7 @@ def use_one_buffer_for_all_steps(patch: Patch) -> None:
     empty = torch.empty
     buffers: dict[torch.dtype, torch.Tensor] = {}
 
-    def part_of_the_buffer(*shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    def part_of_the_buffer(*shape: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
         if dtype not in buffers:
             buffers[dtype] = empty(100_000, dtype=dtype, pin_memory=True)
         size = empty(*shape, device="meta").shape
@@ -670,13 +697,13 @@ def use_one_buffer_for_all_steps(patch: Patch) -> None:
 
 
 def give_lengths_as_int64(patch: Patch) -> None:
-    attention = BACKENDS["flash-attn"]
+    backend = BACKENDS["flash-attn"]
 
     def with_long_lengths(query: Any, cache: Any, window: Any, step: Any) -> torch.Tensor:
         wrong = dataclasses.replace(step, lengths=step.lengths.long())
-        return attention(query, cache, window, wrong)
+        return backend.attend(query, cache, window, wrong)
 
-    patch.setitem(BACKENDS, "flash-attn", with_long_lengths)
+    patch.setitem(BACKENDS, "flash-attn", dataclasses.replace(backend, attend=with_long_lengths))
 
 
 def read_a_graph_after_another_has_run(patch: Patch) -> None:

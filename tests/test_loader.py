@@ -110,7 +110,7 @@ def test_tied_embeddings_may_or_may_not_be_in_the_file(make_model, tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lack 1 tensors: .*s.1.self_attn.k_proj"),
+    (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lack 1 tensors: .*1.self_attn.k"),
     (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)}),
      "does not fit the model.*layers.9"),
     (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"norm.weight=.* \(63,\)"),
@@ -173,6 +173,11 @@ def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy):
         params, eos_tokens = defaults_of(text_copy, content)
         assert params == SamplingParams(**counts, max_tokens=7) and eos_tokens == {2: 2, 5: 5}
         assert defaults_of(text_copy, {}) == (SamplingParams(), {9: 9})
+        # a tokenizer may know more tokens than the model, which it can never sample
+        for eos, expected in ((98, {9: 9, 98: None}), (99, {9: 9}), (None, {9: 9})):
+            tokenizer = SimpleNamespace(eos_token_id=eos)
+            assert defaults_of(text_copy, {}, tokenizer)[1] == expected
+        assert defaults_of(text_copy, dict(eos_token_id=[-1, 5, 99]))[1] == {5: 5}
         own = SimpleNamespace(eos_token_id=5)
         assert defaults_of(text_copy, content, own)[1] == {2: 2, 5: None}
         assert defaults_of(text_copy, {"eos_token_id": 4}, own)[1] == {4: 4, 5: None}
@@ -186,13 +191,28 @@ def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy):
             assert len(outputs[0].token_ids) <= 7 and llm.get_default_sampling_params() == params
 
 
+@pytest.mark.parametrize("content, names", [
+    (dict(num_beams=4, temperature=0.5), "num_beams"), (dict(do_sample=False), "do_sample"),
+    (dict(no_repeat_ngram_size=3, typical_p=0.9), "no_repeat_ngram_size', 'typical_p"),
+    (dict(suppress_tokens=[1], max_length=99), "max_length', 'suppress_tokens"),
+    (dict(no_repeat_ngram_size=1, foo=5, early_stopping=False), "foo', 'no_repeat_ngram_size")])
+def test_what_does_not_count_is_named_in_a_warning(text_copy, content, names):
+    with pytest.warns(UserWarning, match=rf"generation_config.json: \['{names}'\] do not count"):
+        defaults_of(text_copy, content)
+
+
 @pytest.mark.parametrize("file, content, message", [
     ("generation_config.json", "{", "generation_config.json: "),
     ("generation_config.json", "[1]", "generation_config.json: "),
     ("generation_config.json", "\0\xff", "generation_config.json: "),
     ("generation_config.json", '{"temperature": "hot"}', "(?s)generation_config.*temperature"),
     ("generation_config.json", '{"top_k": 1.5}', "(?s)generation_config.json: .*top_k"),
+    ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: eos_token_id='x'"),
+    ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id=.1, None"),
+    ("generation_config.json", '{"eos_token_id": true}', "eos_token_id=True"),
     ("tokenizer_config.json", '{"model_max_length": "2048"}', "tokenizer"),
+    ("config.json", '{"model_type": "qwen3", "num_labels": 1099511627776}', "num_labels"),
+    ("config.json", "[1]", "config.json"),
     ("tokenizer.json", "{", "tokenizer.json"), ("tokenizer.json", "[]", "tokenizer.json"),
     ("tokenizer.json", "5", "tokenizer.json"), ("tokenizer.json", "", "tokenizer.json"),
     ("tokenizer_config.json", "{", "tokenizer"), ("tokenizer_config.json", "[1]", "tokenizer"),
@@ -224,5 +244,5 @@ def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypat
 
 
 def test_a_folder_without_a_config(tmp_path):
-    with pytest.raises(ValueError, match="config.json: Unrecognized model"):
+    with pytest.raises(ValueError, match="config.json: .*No such file"):
         LLM(str(tmp_path))

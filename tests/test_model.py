@@ -114,6 +114,10 @@ def change_config(source: str, target: Path, **changes) -> str:
     (dict(layer_types=["full_attention"] * 2, architectures=["LlamaForCausalLM"],
           model_type="llama"), "layer_types"),
     (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
+    (dict(num_key_value_heads=3), "num_attention_heads"),
+    (dict(num_key_value_heads=8), "num_attention_heads"),
+    *[(dict(num_hidden_layers=count, layer_types=None), "num_hidden_layers")
+      for count in (0, -1, 2**40)],
 ])
 def test_what_cannot_be_run_faithfully_is_refused(tiny, tmp_path, changes, name):
     with pytest.raises(ValueError, match=f"{name}.* must be "):
@@ -130,6 +134,36 @@ def test_what_cannot_be_run_faithfully_is_refused(tiny, tmp_path, changes, name)
 def test_a_config_with_wrong_types_or_missing_keys_is_named(tiny, tmp_path, changes):
     with pytest.raises(ValueError, match=r"config\.json"):
         LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
+
+
+@pytest.mark.parametrize("changes", [
+    dict(num_hidden_layers=100, hidden_size=2**20, layer_types=None), dict(hidden_size=2**30),
+    dict(vocab_size=2**31 - 1), dict(hidden_size=2**40), dict(intermediate_size=2**40)])
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(tiny, tmp_path, changes):
+    with pytest.raises(ValueError, match="model=.* GiB of weights.* GiB of memory"):
+        LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
+
+
+@pytest.mark.parametrize("changes", [
+    {name: -4} for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim",
+                            "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+] + [dict(max_position_embeddings=2**40), dict(head_dim=2**40), dict(head_dim=0)])
+def test_sizes_that_no_model_has_are_refused(tiny, tmp_path, changes):
+    with pytest.raises(ValueError, match="config.json|cannot be run with these options"):
+        LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(num_kv_blocks=10**9), "cannot be run with these options: [0-9]+ bytes"),
+    *[({name: value}, f"(?s){name}.*less than 2147483648") for value in (2**31, 10**400)
+      for name in ("num_kv_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")],
+    (dict(preemption_mode="swap", swap_space=1e300), r"swap_space=1e\+300 .* GiB of memory"),
+    (dict(preemption_mode="swap", swap_space=1e6), "swap_space=1000000.0 .* GiB of memory"),
+    (dict(block_size=2**31 - 1), "cannot be run with these options|at most"),
+    (dict(max_model_len=10**12), "max_model_len=10{12} .* at most 512")])
+def test_sizes_that_no_memory_holds_are_refused(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny, **options)
 
 
 @pytest.mark.parametrize("changes", [

@@ -13,21 +13,20 @@ import pytest
 import torch
 from conftest import random_prompts
 
-from nanoengine import LLM, SamplingParams
-from nanoengine.batch import Batch
+from nanoengine import LLM, SamplingParams, model_runner
+from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import (
-    ModelRunner, bucket_sizes, choose_device, choose_dtype, key_buckets, largest_batch, size_cache)
+    ModelRunner, bucket_sizes, can_compile, choose_device, choose_dtype, key_buckets,
+    largest_batch, size_cache)
 from nanoengine.sampler import sample_plain
-from nanoengine.sampling_params import Kind
 from nanoengine.sequence import Sequence
-from nanoengine.step_inputs import StepInputs, step_arrays
+from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
 
-DTYPES = {"uniforms": torch.float64, "temperatures": torch.float32, "slot_mapping": torch.int64}  # the others are int32
-TENSORS = ("uniforms", "slot_mapping", "temperatures", "token_ids", "positions",
-           "sequence_of_token", "query_starts", "key_starts", "lengths", "block_tables",
-           "sampled_rows", "next_tokens")
+DTYPES = {"draws": torch.float64, "slot_mapping": torch.int64}  # the others are int32
+TENSORS = ("draws", "slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
+           "key_starts", "lengths", "block_tables", "sampled_rows", "next_tokens")
 
 
 def make_runner(buckets=()) -> ModelRunner:
@@ -44,7 +43,7 @@ def make_batch(*rows) -> Batch:
         seq = Sequence("", list(tokens), len(tokens), 99, params, seed=len(batch))
         seq.block_table.extend(table)
         if start + num_tokens == len(seq.token_ids):
-            batch.sampled.append((len(batch), seq))
+            batch.sampled.append(Row(len(batch), seq, start + num_tokens))
         batch.sequences.append(seq)
         batch.starts.append(start)
         batch.num_tokens.append(num_tokens)
@@ -52,16 +51,17 @@ def make_batch(*rows) -> Batch:
 
 
 def prepared(runner: ModelRunner, batch: Batch) -> StepInputs:
-    return StepInputs.unpack(*runner.prepare(batch))
+    return StepInputs.from_buffer(*runner.prepare(batch))
 
 
 def test_the_inputs_of_a_step():
     batch = make_batch(([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 0, 2),
                        ([2, 4], range(30, 38), 3, 4))
-    batch.sampled.insert(1, (1, Sequence("", [1], 1, 9, seed=77)))
-    batch.scored = [(2, 4), (1, 0)]
+    params = SamplingParams(top_k=7, top_p=0.5, min_p=0.25)
+    batch.sampled.insert(1, Row(1, Sequence("", [1], 1, 9, params, seed=77), 2))
+    batch.scored = [Row(index, batch.sequences[index], at) for index, at in ((2, 5), (1, 1))]
     buffer, shape = make_runner().prepare(batch)
-    step = StepInputs.unpack(buffer, shape)
+    step = StepInputs.from_buffer(buffer, shape)
     assert buffer.dtype == torch.int32 and buffer.ndim == 1
     assert step.token_ids.tolist() == [19, 20, 21, 33, 34, 35, 36]
     assert step.positions.tolist() == [9, 0, 1, 3, 4, 5, 6]
@@ -73,9 +73,10 @@ def test_the_inputs_of_a_step():
     assert step.key_starts.tolist() == [0, 10, 12, 19] and step.longest_keys == 10
     assert step.sampled_rows.tolist() == [0, 2, 2, 4, 1]
     assert step.next_tokens.tolist() == [-1, -1, -1, 35, 21]
-    assert step.temperatures.tolist() == [0.0, 1.0, 0.5]
-    draws = [uniform(seq, length) for (_, seq), length in zip(batch.sampled, (10, 2, 2))]
-    assert step.uniforms.tolist() == draws and 0 == draws[0] < draws[1] != draws[2] > 0
+    uniforms = [row.seq.uniform(length) for row, length in zip(batch.sampled, (10, 2, 2))]
+    columns = [[0.0, 0.0, 0.0, 1.0], [1.0, 0.25, 7.0, 0.5], [0.5, 0.0, 0.0, 1.0]]
+    assert step.draws.tolist() == [[*row, u] for row, u in zip(columns, uniforms)]
+    assert 0 == uniforms[0] < uniforms[1] != uniforms[2] > 0
     for name in TENSORS:
         tensor = getattr(step, name)
         assert tensor.dtype == DTYPES.get(name, torch.int32)
@@ -88,7 +89,7 @@ def test_the_example_of_the_docstring():
     text = StepInputs.__doc__.partition("An example")[2].partition("\n\n")[2]
     example = {name: [int(number) for number in re.findall(r"-?\d+", numbers)]
                for name, numbers in re.findall(r"([a-z_]+) {2,}([-\d \[\],|]+)", text)}
-    assert example.keys() == set(TENSORS) - {"uniforms", "temperatures"}
+    assert example.keys() == set(TENSORS) - {"draws"}
     batch = make_batch(([3, 8], [47, 48, 49, 50, 51, 52, 53, 54], 4, 3),
                        ([5, 2, 6], range(9, 18), 8, 1))
     arrays = step_arrays(batch, 4, longest_keys=9)
@@ -118,14 +119,13 @@ def test_a_batch_is_read_as_it_was_scheduled():
 
 def test_a_pending_token_is_looked_up_on_the_device():
     batch = make_batch(([7, 3], [10, 11, 12, 13, -3], 4, 1),
-                       ([5, 6], [20, 21, 22, 23, 24, PendingToken(0)], 0, 6),
+                       ([5, 6], [20, 21, 22, 23, 24, -1], 0, 6),
                        ([8, 1], [30, 31, 32, 33, 34, -2], 0, 4))
     step = prepared(make_runner(), batch)
     assert step.token_ids.tolist() == [-3, 20, 21, 22, 23, 24, -1, 30, 31, 32, 33]
-    for use in (hash, int, lambda token: torch.tensor([token]), lambda token: token in {1: 2},
-                lambda token: token + 1, lambda token: token == 5, lambda token: token in [5]):
-        with pytest.raises((TypeError, RuntimeError)):
-            use(PendingToken(0))
+    last_sampled = torch.tensor([70, 71, 72], dtype=torch.int32)
+    found = known_ids(step.token_ids, last_sampled)
+    assert found.tolist() == [72, 20, 21, 22, 23, 24, 70, 30, 31, 32, 33]
 
 
 def test_bucket_sizes():
@@ -151,8 +151,9 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
     assert batch.num_tokens == expected and len(batch.sampled) == max_num_seqs
     assert not batch.is_decode or max_num_batched_tokens == 1, "no graph takes it over"
     assert {start + count for start, count in zip(batch.starts, expected)} == {max_model_len}
-    (kind,) = {seq.params.kind for _, seq in batch.sampled}
-    assert kind == Kind(is_edited=True, has_min_p=True, has_top_p=True), "with a whole sort"
+    (edits,) = {row.seq.params.edits for row in batch.sampled}
+    assert edits == ("constraints", "min_p", "top_p"), "with a whole sort"
+    assert {row.num_logprobs for row in batch.sampled} == {20}
 
 
 def test_a_decode_step_is_filled_up_to_a_bucket():
@@ -179,9 +180,9 @@ class Replayed:
 
     def replay(self):
         self.replays += 1
-        logits = self.runner.model.lm_head(self.runner.compute(self.step))
+        logits = self.runner.model.lm_head(self.runner.hidden_states(self.step))
         self.outputs[0].copy_(logits)
-        self.outputs[1].copy_(sample_plain(logits, self.step.temperatures, self.step.uniforms))
+        self.outputs[1].copy_(sample_plain(logits, self.step.draws))
 
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=19), SamplingParams(max_tokens=21, seed=1),
@@ -251,7 +252,7 @@ def test_the_largest_step_is_tried_before_the_cache_has_its_size(tiny, monkeypat
     def measure_free_bytes(runner):
         batch = largest_batch(runner.config, runner.max_model_len)
         launched = runner.launch(batch)
-        assert len(launched.wait()[0]) == 4 and runner.caches.nbytes == runner.block_bytes
+        assert len(launched.wait()) == 4 and runner.caches.nbytes == runner.block_bytes
         return 9 * runner.block_bytes + 1
 
     monkeypatch.setattr(ModelRunner, "measure_free_bytes", measure_free_bytes)
@@ -274,6 +275,18 @@ def test_logits_are_made_for_no_more_rows_than_were_measured(tiny):
                           for output in llm.generate(prompts, params, use_tqdm=False)])
             assert max(sizes) == max_num_seqs
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("compiler, headers, expected", [
+    ("gcc", True, True), ("clang", True, True), (None, True, False), ("gcc", False, False)])
+def test_torch_compile_needs_a_compiler_and_headers(
+        monkeypatch, tmp_path, recwarn, compiler, headers, expected):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(model_runner.shutil, "which", lambda name: name == compiler or None)
+    monkeypatch.setattr(model_runner.sysconfig, "get_path", lambda name: str(tmp_path))
+    if headers:
+        (tmp_path / "Python.h").touch()
+    assert can_compile() == expected and len(recwarn) == (not expected)
 
 
 @pytest.mark.parametrize("features, dtype", [

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from nanoengine import sampler
-from nanoengine.outputs import Logprob, read_logprobs
+from nanoengine.batch import Row
+from nanoengine.outputs import read_logprobs
 from nanoengine.sampler import find_logprobs
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import NO_TOKEN, Sequence, hash64
+from nanoengine.sequence import NO_TOKEN, NONE_LEFT, Sequence, hash64
 from nanoengine_extensions import constraints
 from nanoengine_extensions.constraints import Constraints, encode_bad_words
 
@@ -36,22 +37,20 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
     if not any(seq.params.logits_processors for seq in seqs):  # of which tests count the calls
         again = sampler.sample(logits, rows, seqs, NONE_PENDING, drawn)
         assert torch.equal(again, tokens)
-    asked = [None if seq.params.logprobs is None else (seq.params.logprobs, 0.0) for seq in seqs]
-    return tokens.tolist(), logprobs(logits, tokens, asked)
+    return tokens.tolist(), logprobs(logits, tokens, seqs)
 
 
-def logprobs(logits: torch.Tensor, tokens: torch.Tensor, asked: list) -> list:
-    found = [None] * len(asked)
-    wanted = {row: each for row, each in enumerate(asked) if each}
-    for row, entries in find_logprobs(logits, tokens, wanted):
-        found[row] = read_logprobs(entries)
-    return found
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor, seqs: list[Sequence]) -> list:
+    rows = [Row(index, seq, seq.num_tokens) for index, seq in enumerate(seqs)]
+    found = find_logprobs(logits, tokens, rows)
+    return [read_logprobs(found[row]) if row in found else None for row in rows]
 
 
 def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
     scores = logits - logits.amax(dim=-1, keepdim=True)
     p = SamplingParams(**params)
-    rows = torch.tensor([(p.temperature, p.min_p, p.top_k, p.top_p, 0.0)] * len(scores), dtype=torch.float64)
+    columns = p.temperature, p.min_p, p.top_k, p.top_p, 0.0
+    rows = torch.tensor([columns] * len(scores), dtype=torch.float64)
     sampler.truncate(scores, rows, p.edits, p.top_k)
     return scores
 
@@ -246,15 +245,15 @@ def give(*results):
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-@pytest.mark.parametrize("options", [
-    dict(allowed_token_ids=[2], min_tokens=1, end_tokens=[2]),
-    dict(logits_processors=[give(torch.full((1, 5), math.nan))]),
-    dict(logits_processors=[give(torch.full((1, 5), -math.inf))]),
+@pytest.mark.parametrize("options, found", [
+    (dict(allowed_token_ids=[2], min_tokens=1, end_tokens=[2]), NONE_LEFT),
+    (dict(logits_processors=[give(torch.full((1, 5), math.nan))]), NO_TOKEN),
+    (dict(logits_processors=[give(torch.full((1, 5), -math.inf))]), NONE_LEFT),
 ])
-def test_a_row_whose_processors_leave_nothing_has_no_token(options, temperature):
+def test_a_row_whose_processors_leave_nothing_has_no_token(options, found, temperature):
     rows = [make(temperature=temperature), make(temperature=temperature, **options), make()]
     expected = sample(torch.zeros(3, 5), [rows[0], rows[0], rows[2]])[0]
-    assert sample(torch.zeros(3, 5), rows)[0] == [expected[0], NO_TOKEN, expected[2]]
+    assert sample(torch.zeros(3, 5), rows)[0] == [expected[0], found, expected[2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -381,7 +380,7 @@ def test_ranks_are_one_to_k_with_ties_too(token, count):
     logits = torch.tensor([5.0, 5.0, 5.0, 1.0, 0.0])
     k = 5 if count == -1 else count
     likeliest = logits.double().log_softmax(-1).topk(k).indices.tolist()
-    (found,) = logprobs(logits[None], torch.tensor([token]), [(count, 0.0)])
+    (found,) = logprobs(logits[None], torch.tensor([token]), [make(logprobs=count)])
     assert [*found] == list(dict.fromkeys([token, *likeliest]))
     assert [found[token_id].rank for token_id in likeliest] == [*range(1, k + 1)]
     assert token in likeliest or found[token].rank == {0: 3, 1: 3, 2: 3, 3: 4, 4: 5}[token]
