@@ -17,9 +17,8 @@ handler = logging.StreamHandler()
 handler.addFilter(lambda record: not (logging.getLogger().handlers or logger.handlers[1:]))
 logger.addHandler(handler)
 logger.setLevel(logger.level or "INFO")
-for name in ("nanoengine_cpu", "nanoengine_extensions"):
-    # what they say is shown, or not, as what the engine says
-    logging.getLogger(name).parent = logger
+# what the library says is shown, or not, as what the engine says
+logging.getLogger("nanoengine_cpu").parent = logger
 
 
 def __getattr__(name: str) -> Any:

@@ -54,17 +54,20 @@ class InputProcessor:
         """
         if not isinstance(prompts, (str, dict, list, tuple)):
             raise rejected("prompts", prompts, FORMS)
-        if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
+        first = next(iter(prompts), None)
+        if isinstance(prompts, (str, dict)) or isinstance(first, Integral):
             prompts = [prompts]
-        params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
-        priorities = one_for_each(len(prompts), "priority", priority, 0)
+        size = len(prompts)
+        params = one_for_each(size, "sampling_params", params, self.default_params)
+        priorities = one_for_each(size, "priority", priority, 0)
         if len(set(priorities)) > 1 and self.config.scheduling_policy == "fcfs":
             raise rejected("priority", priority,
                            "the same for all unless scheduling_policy is 'priority'")
         prompts = [self._parse(*each) for each in enumerate(prompts)]
         params = [self._check(each) for each in params]
         # a call that is refused takes no numbers
-        return [self._make_request(*each) for each in zip(count(), prompts, params, priorities)]
+        checked = zip(count(), prompts, params, priorities)
+        return [self._make_request(*each) for each in checked]
 
     def _parse(self, index: int, prompt: Any) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms, as its text (if there is one) and its token ids."""
@@ -79,8 +82,9 @@ class InputProcessor:
         if not is_known or not isinstance(token_ids, (list, tuple)):
             raise rejected(name, prompt, FORMS)
         if not 0 < len(token_ids) < self.max_model_len:
-            raise ValueError(f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be "
-                             f"empty, and must be shorter than max_model_len={self.max_model_len}")
+            raise ValueError(
+                f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty, "
+                f"and must be shorter than max_model_len={self.max_model_len}")
         self._check_vocabulary(name, token_ids)
         return text, list(map(int, token_ids))
 
@@ -105,16 +109,16 @@ class InputProcessor:
         text, token_ids = prompt
         number = next(self.numbers)
         length = len(token_ids)
-        longest = min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
-        stop_tokens: dict[int, int | None] = {token: token for token in params.stop_token_ids}
-        end_tokens = stop_tokens | self.eos_tokens
+        most = params.max_tokens or self.max_model_len
+        stops: dict[int, int | None] = {token: token for token in params.stop_token_ids}
+        ends = stops | self.eos_tokens
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
         seq = Sequence(
-            str(number), token_ids, length, longest, params, seed, priority=priority,
-            end_tokens=stop_tokens if params.ignore_eos else end_tokens, metrics=RequestMetrics())
+            str(number), token_ids, length, min(length + most, self.max_model_len), params, seed,
+            stops if params.ignore_eos else ends, priority, metrics=RequestMetrics())
         if "constraints" in params.edits:
-            from nanoengine_extensions import constraints
-            constraints.constrain(seq, list(end_tokens), self.tokenizer, self.vocab_size)
+            from nanoengine_extensions.constraints import constrain
+            constrain(seq, list(ends), self.tokenizer, self.vocab_size)
         seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
         completions = [Completion(each, self.tokenizer) for each in (seq, *seq.forks)]
         return Request(text, completions, index)

@@ -3,6 +3,8 @@
 import gc
 import itertools
 import random
+import statistics
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,15 @@ def shared_llm(request, make_llm):
     with make_llm(**options) as llm:
         yield llm
         check_idle(llm)
+
+
+@pytest.fixture
+def eager_threads():
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
 
 
 def long_params(max_tokens: int) -> SamplingParams:
@@ -46,7 +57,7 @@ def test_calls_of_several_threads_run_in_the_same_steps(shared_llm):
     check_idle(shared_llm)
 
 
-def test_64_threads_some_of_which_drop_their_streams(shared_llm):
+def test_64_threads_some_of_which_drop_their_streams(shared_llm, eager_threads):
     """A stream sees each token once, none that is still to be sampled, and its end once."""
     rng = random.Random(0)
     prompts = random_prompts([rng.randint(1, 40) for _ in range(64)])
@@ -76,9 +87,10 @@ def test_64_threads_some_of_which_drop_their_streams(shared_llm):
             num_finished += output.finished
         return num_finished == 1 and seen == [each.token_ids for each in expected[number]]
 
-    with ThreadPoolExecutor(64) as pool:
-        assert all(pool.map(call, range(64)))
-    check_idle(shared_llm)
+    for _ in range(3):
+        with ThreadPoolExecutor(64) as pool:
+            assert all(pool.map(call, range(64)))
+        check_idle(shared_llm)
 
 
 def test_an_error_in_one_call_harms_no_other(shared_llm, monkeypatch):
@@ -222,10 +234,11 @@ def test_a_short_request_does_not_wait_for_long_ones(shared_llm, by_hand, num_th
             is_over.set()
         for call in calls:
             call.result(timeout=60)
-    assert sum(num_steps) / 20 <= 4 + 2 * num_threads and max(num_steps) < 100, num_steps
+    assert statistics.median(num_steps) <= 5 + 5 * num_threads, num_steps
     check_idle(shared_llm)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_stream_that_the_garbage_collector_finds_in_the_middle_of_a_step(shared_llm, monkeypatch):
     expected = token_ids(generate(shared_llm, random_prompts([5, 6]), GREEDY))
     calls = itertools.count()
