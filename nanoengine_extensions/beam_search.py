@@ -8,9 +8,9 @@ For `LLM` a search is a request as any other: `update` is called for each of its
 a new token. For the scheduler its beams are sequences as any others. What this uses of them:
 
     llm.run(searches, look), llm.turn()
-    engine.finish(seq, reason)
-    engine.scheduler.fork(parent, child)    the child shares the blocks of its parent
-    engine.scheduler.preempt(seq)           only where nothing else can run: see `make_way`
+    Scheduler.finish(seq, reason)
+    Scheduler.fork(parent, child)           the child shares the blocks of its parent
+    Scheduler.preempt(seq), .waiting        only where nothing else can run: see `make_way`
     Sequence.needs_tokens                   no step runs ahead of a beam
     Sequence.logprobs_temperature           for BeamSearchParams.temperature
 """
@@ -18,15 +18,13 @@ a new token. For the scheduler its beams are sequences as any others. What this 
 import math
 from collections import deque
 from contextlib import closing
-from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter, itemgetter
 from typing import Annotated, Any
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.dataclasses import dataclass
 
-from nanoengine.engine import Engine
 from nanoengine.outputs import Logprobs, Request, read_logprobs
 from nanoengine.sampling_params import STRICT, Count, Moderate, SamplingParams, explained, rejected
 from nanoengine.scheduler import Scheduler
@@ -34,7 +32,7 @@ from nanoengine.sequence import Sequence
 
 
 @explained
-@checked_dataclass(config=STRICT)
+@dataclass(config=STRICT)
 class BeamSearchParams:
     """How one request is completed by beam search.
 
@@ -89,10 +87,10 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
         temperature=0, max_tokens=params.max_tokens, detokenize=False, ignore_eos=params.ignore_eos,
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
     requests = llm.inputs.make_requests(prompts, sampling_params)
-    searches = [BeamSearch(request, params, llm.engine) for request in requests]
     scheduler = llm.engine.scheduler
+    searches = [BeamSearch(request, params, scheduler) for request in requests]
     num_steps = -1
-    with closing(llm.run(searches, id)) as steps:
+    with closing(llm.run(searches, lambda search: search)) as steps:
         for updated in steps:
             # no step was launched
             if not updated and num_steps == scheduler.num_steps:
@@ -132,12 +130,12 @@ class BeamSearch(Request):
     worst of `beam_width` finished beams. Raises ValueError for beams that might not fit the engine.
     """
 
-    def __init__(self, request: Request, params: BeamSearchParams, engine: Engine) -> None:
+    def __init__(self, request: Request, params: BeamSearchParams, scheduler: Scheduler) -> None:
         super().__init__(request.prompt, request.completions)
         seq = self.seq
-        check_fits(seq, params.beam_width, engine.scheduler)
+        check_fits(seq, params.beam_width, scheduler)
         self.params = params
-        self.engine = engine
+        self.scheduler = scheduler
         # a beam that samples one of them need not end
         self.end_tokens = seq.end_tokens
         seq.end_tokens = {}
@@ -162,9 +160,7 @@ class BeamSearch(Request):
             self.found[beam] = read_logprobs(beam.logprobs.pop(beam.num_tokens))
         if len(self.found) == len(self.scores) and all(
                 beam.finish_reason or beam.num_uncomputed_tokens == 0 for beam in self.scores):
-            chosen = self._choose()
-            self.found = {}
-            self._go_on(chosen)
+            self._go_on(self._choose())
 
     def _choose(self) -> list[tuple[float, Sequence, int]]:
         """The next beams, the best first: score, the beam that goes on, its next token."""
@@ -176,39 +172,41 @@ class BeamSearch(Request):
         candidates = nlargest(self.seq.params.logprobs or 0, continuations, key=itemgetter(0))
         length = next(iter(self.scores)).num_tokens + 1
         penalty = (length - self.seq.num_prompt_tokens) ** self.params.length_penalty
-        if not candidates:
-            self.finished += [BeamSearchSequence(beam.token_ids, score, score / penalty, "error")
-                              for beam, score in self.scores.items()]
+        ended = [] if candidates else [
+            (score, beam.token_ids, "error") for beam, score in self.scores.items()]
         chosen = []
         for rank, (score, beam, token_id) in enumerate(candidates):
-            if token_id not in self.end_tokens and length < beam.max_num_tokens:
+            is_end = token_id in self.end_tokens
+            if not is_end and length < beam.max_num_tokens:
                 chosen.append((score, beam, token_id))
             elif rank < width:
-                tokens = [*beam.token_ids, token_id]
-                reason = "stop" if token_id in self.end_tokens else "length"
-                self.finished.append(BeamSearchSequence(tokens, score, score / penalty, reason))
+                reason = "stop" if is_end else "length"
+                ended.append((score, [*beam.token_ids, token_id], reason))
+        self.finished += [BeamSearchSequence(tokens, score, score / penalty, reason)
+                          for score, tokens, reason in ended]
         self.finished = nlargest(width, self.finished, key=attrgetter("score"))
-        worst = self.finished[-1].score if len(self.finished) == width else float("-inf")
-        is_over = not chosen or chosen[0][0] / penalty <= worst
-        return [] if is_over else chosen[:width]
+        worst = self.finished[-1].score if len(self.finished) == width else -math.inf
+        can_improve = chosen and chosen[0][0] / penalty > worst
+        return chosen[:width] if can_improve else []
 
     def _go_on(self, chosen: list[tuple[float, Sequence, int]]) -> None:
         """Drops the beams that do not go on, and forks those that go on several times."""
         kept = {beam for _, beam, _ in chosen}
         for beam in self.scores:
             if beam not in kept and not beam.finish_reason:
-                self.engine.finish(beam, "abort")
+                self.scheduler.finish(beam, "abort")
         scores: dict[Sequence, float] = {}
         for score, beam, token_id in chosen:
             # it has its next token already: this one is for a fork
             if beam in scores:
                 parent = beam
                 beam = parent.fork(token_ids=[*parent.token_ids[:-1], token_id])
-                self.engine.scheduler.fork(parent, beam)
+                self.scheduler.fork(parent, beam)
             else:
                 beam.token_ids.append(token_id)
             scores[beam] = score
         self.scores = scores or self.scores
+        self.found = {}
 
 
 def check_fits(seq: Sequence, beam_width: int, scheduler: Scheduler) -> None:

@@ -330,7 +330,6 @@ class Call:
                         if search.request_id == seq.request_id:
                             search.update(seq)
                             call.has_news = True
-            check_blocks(scheduler)
         if not self.has_news and self.num_steps == scheduler.num_steps:
             num_preemptions = len(scheduler.preempted)
             make_way(self.searches, scheduler)
@@ -339,11 +338,15 @@ class Call:
         self.num_steps = scheduler.num_steps
 
 
+def begin_search(seq: Sequence, params: BeamSearchParams, engine: Engine) -> BeamSearch:
+    return BeamSearch(Request(None, [Completion(seq, None)]), params, engine.scheduler)
+
+
 def beams_alone(seq: Sequence, params: BeamSearchParams) -> list:
     engine = make_engine(ShadowCache(4), 100, 8, 500)
     seq = make_sequence(seq.token_ids, params.max_tokens, logprobs=seq.params.logprobs)
     call = Call(engine)
-    call.searches = [BeamSearch(Request(None, [Completion(seq, None)]), params, engine)]
+    call.searches = [begin_search(seq, params, engine)]
     engine.add(seq)
     while engine.has_unfinished():
         call.take_turn([call])
@@ -385,7 +388,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
             max_tokens = rng.choice([room - length, rng.randint(1, room - length)])
             params = BeamSearchParams(width, max_tokens, length_penalty=rng.choice([0.0, 1.0, 2.0]))
             seq = make_sequence(prompt, max_tokens, name, logprobs=2 * width)
-            searches[name] = BeamSearch(Request(None, [Completion(seq, None)]), params, engine)
+            searches[name] = begin_search(seq, params, engine)
             wanted[name] = beams_alone(seq, params)
         else:
             seq = make_sequence(prompt, max_tokens, name, rng.choice([1, 1, 1, 3]), priority,
@@ -444,7 +447,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
 
 def test_random_workloads():
     totals: Counter[str] = Counter()
-    for seed in range(2500):
+    for seed in range(1000):
         totals.update(run_workload(seed))
     # the workloads are worth something only if all of this happened, and often
     for name in ("recompute_preemptions", "swap_preemptions", "shared_blocks", "swap_in_blocks",
@@ -452,13 +455,20 @@ def test_random_workloads():
         assert totals[name] > 1000, name
     assert totals["prefix_cache_hits"] > 10_000
     assert totals["recomputed_tokens"] > 10_000
-    assert totals["errors"] > 1000 and totals["scored"] > 10_000
+    assert totals["errors"] > 400 and totals["scored"] > 10_000 and totals["ways_made"] > 400
+
+
+def test_searches_always_go_on():
+    """Many beams of several calls, and few others, where only one search is sure to fit."""
+    totals: Counter[str] = Counter()
+    for seed in range(200):
+        totals.update(run_workload(seed, widths=(2, 3, 4, 5, 0)))
+    assert totals["ways_made"] > 100 and totals["swap_preemptions"] > 200
 
 
 def test_no_combination_of_policies_livelocks():
-    for values in itertools.product(*POLICIES.values()):
-        for seed in (1, 2, 3):
-            run_workload(seed, **dict(zip(POLICIES, values)))
+    for seed, values in enumerate(itertools.product(*POLICIES.values())):
+        run_workload(seed, **dict(zip(POLICIES, values)))
 
 
 def test_no_pending_token_is_ever_hashed(monkeypatch):
