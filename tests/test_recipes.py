@@ -113,7 +113,7 @@ def test_figures_of_the_readme_are_those_of_the_docs():
 
 def test_every_recipe_is_tested():
     recipes = re.findall(r"^### (.*)$", section("## Recipes"), flags=re.MULTILINE)
-    assert len(recipes) == 10
+    assert len(recipes) == 11
     tests = Path(__file__).read_text()
     in_code = [name for name in recipes if blocks(f"### {name}")]
     in_commands = re.findall(r"examples/(\w+)\.py", "".join(blocks("## Recipes", "sh")))
@@ -191,6 +191,16 @@ def test_a_policy(execute):
     names, printed = execute(recipe("Add a policy"))
     assert sum(json.loads(printed)) > 0, "the cache is too small for all"
     assert names["llm"].engine.scheduler.choose_victim is names["VICTIMS"]["shortest"]
+
+
+def test_a_backend(execute):
+    names, printed = execute(recipe("Add a backend"))
+    assert printed == "mine  46\n"
+    calls = []
+    gather = names["gather_attention"]
+    names["gather_attention"] = lambda *given: calls.append(given) or gather(*given)
+    names["llm"].generate("Once upon a time", use_tqdm=False)
+    assert calls, "it is this function that attends"
 
 
 # -------------------------------------------------------------------------------- the examples
