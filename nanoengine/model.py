@@ -63,22 +63,13 @@ def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
 
 
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """On a GPU torch.compile makes one kernel of the function; on a CPU, and for no tokens, it runs
-    as it stands.
-
-    The first dimension of each matrix counts tokens. All others are constants of a model: each gets
-    kernels of its own, for one token and for several.
-    """
-    compiled = functools.cache(lambda: torch.compile(function, dynamic=False))
-
+    """On a GPU one kernel is made of the function. On a CPU, and for no tokens, it runs as it is."""
     @functools.wraps(function)
     def run(x: Tensor, *others: Any) -> Tensor:
         if not x.is_cuda or len(x) == 0:
             return function(x, *others)
-        for argument in (x, *others):
-            if isinstance(argument, Tensor) and argument.ndim > 1:
-                torch._dynamo.maybe_mark_dynamic(argument, 0)
-        return compiled()(x, *others)
+        from nanoengine_extensions.gpu import compiled
+        return compiled(function)(x, *others)
     return run
 
 

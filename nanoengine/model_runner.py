@@ -1,22 +1,17 @@
 """`ModelRunner`: from a `Batch` to sampled tokens.
 
-It owns the model, the memory of the KV cache, the inputs of a step and the CUDA graphs. Which
-sequences run, and why, is not its business.
+It owns the model, the memory of the KV cache and the inputs of a step. Which sequences run, and
+why, is not its business.
 
     launch(batch)
       prepare(batch)        on the host: a batch to one buffer of numbers
       forward(buffer)       on the device: block copies; these numbers to hidden states, in parts
       sample(parts)         of each part: logits, tokens and log-probabilities (sampler.py)
 
-A CUDA graph holds a decode step from the numbers to tokens, as if all rows needed only a
-temperature; rows that need more are then sampled again, from the graph's logits.
+What a CPU needs for that is a library, nanoengine_cpu. What a GPU needs, CUDA graphs of decode steps
+and memory that is measured, is in nanoengine_extensions/gpu.py.
 """
 
-import os
-import shutil
-import sysconfig
-import warnings
-from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import add
@@ -33,9 +28,8 @@ from nanoengine.batch import Batch, Copies, Row
 from nanoengine.config import EngineConfig
 from nanoengine.loader import load_model
 from nanoengine.model import Decoder, rope_table
-from nanoengine.sampler import find_logprobs, sample, sample_plain
-from nanoengine.sampling_params import SamplingParams, rejected
-from nanoengine.sequence import Sequence
+from nanoengine.sampler import sample
+from nanoengine.sampling_params import rejected
 from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays, to_buffer
 from nanoengine_extensions.metrics import timestamp
 
@@ -55,7 +49,7 @@ class Launched:
 
     batch: Batch
     tokens: Tensor
-    logprobs: dict[Row, Tensor]
+    logprobs: dict[Row, Any]
     began: Any
     done: Any
 
@@ -73,7 +67,7 @@ class ModelRunner:
     num_kv_blocks: the blocks that can be handed out; block 0 comes on top.
     block_bytes: the size of K and V of one block in all layers.
     max_model_len: the most tokens of a sequence, as the model, the cache and the user allow.
-    buckets: the sizes of decode steps for which there are CUDA graphs.
+    graphs: the CUDA graphs of decode steps, if there are any, by the shape of their inputs.
 
     Raises torch.OutOfMemoryError where a GPU has no room for weights, largest step and graphs.
     """
@@ -97,10 +91,10 @@ class ModelRunner:
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.rope = rope_table(model_config, self.max_model_len).to(self.device)
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
-        has_graphs = self.is_gpu and backend.has_graphs and not config.enforce_eager
-        self.buckets = bucket_sizes(config.max_num_seqs) if has_graphs else []
-        self.graphs: dict[StepShape, Any] = {}
-        self.is_eager = self.is_gpu and (config.enforce_eager or not can_compile())
+        self.graphs: Any = None
+        if self.is_gpu and backend.has_graphs and not config.enforce_eager:
+            from nanoengine_extensions.gpu import CudaGraphs
+            self.graphs = CudaGraphs(self)
 
         # block 0 alone is enough to try a step
         self.allocate(num_blocks=0)
@@ -140,49 +134,20 @@ class ModelRunner:
     def measure_free_bytes(self) -> int:
         """What the KV cache may take.
 
-        On a CPU: a quarter of the free memory, or as much as can be used. On a GPU: what
-        `gpu_memory_utilization` leaves when everything else, ours or of other processes, is at its
-        largest. For that, all graphs and the largest step are tried out.
+        On a CPU: a quarter of the free memory, or as much as can be used. On a GPU it is measured.
         """
-        if not self.is_gpu:
-            free, _ = nanoengine_cpu.mem_get_info()
-            num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
-            free //= 4 * self.config.tensor_parallel_size
-            return min(free, num_blocks * self.block_bytes)
-        # what engines before this one have left
-        torch.cuda.empty_cache()
-        # first, as it gives back what the allocator keeps
-        self.capture()
-        largest = largest_batch(self.config, self.max_model_len)
-        # each rank for itself
-        ModelRunner.launch(self, largest)
-        free, total = torch.cuda.mem_get_info()
-        self.graphs.clear()
-        torch.cuda.empty_cache()
-        return int(free - total * (1 - self.config.gpu_memory_utilization))
+        if self.is_gpu:
+            from nanoengine_extensions.gpu import measure_free_bytes
+            return measure_free_bytes(self)
+        free, _ = nanoengine_cpu.mem_get_info()
+        num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
+        free //= 4 * self.config.tensor_parallel_size
+        return min(free, num_blocks * self.block_bytes)
 
-    @torch.inference_mode()
     def capture(self) -> None:
-        """A CUDA graph for each bucket, the largest first: the others fit into its memory.
-
-        Only their logits are kept apart, for rows that need more than a temperature.
-        """
-        def run(step: StepInputs) -> tuple[Tensor, Tensor]:
-            logits = self.model.lm_head(self.hidden_states(step))
-            return logits, sample_plain(logits, step.draws)
-
-        pool = torch.cuda.graph_pool_handle() if self.buckets else None
-        for size in reversed(self.buckets):
-            for longest_keys in reversed(key_buckets(size, self.max_model_len)):
-                buffer, shape = self.prepare(dummy_batch(size, 1, longest_keys))
-                step = StepInputs.from_buffer(buffer.to(self.device), shape)
-                # compiles, and warms up
-                run(step)
-                graph = torch.cuda.CUDAGraph()
-                # other threads may ask the device meanwhile: NCCL's does
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    outputs = run(step)
-                self.graphs[shape] = graph, step, outputs
+        """Records the CUDA graphs, if there are any."""
+        if self.graphs is not None:
+            self.graphs.capture()
 
     # ----------------------------------------------------------------------------- a step
 
@@ -194,14 +159,10 @@ class ModelRunner:
         return self.sample(batch, step, parts)
 
     def prepare(self, batch: Batch) -> tuple[Tensor, StepShape]:
-        """The inputs of a step in one buffer on the host, and their shape.
-
-        A decode step is filled up to the size of a CUDA graph, and its block tables to the width.
-        """
+        """The inputs of a step in one buffer on the host, and their shape."""
         longest_keys = max(map(add, batch.starts, batch.num_tokens))
-        if self.buckets and batch.is_decode:
-            batch = pad(batch, at_least(len(batch), self.buckets))
-            longest_keys = at_least(longest_keys, key_buckets(len(batch), self.max_model_len))
+        if self.graphs is not None and batch.is_decode:
+            batch, longest_keys = self.graphs.pad(batch, longest_keys)
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
         return buffer, (layout, max(batch.num_tokens), longest_keys)
@@ -216,11 +177,8 @@ class ModelRunner:
         """
         self.began = timestamp(self.config)
         self.copy_blocks(copies)
-        if shape in self.graphs:
-            graph, step, outputs = self.graphs[shape]
-            step.buffer.copy_(buffer, non_blocking=True)
-            graph.replay()
-            return step, [outputs]
+        if self.graphs and shape in self.graphs:
+            return self.graphs.replay(shape, buffer)
         step = StepInputs.from_buffer(buffer.to(self.device, non_blocking=True), shape)
         return step, list(self.hidden_states(step).split(self.config.max_num_seqs))
 
@@ -232,7 +190,8 @@ class ModelRunner:
     def hidden_states(self, step: StepInputs) -> Tensor:
         """The last hidden states of the rows that have logits, (rows, hidden_size)."""
         token_ids = known_ids(step.token_ids, self.last_sampled)
-        with torch.compiler.set_stance("force_eager") if self.is_eager else nullcontext():
+        is_eager = self.is_gpu and self.config.enforce_eager
+        with torch.compiler.set_stance("force_eager") if is_eager else nullcontext():
             return self.model(token_ids, step)
 
     def logits(self, part: Any) -> tuple[Tensor, Tensor | None]:
@@ -244,14 +203,16 @@ class ModelRunner:
         size = self.config.max_num_seqs
         rows = batch.sampled + batch.scored
         tokens = step.next_tokens.long()
-        logprobs: dict[Row, Tensor] = {}
+        logprobs: dict[Row, Any] = {}
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             logits, drawn = self.logits(parts.pop(0))
             seqs = [row.seq for row in batch.sampled[part]]
             sampled = sample(logits, step.draws[part], seqs, self.last_sampled, drawn)
             tokens[start:start + len(seqs)] = sampled
-            logprobs |= find_logprobs(logits, tokens[part], rows[part])
+            if any(row.num_logprobs is not None for row in rows[part]):
+                from nanoengine_extensions.logprobs import find_logprobs
+                logprobs |= find_logprobs(logits, tokens[part], rows[part])
         tokens = tokens[:len(batch.sampled)]
         # There are more than max_num_seqs only where forks begin, and then the next step waits for
         # their tokens. For NO_TOKEN the next step computes token 0, which nobody reads.
@@ -269,60 +230,7 @@ def make_runner(config: EngineConfig, model_config: PretrainedConfig, folder: Pa
     return TensorParallelRunner(config, model_config, folder)
 
 
-# --------------------------------------------------------------------------- dummy sequences
-
-
-def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: Any) -> Batch:
-    """The last tokens of dummy sequences, for measuring, for graph capture and as padding.
-
-    They use block 0."""
-    seq = Sequence("", [0] * length, length, length, SamplingParams(**params))
-    return Batch(sequences=[seq] * num_seqs, starts=[length - num_tokens] * num_seqs,
-                 num_tokens=[num_tokens] * num_seqs,
-                 sampled=[Row(index, seq, length) for index in range(num_seqs)])
-
-
-def largest_batch(config: EngineConfig, max_model_len: int) -> Batch:
-    """A step that takes the most memory: as many tokens as a step may have, of as few sequences as
-    possible, at their very end; and rows for all sequences that might be sampled, in the way that
-    takes most."""
-    num_seqs = min(config.max_num_seqs, -(-config.max_num_batched_tokens // max_model_len))
-    num_tokens = min(config.max_num_batched_tokens // num_seqs, max_model_len)
-    batch = dummy_batch(num_seqs, num_tokens, max_model_len, logprobs=20, min_p=0.1, top_p=0.9,
-                        presence_penalty=1.0, logit_bias={0: 1.0})
-    batch.sampled = [batch.sampled[row % num_seqs] for row in range(config.max_num_seqs)]
-    return batch
-
-
-def pad(batch: Batch, size: int) -> Batch:
-    """A decode step with dummy sequences behind its own, `size` together."""
-    dummy = Sequence("", [0], 1, 1)
-    missing = range(len(batch), size)
-    return Batch(sequences=batch.sequences + [dummy] * len(missing),
-                 starts=batch.starts + [0] * len(missing), num_tokens=[1] * size,
-                 sampled=batch.sampled + [Row(index, dummy, 1) for index in missing])
-
-
 # -------------------------------------------------------------------------------- choices
-
-
-def bucket_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, … up to and including `most`, whatever it is."""
-    return [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
-
-
-def key_buckets(size: int, most: int) -> list[int]:
-    """For so many keys of a sequence there are CUDA graphs of a decode step of this size.
-
-    flash-attn shares out the keys of a small batch among all cores of a GPU, by the width of the
-    block tables: if that is far too large, most of them get nothing to do.
-    """
-    return [length for length in (1024, 4096, 16384) if length < most and size <= 32] + [most]
-
-
-def at_least(number: int, buckets: list[int]) -> int:
-    """The smallest bucket that holds so many."""
-    return buckets[bisect_left(buckets, number)]
 
 
 def choose_device(device: str) -> Any:
@@ -338,15 +246,6 @@ def choose_dtype(dtype: str, device: str) -> torch.dtype:
         is_fast = device == "cuda" or nanoengine_cpu.has_bfloat16()
         dtype = "bfloat16" if is_fast else "float32"
     return getattr(torch, dtype)
-
-
-def can_compile() -> bool:
-    """Whether torch.compile has what Triton needs. Warns where it has not."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
-        return True
-    warnings.warn("slower model: torch.compile lacks a C compiler or Python.h", stacklevel=2)
-    return False
 
 
 def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) -> tuple[int, int]:

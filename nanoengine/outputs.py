@@ -11,30 +11,6 @@ from nanoengine.sequence import Sequence
 
 
 @dataclass
-class Logprob:
-    """The log-probability of a token at a position, its rank there (1: the likeliest), its text.
-
-    Of several that are equally likely, the sampled token ranks last, unless it is among the
-    likeliest that were asked for: these rank from 1 to k.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-# by token id
-Logprobs = dict[int, Logprob]
-
-
-def read_logprobs(entries: Any, tokenizer: Any = None) -> Logprobs:
-    """What the sampler gives for a row (`find_logprobs`), with the texts of its tokens."""
-    return {int(token_id): Logprob(
-                logprob, int(rank), tokenizer and tokenizer.decode([int(token_id)], False))
-            for token_id, logprob, rank in entries.tolist()}
-
-
-@dataclass
 class CompletionOutput:
     """One completion of a prompt.
 
@@ -48,7 +24,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    logprobs: list[Logprobs] | None
+    logprobs: list[Any] | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -71,7 +47,7 @@ class RequestOutput:
     num_cached_tokens: int
     metrics: Any
     index: int = 0
-    prompt_logprobs: list[Logprobs | None] | None = None
+    prompt_logprobs: list[Any] | None = None
 
 
 class Completion:
@@ -80,7 +56,7 @@ class Completion:
     def __init__(self, seq: Sequence, tokenizer: Any) -> None:
         self.seq = seq
         self.text = ""
-        self.logprobs: list[Logprobs] = []
+        self.logprobs: list[Any] = []
         has_text = tokenizer is not None and seq.params.detokenize
         self.tokenizer: Any = tokenizer.backend_tokenizer if has_text else None
         # the tokens before the next ones, which are decoded together with them
@@ -98,7 +74,7 @@ class Completion:
             return None
         found = seq.logprobs.get(seq.num_tokens - 1)
         if found is not None:
-            self.logprobs.append(read_logprobs(found, self.tokenizer))
+            self.logprobs.append(found.read(self.tokenizer))
         num_letters = len(self.text)
         # the token that ended it counts if stop strings do
         counts = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
@@ -191,8 +167,7 @@ class Request:
         if seq.is_scored and seq.finish_reason != "error":
             tokenizer = self.completions[0].tokenizer
             found = [seq.logprobs.get(position) for position in range(seq.num_prompt_tokens)]
-            prompt_logprobs = [each if each is None else read_logprobs(each, tokenizer)
-                               for each in found]
+            prompt_logprobs = [each and each.read(tokenizer) for each in found]
         return RequestOutput(
             seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
             [completion.output() for completion in self.completions], self.is_finished,

@@ -1,4 +1,4 @@
-"""Logits to tokens: temperature, the three truncations, and one draw a row. Log-probabilities.
+"""Logits to tokens: temperature, the three truncations, and one draw a row.
 
     a matrix of logits ── constrain ──▶ scale ──▶ truncate ──▶ draw ──▶ a token for each row
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import nanoengine_cpu
-from nanoengine.batch import Row
 from nanoengine.sequence import NO_TOKEN, NONE_LEFT, Sequence
 from nanoengine.step_inputs import send
 
@@ -158,36 +157,3 @@ def draw(scores: Tensor, draws: Tensor) -> Tensor:
     totals = cumulated[:, -1:]
     tokens = torch.searchsorted(cumulated, uniform * totals, right=True)
     return torch.where(totals > 0, tokens, NO_TOKEN)[:, 0]
-
-
-# ------------------------------------------------------------------------ log-probabilities
-
-
-def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row, Tensor]:
-    """Log-probabilities of raw logits, for rows that ask for some: of the row's target, and of the
-    likeliest tokens.
-
-    logits: (rows, vocab_size); targets: (rows,), a token of each row, which was drawn or scored.
-
-    Those of a row are (1 + count, 3) float64: token id, log-probability and rank of the target,
-    then of the likeliest. They are on their way to the host.
-    """
-    # only beams have a temperature here: they are chosen by their log-probabilities
-    asked = {number: (row.num_logprobs, row.seq.logprobs_temperature)
-             for number, row in enumerate(rows) if row.num_logprobs is not None}
-    found: dict[Row, Tensor] = {}
-    for (count, temperature), numbers, index in matrices(asked, logits):
-        values = logits.index_select(0, index).double()
-        if temperature:
-            values /= temperature
-        values = values.log_softmax(dim=-1)
-        target = targets[index, None].clamp(min=0)
-        value = values.gather(1, target)
-        # the last of its equals
-        rank = (values >= value).sum(dim=-1, keepdim=True)
-        top = values.topk(values.shape[1] if count == -1 else min(count, values.shape[1]))
-        ranks = torch.arange(1, 1 + top.values.shape[1], device=rank.device).expand_as(top.indices)
-        pairs = (target, top.indices), (value, top.values), (rank, ranks)
-        entries = torch.stack([torch.cat(pair, dim=1).double() for pair in pairs], dim=-1)
-        found |= zip([rows[number] for number in numbers], entries.to("cpu", non_blocking=True))
-    return found

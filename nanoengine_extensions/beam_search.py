@@ -25,10 +25,11 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from nanoengine.outputs import Logprobs, Request, read_logprobs
+from nanoengine.outputs import Request
 from nanoengine.sampling_params import STRICT, Count, Moderate, SamplingParams, explained, rejected
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
+from nanoengine_extensions.logprobs import Logprobs
 
 
 @explained
@@ -157,7 +158,7 @@ class BeamSearch(Request):
         self.found[beam] = {}
         if beam.finish_reason != "error":
             beam.token_ids.pop()
-            self.found[beam] = read_logprobs(beam.logprobs.pop(beam.num_tokens))
+            self.found[beam] = beam.logprobs.pop(beam.num_tokens).read()
         if len(self.found) == len(self.scores) and all(
                 beam.finish_reason or beam.num_uncomputed_tokens == 0 for beam in self.scores):
             self._go_on(self._choose())

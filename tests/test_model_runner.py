@@ -13,26 +13,29 @@ import pytest
 import torch
 from conftest import random_prompts
 
-from nanoengine import LLM, SamplingParams, model_runner
+from nanoengine import LLM, SamplingParams
 from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
-from nanoengine.model_runner import (
-    ModelRunner, bucket_sizes, can_compile, choose_device, choose_dtype, key_buckets,
-    largest_batch, size_cache)
+from nanoengine.model_runner import ModelRunner, choose_device, choose_dtype, size_cache
 from nanoengine.sampler import sample_plain
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
+from nanoengine_extensions import gpu
+from nanoengine_extensions.gpu import CudaGraphs, bucket_sizes, key_buckets, largest_batch
 
 DTYPES = {"draws": torch.float64, "slot_mapping": torch.int64}  # the others are int32
 TENSORS = ("draws", "slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
            "key_starts", "lengths", "block_tables", "sampled_rows", "next_tokens")
 
 
-def make_runner(buckets=()) -> ModelRunner:
+def make_runner(max_num_seqs: int | None = None) -> ModelRunner:
+    """With CUDA graphs for so many sequences, if that is given."""
     runner = object.__new__(ModelRunner)
-    runner.config = EngineConfig(model="m", block_size=4)
-    runner.device, runner.buckets, runner.max_model_len = "cpu", list(buckets), 20
+    runner.config = EngineConfig(model="m", block_size=4, max_num_seqs=max_num_seqs)
+    runner.device = "cpu"
+    runner.max_model_len = 20
+    runner.graphs = max_num_seqs and CudaGraphs(runner)
     return runner
 
 
@@ -157,7 +160,7 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
 
 
 def test_a_decode_step_is_filled_up_to_a_bucket():
-    runner = make_runner(bucket_sizes(6))
+    runner = make_runner(max_num_seqs=6)
     rows = [([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 1, 1), ([2], [30], 0, 1)]
     step = prepared(runner, make_batch(*rows))
     assert step.token_ids.tolist() == [19, 21, 30, 0] and step.positions.tolist() == [9, 1, 0, 0]
@@ -206,7 +209,7 @@ def test_decode_steps_run_in_graphs(tiny, monkeypatch, options):
     with LLM(tiny, dtype="float32", max_num_seqs=5, block_size=16, max_model_len=70,
              **options) as llm:
         runner = llm.engine.runner
-        runner.buckets = bucket_sizes(5)
+        runner.graphs = CudaGraphs(runner)
         runner.capture()
         assert [len(step.token_ids) for _, step, _ in runner.graphs.values()] == [5, 4, 2, 1]
         for graph, step, outputs in runner.graphs.values():
@@ -282,11 +285,11 @@ def test_logits_are_made_for_no_more_rows_than_were_measured(tiny):
 def test_torch_compile_needs_a_compiler_and_headers(
         monkeypatch, tmp_path, recwarn, compiler, headers, expected):
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(model_runner.shutil, "which", lambda name: name == compiler or None)
-    monkeypatch.setattr(model_runner.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: name == compiler or None)
+    monkeypatch.setattr(gpu.sysconfig, "get_path", lambda name: str(tmp_path))
     if headers:
         (tmp_path / "Python.h").touch()
-    assert can_compile() == expected and len(recwarn) == (not expected)
+    assert gpu.can_compile.__wrapped__() == expected and len(recwarn) == (not expected)
 
 
 @pytest.mark.parametrize("features, dtype", [
@@ -313,6 +316,8 @@ def test_what_a_step_frees_stays_for_the_next_one():
     all of them anew in each round if glibc were left alone, so several are tried."""
     script = """
 from nanoengine_cpu import memory
+from nanoengine_extensions import gpu
+from nanoengine_extensions.gpu import CudaGraphs, bucket_sizes, key_buckets, largest_batch
 memory.keep_memory()
 for _ in range(4):
     [torch.ones(2**22) for _ in range(6)]

@@ -9,12 +9,11 @@ import torch
 
 from nanoengine import sampler
 from nanoengine.batch import Row
-from nanoengine.outputs import read_logprobs
-from nanoengine.sampler import find_logprobs
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, NONE_LEFT, Sequence, hash64
 from nanoengine_extensions import constraints
 from nanoengine_extensions.constraints import Constraints, encode_bad_words
+from nanoengine_extensions.logprobs import find_logprobs
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 
@@ -43,7 +42,7 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, seqs: list[Sequence]) -> list:
     rows = [Row(index, seq, seq.num_tokens) for index, seq in enumerate(seqs)]
     found = find_logprobs(logits, tokens, rows)
-    return [read_logprobs(found[row]) if row in found else None for row in rows]
+    return [found[row].read() if row in found else None for row in rows]
 
 
 def truncated(logits: torch.Tensor, **params) -> torch.Tensor:

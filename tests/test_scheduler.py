@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import torch
 from conftest import check_blocks
 
 from nanoengine.batch import Batch, Copies
@@ -27,6 +27,7 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way
+from nanoengine_extensions.logprobs import RowLogprobs
 from nanoengine_extensions.metrics import Metrics, RequestMetrics
 from nanoengine_extensions.policies import overtaking
 from nanoengine_extensions.swapping import SwappingBlockManager
@@ -51,10 +52,11 @@ def next_token(token_ids: list[int], seq: Sequence) -> int:
     return EOS if value % 17 == 0 else 1 + value // 17 % (VOCABULARY - 1)
 
 
-def next_entries(token_ids: list[int]) -> np.ndarray:
+def next_entries(token_ids: list[int]) -> RowLogprobs:
     """For beams: a log-probability of each token, behind that of the sampled one."""
     logprobs = [-1 - hash((token_id, *token_ids)) % 10_007 / 1000 for token_id in range(VOCABULARY)]
-    return np.array([[0, logprobs[0], 0], *([i, each, 0] for i, each in enumerate(logprobs))])
+    entries = [[0, logprobs[0], 0], *([i, each, 0] for i, each in enumerate(logprobs))]
+    return RowLogprobs(torch.tensor(entries))
 
 
 def is_beam(seq: Sequence) -> bool:
