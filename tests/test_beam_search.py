@@ -110,7 +110,7 @@ def test_preempted_beams_end_up_the_same(small_llm, undisturbed, policies, happe
     dict(preemption_mode="swap", run_ahead=True, scheduling="mixed"),
     dict(scheduling=overtaking("mixed"), kv_allocation="reserve", run_ahead=True),
     dict(scheduling=overtaking("static"), scheduling_policy="priority", run_ahead=True)],
-    ids=lambda policies: ", ".join(map(str, policies.values())))
+    ids=lambda policies: ", ".join(str(getattr(p, "__name__", p)) for p in policies.values()))
 def test_searches_run_beside_other_calls(small_llm, undisturbed, policies):
     """All get what they get alone, with too few blocks for all of them."""
     prompts, expected = undisturbed
