@@ -12,6 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nanoengine.outputs import Completion, Request
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
+from nanoengine_extensions.logprobs import RowLogprobs
 from nanoengine_extensions.metrics import RequestMetrics
 
 
@@ -210,7 +211,8 @@ def test_log_probabilities_get_their_text(byte_tokenizer):
     assert completion.output().logprobs is completion.output().cumulative_logprob is None
     for token_id, logprob in ((first, -0.5), (second, -0.25)):
         seq.token_ids.append(token_id)
-        seq.logprobs[seq.num_tokens - 1] = torch.tensor([[token_id, logprob, 2], [other, -0.1, 1]])
+        entries = torch.tensor([[token_id, logprob, 2], [other, -0.1, 1]])
+        seq.logprobs[seq.num_tokens - 1] = RowLogprobs(entries)
         completion.update()
     output = completion.output()
     assert output.cumulative_logprob == -0.75
