@@ -352,6 +352,7 @@ def beams_alone(seq: Sequence, params: BeamSearchParams) -> list:
     engine.add(seq)
     while engine.has_unfinished():
         call.take_turn([call])
+        assert engine.scheduler.num_steps < 1000, "it goes on for ever"
     assert not engine.scheduler.counters["ways_made"]
     return call.searches[0].finished
 
