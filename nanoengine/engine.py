@@ -109,8 +109,7 @@ class Engine:
         """Waits for the tokens of a step and gives them to their sequences."""
         if launched is None:
             return []
-        taken = self.scheduler.postprocess(launched.batch, launched.wait())
-        seqs = [seq for _, seq in taken]
+        seqs = self.scheduler.postprocess(launched.batch, launched.wait())
         for row, found in launched.logprobs.items():
             row.seq.logprobs[row.position] = found
         self.metrics.done(launched, seqs)

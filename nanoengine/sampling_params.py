@@ -8,8 +8,7 @@ Nothing here knows a model: `requests.py` makes the checks that need a vocabular
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
@@ -36,29 +35,18 @@ def naming(what: object) -> Iterator[None]:
         raise ValueError(f"{what}: {str(error) or repr(error)}") from error
 
 
-@contextmanager
-def in_our_words(checked: Any) -> Iterator[None]:
-    """Turns an error of pydantic's about a dataclass into one that reads like `rejected`."""
-    try:
-        yield
-    except ValidationError as error:
-        raise ValueError("; ".join(explain(each, checked) for each in error.errors())) from None
-
-
-def explain(found: Any, checked: Any) -> str:
-    """One of the mistakes that pydantic has found."""
-    name = ".".join(map(str, found["loc"]))
-    if found["type"] == "unexpected_keyword_argument":
-        nearest, = get_close_matches(name, [field.name for field in fields(checked)], 1, cutoff=0)
-        return f"{name} is not known: the nearest is {nearest}"
-    message = found["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-    return f"{name}={found['input']!r} is not accepted: {message}" if name else message
-
-
 def explained(checked: type[Checked]) -> type[Checked]:
-    """A dataclass of pydantic's with errors in our words, when it is made or changed."""
+    """A dataclass of pydantic's, with errors in our words when it is made or changed."""
+    @contextmanager
+    def in_our_words() -> Iterator[None]:
+        try:
+            yield
+        except ValidationError as error:
+            from nanoengine_extensions.errors import explain
+            raise explain(error, checked) from None
+
     for name in ("__init__", "__setattr__"):
-        setattr(checked, name, in_our_words(checked)(getattr(checked, name)))
+        setattr(checked, name, in_our_words()(getattr(checked, name)))
     return checked
 
 

@@ -185,25 +185,27 @@ class Scheduler:
                 if len(seq.token_ids) == seq.max_num_tokens:
                     self.finish(seq, "length")
 
-    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[tuple[int, Sequence]]:
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Takes in the sampled tokens, one for each of `batch.sampled`, and ends sequences.
 
         A step that was not advanced while it was in flight is advanced first: its tokens are
         pending for a moment, and then get their numbers.
 
-        Returns (row, sequence) for each token that counts, and for each sequence that ends because
-        none could be sampled ("error"). The tokens of sequences that had ended before do not count.
+        Returns the sequences that have a new token, and those that end because none could be
+        sampled ("error"). The tokens of sequences that had ended before do not count.
         """
         if not batch.is_advanced:
             self.advance(batch)
-        seqs = [row.seq for row in batch.sampled]
-        taken = [(row, seq) for row, seq in enumerate(seqs) if seq.token_ids[-1] < 0]
-        for row, seq in taken:
-            token_id = seq.token_ids[-1] = token_ids[row]
-            if token_id < 0:
-                self._fail(seq, token_id)
-            elif token_id in seq.end_tokens:
-                self.finish(seq, "stop", seq.end_tokens[token_id])
+        taken = []
+        for row, token_id in zip(batch.sampled, token_ids):
+            seq = row.seq
+            if seq.token_ids[-1] < 0:
+                taken.append(seq)
+                seq.token_ids[-1] = token_id
+                if token_id < 0:
+                    self._fail(seq, token_id)
+                elif token_id in seq.end_tokens:
+                    self.finish(seq, "stop", seq.end_tokens[token_id])
         return taken
 
     def _fail(self, seq: Sequence, code: int) -> None:

@@ -119,7 +119,7 @@ class ObservedScheduler(Scheduler):
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list:
         taken = super().postprocess(batch, token_ids)
-        self.metrics.done(SimpleNamespace(), [seq for _, seq in taken])
+        self.metrics.done(SimpleNamespace(), taken)
         self.counters["shared_blocks"] = self.block_manager.num_shared_blocks
         return taken
 
