@@ -151,8 +151,7 @@ class RankRunner(ModelRunner):
         group.least(0)
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
-        read = partial(read_part, group=self.group)
-        model = super().load_model(folder, read=read, **options)
+        model = super().load_model(folder, read=partial(read_part, group=self.group), **options)
         parallelize(model, self.group)
         return model
 
@@ -163,17 +162,11 @@ class RankRunner(ModelRunner):
     def follow(self, copies: Copies, numbers: np.ndarray, shape: StepShape) -> None:
         """What another rank does for a step that rank 0 launches: all but sampling."""
         _, parts = self.forward(copies, torch.from_numpy(numbers), shape)
-        self.end_step(parts)
-
-    def end_step(self, parts: list[Any]) -> None:
-        """Takes part in the logits of the parts that are left, and in what the next step reads.
-
-        On rank 0 some are left where an error has kept it from sampling: the others wait for it.
-        """
-        while parts:
-            self.logits(parts.pop(0))
-        if self.config.run_ahead:
-            self.group.share(self.last_sampled)
+        for part in parts:
+            # no rows are a part, too, of which rank 0 makes no logits
+            if len(part):
+                self.logits(part)
+        self.group.share(self.last_sampled)
 
 
 class TensorParallelRunner(RankRunner):
@@ -188,14 +181,10 @@ class TensorParallelRunner(RankRunner):
         if config.batch_invariant:
             raise rejected("batch_invariant", True, "False with several ranks")
         group = Group(size)
-        self.ranks = Ranks(group, without_functions(config), part, folder)
-        try:
-            with self.ranks.together():
-                self.ranks.start()
-                super().__init__(config, part, folder, group)
-        except BaseException:
-            self.close()
-            raise
+        self.ranks = Ranks(group)
+        with self.ranks.together():
+            self.ranks.start(without_functions(config), part, folder)
+            super().__init__(config, part, folder, group)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -204,10 +193,8 @@ class TensorParallelRunner(RankRunner):
         with uninterrupted(), self.ranks.together():
             self.ranks.send(batch.copies, buffer.numpy(), shape)
             step, parts = self.forward(batch.copies, buffer, shape)
-            try:
-                launched = self.sample(batch, step, parts)
-            finally:
-                self.end_step(parts)
+            launched = self.sample(batch, step, parts)
+            self.group.share(self.last_sampled)
         return LaunchedOnRanks(**vars(launched), ranks=self.ranks)
 
     def close(self) -> None:
@@ -237,13 +224,11 @@ class LaunchedOnRanks(Launched):
 class Ranks:
     """The processes of ranks 1, 2, …, on rank 0. They end with this process, however it ends.
 
-    setup: the first message to them, of which they make their runners.
     error: what has ended them.
     """
 
-    def __init__(self, group: Group, *setup: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
-        self.setup = setup
         self.have_ended = threading.Event()
         self.error: BaseException = RuntimeError("the ranks of the engine have been closed")
         self.processes = [start_process(rank, group) for rank in range(1, group.size)]
@@ -260,9 +245,12 @@ class Ranks:
             self.have_ended.set()
             self.group.abort()
 
-    def start(self) -> None:
-        """Waits for all ranks: `Group.connect` would not notice one that has died before it."""
-        self.send(*self.setup)
+    def start(self, *arguments: Any) -> None:
+        """Lets each rank make its `RankRunner` of these arguments.
+
+        Waits until all have begun: `Group.connect` would not notice one that has died before it.
+        """
+        self.send(*arguments)
         while self.group.store.add("ranks", 0) < len(self.processes):
             self.check(timeout=0.1)
 
@@ -274,17 +262,18 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is done together with the other ranks, which cannot go on if it fails.
+        """What is done together with the other ranks, which are ended if it fails: they would wait.
 
-        An error that comes of another rank's end is replaced by the error of that rank, or by a
+        An error that may come of another rank's end is replaced by the error of that rank, or by a
         RuntimeError that names it.
         """
         try:
             yield
             # a GPU does not notice that a rank has died, and has computed rubbish then
             self.check()
-        except (RuntimeError, OSError, MemoryError) as error:
-            self.check(timeout=5)
+        except BaseException as error:
+            if isinstance(error, (RuntimeError, OSError)):
+                self.check(timeout=5)
             self.error = error
             self.close()
             raise
@@ -311,11 +300,11 @@ def start_process(rank: int, group: Group) -> Any:
     One of multiprocessing's would run the user's script again, which need not be a file at all.
     """
     code = "from nanoengine_extensions import tensor_parallel; tensor_parallel.main()"
-    place = map(str, (group.size, rank, group.store.port))
+    place = group.size, rank, group.store.port
     environment = {"PYTHONPATH": os.pathsep.join(sys.path),
                    "OMP_NUM_THREADS": str(torch.get_num_threads())}
     # in a session of its own, as Ctrl-C is for rank 0
-    return subprocess.Popen([sys.executable, "-c", code, *place], stdin=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, place)], stdin=subprocess.PIPE,
                             env=os.environ | environment, start_new_session=True)
 
 
