@@ -5,9 +5,9 @@ arXiv:1909.08053).
     scheduler, block tables, sampling ──── message ───▶ nothing but a runner
     its part of the model ◀── sums, parts of logits ──▶ its part of the model
 
-Each rank has the decoder with its share of the heads, of the inner size and of the vocabulary, and
-K and V of its heads. All that it gets for a step is one message: the buffer of inputs, its shape
-and the block copies. Only rank 0 samples.
+Each rank has the decoder with its share of the heads, of the inner size and of the rows of
+`lm_head`, and K and V of its heads; embeddings and norms it has whole. All that it gets for a step
+is one message: the buffer of inputs, its shape and the block copies. Only rank 0 samples.
 
 What it plugs into: `make_runner` (model_runner.py) makes a `TensorParallelRunner` in place of a
 `ModelRunner`. The engine calls it as it calls that one; the model has hooks, and knows no rank.
