@@ -214,7 +214,7 @@ class LaunchedOnRanks(Launched):
     ranks: "Ranks"
 
     def wait(self) -> list[int]:
-        with self.ranks.together():
+        with uninterrupted(), self.ranks.together():
             return super().wait()
 
 

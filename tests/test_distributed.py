@@ -12,6 +12,7 @@ import torch
 from conftest import GREEDY, ROOT, check_idle, random_prompts
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
+from nanoengine.model_runner import Launched
 from nanoengine_extensions.tensor_parallel import Group, Ranks, part_of, uninterrupted
 
 PROMPTS = random_prompts([3, 17, 40, 9, 70, 22])
@@ -108,6 +109,22 @@ def test_after_errors_and_interrupts_the_ranks_still_agree(two_ranks):
                 generate(GREEDY)
         assert generate(GREEDY) == expected
         check_idle(two_ranks)
+
+
+def test_ctrl_c_while_tokens_are_waited_for(two_ranks, monkeypatch):
+    def interrupt(launched):
+        signal.raise_signal(signal.SIGINT)
+        return wait(launched)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    expected = two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+    wait = Launched.wait
+    monkeypatch.setattr(Launched, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+    monkeypatch.setattr(Launched, "wait", wait)
+    again = two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [o.outputs for o in again] == [o.outputs for o in expected]
 
 
 def test_ctrl_c_counts_behind_what_must_not_be_interrupted():
