@@ -90,17 +90,10 @@ def load_defaults(folder: Path, config: PretrainedConfig,
     if tokenizer:
         eos_tokens[tokenizer.eos_token_id] = None
     # some files say -1 for none, and some tokenizers know more tokens than the model
-    vocabulary = range(config.vocab_size)
-    return params, {token_id: reason for token_id, reason in eos_tokens.items()
-                    if token_id in vocabulary}
+    return params, {i: reason for i, reason in eos_tokens.items() if i in range(config.vocab_size)}
 
 
 # --------------------------------------------------------------------------------- weights
-
-
-def read_whole(tensor: Any, target: Tensor) -> Tensor:
-    """What of a checkpoint's tensor goes to its target."""
-    return tensor[:]
 
 
 def place_on(device: str, model: nn.Module) -> None:
@@ -109,8 +102,7 @@ def place_on(device: str, model: nn.Module) -> None:
     Raises ValueError for more than the device has memory, before any of it is taken.
     """
     num_bytes = sum(weights.nbytes for weights in model.parameters())
-    memory = torch.cuda if device == "cuda" else nanoengine_cpu
-    _, total = memory.mem_get_info()
+    _, total = (torch.cuda if device == "cuda" else nanoengine_cpu).mem_get_info()
     if num_bytes > total:
         raise rejected("model", f"{num_bytes / 2**30:.3g} GiB of weights",
                        f"smaller: device {device!r} has {total / 2**30:.1f} GiB of memory")
@@ -119,10 +111,11 @@ def place_on(device: str, model: nn.Module) -> None:
 
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
                load_format: str = "auto", place: Callable[..., None] = place_on,
-               read: Callable[..., Tensor] = read_whole) -> Decoder:
+               read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
     """The model with its weights in `dtype`; "dummy": random ones, always the same.
 
-    place, read: what extensions put in place of these functions.
+    place, read: for extensions: where the weights lie, and what of a checkpoint's tensor goes to
+        its target.
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)

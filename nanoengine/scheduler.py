@@ -137,7 +137,8 @@ class Scheduler:
             batch.scored += [Row(index, seq, position) for position in positions]
         if stop == len(seq.token_ids):
             # The parent comes last: it may finish at once, and its forks share its blocks before.
-            batch.sampled += [Row(index, each, stop) for each in (*seq.forks, seq)]
+            for each in (*seq.forks, seq):
+                batch.sampled.append(Row(index, each, stop))
             seq.forks = []
         # a sequence that is admitted in this very step can share these blocks
         if num_tokens > 1:

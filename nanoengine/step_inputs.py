@@ -3,7 +3,8 @@
 All numbers cross to the device in one buffer, in one copy that nobody waits for.
 """
 
-from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,7 @@ Layout = tuple[tuple[str, str, tuple[int, ...], int], ...]
 StepShape = tuple[Layout, int, int]
 
 
-@dataclass
-class StepInputs:
+class StepInputs(SimpleNamespace):
     """What the device needs for one step: T tokens of S sequences, R rows to sample.
 
     buffer: int32, of which all tensors below are views.
@@ -49,21 +49,6 @@ class StepInputs:
         sampled_rows        3                   next_tokens   -1
     """
 
-    buffer: Tensor
-    longest_query: int
-    longest_keys: int
-    draws: Tensor
-    slot_mapping: Tensor
-    token_ids: Tensor
-    positions: Tensor
-    sequence_of_token: Tensor
-    query_starts: Tensor
-    key_starts: Tensor
-    lengths: Tensor
-    block_tables: Tensor
-    sampled_rows: Tensor
-    next_tokens: Tensor
-
     @classmethod
     def from_buffer(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
         """Views of the arrays in a buffer (`to_buffer`), on whatever device it is by now."""
@@ -71,7 +56,7 @@ class StepInputs:
         parts = buffer.split([num_words for *_, num_words in layout])
         views = {name: part.view(getattr(torch, dtype)).view(shape)
                  for (name, dtype, shape, _), part in zip(layout, parts)}
-        return cls(buffer, longest_query, longest_keys, **views)
+        return cls(buffer=buffer, longest_query=longest_query, longest_keys=longest_keys, **views)
 
 
 def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, np.ndarray]:
@@ -100,9 +85,6 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
     known = [row.seq.token_ids[row.position] for row in batch.scored]
     draws = [(p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(position))
              for _, seq, position in batch.sampled for p in [seq.params]]
-    in_64_bits = {
-        "draws": np.array(draws, float).reshape(-1, 5),
-        "slot_mapping": blocks * block_size + positions % block_size}
     in_32_bits = {
         "token_ids": token_ids,
         "positions": positions,
@@ -113,8 +95,10 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         "block_tables": block_tables,
         "sampled_rows": sampled_rows,
         "next_tokens": [-1] * len(draws) + known}
-    return in_64_bits | {
-        name: np.asarray(array, np.int32) for name, array in in_32_bits.items()}
+    return {
+        "draws": np.fromiter(chain.from_iterable(draws), float).reshape(-1, 5),
+        "slot_mapping": blocks * block_size + positions % block_size,
+    } | {name: np.asarray(array, np.int32) for name, array in in_32_bits.items()}
 
 
 # --------------------------------------------------------------------------- to the device
@@ -137,9 +121,8 @@ def to_buffer(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layou
 def send(numbers: Any, device: torch.device) -> Tensor:
     """Some numbers on the device, in a copy that nobody waits for."""
     on_host = torch.from_numpy(np.asarray(numbers))
-    if device.type == "cuda":
-        on_host = on_host.pin_memory()
-    return on_host.to(device, non_blocking=True)
+    pinned = on_host.pin_memory() if device.type == "cuda" else on_host
+    return pinned.to(device, non_blocking=True)
 
 
 def known_ids(token_ids: Tensor, last_sampled: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from nanoengine import LLM, BeamSearchParams, SamplingParams, model
 from nanoengine.attention import BACKENDS
 from nanoengine.model_runner import Launched, ModelRunner
+from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.offload import Offload, choose_layers
 from nanoengine_extensions import gpu
 from nanoengine_extensions.policies import overtaking
@@ -705,7 +706,7 @@ def give_lengths_as_int64(patch: Patch) -> None:
     backend = BACKENDS["flash-attn"]
 
     def with_long_lengths(query: Any, cache: Any, window: Any, step: Any) -> torch.Tensor:
-        wrong = dataclasses.replace(step, lengths=step.lengths.long())
+        wrong = StepInputs(**vars(step) | {"lengths": step.lengths.long()})
         return backend.attend(query, cache, window, wrong)
 
     patch.setitem(BACKENDS, "flash-attn", dataclasses.replace(backend, attend=with_long_lengths))

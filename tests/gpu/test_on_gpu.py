@@ -163,10 +163,10 @@ def test_float32_is_exact(small):
 def test_draws_on_the_gpu_are_those_on_the_cpu():
     torch.manual_seed(0)
     logits = torch.randn(500, 20_000) * 3
-    temperatures = torch.linspace(0, 2, 500)
-    uniforms = torch.rand(500, dtype=torch.float64)
-    on_cpu = sampler.sample_plain(logits, temperatures, uniforms)
-    on_gpu = sampler.sample_plain(logits.cuda(), temperatures.cuda(), uniforms.cuda()).cpu()
+    draws = torch.rand(500, 5, dtype=torch.float64)
+    draws[:, 0] = torch.linspace(0, 2, 500)
+    on_cpu = sampler.sample_plain(logits, draws)
+    on_gpu = sampler.sample_plain(logits.cuda(), draws.cuda()).cpu()
     assert (on_cpu != on_gpu).sum() <= 1, "float32 exponentials differ in their last bit"
 
 
@@ -180,12 +180,13 @@ def test_edited_rows_on_the_gpu_are_those_on_the_cpu(options):
     logits = (torch.randn(256, 151_936) * 3).bfloat16()
     seqs = [Sequence("0", [1, 2, 3, 700 + n, 700 + n, 9], 3, 99, SamplingParams(**options), seed=n)
             for n in range(256)]
-    uniforms = torch.tensor([sampler.uniform(seq, 6) for seq in seqs], dtype=torch.float64)
-    inputs = logits, torch.ones(256), uniforms, torch.zeros(1, dtype=torch.int32)
+    draws = torch.tensor([(1.0, p.min_p, p.top_k, p.top_p, seq.uniform(6))
+                          for seq in seqs for p in [seq.params]], dtype=torch.float64)
+    inputs = logits, draws, torch.zeros(1, dtype=torch.int32)
     tokens = []
     for device in ("cpu", "cuda"):
-        rows, temperatures, draws, last_sampled = (each.to(device) for each in inputs)
-        tokens.append(sampler.sample(rows, temperatures, draws, seqs, last_sampled).cpu())
+        rows, of_rows, last_sampled = (each.to(device) for each in inputs)
+        tokens.append(sampler.sample(rows, of_rows, seqs, last_sampled).cpu())
     assert (tokens[0] != tokens[1]).sum() <= 1, "float32 exponentials differ in their last bit"
 
 
@@ -275,12 +276,12 @@ def test_fused_functions_are_their_definitions():
     frames = torch._dynamo.utils.counters["frames"]
     num_compiled = frames["ok"]
     x = torch.randn(70, 4, 64, device="cuda", dtype=torch.bfloat16)
-    angles = torch.randn(2, 70, 32, device="cuda")
-    for function, inputs in ((rotate, (x, angles)), (swiglu, (x,)),
+    cos, sin = torch.randn(2, 70, 1, 32, device="cuda")
+    for function, inputs in ((rotate, (x, cos, sin)), (swiglu, (x,)),
                              (rms_norm, (x, torch.ones(64, device="cuda").bfloat16(), 1e-6))):
         for rows in (1, 2, 70):
-            first, *others = [part if not isinstance(part, torch.Tensor) or part.ndim == 1 else
-                              part[:rows] if len(part) == 70 else part[:, :rows] for part in inputs]
+            first, *others = [part[:rows] if isinstance(part, torch.Tensor) and part.ndim > 1
+                              else part for part in inputs]
             expected = function.__wrapped__(first, *others)
             torch.testing.assert_close(function(first, *others), expected)
         assert frames["ok"] > num_compiled, f"{function.__name__} was compiled"
