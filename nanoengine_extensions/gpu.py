@@ -10,6 +10,7 @@ import os
 import shutil
 import sysconfig
 import warnings
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,8 @@ class CudaGraphs(dict[StepShape, Any]):
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+        # a cycle would keep the device's memory until the garbage collector runs
+        self.runner = weakref.proxy(runner)
         self.sizes = bucket_sizes(runner.config.max_num_seqs)
 
     @torch.inference_mode()

@@ -6,9 +6,11 @@ purpose show that the tests can fail.
 """
 
 import dataclasses
+import gc
 import json
 import math
 import shutil
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -466,6 +468,20 @@ def test_a_stream_that_is_dropped_with_a_step_in_flight(engines, tiny):
         del stream
     expected = engines.reference(tiny, "long", LONG_PROMPTS, LONG)
     check_same(engine.generate(LONG_PROMPTS, LONG, keep_cache=True), expected)
+
+
+def test_a_closed_engine_leaves_no_memory_to_the_garbage_collector(tiny):
+    """Its weights, cache and graphs go at once, or the next engine would find no room."""
+    with FakeGpu():
+        llm = LLM(tiny, device="cuda", preemption_mode="swap", swap_space=0.01, **SMALL)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        runner = weakref.ref(llm.engine.runner)
+        gc.disable()
+        try:
+            llm.close()
+            assert runner() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
