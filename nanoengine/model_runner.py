@@ -8,8 +8,8 @@ why, is not its business.
       forward(buffer)       on the device: block copies; these numbers to hidden states, in parts
       sample(parts)         of each part: logits, tokens and log-probabilities (sampler.py)
 
-What a CPU needs for that is a library, nanoengine_cpu. What a GPU needs, CUDA graphs of decode steps
-and memory that is measured, is in nanoengine_extensions/gpu.py.
+What a CPU needs for that is a library, nanoengine_cpu. What a GPU needs, CUDA graphs of decode
+steps and memory that is measured, is in nanoengine_extensions/gpu.py.
 """
 
 from contextlib import nullcontext

@@ -56,7 +56,7 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
     # only beams have a temperature here: they are chosen by their log-probabilities
     asked = {number: (row.num_logprobs, row.seq.logprobs_temperature)
              for number, row in enumerate(rows) if row.num_logprobs is not None}
-    found = {}
+    found: dict[Row, RowLogprobs] = {}
     for (count, temperature), numbers, index in matrices(asked, logits):
         values = logits.index_select(0, index).double()
         if temperature:

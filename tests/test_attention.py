@@ -1,6 +1,5 @@
 """Every attention backend against the same computation in plain torch."""
 
-import dataclasses
 import functools
 import hashlib
 import math

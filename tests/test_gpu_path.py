@@ -576,8 +576,8 @@ def test_more_than_the_memory_of_the_host_or_of_the_gpu(deep, tmp_path):
     Path(tmp_path, "config.json").write_text(json.dumps(content))
     options = SMALL | dict(device="cuda", load_format="dummy", skip_tokenizer_init=True)
     for gibibytes, device in ((0, "cuda"), (3, "cuda"), (2000, "cpu")):
-        with FakeGpu(), pytest.raises(
-                ValueError, match=f"model=.* GiB of weights.* smaller: device '{device}' has .* GiB"):
+        message = f"model=.* GiB of weights.* smaller: device '{device}' has .* GiB"
+        with FakeGpu(), pytest.raises(ValueError, match=message):
             LLM(tmp_path, cpu_offload_gb=gibibytes, **options)
 
 
