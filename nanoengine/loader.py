@@ -157,7 +157,7 @@ def load_weights(folder: Path, missing: dict[str, Tensor], read: Callable[..., T
     given twice, of another shape, or not of floating point.
     """
     for file in sorted(folder.glob("model*.safetensors")):
-        with naming(f"{file} is truncated, or does not fit the model"):
+        with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
             for full_name in list(safe_open(file, framework="pt").keys()):
                 name = full_name.removeprefix("model.")
                 if name.endswith("inv_freq") or name == "lm_head.weight" and name not in missing:

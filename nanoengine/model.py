@@ -107,8 +107,10 @@ def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
     if rope["rope_type"] == "default":
         # the same angles
         rope |= {"rope_type": "linear", "factor": 1.0}
-    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-    angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+    # whatever the user's default device is
+    with torch.device("cpu") as cpu:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, cpu)
+        angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin())) * factor
 
 

@@ -165,7 +165,7 @@ class PagedAttention(nn.Module):
 
     @cached_property
     def head_norms(self) -> tuple[Tensor, float]:
-        ones = torch.ones(self.head_dim)
+        ones = torch.ones(self.head_dim, device="cpu")
         weights = [getattr(norm, "weight", ones).float() for norm in (self.q_norm, self.k_norm)]
         return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)
 

@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, random_prompts
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.config import EngineConfig
 
 LENGTHS = [40, 3, 97, 130, 1, 64, 33, 150]
 SHARED = random_prompts([70])[0]
@@ -93,3 +94,13 @@ def test_same_bits_with_products_as_large_as_real_ones(tmp_path, dtype):
 def test_where_it_cannot_be_kept_it_is_refused(tiny):
     with pytest.raises(ValueError, match="batch_invariant=True .* without packed weights"):
         LLM(tiny, batch_invariant=True, attention_backend="gather")
+
+
+def test_block_sizes_that_are_multiples_of_32_give_the_same_bits(bundled):
+    found = []
+    for block_size in (32, 64):
+        with LLM(bundled, dtype="bfloat16", block_size=block_size, num_kv_blocks=64) as llm:
+            found.append(logits_of(llm, PROMPTS[-1:]))
+    assert all(torch.equal(row, found[1][key]) for key, row in found[0].items())
+    for text in (EngineConfig.__doc__, (ROOT / "README.md").read_text()):
+        assert "All multiples of 32 as" in text
