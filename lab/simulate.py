@@ -89,7 +89,7 @@ class SimulatedRunner:
         self.now += self.cost.read_byte_seconds * self.cost.kv_bytes * num_read
         self.now += self.cost.swapped_byte_seconds * self.block_bytes * num_swapped
         tokens = torch.ones(len(batch.sampled), dtype=torch.int32)
-        launched = Launched(batch, tokens, {}, began, self.now)
+        launched: Any = Launched(batch, tokens, {}, began, self.now)
         metrics = self.engine.metrics
         if metrics.counters["num_steps"] % 16 == 1 and not self.engine.config.trace:
             launched.ended = self.now

@@ -63,7 +63,7 @@ def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
 
 
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """On a GPU one kernel is made of it. On a CPU, and for no tokens, it runs as it stands."""
+    """On a GPU the function becomes one kernel. On a CPU, and for no tokens, it runs as it is."""
     @functools.wraps(function)
     def run(x: Tensor, *others: Any) -> Tensor:
         if not x.is_cuda or len(x) == 0:
