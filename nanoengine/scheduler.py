@@ -131,7 +131,7 @@ class Scheduler:
         num_tokens = stop - start
         if not num_tokens:
             return
-        index = len(batch)
+        index = len(batch.sequences)
         if seq.is_scored:
             positions = range(start + 1, min(stop + 1, seq.num_prompt_tokens))
             batch.scored += [Row(index, seq, position) for position in positions]

@@ -100,13 +100,15 @@ class Metrics:
         """Takes in which sequences have a new token."""
         now = self.engine.clock()
         for seq in seqs:
-            self.counters["generation_tokens"] += seq.finish_reason != "error"
-            if seq.finish_reason == "error":
-                logger.error(seq.stop_reason)
-            seq.metrics.first_token_time = seq.metrics.first_token_time or now
-            seq.metrics.finished_time = now
-            seq.metrics.num_decoded_tokens = max(
-                seq.metrics.num_decoded_tokens, seq.num_tokens - seq.num_prompt_tokens - 1)
+            found = seq.metrics
+            found.first_token_time = found.first_token_time or now
+            found.finished_time = now
+            num_decoded = len(seq.token_ids) - seq.num_prompt_tokens - 1
+            found.num_decoded_tokens = max(found.num_decoded_tokens, num_decoded)
+        failed = [seq for seq in seqs if seq.finish_reason == "error"]
+        self.counters["generation_tokens"] += len(seqs) - len(failed)
+        for seq in failed:
+            logger.error(seq.stop_reason)
         if self.engine.config.trace:
             launched.ended = now
             launched.metrics = self.gauges()
