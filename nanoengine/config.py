@@ -119,8 +119,8 @@ class EngineConfig:
         """Fills in what was not given, and checks the two limits of a step together."""
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
         found = {name: pair[self.device == "cuda"] for name, pair in DEFAULTS.items()}
-        num_tokens = max(found["max_num_batched_tokens"], num_seqs)
-        found |= {"max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens}
+        found["max_num_seqs"] = num_seqs
+        found["max_num_batched_tokens"] = max(found["max_num_batched_tokens"], num_seqs)
         given = {name: value for name, value in vars(self).items() if value is not None}
         # the one place that may write: the config is frozen
         vars(self).update(found | given)

@@ -15,25 +15,20 @@ its turn.
                                    └─ computes the requests of both
 """
 
-import logging
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.loader import find_model, load_config, load_defaults, load_tokenizer
+from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import choose_device, make_runner
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import InputProcessor, Params
-from nanoengine.sampling_params import SamplingParams, rejected
+from nanoengine.sampling_params import SamplingParams
 from nanoengine_cpu import check_process, end_threads
-
-logger = logging.getLogger(__name__)
 
 
 class LLM(AbstractContextManager):
@@ -57,11 +52,7 @@ class LLM(AbstractContextManager):
         self.config = config = EngineConfig(model=model, device=device, **options)
         folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder)
-        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(find_model(
-            config.tokenizer or folder, config.revision, config.download_dir, "tokenizer"))
-        if config.tokenizer and not (tokenizer or config.skip_tokenizer_init):
-            raise rejected("tokenizer", str(config.tokenizer), "a folder or id with a tokenizer")
-        default_params, eos_tokens = load_defaults(folder, self.model_config, tokenizer)
+        self.inputs = InputProcessor(config, self.model_config, folder)
         try:
             runner = make_runner(config, self.model_config, folder)
         # what PyTorch raises for sizes that the memory does not have, or no memory has
@@ -71,18 +62,14 @@ class LLM(AbstractContextManager):
         finally:
             end_threads()
         self.engine = Engine(config, runner)
-        self.inputs = InputProcessor(config, tokenizer, self.model_config.vocab_size,
-                                     runner.max_model_len, default_params, eos_tokens)
-        capacity = runner.num_kv_blocks * config.block_size / runner.max_model_len
-        logger.info("%s: %s KV blocks of %s tokens are room for %.1f requests of %s at once", model,
-                    runner.num_kv_blocks, config.block_size, capacity, runner.max_model_len)
+        self.engine.metrics.log_room()
+        self.inputs.max_model_len = runner.max_model_len
         # those in the engine
         self.active: dict[str, Any] = {}
         # those of them that the next turn ends
         self.dropped: list[Any] = []
-        self.lock = threading.RLock()
-        # whether this thread has its turn
-        self.has_turn = self.lock._is_owned  # type: ignore
+        # of the thread that has its turn
+        self.lock: Any = threading.RLock()
         # says what has broken off the last turn
         self.error: RuntimeError | None = None
 
@@ -100,12 +87,8 @@ class LLM(AbstractContextManager):
         Raises ValueError for bad input before anything is generated.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        bar = tqdm(total=len(requests), desc="Generating", disable=not use_tqdm)
-        rates = self.engine.metrics.rates()
-        with bar, closing(self.run(requests, lambda request: request.is_finished)) as steps:
-            for are_finished in steps:
-                bar.set_postfix_str(rates(), refresh=False)
-                bar.update(sum(are_finished))
+        steps = self.run(requests, lambda request: request.is_finished)
+        self.engine.metrics.show_progress(steps, len(requests), use_tqdm)
         return [request.output() for request in requests]
 
     def chat(self, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
@@ -167,7 +150,7 @@ class LLM(AbstractContextManager):
         """Ends requests, wherever they are, and frees their blocks."""
         self.dropped.extend(requests)
         # In the middle of a turn, in which the garbage collector may end a stream, it is too early.
-        if requests and not self.has_turn():
+        if requests and not self.lock._is_owned():
             with self.turn():
                 pass
 
@@ -230,32 +213,29 @@ class LLM(AbstractContextManager):
         """The engine between two steps, or for one, for this thread alone.
 
         A turn that an error or Ctrl-C breaks off may leave any state: the next one begins
-        with the end of all requests. Raises RuntimeError within another turn of this thread.
+        with the end of all requests, any other with the end of those that were dropped since the
+        last one. Raises RuntimeError within another turn of this thread.
         """
         check_process()
-        if self.has_turn():
+        if self.lock._is_owned():
             raise RuntimeError("a call of this thread is running")
         with self.lock:
             try:
-                self._clean_up()
+                if self.error:
+                    self.engine.reset()
+                    self.dropped.extend(self.active.values())
+                # other threads may drop more meanwhile
+                dropped = [self.dropped.pop() for _ in range(len(self.dropped))]
+                if dropped:
+                    self.engine.abort({request.request_id for request in dropped})
+                for request in dropped:
+                    self.active.pop(request.request_id, None)
+                    request.end(self.error)
+                self.error = None
                 yield
             except BaseException as error:
                 self.error = RuntimeError(f"a step that all calls share was broken off: {error!r}")
                 raise
-
-    def _clean_up(self) -> None:
-        """Ends what was dropped since the last turn, or everything if that was broken off."""
-        if self.error:
-            self.engine.reset()
-            self.dropped.extend(self.active.values())
-        # other threads may drop more meanwhile
-        dropped = [self.dropped.pop() for _ in range(len(self.dropped))]
-        if dropped:
-            self.engine.abort({request.request_id for request in dropped})
-        for request in dropped:
-            self.active.pop(request.request_id, None)
-            request.end(self.error)
-        self.error = None
 
     # -------------------------------------------------------------------------- the rest
 

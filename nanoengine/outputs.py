@@ -67,7 +67,9 @@ class Completion:
         self.num_held = max(map(len, seq.params.stop), default=1) - 1
 
     def update(self) -> str | None:
-        """Takes in the newest token; returns the stop string that its text completes, if any."""
+        """Takes in the newest token; returns the stop string that its text completes, if any.
+
+        The text is cut there."""
         seq = self.seq
         # then there is no new token
         if seq.finish_reason == "error":
@@ -80,8 +82,16 @@ class Completion:
         counts = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
         if self.tokenizer and counts:
             self.text += self._decode()
-        is_short = seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens
-        return None if is_short else self._find_stop(num_letters)
+        if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
+            return None
+        # of the stop strings in the new text the one that ends first, or is first in the list
+        for end in range(num_letters + 1, len(self.text) + 1):
+            for stop in seq.params.stop:
+                if self.text.endswith(stop, 0, end):
+                    cut = 0 if seq.params.include_stop_str_in_output else len(stop)
+                    self.text = self.text[:end - cut]
+                    return stop
+        return None
 
     def _decode(self) -> str:
         """The text that the newest tokens complete: none in the middle of a character."""
@@ -100,18 +110,6 @@ class Completion:
         self.context = self.pending if piece else self.context
         self.pending = []
         return piece
-
-    def _find_stop(self, num_letters: int) -> str | None:
-        """Of the stop strings that end behind so many letters the one that ends first, or stands
-        first in the list; cuts the text there."""
-        params = self.seq.params
-        for end in range(num_letters + 1, len(self.text) + 1):
-            for stop in params.stop:
-                if self.text.endswith(stop, 0, end):
-                    cut = 0 if params.include_stop_str_in_output else len(stop)
-                    self.text = self.text[:end - cut]
-                    return stop
-        return None
 
     def output(self) -> CompletionOutput:
         """The completion as it stands now; what may yet become a stop string is held back."""

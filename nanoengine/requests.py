@@ -4,13 +4,16 @@ A call is checked whole before any of it is queued. Here are the checks that nee
 vocabulary, its tokenizer or the size of the cache; nothing here runs.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from itertools import count
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from nanoengine.config import EngineConfig
+from nanoengine.loader import find_model, load_defaults, load_tokenizer
 from nanoengine.outputs import Completion, Request
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 from nanoengine.sequence import Sequence, hash64
@@ -20,25 +23,32 @@ Params = SamplingParams | list[SamplingParams] | None
 FORMS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
 
 
-@dataclass
 class InputProcessor:
     """Makes requests for one engine.
 
     tokenizer: the transformers tokenizer, None for a model without one.
-    max_model_len: the most tokens of prompt and output together.
+    max_model_len: the most tokens of prompt and output together; `LLM` sets it once the size of the
+        cache is known.
     default_params: what `sampling_params=None` stands for.
     eos_tokens: the tokens that end every sequence, unless it ignores EOS, each with the
         `stop_reason` that it gives.
     numbers: the numbers of the next requests.
+
+    Raises ValueError for a tokenizer, or a generation_config.json, that cannot be used.
     """
 
-    config: EngineConfig
-    tokenizer: Any
-    vocab_size: int
     max_model_len: int
-    default_params: SamplingParams
-    eos_tokens: dict[int, int | None]
-    numbers: Iterator[int] = field(default_factory=count)
+
+    def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
+        self.config = config
+        self.vocab_size = model_config.vocab_size
+        self.tokenizer = None
+        if not config.skip_tokenizer_init:
+            tokenizer = config.tokenizer or folder
+            self.tokenizer = load_tokenizer(
+                find_model(tokenizer, config.revision, config.download_dir, "tokenizer"))
+        self.default_params, self.eos_tokens = load_defaults(folder, model_config, self.tokenizer)
+        self.numbers = count()
 
     def get_tokenizer(self) -> Any:
         """The tokenizer. Raises ValueError where the model has none."""

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ValidationError
 
 STRICT = ConfigDict(strict=True, extra="forbid", validate_assignment=True)
-Checked = TypeVar("Checked")
 
 
 def rejected(name: str, value: Any, accepted: str) -> ValueError:
@@ -35,7 +34,7 @@ def naming(what: object) -> Iterator[None]:
         raise ValueError(f"{what}: {str(error) or repr(error)}") from error
 
 
-def explained(checked: type[Checked]) -> type[Checked]:
+def explained(checked: Any) -> Any:
     """A dataclass of pydantic's, with errors in our words when it is made or changed."""
     @contextmanager
     def in_our_words() -> Iterator[None]:

@@ -1,20 +1,31 @@
-"""Metrics and the trace: what the engine and its requests have done. An observer of the steps.
+"""Metrics, trace, log and progress bar: what the engine and its requests have done, and show.
 
 The engine calls `launched` before each step and `done` behind it (`Engine.step`), and knows nothing
 else of this: counters and times come from the batch and its sequences, and a gauge is what can be
-seen between two steps. The runner takes a `timestamp` where a step begins and ends on the device.
+seen between two steps. `LLM` calls `log_room` once, and `show_progress` in `generate`. The runner
+takes a `timestamp` where a step begins and ends on the device.
 """
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-logger = logging.getLogger("nanoengine.metrics")
+# What the engine has to say is shown on stderr, or by the handlers that the user has made, if there
+# are any. logging.getLogger("nanoengine").setLevel("ERROR") silences it.
+logger = logging.getLogger("nanoengine")
+handler = logging.StreamHandler()
+handler.addFilter(lambda record: not (logging.getLogger().handlers or logger.handlers[1:]))
+logger.addHandler(handler)
+logger.setLevel(logger.level or "INFO")
+# what the library says is shown, or not, as what the engine says
+logging.getLogger("nanoengine_cpu").parent = logger
 
 
 def timestamp(config: Any) -> Any:
@@ -114,18 +125,33 @@ class Metrics:
             launched.metrics = self.gauges()
             self.trace.append(launched)
 
-    def rates(self) -> Callable[[], str]:
-        """Says how many tokens of all requests a second the engine has computed since now."""
+    def log_room(self) -> None:
+        """Says how many requests the KV cache has room for."""
+        config = self.engine.config
+        runner = self.engine.runner
+        logger.info("%s: %s KV blocks of %s tokens are room for %.1f requests of %s at once",
+                    config.model, runner.num_kv_blocks, config.block_size,
+                    runner.num_kv_blocks * config.block_size / runner.max_model_len,
+                    runner.max_model_len)
+
+    def show_progress(self, steps: Generator, num_requests: int, is_shown: bool) -> None:
+        """Runs the steps of a call to their end, with a progress bar.
+
+        steps: yields, for each of the call's requests with new tokens, whether it has finished.
+
+        The bar says how many tokens of all requests a second the engine computes.
+        """
         before = self.counters.copy()
         start = time.perf_counter()
-
-        def since() -> str:
-            new = self.counters - before
-            seconds = time.perf_counter() - start
-            return (f"{new['prompt_tokens'] / seconds:.0f} prompt tokens/s, "
-                    f"{new['generation_tokens'] / seconds:.0f} output tokens/s")
-
-        return since
+        bar = tqdm(total=num_requests, desc="Generating", disable=not is_shown)
+        with bar, closing(steps):
+            for are_finished in steps:
+                new = self.counters - before
+                seconds = time.perf_counter() - start
+                bar.set_postfix_str(f"{new['prompt_tokens'] / seconds:.0f} prompt tokens/s, "
+                                    f"{new['generation_tokens'] / seconds:.0f} output tokens/s",
+                                    refresh=False)
+                bar.update(sum(are_finished))
 
     def gauges(self) -> Counter:
         """Gauges of now and counters since the start, flat. What has never happened counts 0.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import GREEDY, check_idle, generate, token_ids
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import SamplingParams
 from nanoengine_extensions.chat import render
 
 
@@ -143,8 +143,6 @@ def test_without_a_tokenizer_prompts_are_token_ids(make_llm, tiny, bundled):
                                ([1], SamplingParams(bad_words=["a"]))]:
             with pytest.raises(ValueError, match="tokenizer=None.*must be given"):
                 llm.generate(prompt, params)
-    with pytest.raises(ValueError, match="tokenizer=.* must be a folder or id with a tokenizer"):
-        LLM(tiny, tokenizer=tiny)
     with make_llm(tokenizer=bundled) as llm:
         assert llm.inputs.eos_tokens == {llm.get_tokenizer().eos_token_id: None}
 
