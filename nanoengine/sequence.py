@@ -27,9 +27,13 @@ FAILURES = {
     NONE_LEFT: "its constraints (bad_words, min_tokens, …) leave no token"}
 
 
+# two unsigned numbers of 64 bits
+two_words = struct.Struct("<QQ").pack
+
+
 def hash64(seed: int, number: int) -> int:
     """A 64-bit hash of both: a request's seed from the engine's, a draw from a request's."""
-    return xxhash.xxh64_intdigest(struct.pack("<QQ", seed % 2**64, number))
+    return xxhash.xxh64_intdigest(two_words(seed % 2**64, number))
 
 
 def state(make: Any) -> Any:

@@ -115,7 +115,8 @@ class Metrics:
             found.first_token_time = found.first_token_time or now
             found.finished_time = now
             num_decoded = len(seq.token_ids) - seq.num_prompt_tokens - 1
-            found.num_decoded_tokens = max(found.num_decoded_tokens, num_decoded)
+            if num_decoded > found.num_decoded_tokens:
+                found.num_decoded_tokens = num_decoded
         failed = [seq for seq in seqs if seq.finish_reason == "error"]
         self.counters["generation_tokens"] += len(seqs) - len(failed)
         for seq in failed:

@@ -443,8 +443,10 @@ def test_without_compiling_nothing_is_compiled(tiny, monkeypatch):
     for cache in caches:
         cache.cache_clear()
     with FakeGpu(), pytest.warns(UserWarning, match="lacks a C compiler") as warned:
-        monkeypatch.setattr(torch, "compile", None)
-        LLM(tiny, device="cuda", **SMALL).generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        # undone before the fake GPU puts back what it has replaced
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", None)
+            LLM(tiny, device="cuda", **SMALL).generate(PROMPTS[0], GREEDY, use_tqdm=False)
     assert len(warned) == 1
     for cache in caches:
         cache.cache_clear()
