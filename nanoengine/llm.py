@@ -172,8 +172,8 @@ class LLM(AbstractContextManager):
                     updated = [inbox.pop(request_id) for request_id in [*inbox]]
                     num_left -= sum(request.is_finished for request in updated)
                     seen = [look(request) for request in updated]
-                for error in [request.error for request in updated if request.error]:
-                    raise error
+                for seq in [seq for request in updated for seq in request.seqs if seq.error]:
+                    raise seq.error
                 yield seen
         finally:
             self.abort([each for each in requests if each.request_id in self.active])

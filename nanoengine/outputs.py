@@ -142,8 +142,6 @@ class Request:
     seq = property(lambda self: self.completions[0].seq)
     request_id = property(lambda self: self.seq.request_id)
     is_finished = property(lambda self: all(seq.finish_reason for seq in self.seqs))
-    # what ended it, if that is more than its own call has to know: see `LLM.run`
-    error = property(lambda self: next((seq.error for seq in self.seqs if seq.error), None))
 
     def update(self, seq: Sequence) -> str | None:
         """Takes in the newest token of a completion; returns a stop string that it completes."""

@@ -42,11 +42,8 @@ class InputProcessor:
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
         self.config = config
         self.vocab_size = model_config.vocab_size
-        self.tokenizer = None
-        if not config.skip_tokenizer_init:
-            tokenizer = config.tokenizer or folder
-            self.tokenizer = load_tokenizer(
-                find_model(tokenizer, config.revision, config.download_dir, "tokenizer"))
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(find_model(
+            config.tokenizer or folder, config.revision, config.download_dir, "tokenizer"))
         self.default_params, self.eos_tokens = load_defaults(folder, model_config, self.tokenizer)
         self.numbers = count()
 
