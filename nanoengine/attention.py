@@ -53,9 +53,8 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
     if step.longest_query == 1:
         return flash_attn_with_kvcache(
             query[:, None], keys, values, cache_seqlens=step.lengths, **options)[:, 0]
-    return flash_attn_varlen_func(
-        query, keys, values, step.query_starts, step.key_starts, step.longest_query,
-        step.longest_keys, **options)
+    bounds = step.query_starts, step.key_starts, step.longest_query, step.longest_keys
+    return flash_attn_varlen_func(query, keys, values, *bounds, **options)
 
 
 def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:

@@ -86,11 +86,10 @@ def load_defaults(folder: Path, config: PretrainedConfig,
                if HARMLESS.get(name, False) not in (given[name], None)]
     if ignored:
         warnings.warn(f"{file}: {sorted(ignored)} do not count here", stacklevel=2)
-    eos_tokens: dict[int, int | None] = {token_id: token_id for token_id in eos_ids}
-    if tokenizer:
-        eos_tokens[tokenizer.eos_token_id] = None
+    own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
-    return params, {i: reason for i, reason in eos_tokens.items() if i in range(config.vocab_size)}
+    known = [i for i in (*eos_ids, own) if i in range(config.vocab_size)]
+    return params, {i: None if i == own else i for i in known}
 
 
 # --------------------------------------------------------------------------------- weights

@@ -201,15 +201,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token ids to hidden states; `lm_head` makes logits of them."""
 
-    rope: Tensor
-    layers: Any
-
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         # from_pretrained: nn.Embedding itself would first draw its numbers, which takes a second
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

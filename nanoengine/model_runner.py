@@ -14,7 +14,6 @@ steps and memory that is measured, is in nanoengine_extensions/gpu.py.
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +75,12 @@ class ModelRunner:
         self.config = config
         self.model_config = model_config
         self.device = config.device
-        self.is_gpu = config.device == "cuda"
         self.dtype = choose_dtype(config.dtype, self.device)
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
         self.model = self.load_model(folder)
         backend = BACKENDS[self.backend]
-        is_invariant = not self.is_gpu and nanoengine_cpu.optimize(
+        is_invariant = self.device == "cpu" and nanoengine_cpu.optimize(
             self.model, has_attention=backend.attend is None)
         if config.batch_invariant and not is_invariant:
             raise rejected("batch_invariant", True, "False without packed weights and numba")
@@ -92,7 +90,7 @@ class ModelRunner:
         self.rope = rope_table(model_config, self.max_model_len).to(self.device)
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         self.graphs: Any = None
-        if self.is_gpu and backend.has_graphs and not config.enforce_eager:
+        if self.device == "cuda" and backend.has_graphs and not config.enforce_eager:
             from nanoengine_extensions.gpu import CudaGraphs
             self.graphs = CudaGraphs(self)
 
@@ -136,13 +134,13 @@ class ModelRunner:
 
         On a CPU: a quarter of the free memory, or as much as can be used. On a GPU it is measured.
         """
-        if self.is_gpu:
+        if self.device == "cuda":
             from nanoengine_extensions.gpu import measure_free_bytes
             return measure_free_bytes(self)
         free, _ = nanoengine_cpu.mem_get_info()
         num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
-        free //= 4 * self.config.tensor_parallel_size
-        return min(free, num_blocks * self.block_bytes)
+        quarter = free // (4 * self.config.tensor_parallel_size)
+        return min(quarter, num_blocks * self.block_bytes)
 
     def capture(self) -> None:
         """Records the CUDA graphs, if there are any."""
@@ -160,7 +158,7 @@ class ModelRunner:
 
     def prepare(self, batch: Batch) -> tuple[Tensor, StepShape]:
         """The inputs of a step in one buffer on the host, and their shape."""
-        longest_keys = max(map(add, batch.starts, batch.num_tokens))
+        longest_keys = max(map(sum, zip(batch.starts, batch.num_tokens)))
         if self.graphs is not None and batch.is_decode:
             batch, longest_keys = self.graphs.pad(batch, longest_keys)
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
@@ -189,10 +187,9 @@ class ModelRunner:
 
     def hidden_states(self, step: StepInputs) -> Tensor:
         """The last hidden states of the rows that have logits, (rows, hidden_size)."""
-        token_ids = known_ids(step.token_ids, self.last_sampled)
-        is_eager = self.is_gpu and self.config.enforce_eager
+        is_eager = self.device == "cuda" and self.config.enforce_eager
         with torch.compiler.set_stance("force_eager") if is_eager else nullcontext():
-            return self.model(token_ids, step)
+            return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def logits(self, part: Any) -> tuple[Tensor, Tensor | None]:
         """The logits of a part, (rows, vocab_size), and the tokens that a CUDA graph has drawn."""
@@ -242,10 +239,9 @@ def choose_device(device: str) -> Any:
 
 def choose_dtype(dtype: str, device: str) -> torch.dtype:
     """The dtype of that name; "auto" is bfloat16, or float32 on a CPU that lacks bfloat16."""
-    if dtype == "auto":
-        is_fast = device == "cuda" or nanoengine_cpu.has_bfloat16()
-        dtype = "bfloat16" if is_fast else "float32"
-    return getattr(torch, dtype)
+    has_bfloat16 = device == "cuda" or nanoengine_cpu.has_bfloat16()
+    fastest = torch.bfloat16 if has_bfloat16 else torch.float32
+    return fastest if dtype == "auto" else getattr(torch, dtype)
 
 
 def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) -> tuple[int, int]:

@@ -60,11 +60,9 @@ def sample(logits: Tensor, draws: Tensor, seqs: list[Sequence], last_sampled: Te
     A row with NaN or infinity gets NO_TOKEN, and one of which constraints leave no token NONE_LEFT.
     """
     edits = {row: seq.params.edits for row, seq in enumerate(seqs) if seq.params.edits}
-    if drawn is None and len(edits) == len(seqs):
-        drawn = torch.empty(len(seqs), dtype=torch.int64, device=logits.device)
-    elif drawn is None:
+    if drawn is None:
         plain = logits[:len(seqs)]
-        is_greedy = not any(seq.params.temperature for seq in seqs)
+        is_greedy = not any(seq.params.temperature for seq in seqs if not seq.params.edits)
         drawn = likeliest(plain) if is_greedy else sample_plain(plain, draws)
     for kind, rows, index in matrices(edits, logits):
         members = [seqs[row] for row in rows]

@@ -32,7 +32,7 @@ def add_host_pool(runner: Any) -> None:
         raise rejected("swap_space", gibibytes, f"at most {total / 2**30:.1f} GiB of memory")
     runner.num_host_blocks = int(gibibytes * 2**30 // runner.block_bytes)
     pool = torch.empty(runner.num_host_blocks, *blocks.shape[1:], dtype=blocks.dtype, device="cpu",
-                       pin_memory=runner.is_gpu)
+                       pin_memory=runner.device == "cuda")
 
     def copy_blocks(copies: Copies) -> None:
         copy_all(copies.swap_out, blocks, pool)
