@@ -7,8 +7,6 @@ A backend is one function, with what it needs. The runner chooses it, and the mo
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -55,12 +53,6 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
             query[:, None], keys, values, cache_seqlens=step.lengths, **options)[:, 0]
     bounds = step.query_starts, step.key_starts, step.longest_query, step.longest_keys
     return flash_attn_varlen_func(query, keys, values, *bounds, **options)
-
-
-def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """PyTorch's own build of these kernels; arguments and result are those of `flash_attention`."""
-    from nanoengine_extensions import varlen
-    return varlen.varlen_attention(query, cache, window, step)
 
 
 def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
@@ -111,26 +103,10 @@ def runs_on_cpu(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype != torch.float16
 
 
-def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
-    """Warns about a package that is there and cannot be imported."""
-    try:
-        return device == "cuda" and dtype != torch.float32 and bool(import_module("flash_attn"))
-    except Exception as error:
-        if find_spec("flash_attn"):
-            warnings.warn(f"flash_attn is there, but cannot be imported: {error}", stacklevel=2)
-        return False
-
-
-def has_varlen(device: str, dtype: torch.dtype) -> bool:
-    """PyTorch's kernel takes block tables from this version on."""
-    return device == "cuda" and dtype != torch.float32 and torch.__version__ >= "2.12"
-
-
-# anybody may add to it: `LLM(attention_backend=…)` takes any name that is here
+# Anybody may add to it: `LLM(attention_backend=…)` takes any name that is here. gpu.py adds
+# "flash-attn" and "varlen".
 BACKENDS = {
     "numba": Backend(None, runs_on_cpu, rank=3),
-    "flash-attn": Backend(flash_attention, has_flash_attn, 3, block_multiple=256, has_graphs=True),
-    "varlen": Backend(varlen_attention, has_varlen, 2, block_multiple=256, has_graphs=True),
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 
@@ -139,6 +115,9 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here; warns where only the slow one can.
     """
+    if device == "cuda":
+        # adds those of a GPU
+        import nanoengine_extensions.gpu  # noqa: F401
     usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
     chosen = max(usable, key=lambda each: BACKENDS[each].rank) if name == "auto" else name
     if chosen not in usable:

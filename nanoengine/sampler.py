@@ -123,21 +123,14 @@ def truncate(scores: Tensor, draws: Tensor, kind: Iterable[str], largest_k: int)
         weights = scores.double().softmax(dim=-1)
         # all other tokens of a row weigh less than 1 - top_p together
         columns = nanoengine_cpu.columns_above(weights, (1 - top_p) / vocab_size)
-        kept = nucleus(weights[:, columns], top_p)
+        # The nucleus (Holtzman et al., 2019, arXiv:1904.09751): the fewest likeliest tokens that
+        # reach top_p together, with the one that crosses it. Of several that are equally likely,
+        # the first ones.
+        ordered, order = weights[:, columns].sort(dim=-1, descending=True, stable=True)
+        is_kept = ordered.cumsum(dim=-1) - ordered < top_p
+        kept = is_kept.scatter(1, order, is_kept)
         left = scores[:, columns].masked_fill(~kept, -math.inf)
         scores.fill_(-math.inf)[:, columns] = left
-
-
-def nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens are in the nucleus: the fewest likeliest ones that reach top_p together, with
-    the one that crosses it (Holtzman et al., 2019, arXiv:1904.09751). Of several that are equally
-    likely, the first ones.
-
-    weights: (rows, tokens) float64 of sum 1; top_p: (rows, 1).
-    """
-    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-    is_kept = ordered.cumsum(dim=-1) - ordered < top_p
-    return is_kept.scatter(1, order, is_kept)
 
 
 def draw(scores: Tensor, draws: Tensor) -> Tensor:

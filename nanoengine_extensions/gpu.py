@@ -1,8 +1,9 @@
-"""What a GPU needs besides kernels: CUDA graphs, memory that is measured, and fused functions.
+"""What only a GPU needs: attention, CUDA graphs, memory that is measured, and fused functions.
 
-The seams: `ModelRunner` makes `CudaGraphs` where the backend can be held by graphs; it shows them
-each decode step in `prepare`, and replays one in `forward`. `ModelRunner.measure_free_bytes` asks
-here on a GPU. The functions that model.py marks as `fused` get their compiled form here.
+The seams: on a GPU `choose_backend` (attention.py) imports this file, which adds its backends to
+the table there. `ModelRunner` makes `CudaGraphs` where the backend can be held by graphs; it shows
+them each decode step in `prepare`, and replays one in `forward`. `ModelRunner.measure_free_bytes`
+asks here on a GPU. The functions that model.py marks as `fused` get their compiled form here.
 """
 
 import functools
@@ -13,12 +14,15 @@ import warnings
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanoengine.attention import BACKENDS, Backend, flash_attention
 from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import ModelRunner
@@ -26,6 +30,30 @@ from nanoengine.sampler import sample_plain
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, StepShape
+from nanoengine_extensions.varlen import varlen_attention
+
+# ---------------------------------------------------------------------------------- attention
+
+
+def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
+    """Warns about a package that is there and cannot be imported."""
+    try:
+        return device == "cuda" and dtype != torch.float32 and bool(import_module("flash_attn"))
+    except Exception as error:
+        if find_spec("flash_attn"):
+            warnings.warn(f"flash_attn is there, but cannot be imported: {error}", stacklevel=2)
+        return False
+
+
+def has_varlen(device: str, dtype: torch.dtype) -> bool:
+    """PyTorch's kernel takes block tables from this version on."""
+    return device == "cuda" and dtype != torch.float32 and torch.__version__ >= "2.12"
+
+
+BACKENDS.update({
+    "flash-attn": Backend(flash_attention, has_flash_attn, 3, block_multiple=256, has_graphs=True),
+    "varlen": Backend(varlen_attention, has_varlen, 2, block_multiple=256, has_graphs=True)})
+
 
 # -------------------------------------------------------------------------------- CUDA graphs
 

@@ -1,6 +1,6 @@
 """`attention_backend="varlen"`: PyTorch's own flash attention, where the package flash-attn lacks.
 
-The seam: `BACKENDS` in attention.py names it, with what it needs.
+The seam: gpu.py adds it to `BACKENDS` (attention.py), with what it needs.
 """
 
 from torch import Tensor

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
+import nanoengine_extensions.gpu  # noqa: F401  adds its backends
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS, Backend, choose_backend, gather_attention, make_caches
 from nanoengine.model import Attention, RMSNorm
