@@ -110,20 +110,18 @@ def to_buffer(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layou
     PyTorch reuses one only when the copy from it is done, so that none is rewritten in flight.
     """
     words = [array.view(np.int32).ravel() for array in arrays.values()]
-    layout = tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
-                   for name, array in arrays.items())
-    return on_host(np.concatenate(words), device), layout
-
-
-def on_host(numbers: Any, device: str) -> Tensor:
-    """Some numbers, from which a copy to this device need not be waited for."""
-    tensor = torch.from_numpy(np.asarray(numbers))
-    return tensor.pin_memory() if device == "cuda" else tensor
+    buffer = torch.empty(
+        sum(map(len, words)), dtype=torch.int32, device="cpu", pin_memory=device == "cuda")
+    np.concatenate(words, out=buffer.numpy())
+    return buffer, tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
+                         for name, array in arrays.items())
 
 
 def send(numbers: Any, device: torch.device) -> Tensor:
     """Some numbers on the device, in a copy that nobody waits for."""
-    return on_host(numbers, device.type).to(device, non_blocking=True)
+    on_host = torch.from_numpy(np.asarray(numbers))
+    pinned = on_host.pin_memory() if device.type == "cuda" else on_host
+    return pinned.to(device, non_blocking=True)
 
 
 def known_ids(token_ids: Tensor, last_sampled: Tensor) -> Tensor:
