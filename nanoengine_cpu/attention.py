@@ -37,6 +37,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numba import carray, prange
 
 from nanoengine_cpu.compiling import compile_kernel
@@ -44,13 +45,13 @@ from nanoengine_cpu.rows import inverse_rms
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, clear_sums, end_tiles, load_sums, store_sums)
 from nanoengine_cpu.vectors import (
-    LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, largest, load, load_part,
-    prefetch, stack, store, store_part, total, where_less)
+    LANES, add_products, array_at, bits_of, copy_rows, exp2, fill, has, inlined, largest, load,
+    load_part, prefetch, stack, store, store_part, total, where_less)
 
-# the keys of one step of the softmax, and the place of each
+# the keys of one step of the softmax, and the index of each
 SPAN = 128
-PLACES = np.arange(SPAN, dtype=np.float32)
-# where numbers begin that lie in one piece
+INDICES = np.arange(SPAN, dtype=np.float32)
+# where lines begin that lie in one piece
 ONE_PIECE = np.zeros(1, np.int64)
 # Sums of so many rows, in so many vectors in all, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
@@ -110,15 +111,15 @@ def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim):
 
 
 @inlined()
-def write(key, value, keys, values, offset, head_dim, width, pack):
+def write(key, value, keys, values, offset, head_dim, width, per_word):
     """K and V, (head_dim,), go to their place in a block, (words,)."""
     words = key.view(np.uint32)
     tile, lane = divmod(offset, LANES)
-    for w in range(head_dim // pack):
-        keys[tile * LANES * width // pack + w * LANES + lane] = words[w]
-    pair, second = divmod(offset, pack)
+    for w in range(head_dim // per_word):
+        keys[tile * LANES * width // per_word + w * LANES + lane] = words[w]
+    pair, second = divmod(offset, per_word)
     line = values[pair * width:]
-    kept = np.uint32(0 if pack == 1 else 0xFFFF if second else 0xFFFF0000)
+    kept = np.uint32(0 if per_word == 1 else 0xFFFF if second else 0xFFFF0000)
     for d in range(head_dim):
         other = line[d] & kept
         # a second half that is unwritten might be no number
@@ -130,28 +131,32 @@ def write(key, value, keys, values, offset, head_dim, width, pack):
 
 
 @inlined()
-def multiply(left, right, deep, step, across, line, depth, out, adds, pitch, rows, vectors, shift,
-             tiled, soon):
+def multiply(left, right, starts, lines, columns, depth, out, pitch, adds, panel, soon):
     """out[r, c] = the sum over k < depth of left[r, k] * right[k, c], in one order.
 
-    left, out: words and float32, of which a row begins `pitch` words behind the row before
+    left, out: words, and float32; a row begins `pitch` words behind the row before
+    right: words in lines, which lie in pieces; each piece begins at one of `starts`
+    lines: (how many are in a piece, how far a line begins behind the line before)
+    columns: where in a line each vector begins
     adds: the sum begins with what is in `out`
-    right: words; vector c of line k begins at deep[k // step] + k % step * line + across[c]
-    tiled: with AMX, 16 lines at a time, which must all be numbers
-    soon: words that are needed soon, laid out as those of `right`, which are asked for now; or None
+    panel: (rows, vectors, per_word, is_tiled): so much is multiplied, a word holds 1 or 2 numbers,
+        and AMX multiplies, 16 lines at a time, which must all be numbers
+    soon: words that are needed soon, laid out as those of `right`, and asked for now; or None
     """
-    if tiled:
+    in_piece, line = lines
+    rows, vectors, per_word, is_tiled = panel
+    if is_tiled:
         below = rows - min(rows, LANES)
         if adds:
             load_sums(out, pitch, below)
         else:
             clear_sums()
         for k in range(0, depth, LANES):
-            place = deep[k // step] + k % step * line
-            add_tiles(left[:, k:], pitch, below, right, place, across, line)
+            start = starts[k // in_piece] + k % in_piece * line
+            add_tiles(left[:, k:], pitch, below, right, start, columns, line)
             if soon is not None:
                 for i in range(LANES * vectors):
-                    prefetch(soon, place + across[i % vectors] + i // vectors * line)
+                    prefetch(soon, start + columns[i % vectors] + i // vectors * line)
         store_sums(out, pitch, below)
         return
     sums = stack(SUMS)
@@ -160,18 +165,18 @@ def multiply(left, right, deep, step, across, line, depth, out, adds, pitch, row
     else:
         for i in range(0, rows * vectors * LANES, LANES):
             store(sums, i, fill(np.float32(0)))
-    for start in range(0, depth, step):
-        place = deep[start // step]
-        for k in range(start, min(start + step, depth)):
+    for first in range(0, depth, in_piece):
+        start = starts[first // in_piece]
+        for k in range(first, min(first + in_piece, depth)):
             for c in range(vectors):
-                numbers = load(right, place + across[c])
+                numbers = load(right, start + columns[c])
                 if soon is not None:
-                    prefetch(soon, place + across[c])
+                    prefetch(soon, start + columns[c])
                 for r in range(rows):
                     i = (r * vectors + c) * LANES
                     word = fill(left[r, k])
-                    store(sums, i, add_products(word, numbers, load(sums, i), shift))
-            place += line
+                    store(sums, i, add_products(word, numbers, load(sums, i), per_word))
+            start += line
     copy_rows(sums, vectors * LANES, out, pitch, rows, vectors)
 
 
@@ -188,9 +193,9 @@ def soften(scores, weights, totals, state, oldest, newest, scale):
     for i in range(0, len(scores), LANES):
         score = load(scores, i)
         if hides:
-            place = load(PLACES, i)
-            score = where_less(place, fill(oldest), fill(HIDDEN), score)
-            score = where_less(fill(newest), place, fill(HIDDEN), score)
+            index = load(INDICES, i)
+            score = where_less(index, fill(oldest), fill(HIDDEN), score)
+            score = where_less(fill(newest), index, fill(HIDDEN), score)
             store(scores, i, score)
         highest = where_less(highest, score, score, highest)
 
@@ -205,7 +210,7 @@ def soften(scores, weights, totals, state, oldest, newest, scale):
 
     added = load(state, WEIGHTS)
     for i in range(0, len(scores), LANES):
-        exponent = add_products(load(scores, i), fill(scale), fill(-maximum), 0)
+        exponent = add_products(load(scores, i), fill(scale), fill(-maximum), 1)
         weight = exp2(exponent, weights)
         store(weights, i, weight)
         added = added + weight
@@ -213,104 +218,116 @@ def soften(scores, weights, totals, state, oldest, newest, scale):
 
 
 @inlined()
-def attend(qkv, kv, out, norm, rope, begin, end, kv_head, table, last, eps, window, scratch,
-           group_size, head_dim, width, block_size, shift, rows, vectors, tiled, soon):
+def attend(qkv, kv, out, norm, rope, eps, table, window, task, scratch, shape, panel, soon):
     """A tile of tokens of one sequence; their queries for one KV head are the rows.
 
-    begin, end: the tokens, rows of qkv, out and rope
-    table: the blocks of the sequence; last: the position of the last token
-    rows, vectors: how many rows, and vectors of a value, are multiplied together, with AMX if tiled
-    soon: what is asked for while keys are read, see `multiply`
+    table: the blocks of the sequence
+    task: (begin, end, last, kv_head): the tokens are rows begin to end of qkv, out and rope; the
+        last one's position; the KV head
+    scratch: for each row a query, the scores of a span, the weighted values so far, and a state,
+        see WEIGHTS and MAXIMUM; weights take the place of the scores
+    shape: (head_dim, and that in whole vectors, group_size, block_size)
+    panel, soon: see `multiply`; `soon` is asked for while keys are read
     """
-    if tiled:
+    begin, end, last, kv_head = task
+    head_dim, width, group_size, block_size = shape
+    rows, vectors, per_word, is_tiled = panel
+    if is_tiled:
         begin_tiles(TILE_SIZES[min(rows, LANES)])
     tail = stack(TAIL)
-    # tiles of keys at a time
-    together = 2 if tiled else min(2, MOST_VECTORS // rows)
-    pack = 2 if shift else 1
-    words = head_dim // pack
-    num_rows = (end - begin) * group_size
-    scale = np.float32(math.log2(math.e) / math.sqrt(head_dim))
+    words = head_dim // per_word
+    num_tokens = end - begin
+    num_rows = num_tokens * group_size
     pitch = scratch.shape[1]
     scratch = scratch[:round_up(num_rows, rows)]
     queries = scratch[:, :words]
     scores = scratch[:, words:]
     # the same memory, as numbers of the type of `qkv`
     query_numbers = scratch.view(qkv.dtype)
-    weights = query_numbers[:, pack * words:]
+    weights = query_numbers[:, head_dim:]
     totals = scratch[:, words + SPAN:][:, :width]
     states = scratch[:, words + SPAN + width:]
     totals[:] = 0
     for r in range(num_rows):
-        token, head = begin + r // group_size, kv_head * group_size + r % group_size
+        token = begin + r // group_size
+        head = kv_head * group_size + r % group_size
         ask_for(qkv[token + AHEAD, head])
         norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], query_numbers[r],
                         eps, head_dim)
         store(states[r], WEIGHTS, fill(np.float32(0)))
         states[r, MAXIMUM] = LOWEST
 
+    scale = np.float32(math.log2(math.e) / math.sqrt(head_dim))
+    first = last + 1 - num_tokens
+    # A tile of keys lies in one block. So spans begin anew with each block of other sizes.
     unit = SPAN if block_size % LANES == 0 else block_size
-    first = max(0, last + 2 + begin - end - window)
-    places = np.empty(SPAN // LANES, np.int64)
+    # tiles of keys at a time
+    together = 2 if is_tiled else min(2, MOST_VECTORS // rows)
+    key_panel = (rows, together, per_word, is_tiled)
+    tile_starts = np.empty(SPAN // LANES, np.int64)
     columns = np.arange(0, width, LANES)
-    for start in range(first // unit * unit, last + 1, unit):
-        for base in range(start, min(start + unit, last + 1), SPAN):
-            keys = min(SPAN, min(start + unit, last + 1) - base)
-            tiles = round_up(keys, LANES * pack if tiled else LANES) // LANES
-            for t in range(len(places)):
-                index, offset = divmod(base + min(t, (keys - 1) // LANES) * LANES, block_size)
+    for start in range(max(0, first + 1 - window) // unit * unit, last + 1, unit):
+        stop = min(start + unit, last + 1)
+        for base in range(start, stop, SPAN):
+            num_keys = min(SPAN, stop - base)
+            num_tiles = round_up(num_keys, LANES * per_word if is_tiled else LANES) // LANES
+            for t in range(len(tile_starts)):
+                key = base + min(t, (num_keys - 1) // LANES) * LANES
+                index, offset = divmod(key, block_size)
                 block = np.int64(table[index]) * kv.shape[2] + kv_head
-                places[t] = block * kv.shape[3] + offset // LANES * LANES * width // pack
+                tile_starts[t] = block * kv.shape[3] + offset // LANES * LANES * width // per_word
 
-            # scores
-            for t in range(0, tiles, together):
+            # scores: a line is a word of all keys of a tile
+            for t in range(0, num_tiles, together):
                 for r in range(0, num_rows, rows):
-                    multiply(queries[r:], kv[0], ONE_PIECE, words, places[t:], LANES, words,
-                             scores[r:, t * LANES:], False, pitch, rows, together, shift, tiled,
-                             soon)
+                    multiply(queries[r:], kv[0], ONE_PIECE, (words, LANES), tile_starts[t:], words,
+                             scores[r:, t * LANES:], pitch, False, key_panel, soon)
 
             # softmax
             for r in range(num_rows):
-                position = last + 1 + begin - end + r // group_size - base
-                soften(scores[r, :tiles * LANES], weights[r], totals[r], states[r],
-                       np.float32(position + 1 - window), np.float32(min(position, keys - 1)),
+                newest = first + r // group_size - base
+                soften(scores[r, :num_tiles * LANES], weights[r], totals[r], states[r],
+                       np.float32(newest + 1 - window), np.float32(min(newest, num_keys - 1)),
                        scale)
 
-            # values; with AMX, lines of the last tile that are unwritten become 0
-            lines = (keys + pack - 1) // pack
-            rest = lines % LANES if tiled else 0
+            # values: a line is a word of one key, or two; with AMX, the last tile's lines that are
+            # unwritten become 0
+            depth = (num_keys + per_word - 1) // per_word
+            rest = depth % LANES if is_tiled else 0
             if rest:
-                place = places[(lines - rest) // (LANES // pack)]
+                place = tile_starts[(depth - rest) // (LANES // per_word)]
                 for i in range(0, LANES * width, LANES):
                     line = load(kv[1], place + i) if i < rest * width else fill(np.float32(0))
                     store(tail, i, line)
             for c in range(0, width, vectors * LANES):
-                across = columns[c // LANES:]
                 for r in range(0, num_rows, rows):
-                    multiply(scores[r:], kv[1], places, LANES // pack, across, width, lines - rest,
-                             totals[r:, c:], True, pitch, rows, vectors, shift, tiled, None)
+                    multiply(scores[r:], kv[1], tile_starts, (LANES // per_word, width),
+                             columns[c // LANES:], depth - rest, totals[r:, c:], pitch, True,
+                             panel, None)
                     if rest:
-                        multiply(scores[r:, lines - rest:], tail, ONE_PIECE, LANES, across,
-                                 width, rest, totals[r:, c:], True, pitch, rows, vectors, shift,
-                                 tiled, None)
+                        multiply(scores[r:, depth - rest:], tail, ONE_PIECE, (LANES, width),
+                                 columns[c // LANES:], rest, totals[r:, c:], pitch, True, panel,
+                                 None)
 
-    if tiled:
+    if is_tiled:
         end_tiles()
     for r in range(num_rows):
         inverse = fill(np.float32(1) / total(load(states[r], WEIGHTS)))
-        line = out[begin + r // group_size, kv_head * group_size + r % group_size]
+        head = kv_head * group_size + r % group_size
+        result = out[begin + r // group_size, head]
         for d in range(0, head_dim, LANES):
-            store_part(line, d, head_dim, load(totals[r], d) * inverse)
+            store_part(result, d, head_dim, load(totals[r], d) * inverse)
 
 
 @functools.cache
-def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int) -> Callable:
-    """The kernel for a shape: LLVM unrolls and vectorises over these constants.
+def paged_attention(head_dim: int, group_size: int, block_size: int,
+                    dtype: torch.dtype) -> Callable:
+    """The kernel for a shape.
 
     kernel(qkv, kv, out, norms, rope, slot_mapping, block_tables, sequence_of_token, positions,
            tokens, kv_heads, blocks, sequences, table_width, eps, window)
 
-    The first nine are addresses. uint: the bits of a float32 (shift 0) or a bfloat16 (shift 16):
+    The first nine are addresses. uint: the bits of a number of `dtype`, float32 or bfloat16:
 
         qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values
         kv: (2, blocks, kv_heads, words) uint32, the cache; K and V are written to it
@@ -324,23 +341,28 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
         eps: of the norms; -1 for a model that has none
     """
-    pack = 2 if shift else 1
+    uint = bits_of(dtype)
+    per_word = 4 // dtype.itemsize
     width = round_up.py_func(head_dim, LANES)
     # even, so that a pair of values is written within one task
     most_tokens = 2 * max(1, 32 // group_size)
-    tiled = (HAS_TILES and shift == 16 and head_dim in TILED_HEAD_DIMS
-             and block_size % (LANES * pack) == 0)
-    rows = 2 * LANES if tiled else MOST_ROWS
-    most_rows = round_up.py_func(most_tokens * group_size, rows)
-    pitch = head_dim // pack + SPAN + width + STATE
-    scratch_size = most_rows * pitch
-    vectors = 2 if tiled else largest_divisor(width // LANES, MOST_VECTORS // MOST_ROWS)
-    # of a decode
-    group_rows = largest_divisor(group_size, rows)
-    group_vectors = 2 if tiled else largest_divisor(width // LANES, MOST_VECTORS // group_rows)
+    is_tiled = (HAS_TILES and per_word == 2 and head_dim in TILED_HEAD_DIMS
+                and block_size % (LANES * per_word) == 0)
 
-    uint = np.uint16 if shift else np.uint32
-    block_words = block_size * numbers_per_token(head_dim, block_size) // pack
+    def panel_of(rows: int) -> tuple[int, int, int, bool]:
+        most_vectors = MOST_VECTORS // rows
+        vectors = 2 if is_tiled else largest_divisor(width // LANES, most_vectors)
+        return rows, vectors, per_word, is_tiled
+
+    # LLVM unrolls and vectorises over these numbers
+    shape = (head_dim, width, group_size, block_size)
+    rows = 2 * LANES if is_tiled else MOST_ROWS
+    panel = panel_of(rows)
+    decode_panel = panel_of(largest_divisor(group_size, rows))
+    most_rows = round_up.py_func(most_tokens * group_size, rows)
+    pitch = head_dim // per_word + SPAN + width + STATE
+    scratch_size = most_rows * pitch
+    block_words = block_size * numbers_per_token(head_dim, block_size) // per_word
 
     def kernel(qkv_at, kv_at, out_at, norms_at, rope_at, slots_at, tables_at, sequence_of_token_at,
                positions_at, tokens, kv_heads, blocks, sequences, table_width, eps, window):
@@ -355,11 +377,11 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
         sequence_of_token = array_at(sequence_of_token_at, tokens, np.int32)
         positions = array_at(positions_at, tokens, np.int32)
         starts = [0]
-        for token in range(1, len(qkv)):
+        for token in range(1, tokens):
             if (sequence_of_token[token] != sequence_of_token[token - 1]
                     or slot_mapping[token] % block_size % most_tokens == 0):
                 starts.append(token)
-        starts.append(len(qkv))
+        starts.append(tokens)
         tiles = len(starts) - 1
 
         # tile by tile: the heads of its tokens lie side by side in qkv
@@ -375,21 +397,19 @@ def paged_attention(head_dim: int, group_size: int, block_size: int, shift: int)
                 norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
                                 rope[1, token], key, eps, head_dim)
                 write(key, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
-                      kv[1, block, kv_head], offset, head_dim, width, pack)
+                      kv[1, block, kv_head], offset, head_dim, width, per_word)
 
         # head by head: its keys and values stay near while its tiles read them
         for task in prange(kv_heads * tiles):
             begin, end = starts[task % tiles], starts[task % tiles + 1]
-            scratch = carray(stack(scratch_size), (most_rows, pitch), np.float32)
+            tile = begin, end, positions[end - 1], task // tiles
             table = block_tables[sequence_of_token[begin]]
-            last = positions[end - 1]
+            scratch = carray(stack(scratch_size), (most_rows, pitch), np.float32)
             if end - begin == 1:
-                attend(qkv, kv, out, norms[0], rope, begin, end, task // tiles, table, last, eps,
-                       window, scratch, group_size, head_dim, width, block_size, shift, group_rows,
-                       group_vectors, tiled, kv[1])
+                attend(qkv, kv, out, norms[0], rope, eps, table, window, tile, scratch, shape,
+                       decode_panel, kv[1])
             else:
-                attend(qkv, kv, out, norms[0], rope, begin, end, task // tiles, table, last, eps,
-                       window, scratch, group_size, head_dim, width, block_size, shift, rows,
-                       vectors, tiled, None)
+                attend(qkv, kv, out, norms[0], rope, eps, table, window, tile, scratch, shape,
+                       panel, None)
 
     return compile_kernel(kernel, f"({14 * 'int64, '}float64, int64)")

@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not has_kernel(x):
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     out = torch.empty_like(x)
-    kernel = row_kernels.rms_norm(32 - 8 * x.itemsize)
+    kernel = row_kernels.rms_norm(x.dtype)
     kernel(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
     return out
 
@@ -34,7 +34,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
     out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    kernel = row_kernels.swiglu(32 - 8 * out.itemsize)
+    kernel = row_kernels.swiglu(out.dtype)
     kernel(gate_up.data_ptr(), out.data_ptr(), *out.shape)
     return out
 
@@ -76,7 +76,7 @@ def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cach
     arrays = (qkv, cache, out, norms, angles, slot_mapping, block_tables, sequence_of_token,
               positions)
     kernel = attention_kernels.paged_attention(
-        head_dim, num_queries // kv_heads, block_size, 32 - 8 * qkv.itemsize)
+        head_dim, num_queries // kv_heads, block_size, qkv.dtype)
     kernel(*[array.data_ptr() for array in arrays], num_tokens, kv_heads, num_blocks,
            *block_tables.shape, eps, window or 2**31 - 1)
     return out

@@ -12,11 +12,12 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numba import prange
 
 from nanoengine_cpu.compiling import compile_kernel
 from nanoengine_cpu.vectors import (
-    LANES, array_at, exp2, fill, inlined, load_part, store_part, total, where_less)
+    LANES, array_at, bits_of, exp2, fill, inlined, load_part, store_part, total, where_less)
 
 
 @inlined()
@@ -39,10 +40,10 @@ def silu(x, out):
 
 
 @functools.cache
-def rms_norm(shift: int) -> Callable:
+def rms_norm(dtype: torch.dtype) -> Callable:
     """kernel(x, weight, out, rows, size, eps), with addresses of (rows, size), (size,) and (rows,
-    size) numbers: float32 (shift 0) or bfloat16 (shift 16)."""
-    uint = np.uint16 if shift else np.uint32
+    size) numbers of `dtype`, float32 or bfloat16."""
+    uint = bits_of(dtype)
 
     def kernel(x, weight, out, rows, size, eps):
         for r in prange(rows):
@@ -58,10 +59,10 @@ def rms_norm(shift: int) -> Callable:
 
 
 @functools.cache
-def swiglu(shift: int) -> Callable:
-    """kernel(gate_up, out, rows, size), with addresses of (rows, 2, size) numbers, gate before up,
-    and of (rows, size)."""
-    uint = np.uint16 if shift else np.uint32
+def swiglu(dtype: torch.dtype) -> Callable:
+    """kernel(gate_up, out, rows, size), with addresses of (rows, 2, size) numbers of `dtype`, gate
+    before up, and of (rows, size)."""
+    uint = bits_of(dtype)
 
     def kernel(gate_up, out, rows, size):
         for r in prange(rows):

@@ -14,6 +14,7 @@ import math
 import operator
 
 import numpy as np
+import torch
 from llvmlite import binding, ir
 from numba import carray, njit, types
 from numba.core.registry import cpu_target
@@ -121,6 +122,11 @@ def stack(context, size):
         room.align = 64
         return room
     return types.CPointer(types.float32)(size), generate
+
+
+def bits_of(dtype: torch.dtype) -> type:
+    """The integers that kernels take for the numbers of a tensor."""
+    return {torch.float32: np.uint32, torch.bfloat16: np.uint16}[dtype]
 
 
 def is_half(array):
@@ -274,8 +280,8 @@ def multiply_add(builder, left, right, total):
 
 
 @instruction(vector)
-def add_products(builder, left, right, total, shift):
-    """total + left * right: of both bfloat16 numbers in each word (shift 16), or of float32."""
+def add_products(builder, left, right, total, per_word):
+    """total + left * right: of the one float32 number in each word, or of both bfloat16 numbers."""
     words = [builder.bitcast(side, WORDS) for side in (left, right)]
     if has("avx512bf16"):
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -286,8 +292,8 @@ def add_products(builder, left, right, total, shift):
                  for side in words]
         pairs = multiply_add(builder, *upper, multiply_add(builder, *lower, total))
     # LLVM knows which, and drops the other
-    is_pairs = builder.trunc(builder.lshr(shift, shift.type(4)), ir.IntType(1))
-    return builder.select(is_pairs, pairs, multiply_add(builder, left, right, total))
+    are_pairs = builder.icmp_signed("==", per_word, per_word.type(2))
+    return builder.select(are_pairs, pairs, multiply_add(builder, left, right, total))
 
 
 def polynomial(builder, x, terms):
