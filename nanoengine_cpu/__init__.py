@@ -7,10 +7,8 @@
 
 from nanoengine_cpu.functions import (
     columns_above, empty_cache, first_max, paged_attention, rms_norm, swiglu)
-from nanoengine_cpu.memory import (
-    check_process, end_threads, has_bfloat16, limit_threads, mem_get_info)
+from nanoengine_cpu.memory import check_process, end_threads, has_bfloat16, mem_get_info
 from nanoengine_cpu.modules import optimize
 
 __all__ = ["check_process", "columns_above", "empty_cache", "end_threads", "first_max",
-           "has_bfloat16", "limit_threads", "mem_get_info", "optimize", "paged_attention",
-           "rms_norm", "swiglu"]
+           "has_bfloat16", "mem_get_info", "optimize", "paged_attention", "rms_norm", "swiglu"]

@@ -29,7 +29,7 @@ The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.0286
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
 arXiv:2309.06180). Spans begin at fixed positions, and each sum goes over them in one order: a token
 has the same bits whatever runs beside it, and in however many chunks its prompt came. The plain
-version that the tests compare with is `plain_attention` in `tests/test_attention.py`.
+version that the tests compare with is `plain_attention` in `tests/cpu/reference.py`.
 """
 
 import functools
@@ -218,18 +218,18 @@ def soften(scores, weights, totals, state, oldest, newest, scale):
 
 
 @inlined()
-def attend(qkv, kv, out, norm, rope, eps, table, window, task, scratch, shape, panel, soon):
-    """A tile of tokens of one sequence; their queries for one KV head are the rows.
+def attend(qkv, kv, out, norm, rope, eps, tile, table, window, scratch, shape, panel, soon):
+    """A tile of tokens of one sequence, whose queries for one KV head are the rows.
 
+    tile: (begin, end, last, kv_head): the tokens are those from `begin` to `end` of qkv, out and
+        rope, and the last one's position is `last`
     table: the blocks of the sequence
-    task: (begin, end, last, kv_head): the tokens are rows begin to end of qkv, out and rope; the
-        last one's position; the KV head
     scratch: for each row a query, the scores of a span, the weighted values so far, and a state,
         see WEIGHTS and MAXIMUM; weights take the place of the scores
     shape: (head_dim, and that in whole vectors, group_size, block_size)
     panel, soon: see `multiply`; `soon` is asked for while keys are read
     """
-    begin, end, last, kv_head = task
+    begin, end, last, kv_head = tile
     head_dim, width, group_size, block_size = shape
     rows, vectors, per_word, is_tiled = panel
     if is_tiled:
@@ -240,7 +240,6 @@ def attend(qkv, kv, out, norm, rope, eps, table, window, task, scratch, shape, p
     num_rows = num_tokens * group_size
     pitch = scratch.shape[1]
     scratch = scratch[:round_up(num_rows, rows)]
-    queries = scratch[:, :words]
     scores = scratch[:, words:]
     # the same memory, as numbers of the type of `qkv`
     query_numbers = scratch.view(qkv.dtype)
@@ -280,7 +279,7 @@ def attend(qkv, kv, out, norm, rope, eps, table, window, task, scratch, shape, p
             # scores: a line is a word of all keys of a tile
             for t in range(0, num_tiles, together):
                 for r in range(0, num_rows, rows):
-                    multiply(queries[r:], kv[0], ONE_PIECE, (words, LANES), tile_starts[t:], words,
+                    multiply(scratch[r:], kv[0], ONE_PIECE, (words, LANES), tile_starts[t:], words,
                              scores[r:, t * LANES:], pitch, False, key_panel, soon)
 
             # softmax
@@ -350,8 +349,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
                 and block_size % (LANES * per_word) == 0)
 
     def panel_of(rows: int) -> tuple[int, int, int, bool]:
-        most_vectors = MOST_VECTORS // rows
-        vectors = 2 if is_tiled else largest_divisor(width // LANES, most_vectors)
+        vectors = 2 if is_tiled else largest_divisor(width // LANES, MOST_VECTORS // rows)
         return rows, vectors, per_word, is_tiled
 
     # LLVM unrolls and vectorises over these numbers
@@ -406,10 +404,10 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
             table = block_tables[sequence_of_token[begin]]
             scratch = carray(stack(scratch_size), (most_rows, pitch), np.float32)
             if end - begin == 1:
-                attend(qkv, kv, out, norms[0], rope, eps, table, window, tile, scratch, shape,
+                attend(qkv, kv, out, norms[0], rope, eps, tile, table, window, scratch, shape,
                        decode_panel, kv[1])
             else:
-                attend(qkv, kv, out, norms[0], rope, eps, table, window, tile, scratch, shape,
+                attend(qkv, kv, out, norms[0], rope, eps, tile, table, window, scratch, shape,
                        panel, None)
 
     return compile_kernel(kernel, f"({14 * 'int64, '}float64, int64)")

@@ -27,19 +27,13 @@ cpu_target.target_context.refresh()
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
 
 
-def set_num_threads(count: int) -> None:
-    """On how many threads the kernels run that the calling thread starts."""
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore
-
-
 class Announcement(numba.core.event.Listener):
-    """Says that a kernel is being compiled, which takes seconds."""
+    """Says, once, that kernels are being compiled, which takes seconds."""
 
     def on_start(self, event):
         say_once("compiling the kernels, which takes seconds; they are kept on disk")
 
-    def on_end(self, event):
-        pass
+    on_end = on_start
 
 
 def compile_kernel(kernel: Callable, signature: str) -> Callable:

@@ -23,8 +23,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not has_kernel(x):
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     out = torch.empty_like(x)
-    kernel = row_kernels.rms_norm(x.dtype)
-    kernel(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+    row_kernels.rms_norm(x.dtype)(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
     return out
 
 
@@ -34,8 +34,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
     out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    kernel = row_kernels.swiglu(out.dtype)
-    kernel(gate_up.data_ptr(), out.data_ptr(), *out.shape)
+    row_kernels.swiglu(out.dtype)(gate_up.data_ptr(), out.data_ptr(), *out.shape)
     return out
 
 

@@ -6,12 +6,11 @@ import mmap
 import os
 from contextlib import suppress
 
+import numba
 import psutil
 import torch
 from llvmlite.binding import get_host_cpu_features
 from torch import Tensor
-
-from nanoengine_cpu.compiling import set_num_threads
 
 
 def has_bfloat16() -> bool:
@@ -61,14 +60,14 @@ def check_process() -> None:
     """Raises RuntimeError in a process that was forked from one that computes: its threads are
     missing, and it would wait for them forever."""
     if os.getpid() != first_process():
-        raise RuntimeError("this process was forked from one that has an engine, and would hang: "
-                           "start it by multiprocessing's 'spawn'")
+        raise RuntimeError("this process was forked from one that computes in threads, and would "
+                           "hang: start it by multiprocessing's 'spawn'")
 
 
 def limit_threads() -> None:
     """Lets the kernels that this thread starts run on as many threads as PyTorch's operators."""
     num_threads = torch.get_num_threads()
-    set_num_threads(num_threads)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore
     # what numba, when it starts, tells the OpenMP that both share is every core
     torch.set_num_threads(num_threads)
 
@@ -77,8 +76,8 @@ def end_threads() -> None:
     """Ends the OpenMP threads that belong to the calling thread; its next product starts them anew.
 
     Each thread that has ever computed keeps a team of its own. Once all teams together have more
-    threads than there are cores, libgomp's no longer spin while they wait: steps of a small model
-    took 40 % longer for an engine that was used in two threads. Other OpenMPs are left alone.
+    threads than there are cores, libgomp's no longer spin while they wait: a small model took 40 %
+    longer where it was called in two threads in turn. Other OpenMPs are left alone.
     """
     if os.getpid() == first_process():
         with suppress(OSError, AttributeError):

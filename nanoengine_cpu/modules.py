@@ -24,7 +24,10 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
         an MLP: a module with `gate_up_proj` and `down_proj`
         attention: a module with `qkv_proj`, `o_proj`, `q_norm` and `k_norm`, see `PagedAttention`
 
-    has_attention: leave this out for a cache that `empty_cache` has not made.
+    A module keeps its own attributes, and loses those of the class that it had. What is set later
+    by its name counts: `module.weight = …`, `module.down_proj = …`.
+
+    has_attention: False for a cache that `empty_cache` has not made
 
     Returns whether a row has the same bits whatever rows are beside it, which is so where all
     weights could be packed.
@@ -33,27 +36,24 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
     for module in modules:
         if isinstance(module, nn.Linear):
             module.__class__ = PackedLinear
-            module.pack()
+            PackedLinear.pack(module)
         elif isinstance(module, nn.RMSNorm):
             module.__class__ = RMSNorm
         elif hasattr(module, "gate_up_proj"):
             module.__class__ = GatedMLP
         elif hasattr(module, "qkv_proj") and has_attention:
             module.__class__ = PagedAttention
-    for module in model.modules():
         # found at once, not by nn.Module.__getattr__
         module.__dict__ |= module._parameters | module._modules
     # hooks run in the thread that computes
     model.register_forward_pre_hook(lambda *_: limit_threads())
     keep_memory()
-    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    return has_attention and all(linear.is_invariant for linear in linears)
+    invariant = [getattr(module, "is_invariant", True) for module in model.modules()]
+    return has_attention and all(invariant)
 
 
 class RMSNorm(nn.RMSNorm):
-    eps: float
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -67,8 +67,10 @@ class PackedLinear(nn.Linear):
     """
 
     uses_amx = False
+    # whether a row has the same bits beside any others
+    is_invariant = False
 
-    def pack(self) -> None:
+    def pack(self: Any) -> None:
         """Packs the weight, as inductor's freezing does with operators that are private: where this
         torch or this CPU lacks them, it warns, and products stay as they are in PyTorch."""
         plain = self.weight
@@ -81,14 +83,10 @@ class PackedLinear(nn.Linear):
                 self.uses_amx = True
                 bias = plain.new_zeros(self.out_features) if self.bias is None else self.bias
                 self.padded_bias = F.pad(bias.float(), (0, -self.out_features % products.BLOCK))
+            self.is_invariant = self.uses_amx or not HAS_TILES or plain.dtype != torch.bfloat16
         except (AttributeError, RuntimeError) as error:
             self.weight = plain
             warnings.warn(f"slower products, as weights can't be packed: {error}", stacklevel=2)
-
-    @property
-    def is_invariant(self) -> bool:
-        has_amx = HAS_TILES and self.weight.dtype == torch.bfloat16
-        return self.uses_amx if has_amx else self.weight.is_mkldnn
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -141,37 +139,32 @@ def is_in_blocks(plain: Tensor, packed: Tensor) -> bool:
 
 
 class GatedMLP(nn.Module):
-    gate_up_proj: Any
-    down_proj: Any
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         return self.down_proj(self.gate_up_proj.gated(x))
 
 
 class PagedAttention(nn.Module):
-    """Attention whose keys and values lie in blocks. It has `head_dim`, `window` (None: no limit)
-    and its part of the `cache`.
+    """Attention whose keys and values lie in blocks.
 
-    It is called with its input, (T, hidden_size); the angles of the positions, as 2 * T * head_dim
-    / 2 numbers; the tokens' places, as an object that has tensors by the names of `paged_attention`'s
-    arguments; and the rows of which an output is wanted.
+    It has `head_dim`, `window` (how many keys a query sees; None: all) and its part of the `cache`.
     """
 
-    head_dim: int
-    window: int | None
-    cache: Tensor
-    qkv_proj: Any
-    o_proj: Any
-
     @cached_property
-    def head_norms(self) -> tuple[Tensor, float]:
+    def head_norms(self: Any) -> tuple[Tensor, float]:
         ones = torch.ones(self.head_dim, device="cpu")
         weights = [getattr(norm, "weight", ones).float() for norm in (self.q_norm, self.k_norm)]
         return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)
 
-    def forward(self, x: Tensor, angles: Tensor, step: Any, rows: Any = slice(None)) -> Tensor:
+    def forward(self: Any, x: Tensor, angles: Tensor, step: Any,
+                rows: Any = slice(None)) -> Tensor:
+        """x: (T, hidden_size); angles: of the T positions, see `paged_attention`
+
+        step: has tensors by the names of the last four arguments of `paged_attention`
+        rows: those of which an output is wanted
+        """
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        norms, eps = self.head_norms
         attended = paged_attention(
-            qkv, *self.head_norms, angles, self.cache, self.window, step.slot_mapping,
+            qkv, norms, eps, angles, self.cache, self.window, step.slot_mapping,
             step.block_tables, step.sequence_of_token, step.positions)
         return self.o_proj(attended.flatten(1)[rows])

@@ -1,0 +1,237 @@
+"""The kernel of paged attention against the same computation in plain PyTorch."""
+
+import functools
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numba
+import pytest
+import torch
+
+from cpu.reference import (
+    BF16, F32, NO_NORMS, attend_by_kernel, attend_in_tiles, cpu_cache, make_step, no_turn,
+    norm_and_rotate, plain_attention, random_cache, random_norms)
+from nanoengine_cpu import attention as kernels
+from nanoengine_cpu import rms_norm, swiglu
+from nanoengine_cpu import rows as row_kernels
+
+# of processes of their own: the packages, and the tests
+PATHS = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parents[1]}"
+# Each is a kernel to compile, which takes seconds; most are those of other tests.
+SHAPES = [(2, 1, 32, 16, None), (1, 2, 64, 128, 7), (2, 4, 80, 5, None), (1, 8, 128, 32, 300),
+          (3, 3, 24, 1, 40), (1, 4, 256, 32, None), (1, 24, 64, 32, None)]
+
+
+@pytest.mark.parametrize("num_tokens, has_norms", [
+    ([1, 1, 9, 1, 40, 2], True), ([1] * 6, False), ([1] * 6, True)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window", SHAPES)
+def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window, dtype, num_tokens,
+                             has_norms):
+    torch.manual_seed(0)
+    tolerance = 3e-6 if dtype == F32 else 2e-2
+    step = make_step(num_tokens, [0, 700, 0, 15, 260, 31], block_size)
+    cache = random_cache(kv_heads, head_dim, block_size, step, dtype)
+    heads, before = kv_heads * group_size, cache.clone()
+    qkv = torch.randn(sum(num_tokens), heads + 2 * kv_heads, head_dim).to(dtype)
+    angles = torch.randn(sum(num_tokens), head_dim // 2)
+    angles = torch.stack((angles.cos(), angles.sin()))
+    norms = random_norms(head_dim, dtype) if has_norms else NO_NORMS
+    out = attend_in_tiles(qkv.clone(), norms, angles, cache, window, step)
+    query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    query, key = (norm_and_rotate(x, norm, angles) for x, norm in zip((query, key), norms))
+    written = cache.flatten(1, 2)[:, step.slot_mapping]
+    torch.testing.assert_close(written[0].double(), key, atol=tolerance, rtol=tolerance)
+    assert torch.equal(written[1], value)
+    before.flatten(1, 2)[:, step.slot_mapping] = written
+    assert torch.equal(cache, before), "and nothing else was written"
+    expected = plain_attention(query, cache, window, step)
+    assert out.dtype == dtype and out.shape == query.shape
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_large_scores_do_not_overflow():
+    step = make_step([1], [600], 16)
+    cache = random_cache(1, 32, 16, step, torch.float32, scale=100)
+    query = torch.randn(1, 1, 32) * 100
+    qkv = query.repeat(1, 3, 1)
+    out = attend_in_tiles(qkv, NO_NORMS, no_turn(1, 32), cache, None, step)
+    expected = plain_attention(query, cache, None, step)
+    torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(F32, 1e-4), (BF16, 2e-2)])
+@pytest.mark.parametrize("growth", [-200, 4, 20, 200])
+def test_scores_that_grow_from_span_to_span(growth, dtype, tolerance):
+    """By 2^growth over 600 keys: maxima are raised never, once or twice, and in each span."""
+    torch.manual_seed(0)
+    step = make_step([1, 40], [599, 560], 16)
+    cache = random_cache(1, 32, 16, step, dtype)
+    query = torch.ones(32) / math.log2(math.e) / 32 ** 0.5
+    for table in step.block_tables.long():
+        ramp = torch.arange(len(table) * 16) * growth / 600
+        cache[0, table] = ramp.view(-1, 16, 1, 1).expand(-1, -1, 1, 32).to(dtype)
+    qkv = torch.stack((query.repeat(41, 1), *torch.randn(2, 41, 32)), dim=1).to(dtype)
+    out = attend_in_tiles(qkv, NO_NORMS, no_turn(41, 32), cache, None, step)
+    expected = plain_attention(qkv[:, :1], cache, None, step)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(block_size):
+    torch.manual_seed(0)
+    step = make_step([30, 1, 50], [0, 99, 270], block_size)
+    cache = random_cache(2, 128, block_size, step, torch.bfloat16)
+    qkv, angles = torch.randn(81, 20, 128).bfloat16(), torch.rand(2, 81, 64)
+    norms = random_norms(128, torch.bfloat16)
+    whole = attend_in_tiles(qkv.clone(), norms, angles, cache, None, step)
+    for rows in (slice(0, 1), slice(7, 12), slice(30, 31), slice(60, 81)):
+        part = step.part(rows)
+        turns = angles[:, rows].contiguous()
+        alone = attend_in_tiles(qkv[rows].clone(), norms, turns, cache, None, part)
+        assert torch.equal(alone, whole[rows])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("block_size, head_dim", [(5, 32), (16, 32), (32, 64)])
+def test_what_is_unwritten_and_what_others_wrote_may_be_nan(block_size, head_dim, dtype):
+    """The cache is memory that nothing has written yet, or that has been used before."""
+    torch.manual_seed(0)
+    lengths, heads = [1, 2, 17, 33], 2
+    qkv, norms = torch.randn(53, 3 * heads, head_dim).to(dtype), random_norms(head_dim, dtype)
+    # K and V of the second sequence are NaN
+    qkv[1, heads] = qkv[2, 2 * heads] = torch.nan
+    outs = []
+    for rest in (torch.nan, 0.0):
+        step = make_step(lengths, [0] * 4, block_size)
+        tiled = cpu_cache(heads, head_dim, block_size, step, dtype).fill_(rest)
+        angles = no_turn(53, head_dim)
+        outs.append(attend_by_kernel(qkv.clone(), norms, angles, tiled, None, step))
+        assert outs[-1][1:3].isnan().any(dim=0).any()
+        finite = torch.ones(53, dtype=torch.bool)
+        finite[1:3] = False
+        assert outs[-1][finite].isfinite().all()
+    assert torch.equal(outs[0][finite], outs[1][finite])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("chunk", [1, 3, 16, 37])
+@pytest.mark.parametrize("block_size, head_dim", [(16, 32), (32, 64)])
+def test_same_bits_however_a_prompt_is_chunked(block_size, head_dim, chunk, dtype):
+    torch.manual_seed(0)
+    total = 150
+    qkv, norms = torch.randn(total, 6, head_dim).to(dtype), random_norms(head_dim, dtype)
+    angles = torch.rand(2, total, head_dim // 2)
+    whole = make_step([total], [0], block_size)
+
+    def run(step, tiled, rows):
+        turns = angles[:, rows].contiguous()
+        return attend_by_kernel(qkv[rows].clone(), norms, turns, tiled, 40, step)
+
+    unwritten = cpu_cache(2, head_dim, block_size, whole, dtype).fill_(torch.nan)
+    expected = run(whole, unwritten.clone(), slice(0, total))
+    tiled, found = unwritten.clone(), []
+    for first in range(0, total, chunk):
+        rows = slice(first, min(first + chunk, total))
+        step = whole.part(rows)
+        found.append(run(step, tiled, rows))
+    assert torch.equal(torch.cat(found), expected) and expected.isfinite().all()
+
+
+def largest_error(dtype):
+    """Of a step against plain torch, also called in processes of their own."""
+    torch.manual_seed(0)
+    step = make_step([20, 1, 3], [0, 150, 37], 32)
+    plain = random_cache(2, 64, 32, step, dtype)
+    qkv = torch.randn(24, 8, 64).to(dtype)
+    out = attend_in_tiles(qkv, NO_NORMS, no_turn(24, 64), plain, None, step)
+    return (out.double() - plain_attention(qkv[:, :4], plain, None, step)).abs().max().item()
+
+
+@pytest.mark.parametrize("name, features", [
+    ("haswell", "+avx,+avx2,+fma"), ("generic", ""), ("", "")])
+def test_other_cpus(name, features, tmp_path):
+    """The instructions follow the CPU that numba compiles for, not the one it runs on."""
+    script = """if True:
+        import torch
+        from nanoengine_cpu.tiles import HAS_TILES
+        from nanoengine_cpu.vectors import has
+        from cpu.test_paged_attention import largest_error
+        print(has("avx512f"), has("avx512bf16"), HAS_TILES)
+        print(largest_error(torch.float32), largest_error(torch.bfloat16))"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATHS}
+    if name:
+        environment |= {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    printed = subprocess.check_output(
+        [sys.executable, "-c", script], env=environment, text=True).split()
+    assert not name or printed[:3] == ["False"] * 3
+    assert float(printed[3]) < 3e-6 and float(printed[4]) < 2e-2
+
+
+def test_the_compiled_kernel_can_be_kept_on_disk():
+    """numba finds it again only if what it closes over is the same in every process."""
+    kernel = kernels.paged_attention(32, 2, 16, torch.bfloat16)
+    assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__} == {int, type, tuple}
+
+
+@pytest.fixture
+def new_kernels(monkeypatch):
+    """The kernels of attention that are called. No kernel is known from another test."""
+    make, made = kernels.paged_attention.__wrapped__, []
+    for kernel in (row_kernels.rms_norm, row_kernels.swiglu):
+        kernel.cache_clear()
+
+    @functools.cache
+    def paged_attention(*shape, **named):
+        made.append(make(*shape, **named))
+        return made[-1]
+
+    monkeypatch.setattr(kernels, "paged_attention", paged_attention)
+    return made
+
+
+def bits_of_a_large_step():
+    """A hash of what all kernels compute, also called in a process of its own."""
+    torch.manual_seed(0)
+    step = make_step([200] * 4, [0] * 4, 128)
+    cache = random_cache(8, 128, 128, step, torch.bfloat16)
+    norms, angles = random_norms(128, torch.bfloat16), torch.rand(2, 800, 64)
+    qkv = torch.randn(800, 32, 128).bfloat16()
+    out = attend_in_tiles(qkv, norms, angles, cache, None, step)
+    normed = rms_norm(torch.randn(9, 72).bfloat16(), torch.rand(72).bfloat16(), 1e-6)
+    results = qkv[:, :16], out, swiglu(normed)
+    return hashlib.sha1(
+        torch.cat([result.flatten() for result in results]).view(torch.int16).numpy()).hexdigest()
+
+
+def test_a_second_process_compiles_nothing_and_gets_the_same_bits(
+        new_kernels, tmp_path, monkeypatch):
+    """In the process in which it was compiled, numba would not take the one on disk."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    compiled = bits_of_a_large_step()
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
+    assert [file.suffix for file in files].count(".nbc") == 3
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATHS}
+    loaded = subprocess.check_output(
+        [sys.executable, "-c", "from cpu import test_paged_attention as test\n"
+         "print(test.bits_of_a_large_step())"], env=environment, text=True)
+    assert loaded.strip() == compiled
+    assert files == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
+
+
+def test_a_token_that_is_the_first_of_its_sequence_sees_itself_alone():
+    for num_tokens in (1, 3):
+        tables = torch.arange(num_tokens, dtype=torch.int32)[:, None]
+        indices = torch.arange(num_tokens)
+        step = SimpleNamespace(slot_mapping=indices * 16, block_tables=tables,
+                               sequence_of_token=indices.int(), positions=indices.int() * 0)
+        qkv = torch.nn.Linear(5, 192)(torch.randn(4, 5))[:num_tokens].detach().view(-1, 6, 32)
+        cache = torch.zeros(2, 3, 2, 16, 32).transpose(2, 3)  # in any layout
+        turns = no_turn(9, 32)[:, indices]
+        out = attend_by_kernel(qkv, NO_NORMS, turns, cache, None, step)
+        assert torch.allclose(out, qkv[:, 4:])
