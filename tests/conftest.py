@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What takes longest comes first, so that both processes have work to the end. Kernels that several
 # files need are compiled in one of the first two, which have no shape in common.
-SLOWEST = ["test_gpu_path", "test_attention", "test_engine", "test_lab", "test_ray_data",
+SLOWEST = ["test_gpu_path", "test_paged_attention", "test_engine", "test_lab", "test_ray_data",
            "test_batch_invariant", "test_docs", "test_scheduler", "test_bench", "test_model",
            "test_sampler", "test_requests"]
 
