@@ -20,7 +20,7 @@ from nanoengine_cpu.tiles import HAS_TILES
 def optimize(model: nn.Module, has_attention: bool = True) -> bool:
     """Gives modules that it knows a class of its own, with their parameters, hooks and names.
 
-        nn.Linear, nn.RMSNorm
+        nn.Linear, and nn.RMSNorm with a weight and an eps
         an MLP: a module with `gate_up_proj` and `down_proj`
         attention: a module with `qkv_proj`, `o_proj`, `q_norm` and `k_norm`, see `PagedAttention`
 
@@ -37,7 +37,7 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
         if isinstance(module, nn.Linear):
             module.__class__ = PackedLinear
             PackedLinear.pack(module)
-        elif isinstance(module, nn.RMSNorm):
+        elif isinstance(module, nn.RMSNorm) and module.elementwise_affine and module.eps:
             module.__class__ = RMSNorm
         elif hasattr(module, "gate_up_proj"):
             module.__class__ = GatedMLP

@@ -103,6 +103,15 @@ def test_attention_may_be_left_out():
     assert type(model.self_attn) is Attention and type(model.mlp) is not MLP
 
 
+@pytest.mark.parametrize("norm", [
+    nn.RMSNorm(8), nn.RMSNorm(8, eps=1e-6, elementwise_affine=False)])
+def test_norms_that_no_kernel_knows_stay_as_they_are(norm):
+    x = torch.randn(3, 8)
+    expected = norm(x)
+    assert optimize(norm) and type(norm) is nn.RMSNorm
+    assert torch.equal(norm(x), expected)
+
+
 def test_what_is_set_later_counts():
     """What a forward needs lies in `__dict__`, beside where torch keeps it."""
     model = Model(torch.float32)

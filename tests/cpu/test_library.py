@@ -1,0 +1,56 @@
+"""The library as a whole: it stands alone, and its README's example runs."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nanoengine_cpu
+
+FOLDER = Path(nanoengine_cpu.__file__).parent
+README = (FOLDER / "README.md").read_text()
+
+
+def run(script: str, folder: Path) -> str:
+    """In a process of its own, where the library alone can be imported."""
+    (folder / "nanoengine_cpu").symlink_to(FOLDER)
+    script = f"import sys; sys.path[:0] = [{str(folder)!r}]\n{script}"
+    return subprocess.check_output([sys.executable, "-c", script], text=True, cwd=folder)
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
+def test_no_file_imports_an_engine(file):
+    imported = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(node.module)
+    tops = {name.partition(".")[0] for name in imported}
+    allowed = {"torch", "numpy", "numba", "llvmlite", "psutil", "nanoengine_cpu"}
+    assert imported and tops - allowed <= sys.stdlib_module_names
+
+
+def test_importing_it_imports_no_engine(tmp_path):
+    printed = run("import nanoengine_cpu\n"
+                  "print(*{name.partition('.')[0] for name in sys.modules})", tmp_path).split()
+    assert "nanoengine_cpu" in printed
+    assert not {"nanoengine", "nanoengine_extensions", "transformers"} & {*printed}
+
+
+def test_the_example_of_the_readme(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    expected = [comment.strip() for comment in re.findall(r"print\(.*\) +# (.*)", example)]
+    printed = run(example, tmp_path).splitlines()
+    assert len(printed) == len(expected) == 2
+    assert all(comment.startswith(line) for line, comment in zip(printed, expected))
+
+
+def test_the_readme_has_all_functions_and_no_other():
+    named = {name for cell in re.findall(r"^\| (`.*?) \|", README, re.MULTILINE)
+             for name in re.findall(r"`(\w+)\(", cell)}
+    assert named == set(nanoengine_cpu.__all__)
