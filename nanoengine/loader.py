@@ -95,7 +95,8 @@ def load_defaults(folder: Path, config: Any,
     # some files say -1 for none
     eos_tokens: dict[int, int | None] = {
         token_id: token_id for token_id in eos_ids if 0 <= token_id < config.vocab_size}
-    if tokenizer and tokenizer.eos_token_id is not None:
+    # it may know more tokens than the model
+    if tokenizer and tokenizer.eos_token_id in range(config.vocab_size):
         eos_tokens[tokenizer.eos_token_id] = None
     return params, eos_tokens
 

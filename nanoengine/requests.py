@@ -104,7 +104,7 @@ class InputProcessor:
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
         seq = Sequence(str(number), token_ids, length, longest, params, seed,
                        stop_tokens if params.ignore_eos else end_tokens, [*end_tokens],
-                       encode_bad_words(params, tokenizer), priority,
+                       encode_bad_words(params, tokenizer, self.vocab_size), priority,
                        needs_tokens=bool(params.bad_words or params.logits_processors))
         seq.is_scored = params.prompt_logprobs is not None and length > 1
         seq.forks = [seq.fork(seed=hash64(~seq.seed, i), index=i) for i in range(1, params.n)]

@@ -58,12 +58,15 @@ def uniform(seq: Sequence, position: int) -> float:
     return seq.params.temperature and (hash64(seq.seed, position) >> 11) * 2.0**-53
 
 
-def encode_bad_words(params: SamplingParams, tokenizer: Any) -> list[list[int]]:
-    """The tokens of each bad word, at the beginning of a text and behind a space."""
+def encode_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) -> list[list[int]]:
+    """The tokens of each bad word, at the beginning of a text and behind a space.
+
+    A tokenizer may know more tokens than the model: a word with one of these can never come.
+    """
     words = [word.lstrip() or word for word in params.bad_words]
     encoded = [tokenizer.encode(space + word, add_special_tokens=False)
                for word in words for space in ("", " ")]
-    return [token_ids for token_ids in encoded if token_ids]
+    return [token_ids for token_ids in encoded if 0 <= max(token_ids, default=-1) < vocab_size]
 
 
 def biases(seq: Sequence) -> dict[int, float]:
@@ -169,13 +172,13 @@ def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
     """In place: what `biases` says, and -inf for tokens that are not among those allowed."""
     found = [biases(seq) for seq in seqs]
     if any(found):
-        vocab_size = scores.shape[1]
-        others, places, added = send(
+        others, rows, token_ids, added = send(
             scores.device, [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs],
-            [row * vocab_size + token for row, each in enumerate(found) for token in each],
+            [row for row, each in enumerate(found) for _ in each],
+            [token_id for each in found for token_id in each],
             [bias for each in found for bias in each.values()])
-        bias = others.float()[:, None].repeat(1, vocab_size)
-        bias.view(-1)[places] = added.float()
+        bias = others.float()[:, None].repeat(1, scores.shape[1])
+        bias[rows, token_ids] = added.float()
         scores += bias
 
 
@@ -195,13 +198,12 @@ def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None
     rows, token_ids, amounts, of_rows = send(
         scores.device, owners, np.concatenate(tokens), np.concatenate(is_generated, dtype=float),
         penalties)
-    flat = scores.view(-1)
-    places = rows * scores.shape[1] + known_ids(token_ids, last_sampled)
-    counts = torch.zeros_like(flat).index_add_(0, places, amounts.float())[places]
+    places = rows, known_ids(token_ids, last_sampled)
+    counts = torch.zeros_like(scores).index_put_(places, amounts.float(), accumulate=True)[places]
     repetition, presence, frequency = of_rows.float()[rows].T
-    seen = flat[places]
+    seen = scores[places]
     seen = torch.where(seen < 0, seen * repetition, seen / repetition)
-    flat[places] = seen - presence * (counts > 0) - frequency * counts
+    scores[places] = seen - presence * (counts > 0) - frequency * counts
 
 
 def run_processors(logits: Tensor, seq: Sequence) -> Tensor:

@@ -81,6 +81,20 @@ def tiny(make_model) -> str:
     return make_model(num_hidden_layers=2)[0]
 
 
+@pytest.fixture(scope="session")
+def wide_tokenizer(bundled, tmp_path_factory) -> str:
+    """The folder of a tokenizer that knows 860 tokens more than the bundled model, its EOS among
+    them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bundled)
+    names = [f"<extra{number}>" for number in range(860)]
+    tokenizer.add_tokens(names, special_tokens=True)
+    tokenizer.eos_token = names[-1]
+    assert tokenizer.eos_token_id == 867 + 859
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def check_blocks(scheduler) -> None:
     """What must hold between two steps.
 
@@ -165,6 +179,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 def llm(bundled):
     """The bundled model in float32."""
     with LLM(bundled, dtype="float32", max_num_seqs=8, num_kv_blocks=128) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def wide_llm(bundled, wide_tokenizer):
+    """The same with the tokenizer that knows more tokens."""
+    with LLM(bundled, tokenizer=wide_tokenizer, dtype="float32", max_num_seqs=8,
+             num_kv_blocks=128) as llm:
         yield llm
 
 

@@ -393,6 +393,38 @@ def test_tokens_do_not_depend_on_the_schedule(make_llm, alone, scheduling, run_a
         assert token_ids(generate(llm, PROMPTS[::-1], PARAMS[::-1])) == alone[::-1]
 
 
+def random_params(rng: random.Random) -> SamplingParams:
+    """Parameters of all kinds; some words are tokens that only a wide tokenizer knows."""
+    extra = [f"<extra{rng.randrange(860)}>" for _ in range(4)]
+    temperature = rng.choice([0, 0.8, 1.0])
+    return SamplingParams(
+        temperature=temperature, seed=rng.randrange(99), max_tokens=rng.randint(6, 20),
+        n=rng.choice([1, 1, 2]) if temperature else 1, min_tokens=rng.choice([0, 0, 6]),
+        bad_words=rng.choice([[], extra, ["the", *extra, f"a {extra[0]}"]]),
+        stop_token_ids=rng.choice([[], [20, 866]]), top_p=rng.choice([1.0, 0.9]),
+        logit_bias=rng.choice([None, {20: 0.001}, {866: 5.0}]),
+        allowed_token_ids=rng.choice([None, None, [*range(300), 866]]),
+        presence_penalty=rng.choice([0, 1.0]), repetition_penalty=rng.choice([1.0, 1.2]),
+        logits_processors=rng.choice([[], [lambda input_ids, scores: scores * 1.5]]),
+        logprobs=rng.choice([None, 2]), prompt_logprobs=rng.choice([None, 0]))
+
+
+def test_random_requests_do_not_depend_on_each_other(wide_llm):
+    """With a tokenizer that knows more tokens than the model."""
+    rng = random.Random(0)
+    texts = ["a", "b", "Once upon a time", "47 + 85 =", "sort d b e a =", "Long ago the"]
+    for _ in range(20):
+        params = [random_params(rng) for _ in range(rng.randint(2, 7))]
+        prompts = rng.choices(texts, k=len(params))
+        use_policies(wide_llm, run_ahead=rng.random() < 0.5, max_num_seqs=rng.randint(3, 8),
+                     scheduling=rng.choice(["prefill-first", "mixed", "static"]),
+                     max_num_batched_tokens=rng.choice([9, 2048]))
+        expected = [wide_llm.generate(*each, use_tqdm=False)[0] for each in zip(prompts, params)]
+        for found, wanted in zip(generate(wide_llm, prompts, params), expected):
+            assert found.outputs == wanted.outputs
+            assert found.prompt_logprobs == wanted.prompt_logprobs
+
+
 SEVERAL = [SamplingParams(n=n, seed=number, max_tokens=15, ignore_eos=True, **more)
            for number, (n, more) in enumerate([
                (4, {}), (1, {}), (3, dict(top_k=20)), (2, dict(repetition_penalty=1.2)), (5, {})])]

@@ -273,6 +273,21 @@ def test_bad_words(llm):
         assert is_there == any(ids[i:i + len(banned)] == banned for i in range(len(ids)))
 
 
+def test_tokens_that_only_the_tokenizer_knows_change_nothing(wide_llm):
+    """Alone, and in a batch, where the next request's row lies behind."""
+    biased = SamplingParams(temperature=0, max_tokens=3, logit_bias={20: 0.001})
+    expected = token_ids(generate(wide_llm, ["a", "b"], biased))
+    extra = [f"<extra{number}>" for number in (*range(0, 860, 200), 336, 283, 285)]
+    for options in (dict(min_tokens=2), *(dict(bad_words=[word]) for word in extra)):
+        edited = SamplingParams(temperature=0, max_tokens=3, **options)
+        assert token_ids(generate(wide_llm, "a", edited)) == expected[:1]
+        found = generate(wide_llm, ["a", "b", "b"], [edited, biased, edited])
+        assert token_ids(found) == [*expected, expected[1]]
+    assert wide_llm.inputs.eos_tokens.keys() == {0, 2}
+    with pytest.raises(ValueError, match=r"prompts\[0\]: token id 1203 is out of vocabulary"):
+        wide_llm.generate("<extra336>")
+
+
 def test_streaming(llm):
     prompts = ["Once upon a time", "47 + 85 ="]
     params = SamplingParams(temperature=0, max_tokens=25)

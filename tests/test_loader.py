@@ -175,6 +175,8 @@ def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy):
         own = SimpleNamespace(eos_token_id=5)
         assert defaults_of(text_copy, content, own)[1] == {2: 2, 5: None}
         assert defaults_of(text_copy, {"eos_token_id": 4}, own)[1] == {4: 4, 5: None}
+        for own.eos_token_id in (99, None):
+            assert defaults_of(text_copy, {"eos_token_id": 4}, own)[1] == {4: 4}
         assert defaults_of(text_copy, {"eos_token_id": [-1, 3, 99, 10**30]})[1] == {3: 3}
         (text_copy / "generation_config.json").write_text(json.dumps(content))
         with LLM(str(text_copy), num_kv_blocks=8) as llm:

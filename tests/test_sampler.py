@@ -341,9 +341,29 @@ def test_bad_words_look_at_what_was_generated_alone(output, banned):
     params = SamplingParams(bad_words=["ab", "abc", "z"])
     prompt = Words().encode("xxab", False)
     seq = Sequence("7", prompt + Words().encode(output, False), len(prompt), 100, params,
-                   bad_words=encode_bad_words(params, Words()))
+                   bad_words=encode_bad_words(params, Words(), 99))
     found = sampler.biases(seq)
     assert found == dict.fromkeys(Words().encode(banned + "z", False), -math.inf)
+
+
+def test_a_bad_word_that_cannot_be_generated_is_left_out():
+    params = SamplingParams(bad_words=["ab", "abz", "zab", "y", "z"])
+    assert encode_bad_words(params, Words(), 26) == [[1, 2]] * 2 + [[25]] * 2
+
+
+def test_no_token_id_reaches_another_row():
+    """Whatever ids come: those of another vocabulary are an error."""
+    beyond = dict(bad_words=["a"]), dict(logit_bias={5: 1.0}), dict(allowed_token_ids=[1, 5])
+    for edit, options in [(lambda scores, seqs: sampler.add_biases(scores, seqs), beyond),
+                          (lambda scores, seqs: sampler.penalize(scores, seqs, NONE_PENDING),
+                           [dict(repetition_penalty=2.0), dict(presence_penalty=1.0)])]:
+        for each in options:
+            seqs = [make([1, 5], [5], **each), make([1], **each | dict(logit_bias=None))]
+            seqs[0].bad_words = [[5]]
+            scores = torch.ones(2, 5)
+            with pytest.raises(IndexError):
+                edit(scores, seqs)
+            assert scores.tolist() == [[1.0] * 5] * 2
 
 
 # ----------------------------------------------------------------------------------- logprobs
