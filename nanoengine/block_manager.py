@@ -27,7 +27,7 @@ import xxhash
 from nanoengine.batch import Copies
 from nanoengine.sequence import Sequence
 
-BlockHash = tuple[int, bytes]
+BlockHash = tuple[bytes, bytes]
 
 
 class BlockManager:
@@ -226,15 +226,17 @@ class BlockManager:
                     self.free.move_to_end(block, last=False)
 
     def _hash(self, seq: Sequence, index: int) -> BlockHash:
-        """What a full block is found by: a hash, and its tokens, since hashes may collide.
+        """What a full block is found by: a hash, and its tokens.
 
-        The hash is xxh64 over the hash of the block before and the block's own token ids, so that
-        it stands for the whole prefix. The sequence keeps the hashes of its blocks.
+        The hash is xxh3 in 128 bits over the hash of the block before and the block's own token
+        ids, so that it stands for the whole prefix. Of the blocks before, only the hash is
+        compared: no two prefixes have the same one by accident. But xxh3 is no cryptographic hash,
+        which would resist a search for two that have. The sequence keeps the hashes of its blocks.
         """
         for missing in range(len(seq.block_hashes), index + 1):
-            before = seq.block_hashes[-1][0] if missing else 0
+            before = seq.block_hashes[-1][0] if missing else bytes(16)
             start = missing * self.block_size
             tokens = array("i", seq.token_ids[start:start + self.block_size]).tobytes()
-            digest = xxhash.xxh64_intdigest(before.to_bytes(8, "little") + tokens)
+            digest = xxhash.xxh3_128_digest(before + tokens)
             seq.block_hashes.append((digest, tokens))
         return seq.block_hashes[index]

@@ -114,7 +114,7 @@ class Sequence:
     num_computed_tokens: int = state(int)
     block_table: array = state(lambda: array("i"))
     # (hash, tokens) of each full block, as far as they were needed: see block_manager.py
-    block_hashes: list[tuple[int, bytes]] = state(list)
+    block_hashes: list[tuple[bytes, bytes]] = state(list)
     # how many tokens were computed when it was last preempted
     num_preempted_tokens: int = state(int)
     # the other completions of the prompt (n > 1), which begin with its first generated token

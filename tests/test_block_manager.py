@@ -83,7 +83,7 @@ def test_hashes_are_chained():
 
 
 def test_a_hit_compares_the_tokens_too(monkeypatch):
-    monkeypatch.setattr(xxhash, "xxh64_intdigest", lambda data: 7)
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: bytes(16))
     assert block_manager.xxhash is xxhash
     manager = BlockManager(20, 4)
     run_once(manager, [1, 2, 3, 4, 5])
@@ -93,6 +93,42 @@ def test_a_hit_compares_the_tokens_too(monkeypatch):
         found = find(manager, make(tokens))
         assert [manager.hash_of_block[block][1] for block in found] == [
             array("i", tokens[:4]).tobytes()]
+
+
+def twin_of_xxh64(token_ids: list[int]) -> list[int]:
+    """16 other ids: with any 8 bytes before, and any behind, they have the same xxh64.
+
+    Of 32 bytes at a time, xxh64 mixes each 8 into a sum of their own: what one 8 have changed, the
+    8 that come next in this sum can undo.
+    """
+    first, second, mask = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 2**64 - 1
+
+    def mix(total: int, word: int) -> int:
+        total = total + word * second & mask
+        return (total << 31 | total >> 33) * first & mask
+
+    words = array("Q", array("i", token_ids).tobytes())
+    # the second of four sums; before the block there are 8 bytes
+    changed = words[:]
+    changed[0] ^= 1
+    before, after = mix(second, words[0]), mix(second, changed[0])
+    changed[4] = words[4] + (before - after) * pow(second, -1, 2**64) & mask
+    return array("i", changed.tobytes()).tolist()
+
+
+def test_no_known_collision_of_a_prefix_is_a_hit():
+    """xxh64 alone would find the second block behind a first one that is another."""
+    manager = BlockManager(20, 16)
+    prefix, block = [*range(100, 116)], [*range(16)]
+    other = twin_of_xxh64(prefix)
+    hashes = {xxhash.xxh64_digest(bytes(8) + array("i", tokens).tobytes())
+              for tokens in (prefix, other)}
+    assert prefix != other and len(hashes) == 1
+    run_once(manager, [*prefix, *block, 1])
+    run_once(manager, [*other, 1])
+    assert len(find(manager, make([*prefix, *block, 1]))) == 2
+    assert len(find(manager, make([*other, *block, 1]))) == 1
+    assert all(len(found) == 16 for found, _ in manager.blocks_by_hash)
 
 
 def test_shared_blocks_are_counted():
