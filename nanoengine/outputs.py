@@ -39,7 +39,8 @@ class RequestOutput:
     """A prompt and its completions.
 
     index: which of the call's prompts it is, from 0; `request_id` counts over all calls.
-    prompt_logprobs: for each token of the prompt, None for the first; None if not asked for.
+    prompt_logprobs: for each token of the prompt, None for the first. None if not asked for, or
+        after "error": which ones a NaN has reached depends on how the prompt was chunked.
     num_cached_tokens: how many tokens of the prompt the prefix cache had.
     lora_request: None; for scripts written for vLLM.
     """
@@ -151,7 +152,7 @@ class Request:
         """The request as it stands now."""
         seq = self.seq
         prompt_logprobs = None
-        if seq.params.prompt_logprobs is not None:
+        if seq.params.prompt_logprobs is not None and seq.finish_reason != "error":
             prompt_logprobs = [seq.prompt_logprobs.get(i) for i in range(seq.num_prompt_tokens)]
         return RequestOutput(
             seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],

@@ -430,6 +430,25 @@ def test_a_prompt_that_gives_nan_ends_with_an_error_and_its_neighbours_lose_noth
         assert llm.metrics()["generation_tokens"] == num_sampled
 
 
+def test_prompt_logprobs_around_nan_do_not_depend_on_the_chunks(make_model):
+    """The kernel spreads a NaN over neighbours in its step: no log-probabilities are given then."""
+    folder, _ = make_model(num_hidden_layers=2, tie_word_embeddings=False)
+    tensors = load_file(Path(folder) / "model.safetensors")
+    tensors["model.embed_tokens.weight"][300] = math.nan
+    save_file(tensors, Path(folder) / "model.safetensors")
+    prompts = [[5, 6, 7, 8, 9, 10, 300, 11], [5, 6, 7, 8, 9, 10, 11, 300], [5, 6, 7, 8, 9, 10, 11]]
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1, n=2, seed=1)
+    found = []
+    for budget in (2048, 4):
+        with LLM(folder, dtype="float32", max_num_batched_tokens=budget, num_kv_blocks=8) as llm:
+            *bad, good = generate(llm, prompts, params)
+            assert [output.prompt_logprobs for output in bad] == [None, None]
+            assert all(c.finish_reason == "error" for output in bad for c in output.outputs)
+            found.append([[*each] for each in good.prompt_logprobs[1:]])
+            assert [output.prompt_logprobs for output in llm.stream(prompts[:2], params)] == [None] * 2
+    assert found[0] == found[1] and len(found[0]) == 6
+
+
 @pytest.mark.parametrize("options", [dict(), dict(attention_backend="gather"),
                                      dict(attention_backend="gather", dtype="float16")])
 @pytest.mark.parametrize("max_tokens", [1, 5])
