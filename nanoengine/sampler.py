@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from nanoengine.attention import known_ids, send
-from nanoengine.sampling_params import PLAIN, SamplingParams
+from nanoengine.sampling_params import PLAIN, SamplingParams, naming
 from nanoengine.sequence import NO_TOKEN, Sequence
 
 # The most logits of one matrix. On a CPU it stays in the cores' caches, on a GPU it is small beside
@@ -210,18 +210,20 @@ def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
     """A row of float32 logits, (1, vocab_size), after the processors of its request.
 
     Each processor gets copies, which it may keep or overwrite. NaN or infinity from the model
-    cannot be mended by them. Raises ValueError for a result of another shape or kind.
+    cannot be mended by them. Raises ValueError for an error in a processor, and for a result of
+    another shape or kind.
     """
     input_ids = torch.tensor([seq.token_ids], device=logits.device)
     scores = logits
     for processor in seq.params.logits_processors:
-        scores = processor(input_ids.clone(), scores.clone())
+        with naming(what := f"request {seq.request_id}: its logits processor {processor}"):
+            scores = processor(input_ids.clone(), scores.clone())
         is_row = isinstance(scores, Tensor) and scores.shape == logits.shape
         if not (is_row and scores.is_floating_point() and scores.layout == logits.layout
                 and scores.device == logits.device):
             shown = (scores.shape, scores.dtype) if isinstance(scores, Tensor) else scores
-            raise ValueError(f"request {seq.request_id}: its logits processor {processor} returned "
-                             f"{shown}, and not floats of shape {tuple(logits.shape)}")
+            raise ValueError(f"{what} returned {shown}, and not floats of shape "
+                             f"{tuple(logits.shape)}")
     # +inf is how some force a token
     scores = scores.float().clamp(max=torch.finfo(torch.float32).max)
     return torch.where(logits.amax() < math.inf, scores, math.nan)

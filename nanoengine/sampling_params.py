@@ -26,11 +26,12 @@ def rejected(name: str, value: Any, accepted: str) -> ValueError:
 
 @contextmanager
 def naming(what: object) -> Iterator[None]:
-    """Turns any error of a library about what a user gave into a ValueError that names it."""
+    """Turns any error of a library about what a user gave into a ValueError that names it, and any
+    error of a function that a user gave. The first error is its cause."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{what}: {str(error) or repr(error)}") from error
 
 
 # vLLM's shorthands: one text stands for a list of it, None for an empty list
@@ -97,7 +98,8 @@ class SamplingParams:
     allowed_token_ids: the only tokens that may be generated.
     logit_bias: numbers to add to logits, by token id.
     logits_processors: functions `(input_ids, scores) -> scores` on tensors of shape (1, tokens so
-        far) and (1, vocab_size), as in transformers; they run after all of the above.
+        far) and (1, vocab_size), as in transformers; they run after all of the above. An error in
+        one ends the call with a ValueError that names it and its request.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: make text at all.
     output_kind: what `LLM.stream` yields of the request.

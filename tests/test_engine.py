@@ -628,12 +628,23 @@ def test_ctrl_c_inside_the_scheduler(tiny_llm, monkeypatch):
     assert token_ids(generate(tiny_llm, prompts)) == expected
 
 
-def test_a_processor_that_raises(tiny_llm):
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("error", [ZeroDivisionError, AssertionError(), RuntimeError("reused")])
+def test_a_processor_that_raises_is_named_with_its_request(tiny_llm, error, run_ahead):
     def bad(input_ids, scores):
-        raise ZeroDivisionError
+        if input_ids.shape[1] > 5:
+            raise error
+        return scores
 
+    use_policies(tiny_llm, run_ahead=run_ahead)
     prompts = random_prompts([3, 4])
-    with pytest.raises(ZeroDivisionError):
-        generate(tiny_llm, prompts, [SamplingParams(), SamplingParams(logits_processors=[bad])])
-    check_idle(tiny_llm)
-    generate(tiny_llm, prompts)
+    expected = token_ids(generate(tiny_llm, prompts))
+    params = [SamplingParams(), SamplingParams(logits_processors=[bad])]
+    for call in (tiny_llm.generate, lambda *arguments: [*tiny_llm.stream(*arguments)]):
+        number = tiny_llm.inputs.num_requests + 1
+        with pytest.raises(ValueError, match=f"request {number}: its .* <function .*bad.*(Z|A|re)"
+                           ) as found:
+            call(prompts, params)
+        assert isinstance(found.value.__cause__, (ZeroDivisionError, AssertionError, RuntimeError))
+        check_idle(tiny_llm)
+    assert token_ids(generate(tiny_llm, prompts)) == expected

@@ -445,7 +445,7 @@ def test_prompt_logprobs_around_nan_do_not_depend_on_the_chunks(make_model):
             assert [output.prompt_logprobs for output in bad] == [None, None]
             assert all(c.finish_reason == "error" for output in bad for c in output.outputs)
             found.append([[*each] for each in good.prompt_logprobs[1:]])
-            assert [output.prompt_logprobs for output in llm.stream(prompts[:2], params)] == [None] * 2
+            assert not any(output.prompt_logprobs for output in llm.stream(prompts[:2], params))
     assert found[0] == found[1] and len(found[0]) == 6
 
 
@@ -506,10 +506,11 @@ def test_what_a_processor_raises_is_not_taken_for_the_end(llm, error):
         raise error
 
     params = SamplingParams(max_tokens=3, logits_processors=[raise_it])
-    with pytest.raises((error, RuntimeError)):
+    expected = ValueError if issubclass(error, Exception) else (error, RuntimeError)
+    with pytest.raises(expected):
         llm.generate(["a", "b"], [GREEDY, params], use_tqdm=False)
     check_idle(llm)
-    with pytest.raises((error, RuntimeError)):
+    with pytest.raises(expected):
         list(llm.stream(["a", "b"], [GREEDY, params]))
     check_idle(llm)
 
