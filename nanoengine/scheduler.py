@@ -179,12 +179,14 @@ class Scheduler:
         """In a long queue, a head that does not fit takes the place of the longest sequence.
 
         The victim goes to the front, right behind the head. A sequence gives way only once, so
-        that this comes to an end.
+        that this comes to an end. A head that only waits for its pending token takes no place.
         """
         limit, manager = self.config.max_waiting, self.block_manager
-        if limit is None or len(self.waiting) <= limit or self._can_admit_head():
+        if limit is None or len(self.waiting) <= limit:
             return
         head = self.waiting[0]
+        if head.is_awaited or self._can_admit_head():
+            return
         num_missing = manager.num_blocks_to_hold(head) - manager.num_free_blocks
         victims = [seq for seq in self.running if not seq.gave_way
                    and seq.priority >= head.priority and len(seq.block_table) >= num_missing]

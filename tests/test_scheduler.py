@@ -599,6 +599,25 @@ def test_only_max_waiting_makes_a_sequence_give_way_that_holds_all_it_needs_and_
                             max_waiting=max_waiting) == preempted
 
 
+@pytest.mark.parametrize("scheduling", ["prefill-first", "mixed"])
+def test_no_sequence_gives_way_to_a_head_that_only_waits_for_its_token(scheduling):
+    scheduler = make_scheduler(20, 4, 4, 100, scheduling=scheduling, max_waiting=0)
+    others = [make_sequence([number] * 5, 9) for number in range(1, 3)]
+    head = make_sequence([3] * 5, 9)
+    head.needs_tokens = True
+    for seq in (*others, head):
+        scheduler.add(seq)
+    first = scheduler.schedule()
+    scheduler.advance(first)
+    scheduler.preempt(head)
+    assert head.is_awaited and scheduler.waiting[0] is head
+    second = scheduler.schedule()
+    assert second.sequences == others
+    assert second.preempted == [(head, "recompute")] and not any(seq.gave_way for seq in others)
+    scheduler.postprocess(first, [1, 1, 1])
+    assert head in scheduler.schedule().sequences, "there has been room for it all the time"
+
+
 def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
     scheduler = make_scheduler(9, 4, 2, 100)
     old, young = make_sequence([1, 2, 3] * 5, 10), make_sequence([3, 2] * 8, 8)
