@@ -168,13 +168,14 @@ def uninterrupted() -> Iterator[None]:
     """Ctrl-C counts behind it: the other ranks would wait for what has been left out."""
     interrupts: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
-    before: Any = None
-    if is_main:
-        before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    # None: a handler of another language, which could not be put back
+    before = signal.getsignal(signal.SIGINT) if is_main else None
+    if before is not None:
+        signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         yield
     finally:
-        if is_main:
+        if before is not None:
             signal.signal(signal.SIGINT, before)
         if interrupts:
             signal.raise_signal(signal.SIGINT)

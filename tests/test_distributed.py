@@ -131,6 +131,22 @@ def test_ctrl_c_counts_behind_what_must_not_be_interrupted():
     assert signal.signal(signal.SIGINT, before) == signal.SIG_IGN
 
 
+def test_a_handler_of_ctrl_c_that_is_not_pythons_stays(monkeypatch):
+    """Where Python is part of a program in C: Python could not put the handler back."""
+    installed = []
+
+    def install(number, handler):
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or callable")
+        installed.append(handler)
+
+    monkeypatch.setattr(signal, "signal", install)
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with uninterrupted():
+        pass
+    assert installed == []
+
+
 @pytest.mark.parametrize("is_in_a_step", [True, False])
 def test_a_rank_that_dies_is_named_at_once(two_ranks, is_in_a_step, monkeypatch):
     """And a device that waits for it is freed, without which a GPU would wait for ever."""
