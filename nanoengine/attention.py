@@ -96,7 +96,8 @@ def pack(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layout]:
     PyTorch reuses one only when the copy from it is done, so that none is rewritten in flight.
     """
     words = [array.view(np.int32).ravel() for array in arrays.values()]
-    buffer = torch.empty(sum(map(len, words)), dtype=torch.int32, pin_memory=device == "cuda")
+    buffer = torch.empty(sum(map(len, words)), dtype=torch.int32, device="cpu",
+                         pin_memory=device == "cuda")
     np.concatenate(words, out=buffer.numpy())
     return buffer, tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
                          for name, array in arrays.items())

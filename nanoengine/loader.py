@@ -155,7 +155,7 @@ def load_weights(folder: Path, missing: dict[str, Tensor], group: Group) -> None
     given twice, of another shape, or not of floating point.
     """
     for file in sorted(folder.glob("model*.safetensors")):
-        with naming(f"{file} is truncated, or does not fit the model"):
+        with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
             for full_name in list(safe_open(file, framework="pt").keys()):
                 name = re.sub(r"^model\.|self_attn\.|mlp\.", "", full_name)
                 if name.endswith("inv_freq") or name == "lm_head.weight" and name not in missing:

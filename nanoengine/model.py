@@ -162,13 +162,14 @@ def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
     """
     rope_type = config.rope_parameters["rope_type"]
     if rope_type == "default":
-        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
         frequencies, factor = 1 / config.rope_parameters["rope_theta"] ** exponents, 1.0
     else:
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     if not (frequencies > 0).all() or not frequencies.isfinite().all():
         raise rejected("the model's rope_parameters", config.rope_parameters, "positive and finite")
-    angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+    positions = torch.arange(max_model_len, dtype=torch.float32, device="cpu")
+    angles = positions[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin())) * factor
 
 
@@ -312,7 +313,7 @@ class DecoderLayer(nn.Module):
     @functools.cached_property
     def head_norms(self) -> tuple[Tensor, float]:
         """The norms of query heads and key heads as `cpu_attention` takes them."""
-        ones = torch.ones(self.head_dim)
+        ones = torch.ones(self.head_dim, device="cpu")
         weights = [getattr(norm, "weight", ones).float() for norm in (self.q_norm, self.k_norm)]
         return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)
 

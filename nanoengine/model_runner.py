@@ -49,7 +49,7 @@ from nanoengine.sampling_params import SamplingParams, rejected
 from nanoengine.sequence import Sequence
 
 # of steps without log-probabilities
-NO_ENTRIES = torch.empty(0, 3)
+NO_ENTRIES = torch.empty(0, 3, device="cpu")
 
 
 @dataclass
@@ -184,7 +184,7 @@ class ModelRunner:
         # (num_blocks + 1, layers, 2, …)
         self.blocks = self.caches.movedim(2, 0)
         self.host_blocks = torch.empty(num_host_blocks, *self.blocks.shape[1:], dtype=self.dtype,
-                                       pin_memory=self.is_gpu)
+                                       device="cpu", pin_memory=self.is_gpu)
 
     def measure_free_bytes(self) -> int:
         """What the KV cache may take.

@@ -194,6 +194,27 @@ def test_without_a_tokenizer_by_choice(bundled):
         assert output.prompt_logprobs[1][2].decoded_token is None
 
 
+@pytest.mark.parametrize("options", [
+    dict(), dict(attention_backend="gather"), dict(dtype="bfloat16", run_ahead=True),
+    dict(preemption_mode="swap", num_kv_blocks=7, block_size=16, max_model_len=64)])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_default_device_of_the_user_does_not_count(bundled, options, is_early):
+    params = [SamplingParams(max_tokens=40, seed=1, n=3), SamplingParams(
+        max_tokens=40, seed=1, presence_penalty=1, top_p=0.9, top_k=4, min_p=0.01, min_tokens=2,
+        logit_bias={3: 1.0}, logprobs=2, prompt_logprobs=1)]
+    options = dict(dtype="float32", num_kv_blocks=64) | options
+    found = []
+    for default in ("cpu", "meta"):
+        try:
+            torch.set_default_device(default if is_early else "cpu")
+            with LLM(bundled, **options) as llm:
+                torch.set_default_device(default)
+                found.append([output.outputs for output in generate(llm, ["Once", "a"], params)])
+        finally:
+            torch.set_default_device(None)
+    assert found[0] == found[1]
+
+
 # -------------------------------------------------------------------------- prompt logprobs
 
 
