@@ -11,6 +11,9 @@ from nanoengine.sampler import Logprobs
 from nanoengine.sampling_params import RequestOutputKind
 from nanoengine.sequence import RequestMetrics, Sequence
 
+# of the tokens in the middle of a character so many are decoded first
+NUM_LAST = 8
+
 
 @dataclass
 class CompletionOutput:
@@ -89,9 +92,17 @@ class Completion:
         return self._find_stop(num_letters) if num_generated > seq.params.min_tokens else None
 
     def _decode(self) -> str:
-        """The text that the newest token completes: none in the middle of a character."""
+        """The text that the newest token completes: none in the middle of a character.
+
+        Where many tokens complete none, the last ones are decoded first. A character that was cut
+        in front of them leaves three letters at most: behind these, all is as in the whole text.
+        """
         skip = self.seq.params.skip_special_tokens
         self.pending.append(self.seq.token_ids[-1])
+        if len(self.pending) > NUM_LAST:
+            end = self.tokenizer.decode(self.pending[-NUM_LAST:], skip)
+            if end.endswith("\ufffd", 3):
+                return ""
         before = self.tokenizer.decode(self.context, skip)
         after = self.tokenizer.decode(self.context + self.pending, skip)
         piece = after[len(before):]

@@ -1,8 +1,12 @@
 """Text: whole characters, stop strings across token boundaries, tokens that are no text."""
 
+import random
+from types import SimpleNamespace
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoengine.outputs import Completion, Request
 from nanoengine.sampler import Logprob
@@ -65,16 +69,80 @@ def test_a_prompt_that_ends_inside_a_character_does_not_leak_into_the_text(byte_
     assert completion.output().text == "abc"
 
 
-def test_byte_fallback_tokens_that_turn_out_invalid_do_not_stop_the_text():
+@pytest.fixture(scope="module")
+def fallback_tokenizer():
+    """Three letters, then a token for each byte, and one special token (id 259)."""
     vocabulary = {"▁": 0, "a": 1, "b": 2} | {f"<0x{i:02X}>": i + 3 for i in range(256)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def test_byte_fallback_tokens_that_turn_out_invalid_do_not_stop_the_text(fallback_tokenizer):
     ids = [0x41 + 3, 0xFF + 3, 1, 0xE2 + 3, 2, 0x42 + 3, 0x80 + 3, 1, 2]
-    _, output, _ = generate(wrapped, ids, prompt="ab")
+    _, output, _ = generate(fallback_tokenizer, ids, prompt="ab")
     text = output.text
     assert text[0] == "A" and text.endswith("ab")
+
+
+def decoded_whole(tokenizer, prompt_ids, ids) -> list[str]:
+    """The texts so far, where all tokens in the middle of a character are decoded each time."""
+    context, pending, text, texts = prompt_ids[-6:], [], "", []
+    for token_id in ids:
+        pending.append(token_id)
+        before, after = (tokenizer.backend_tokenizer.decode(each, True)
+                         for each in (context, context + pending))
+        if not after[len(before):].endswith("\ufffd"):
+            text += after[len(before):]
+            context, pending = pending if after[len(before):] else context, []
+        texts.append(text)
+    return texts
+
+
+def test_many_tokens_in_the_middle_of_a_character(byte_tokenizer, fallback_tokenizer):
+    """Bytes that begin, go on and never end; characters among them; tokens without a text."""
+    rng = random.Random(0)
+    for tokenizer in (byte_tokenizer, fallback_tokenizer):
+        eos = tokenizer.eos_token_id
+        letters = tokenizer.convert_tokens_to_ids(["a", "b"])
+        ids_of = {byte: byte + 3 for byte in range(256)}
+        if tokenizer is byte_tokenizer:
+            alphabet = bytes_to_unicode()
+            ids_of = {byte: tokenizer.convert_tokens_to_ids(alphabet[byte]) for byte in range(256)}
+        for _ in range(150):
+            parts = [[ids_of[byte]] for byte in (0xE6, 0x97, 0xA5, 0xF0, 0xFF, 0x80)]
+            parts += [[ids_of[byte] for byte in "日🦊é".encode()], [eos] * rng.choice([1, 9])]
+            parts += [[eos], letters[:rng.choice([0, 0, 1])]]
+            weights = [rng.choice([0, 0, 1, 5]) for _ in parts]
+            weights[rng.randrange(6)] = 20
+            ids = sum(rng.choices(parts, weights, k=rng.randint(1, 60)), []) + letters
+            prompt_ids = rng.choices(range(256), k=3)
+            seq = Sequence("0", [*prompt_ids], 3, 10_000, SamplingParams())
+            completion = Completion(seq, tokenizer)
+            texts = []
+            for token_id in ids:
+                seq.token_ids.append(token_id)
+                completion.update()
+                texts.append(completion.text)
+            assert texts == decoded_whole(tokenizer, prompt_ids, ids)
+            assert texts[-1].endswith("ab")
+
+
+def test_a_character_that_never_ends_takes_no_more_time_with_each_token(byte_tokenizer):
+    seq = Sequence("0", byte_tokenizer.encode("a"), 1, 10_000, SamplingParams())
+    completion = Completion(seq, byte_tokenizer)
+    decode, lengths = completion.tokenizer.decode, []
+    completion.tokenizer = SimpleNamespace(
+        decode=lambda ids, skip: lengths.append(len(ids)) or decode(ids, skip))
+    half, = byte_tokenizer.convert_tokens_to_ids([bytes_to_unicode()[0xE6]])
+    for _ in range(500):
+        seq.token_ids.append(half)
+        completion.update()
+    assert completion.output().text == "" and max(lengths) < 16 and len(lengths) < 520
+    seq.token_ids += byte_tokenizer.encode("b")
+    completion.update()
+    assert completion.output().text == "\ufffd" * 500 + "b"
 
 
 @pytest.mark.parametrize("stop, expected, reason", [
