@@ -166,6 +166,18 @@ def numbered(file: BinaryIO) -> Lines:
     return ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
+def number_of(result: bytes) -> int:
+    """The number of the request that a line of the results answers.
+
+    Raises an error for a line that is not whole: its middle may have been lost, too.
+    """
+    record = json.loads(result)
+    number = int(record["id"].removeprefix("line-"))
+    if record["response"]["request_id"] != f"batch-line-{number}":
+        raise ValueError("parts of two results")
+    return number
+
+
 def skip_finished(lines: Lines, results: Path) -> tuple[int, Lines]:
     """How many lines have a result, and the others. Cuts a torn last line off the results.
 
@@ -177,13 +189,17 @@ def skip_finished(lines: Lines, results: Path) -> tuple[int, Lines]:
     behind = set()
     first = next(lines, None)
     with results.open("rb") as file:
-        for line in file:
+        for place, line in enumerate(file, 1):
             if not BEGIN_OF_RESULT.startswith(line[:len(BEGIN_OF_RESULT)]):
                 sys.exit(f"{results} has a line that is no result of this job: {line[:60]!r}")
             if not line.endswith(b"\n"):
                 break
             num_bytes += len(line)
-            number = int(line.split(b'"', 4)[3].removeprefix(b"line-"))
+            try:
+                number = number_of(line)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                sys.exit(f"{results}, line {place} is damaged ({error}): {line[:60]!r}. Without "
+                         "this line, the same command computes what was in it again.")
             if first and number >= first[0] and number not in behind:
                 num_finished += 1
                 behind.add(number)

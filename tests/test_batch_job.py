@@ -413,6 +413,28 @@ def test_the_window_is_constant(job, batch, llm, monkeypatch):
     assert sorted(most)[len(most) // 2] >= 8, "the engine is full"
 
 
+def result(number: object, of: object = None) -> str:
+    response = {"request_id": f"batch-line-{of or number}", "body": {"x": 1}}
+    return json.dumps({"id": f"line-{number}", "custom_id": None, "response": response}) + "\n"
+
+
+@pytest.mark.parametrize("line", [
+    result(2)[:30] + result(3), result(2)[:-1] + result(3), result(2)[:30] + result(3)[30:],
+    result(2, of=3), result("x"), result(""), result("02"), '{"id": "line-2"}\n', '{"id": "line-\n',
+    '{"id": "line-2", "response": 5}\n', '{"id": "line-2", "id": 5}\n', '{"id": "line-2"\n'])
+def test_a_result_that_is_damaged_is_named(batch, tmp_path, line):
+    """It does not count as done: a part of it, or of the one behind it, is missing."""
+    target = tmp_path / "results.jsonl"
+    target.write_text(result(1) + line + result(4))
+    before = target.read_bytes()
+    with pytest.raises(SystemExit, match="results.jsonl, line 2 is damaged .*computes what was"):
+        batch.skip_finished(batch.numbered([b"x\n"] * 5), target)
+    assert target.read_bytes() == before, "it is as it was"
+    target.write_text(result(1) + result(4))
+    assert [number for number, _ in batch.skip_finished(
+        batch.numbered([b"x\n"] * 5), target)[1]] == [2, 3, 5]
+
+
 def test_what_is_finished_is_a_number_and_a_small_set(batch, tmp_path):
     """Whatever lines are blank, and though requests finish out of order."""
     lines = [b"x\n" if number % 3 else b"\n" for number in range(20000)]
@@ -421,7 +443,7 @@ def test_what_is_finished_is_a_number_and_a_small_set(batch, tmp_path):
     finished = sorted(kept[:-50], key=lambda number: number + draw.uniform(0, 100))
     missing = [finished.pop(), finished.pop(-20)]
     target = tmp_path / "results.jsonl"
-    target.write_text("".join(f'{{"id": "line-{number}", "x": 1}}\n' for number in finished))
+    target.write_text("".join(result(number) for number in finished))
     num_finished, rest = batch.skip_finished(batch.numbered(lines), target)
     assert num_finished == len(finished)
     assert len(rest.gi_frame.f_locals["behind"]) < 100
