@@ -89,7 +89,8 @@ class EngineConfig:
         as many as there are tokens.
     batch_invariant: make sure that logits and tokens have the same bits whatever runs beside a
         request, and however it was chunked, preempted or cached. With the numba kernel and packed
-        weights they have anyway. Elsewhere True is an error.
+        weights they have anyway. Elsewhere True is an error. All multiples of 32 as block_size give
+        the same bits, other sizes may give others: sums go over other spans.
     trace: keep a record of each step in `LLM.trace`, see model_runner.py's `Launched`.
     """
 

@@ -9,6 +9,7 @@ import torch
 from conftest import ROOT, random_prompts
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.config import EngineConfig
 
 LENGTHS = [40, 3, 97, 130, 1, 64, 33, 150]
 SHARED = random_prompts([70])[0]
@@ -87,6 +88,19 @@ def test_same_bits_with_products_as_large_as_real_ones(tmp_path, dtype):
                  "preempted": {"num_kv_blocks": 18, "enable_prefix_caching": False}}
     check(str(tmp_path), prompts, schedules, dtype=dtype, load_format="dummy", max_model_len=512,
           block_size=32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_block_sizes_that_are_multiples_of_32_give_the_same_bits(make_model, dtype):
+    folder, _ = make_model("Qwen3")
+    found = []
+    for block_size in (32, 96, 256):
+        with LLM(folder, dtype=dtype, block_size=block_size, batch_invariant=True) as llm:
+            found.append(logits_of(llm, PROMPTS[-1:]))
+    for other in found[1:]:
+        assert all(torch.equal(row, other[key]) for key, row in found[0].items())
+    for text in (EngineConfig.__doc__, (ROOT / "README.md").read_text()):
+        assert "All multiples of 32 as" in text
 
 
 def test_where_it_cannot_be_kept_it_is_refused(tiny):
