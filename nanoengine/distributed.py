@@ -42,9 +42,8 @@ class Group:
         self.store: Any = None
         self.backend: Any = None
         if size > 1:
-            is_first = rank == 0
             self.store = torch.distributed.TCPStore(
-                "127.0.0.1", port, size, is_first, TIMEOUT, wait_for_workers=False)
+                "127.0.0.1", port, size, rank == 0, TIMEOUT, wait_for_workers=False)
 
     def connect(self, device: str) -> None:
         """Waits for all ranks. PyTorch's default group stays free for the user."""

@@ -168,8 +168,7 @@ def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     if not (frequencies > 0).all() or not frequencies.isfinite().all():
         raise rejected("the model's rope_parameters", config.rope_parameters, "positive and finite")
-    positions = torch.arange(max_model_len, dtype=torch.float32, device="cpu")
-    angles = positions[:, None] * frequencies
+    angles = torch.arange(max_model_len, device="cpu")[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin())) * factor
 
 

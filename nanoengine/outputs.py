@@ -100,8 +100,7 @@ class Completion:
         skip = self.seq.params.skip_special_tokens
         self.pending.append(self.seq.token_ids[-1])
         if len(self.pending) > NUM_LAST:
-            end = self.tokenizer.decode(self.pending[-NUM_LAST:], skip)
-            if end.endswith("\ufffd", 3):
+            if self.tokenizer.decode(self.pending[-NUM_LAST:], skip).endswith("\ufffd", 3):
                 return ""
         before = self.tokenizer.decode(self.context, skip)
         after = self.tokenizer.decode(self.context + self.pending, skip)

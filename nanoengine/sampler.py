@@ -63,9 +63,8 @@ def encode_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) ->
 
     A tokenizer may know more tokens than the model: a word with one of these can never come.
     """
-    words = [word.lstrip() or word for word in params.bad_words]
-    encoded = [tokenizer.encode(space + word, add_special_tokens=False)
-               for word in words for space in ("", " ")]
+    encoded = [tokenizer.encode(space + (word.lstrip() or word), add_special_tokens=False)
+               for word in params.bad_words for space in ("", " ")]
     return [token_ids for token_ids in encoded if 0 <= max(token_ids, default=-1) < vocab_size]
 
 
@@ -170,13 +169,10 @@ def likeliest(logits: Tensor) -> Tensor:
 
 def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
     """In place: what `biases` says, and -inf for tokens that are not among those allowed."""
-    found = [biases(seq) for seq in seqs]
-    if any(found):
-        others, rows, token_ids, added = send(
-            scores.device, [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs],
-            [row for row, each in enumerate(found) for _ in each],
-            [token_id for each in found for token_id in each],
-            [bias for each in found for bias in each.values()])
+    edits = [(row, *edit) for row, seq in enumerate(seqs) for edit in biases(seq).items()]
+    if edits:
+        rest = [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs]
+        others, rows, token_ids, added = send(scores.device, rest, *zip(*edits))
         bias = others.float()[:, None].repeat(1, scores.shape[1])
         bias[rows, token_ids] = added.float()
         scores += bias
@@ -222,8 +218,7 @@ def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
         if not (is_row and scores.is_floating_point() and scores.layout == logits.layout
                 and scores.device == logits.device):
             shown = (scores.shape, scores.dtype) if isinstance(scores, Tensor) else scores
-            raise ValueError(f"{what} returned {shown}, and not floats of shape "
-                             f"{tuple(logits.shape)}")
+            raise ValueError(f"{what} returned {shown}, not floats of shape {tuple(logits.shape)}")
     # +inf is how some force a token
     scores = scores.float().clamp(max=torch.finfo(torch.float32).max)
     return torch.where(logits.amax() < math.inf, scores, math.nan)

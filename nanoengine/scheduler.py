@@ -182,13 +182,11 @@ class Scheduler:
         that this comes to an end. A head that only waits for its pending token takes no place.
         """
         limit, manager = self.config.max_waiting, self.block_manager
-        if limit is None or len(self.waiting) <= limit:
+        if limit is None or len(self.waiting) <= limit or self._can_admit_head():
             return
         head = self.waiting[0]
-        if head.is_awaited or self._can_admit_head():
-            return
         num_missing = manager.num_blocks_to_hold(head) - manager.num_free_blocks
-        victims = [seq for seq in self.running if not seq.gave_way
+        victims = [seq for seq in self.running if not (seq.gave_way or head.is_awaited)
                    and seq.priority >= head.priority and len(seq.block_table) >= num_missing]
         if victims:
             victim = max(victims, key=attrgetter("num_tokens"))
