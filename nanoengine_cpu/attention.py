@@ -134,10 +134,14 @@ def write(key, value, keys, values, offset, head_dim, width, per_word):
 def multiply(left, right, starts, lines, columns, depth, out, pitch, adds, panel, soon):
     """out[r, c] = the sum over k < depth of left[r, k] * right[k, c], in one order.
 
+                 left       a line of right                 a piece of lines    columns are in
+        scores   queries    one word of each of 16 keys     all                 tiles of keys
+        values   weights    one word of each of head_dim    a tile of values    vectors of head_dim
+
     left, out: words, and float32; a row begins `pitch` words behind the row before
-    right: words in lines, which lie in pieces; each piece begins at one of `starts`
+    right: words; each piece of its lines begins at one of `starts`
     lines: (how many are in a piece, how far a line begins behind the line before)
-    columns: where in a line each vector begins
+    columns: where each vector begins, in the first line
     adds: the sum begins with what is in `out`
     panel: (rows, vectors, per_word, is_tiled): so much is multiplied, a word holds 1 or 2 numbers,
         and AMX multiplies, 16 lines at a time, which must all be numbers
@@ -352,7 +356,8 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
         vectors = 2 if is_tiled else largest_divisor(width // LANES, MOST_VECTORS // rows)
         return rows, vectors, per_word, is_tiled
 
-    # LLVM unrolls and vectorises over these numbers
+    # LLVM unrolls and vectorises over these numbers. numba knows those in plain tuples when it
+    # compiles a function; in named tuples they would be any numbers, and compiling take longer.
     shape = (head_dim, width, group_size, block_size)
     rows = 2 * LANES if is_tiled else MOST_ROWS
     panel = panel_of(rows)
