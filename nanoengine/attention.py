@@ -34,32 +34,13 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
 # -------------------------------------------------------------------------------- backends
 
 
-def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """flash-attn 2 (Dao, 2023, arXiv:2307.08691).
+def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
+    """Plain PyTorch, slow, but anywhere and in any precision: it gathers each sequence's keys.
 
     query: (T, heads, head_dim), rotated; cache: of a layer, with K and V of this step in it
     window: a query sees its last `window` keys, None for all
 
-    Returns (T, heads, head_dim). The number of parts in which its decode kernel sums over the keys
-    depends on the width of the block tables, which a CUDA graph fixes at `max_model_len`. The
-    kernel reads the keys once for all heads of a group only where no window is given.
-    """
-    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-    keys, values = cache
-    options = dict(block_table=step.block_tables, causal=True,
-                   window_size=(window - 1, 0) if window else (-1, -1))
-    if step.longest_query == 1:
-        return flash_attn_with_kvcache(
-            query[:, None], keys, values, cache_seqlens=step.lengths, **options)[:, 0]
-    bounds = step.query_starts, step.key_starts, step.longest_query, step.longest_keys
-    return flash_attn_varlen_func(query, keys, values, *bounds, **options)
-
-
-def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """Plain PyTorch, slow, but anywhere and in any precision: it gathers each sequence's keys.
-
-    Arguments and result are those of `flash_attention`. It reads lengths on the host, so that CUDA
-    graphs cannot hold it.
+    Returns (T, heads, head_dim). It reads lengths on the host, so that CUDA graphs cannot hold it.
     """
     out = torch.empty_like(query)
     starts = step.query_starts.tolist()
@@ -84,7 +65,7 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
 class Backend:
     """A way to attend, and what it needs.
 
-    attend: what the model calls: see `flash_attention`. None: `nanoengine_cpu.optimize` has put a
+    attend: what the model calls: see `gather_attention`. None: `nanoengine_cpu.optimize` has put a
         kernel in the model's place, which also norms, rotates and stores.
     works: whether it can attend on a device ("cpu" or "cuda") in a dtype.
     rank: of those that work, "auto" takes the one with the highest; 0: only by its name.
@@ -103,7 +84,7 @@ def runs_on_cpu(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype != torch.float16
 
 
-# Anybody may add to it: `LLM(attention_backend=…)` takes any name that is here. gpu.py adds
+# Anybody may add to it: `LLM(attention_backend=…)` takes any name that is here. nanoengine_gpu adds
 # "flash-attn" and "varlen".
 BACKENDS = {
     "numba": Backend(None, runs_on_cpu, rank=3),
@@ -115,9 +96,6 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here; warns where only the slow one can.
     """
-    if device == "cuda":
-        # adds those of a GPU
-        import nanoengine_extensions.gpu  # noqa: F401
     usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
     chosen = max(usable, key=lambda each: BACKENDS[each].rank) if name == "auto" else name
     if chosen not in usable:

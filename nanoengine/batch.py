@@ -37,13 +37,6 @@ class Row(NamedTuple):
     seq: Sequence
     position: int
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """Of how many likeliest tokens it has log-probabilities: -1 for all, None for no token."""
-        params = self.seq.params
-        is_scored = self.position < self.seq.num_prompt_tokens
-        return params.prompt_logprobs if is_scored else params.logprobs
-
 
 @dataclass
 class Batch:
@@ -60,7 +53,7 @@ class Batch:
         `Scheduler._place`).
     copies: the block copies to be done first (set by `Scheduler.schedule`).
     admitted: the sequences that were waiting, each with the number of tokens that the prefix cache
-        had (set by `Scheduler._admit`).
+        had (set by `Scheduler.build`).
     preempted: the sequences that were preempted since the step before, each with "swap" or
         "recompute" (set by `Scheduler.schedule`).
     is_advanced: whether its tokens count as computed (set by `Scheduler.advance`).

@@ -61,7 +61,7 @@ class EngineConfig:
         sequences of max_model_len can fill, within a quarter of the free memory. On a GPU: what
         fits into gpu_memory_utilization of its memory beside everything else that is there.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
-        to the GPU in each step (offload.py); of each GPU's part, where several share the model.
+        to the GPU in each step; of each GPU's part, where several share the model.
     enforce_eager: no CUDA graphs for decode steps, and no torch.compile.
     tensor_parallel_size: how many devices, or processes of a CPU, share the model.
     attention_backend: a name in attention.py's `BACKENDS`; "auto": the fastest that works here.
@@ -116,7 +116,7 @@ class EngineConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        """Fills in what was not given, and checks the two limits of a step together."""
+        """Fills in what was not given, and checks what options say together."""
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
         found = {name: pair[self.device == "cuda"] for name, pair in DEFAULTS.items()}
         found["max_num_seqs"] = num_seqs
@@ -127,3 +127,5 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise rejected("max_num_batched_tokens", self.max_num_batched_tokens,
                            f"at least max_num_seqs={self.max_num_seqs}")
+        if self.cpu_offload_gb and self.device == "cpu":
+            raise rejected("cpu_offload_gb", self.cpu_offload_gb, "0 on a CPU")

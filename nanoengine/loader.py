@@ -88,7 +88,7 @@ def load_defaults(folder: Path, config: PretrainedConfig,
         warnings.warn(f"{file}: {sorted(ignored)} do not count here", stacklevel=2)
     own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
-    known = [i for i in (*eos_ids, own) if i in range(config.vocab_size)]
+    known = [i for i in {*eos_ids, own} - {None} if i in range(config.vocab_size)]
     return params, {i: None if i == own else i for i in known}
 
 

@@ -7,8 +7,6 @@ which sequence. Parameters bear the names of transformers' checkpoints; `loader.
 new model of the family is a name in `FAMILIES`, and a line where it differs.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,28 +58,16 @@ def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
 
 
 # ------------------------------------------------------------------------------ operations
+# On a GPU nanoengine_gpu replaces each of these three functions by one kernel that does the same.
 
 
-def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """On a GPU the function becomes one kernel. On a CPU, and for no tokens, it runs as it is."""
-    @functools.wraps(function)
-    def run(x: Tensor, *others: Any) -> Tensor:
-        if not x.is_cuda or len(x) == 0:
-            return function(x, *others)
-        from nanoengine_extensions.gpu import compiled
-        return compiled(function)(x, *others)
-    return run
-
-
-@fused
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: Any) -> Tensor:
     """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32."""
     numbers = x.float()
     mean = numbers.square().mean(dim=-1, keepdim=True)
     return (numbers * (mean + eps).rsqrt() * weight).to(x.dtype)
 
 
-@fused
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns each pair (x[i], x[i + head_dim / 2]) of (tokens, heads, head_dim) by its angle.
 
@@ -91,7 +77,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
-@fused
 def swiglu(gate_up: Tensor) -> Tensor:
     """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202), from both side by side."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -8,12 +8,13 @@ why, is not its business.
       forward(buffer)       on the device: block copies; these numbers to hidden states, in parts
       sample(parts)         of each part: logits, tokens and log-probabilities (sampler.py)
 
-What a CPU needs for that is a library, nanoengine_cpu. What a GPU needs, CUDA graphs of decode
-steps and memory that is measured, is in nanoengine_extensions/gpu.py.
+What a CPU needs for that is a library, nanoengine_cpu. What a GPU needs, such as CUDA graphs, is in
+nanoengine_gpu: its runner is this one, with what it overrides.
 """
 
-from contextlib import nullcontext
+import time
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from nanoengine.model import Decoder, rope_table
 from nanoengine.sampler import sample
 from nanoengine.sampling_params import rejected
 from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays, to_buffer
-from nanoengine_extensions.metrics import timestamp
 
 
 @dataclass
@@ -66,9 +66,6 @@ class ModelRunner:
     num_kv_blocks: the blocks that can be handed out; block 0 comes on top.
     block_bytes: the size of K and V of one block in all layers.
     max_model_len: the most tokens of a sequence, as the model, the cache and the user allow.
-    graphs: the CUDA graphs of decode steps, if there are any, by the shape of their inputs.
-
-    Raises torch.OutOfMemoryError where a GPU has no room for weights, largest step and graphs.
     """
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
@@ -79,9 +76,8 @@ class ModelRunner:
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
         self.model = self.load_model(folder)
-        backend = BACKENDS[self.backend]
         is_invariant = self.device == "cpu" and nanoengine_cpu.optimize(
-            self.model, has_attention=backend.attend is None)
+            self.model, has_attention=BACKENDS[self.backend].attend is None)
         if config.batch_invariant and not is_invariant:
             raise rejected("batch_invariant", True, "False without packed weights and numba")
 
@@ -89,10 +85,6 @@ class ModelRunner:
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.rope = rope_table(model_config, self.max_model_len).to(self.device)
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
-        self.graphs: Any = None
-        if self.device == "cuda" and backend.has_graphs and not config.enforce_eager:
-            from nanoengine_extensions.gpu import CudaGraphs
-            self.graphs = CudaGraphs(self)
 
         # block 0 alone is enough to try a step
         self.allocate(num_blocks=0)
@@ -104,15 +96,11 @@ class ModelRunner:
         if config.preemption_mode == "swap":
             from nanoengine_extensions import swapping
             swapping.add_host_pool(self)
-        self.capture()
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
         """The model; `options` are the loader's."""
-        what = folder, self.model_config, self.dtype, self.device, self.config.load_format
-        if num_bytes := self.config.cpu_offload_gb * 2**30:
-            from nanoengine_extensions.offload import load_offloaded
-            return load_offloaded(num_bytes, *what, **options)
-        return load_model(*what, **options)
+        return load_model(folder, self.model_config, self.dtype, self.device,
+                          self.config.load_format, **options)
 
     def close(self) -> None:
         """Ends what an extension has started."""
@@ -130,22 +118,11 @@ class ModelRunner:
         self.blocks = self.caches.movedim(2, 0)
 
     def measure_free_bytes(self) -> int:
-        """What the KV cache may take.
-
-        On a CPU: a quarter of the free memory, or as much as can be used. On a GPU it is measured.
-        """
-        if self.device == "cuda":
-            from nanoengine_extensions.gpu import measure_free_bytes
-            return measure_free_bytes(self)
+        """What the KV cache may take: a quarter of the free memory, or as much as can be used."""
         free, _ = nanoengine_cpu.mem_get_info()
         num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
         quarter = free // (4 * self.config.tensor_parallel_size)
         return min(quarter, num_blocks * self.block_bytes)
-
-    def capture(self) -> None:
-        """Records the CUDA graphs, if there are any."""
-        if self.graphs is not None:
-            self.graphs.capture()
 
     # ----------------------------------------------------------------------------- a step
 
@@ -156,11 +133,12 @@ class ModelRunner:
         step, parts = self.forward(batch.copies, buffer, shape)
         return self.sample(batch, step, parts)
 
-    def prepare(self, batch: Batch) -> tuple[Tensor, StepShape]:
-        """The inputs of a step in one buffer on the host, and their shape."""
-        longest_keys = max(map(sum, zip(batch.starts, batch.num_tokens)))
-        if self.graphs is not None and batch.is_decode:
-            batch, longest_keys = self.graphs.pad(batch, longest_keys)
+    def prepare(self, batch: Batch, longest_keys: int = 0) -> tuple[Tensor, StepShape]:
+        """The inputs of a step in one buffer on the host, and their shape.
+
+        longest_keys: there is room for so many keys of a sequence, or more.
+        """
+        longest_keys = max(longest_keys, *map(add, batch.starts, batch.num_tokens))
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
         return buffer, (layout, max(batch.num_tokens), longest_keys)
@@ -173,10 +151,8 @@ class ModelRunner:
         most `max_num_seqs` rows, however many rows forks and scored prompts have: the memory for so
         many was measured.
         """
-        self.began = timestamp(self.config)
+        self.began = self.timestamp()
         self.copy_blocks(copies)
-        if self.graphs and shape in self.graphs:
-            return self.graphs.replay(shape, buffer)
         step = StepInputs.from_buffer(buffer.to(self.device, non_blocking=True), shape)
         return step, list(self.hidden_states(step).split(self.config.max_num_seqs))
 
@@ -187,13 +163,11 @@ class ModelRunner:
 
     def hidden_states(self, step: StepInputs) -> Tensor:
         """The last hidden states of the rows that have logits, (rows, hidden_size)."""
-        is_eager = self.device == "cuda" and self.config.enforce_eager
-        with torch.compiler.set_stance("force_eager") if is_eager else nullcontext():
-            return self.model(known_ids(step.token_ids, self.last_sampled), step)
+        return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def logits(self, part: Any) -> tuple[Tensor, Tensor | None]:
-        """The logits of a part, (rows, vocab_size), and the tokens that a CUDA graph has drawn."""
-        return part if isinstance(part, tuple) else (self.model.lm_head(part), None)
+        """The logits of a part, (rows, vocab_size), and their tokens if those are drawn already."""
+        return self.model.lm_head(part), None
 
     def sample(self, batch: Batch, step: StepInputs, parts: list[Any]) -> Launched:
         """Tokens and log-probabilities, part by part. Each part is taken off the list."""
@@ -207,7 +181,7 @@ class ModelRunner:
             seqs = [row.seq for row in batch.sampled[part]]
             sampled = sample(logits, step.draws[part], seqs, self.last_sampled, drawn)
             tokens[start:start + len(seqs)] = sampled
-            if any(row.num_logprobs is not None for row in rows[part]):
+            if batch.scored or any(seq.params.logprobs is not None for seq in seqs):
                 from nanoengine_extensions.logprobs import find_logprobs
                 logprobs |= find_logprobs(logits, tokens[part], rows[part])
         tokens = tokens[:len(batch.sampled)]
@@ -216,15 +190,22 @@ class ModelRunner:
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)
-        return Launched(batch, tokens, logprobs, self.began, timestamp(self.config))
+        return Launched(batch, tokens, logprobs, self.began, self.timestamp())
+
+    def timestamp(self) -> Any:
+        """The present of the device."""
+        return time.monotonic()
 
 
 def make_runner(config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> ModelRunner:
-    """On one device, or with the other ranks of a group on several."""
-    if config.tensor_parallel_size == 1:
-        return ModelRunner(config, model_config, folder)
-    from nanoengine_extensions.tensor_parallel import TensorParallelRunner
-    return TensorParallelRunner(config, model_config, folder)
+    """A runner for a CPU, for a GPU, or for several devices."""
+    if config.tensor_parallel_size > 1:
+        from nanoengine_extensions.tensor_parallel import TensorParallelRunner, on_device
+        return on_device(TensorParallelRunner, config.device)(config, model_config, folder)
+    if config.device == "cuda":
+        from nanoengine_gpu.runner import GpuRunner
+        return GpuRunner(config, model_config, folder)
+    return ModelRunner(config, model_config, folder)
 
 
 # -------------------------------------------------------------------------------- choices

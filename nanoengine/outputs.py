@@ -164,7 +164,9 @@ class Request:
             tokenizer = self.completions[0].tokenizer
             found = [seq.logprobs.get(position) for position in range(seq.num_prompt_tokens)]
             prompt_logprobs = [each and each.read(tokenizer) for each in found]
+        outputs = [completion.output() for completion in self.completions]
+        num_decoded = max(0, max(len(each.token_ids) for each in outputs) - 1)
         return RequestOutput(
-            seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
-            [completion.output() for completion in self.completions], self.is_finished,
-            seq.metrics.num_cached_tokens, replace(seq.metrics), self.index, prompt_logprobs)
+            seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens], outputs,
+            self.is_finished, seq.metrics.num_cached_tokens,
+            replace(seq.metrics, num_decoded_tokens=num_decoded), self.index, prompt_logprobs)

@@ -96,15 +96,17 @@ class Scheduler:
         batch = Batch(self.config.max_num_batched_tokens)
         admit = self.make_room(candidates) and admit
 
-        left = [seq for seq in candidates if seq.is_running and not seq.is_awaited]
+        left = [seq for seq in candidates if seq.block_table and not seq.is_awaited]
         # decodes, with one token left, come first
-        left.sort(key=lambda seq: seq.num_uncomputed_tokens > 1)
+        left.sort(key=lambda seq: len(seq.token_ids) > seq.num_computed_tokens + 1)
         for seq in left:
             self._place(batch, seq)
 
         while admit and batch.budget and self.can_admit_head():
-            self._admit(batch, self.waiting[0])
-            self._place(batch, self.running[-1])
+            seq = self.waiting.popleft()
+            batch.admitted.append((seq, self.block_manager.allocate(seq)))
+            self.running.append(seq)
+            self._place(batch, seq)
         return batch
 
     def make_room(self, candidates: list[Sequence]) -> bool:
@@ -132,7 +134,7 @@ class Scheduler:
         if not num_tokens:
             return
         index = len(batch.sequences)
-        if seq.is_scored:
+        if start < seq.num_prompt_tokens and seq.is_scored:
             positions = range(start + 1, min(stop + 1, seq.num_prompt_tokens))
             batch.scored += [Row(index, seq, position) for position in positions]
         if stop == len(seq.token_ids):
@@ -154,12 +156,6 @@ class Scheduler:
             return False
         head = self.waiting[0]
         return not head.is_awaited and self.block_manager.can_allocate(head)
-
-    def _admit(self, batch: Batch, seq: Sequence) -> None:
-        """Moves a sequence to the tail of running, with all its blocks."""
-        batch.admitted.append((seq, self.block_manager.allocate(seq)))
-        self.waiting.remove(seq)
-        self.running.append(seq)
 
     # ---------------------------------------------------------------------- after a step
 

@@ -3,6 +3,7 @@
 All numbers cross to the device in one buffer, in one copy that nobody waits for.
 """
 
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         "sampled_rows": sampled_rows,
         "next_tokens": [-1] * len(draws) + known}
     return {
-        "draws": np.array(draws, float).reshape(-1, 5),
+        "draws": np.fromiter(chain.from_iterable(draws), float).reshape(-1, 5),
         "slot_mapping": blocks * block_size + positions % block_size,
     } | {name: np.asarray(array, np.int32) for name, array in in_32_bits.items()}
 

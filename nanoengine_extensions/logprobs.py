@@ -48,14 +48,20 @@ class RowLogprobs:
                 for token_id, logprob, rank in self.entries.tolist()}
 
 
+def num_logprobs(row: Row) -> int | None:
+    """Of how many likeliest tokens a row has log-probabilities: -1 for all, None for no token."""
+    is_scored = row.position < row.seq.num_prompt_tokens
+    return row.seq.params.prompt_logprobs if is_scored else row.seq.params.logprobs
+
+
 def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row, RowLogprobs]:
     """Log-probabilities of raw logits, for rows that ask for some.
 
     logits: (rows, vocab_size); targets: (rows,), the token of each row, which was drawn or scored.
     """
     # only beams have a temperature here: they are chosen by their log-probabilities
-    asked = {number: (row.num_logprobs, row.seq.logprobs_temperature)
-             for number, row in enumerate(rows) if row.num_logprobs is not None}
+    asked = {number: (count, row.seq.logprobs_temperature) for number, row in enumerate(rows)
+             if (count := num_logprobs(row)) is not None}
     found: dict[Row, RowLogprobs] = {}
     for (count, temperature), numbers, index in matrices(asked, logits):
         values = logits.index_select(0, index).double()

@@ -2,8 +2,7 @@
 
 The engine calls `launched` before each step and `done` behind it (`Engine.step`), and knows nothing
 else of this: counters and times come from the batch and its sequences, and a gauge is what can be
-seen between two steps. `LLM` calls `log_room` once, and `show_progress` in `generate`. The runner
-takes a `timestamp` where a step begins and ends on the device.
+seen between two steps. `LLM` calls `log_room` once, and `show_progress` in `generate`.
 """
 
 import logging
@@ -14,7 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 # What the engine has to say is shown on stderr, or by the handlers that the user has made, if there
@@ -28,14 +26,6 @@ logger.setLevel(logger.level or "INFO")
 logging.getLogger("nanoengine_cpu").parent = logger
 
 
-def timestamp(config: Any) -> Any:
-    """The device's present: seconds, or on a GPU an event behind all its work so far."""
-    if config.device == "cpu":
-        return time.monotonic()
-    event = torch.cuda.Event(enable_timing=config.trace)
-    return torch.cuda.current_stream().record_event(event)
-
-
 @dataclass
 class RequestMetrics:
     """What happened to a request, with all its completions together.
@@ -45,7 +35,7 @@ class RequestMetrics:
 
     finished_time: of the last token of the longest completion.
     last_run_time: of the last step that it had a part in.
-    num_decoded_tokens: tokens of the longest completion, without its first.
+    num_decoded_tokens: tokens of the longest completion, without its first (set in an output).
     num_cached_tokens: tokens of the prompt that the prefix cache had at the first admission.
     """
 
@@ -111,12 +101,9 @@ class Metrics:
         """Takes in which sequences have a new token."""
         now = self.engine.clock()
         for seq in seqs:
-            found = seq.metrics
-            found.first_token_time = found.first_token_time or now
-            found.finished_time = now
-            num_decoded = len(seq.token_ids) - seq.num_prompt_tokens - 1
-            if num_decoded > found.num_decoded_tokens:
-                found.num_decoded_tokens = num_decoded
+            seq.metrics.finished_time = now
+            if not seq.metrics.first_token_time:
+                seq.metrics.first_token_time = now
         failed = [seq for seq in seqs if seq.finish_reason == "error"]
         self.counters["generation_tokens"] += len(seqs) - len(failed)
         for seq in failed:

@@ -9,8 +9,8 @@ Each rank has the decoder with its share of the heads, of the inner size and of 
 `lm_head`, and K and V of its heads; embeddings and norms it has whole. All that it gets for a step
 is one message: the buffer of inputs, its shape and the block copies. Only rank 0 samples.
 
-What it plugs into: `make_runner` (model_runner.py) makes a `TensorParallelRunner` in place of a
-`ModelRunner`. The engine calls it as it calls that one; the model has hooks, and knows no rank.
+What it plugs into: `make_runner` (model_runner.py) makes a `TensorParallelRunner`. The engine calls
+it as it calls any other; the model has hooks, and knows no rank.
 """
 
 import copy
@@ -201,6 +201,14 @@ class TensorParallelRunner(RankRunner):
         self.ranks.close()
 
 
+def on_device(kind: type[RankRunner], device: str) -> Any:
+    """A kind of runner; for a GPU it is also a `GpuRunner`."""
+    if device == "cpu":
+        return kind
+    from nanoengine_gpu.runner import GpuRunner
+    return type(kind.__name__, (kind, GpuRunner), {})
+
+
 def without_functions(config: EngineConfig) -> EngineConfig:
     """The config for ranks that schedule nothing: a script's policies could not be sent to them."""
     found = {name: value for name, value in vars(config).items() if not callable(value)}
@@ -317,7 +325,7 @@ def main() -> None:
         config, part, folder = messages.get()
         if config.device == "cuda":
             torch.cuda.set_device(group.rank)
-        runner = RankRunner(config, part, folder, group)
+        runner = on_device(RankRunner, config.device)(config, part, folder, group)
         while True:
             runner.follow(*messages.get())
     except Exception as error:

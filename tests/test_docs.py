@@ -117,8 +117,8 @@ def test_every_chapter_is_in_the_contents():
 
 # ------------------------------------------------------------------------------------ names
 
-SOURCES = [file for name in ("nanoengine", "nanoengine_cpu", "nanoengine_extensions")
-           for file in sorted((ROOT / name).glob("*.py"))]
+SOURCES = [file for name in ("", "_cpu", "_gpu", "_extensions")
+           for file in sorted((ROOT / f"nanoengine{name}").glob("*.py"))]
 
 
 def unknown_names(text: str) -> set[str]:

@@ -26,8 +26,8 @@ from nanoengine import LLM, BeamSearchParams, SamplingParams, model
 from nanoengine.attention import BACKENDS
 from nanoengine.model_runner import Launched, ModelRunner
 from nanoengine.step_inputs import StepInputs
-from nanoengine_extensions.offload import Offload, choose_layers
-from nanoengine_extensions import gpu
+from nanoengine_gpu import operations
+from nanoengine_gpu.offload import Offload, choose_layers
 from nanoengine_extensions.policies import overtaking
 
 Patch = pytest.MonkeyPatch
@@ -426,7 +426,7 @@ def test_all_that_torch_compile_tells_apart_has_come_at_the_start(
 
 def test_without_compiling_nothing_is_compiled(tiny, monkeypatch):
     """With enforce_eager, and where there is no compiler, which is said once."""
-    caches = gpu.compiled, gpu.can_compile
+    caches = operations.compiled, operations.can_compile
     stances = []
 
     def set_stance(stance: str) -> Any:

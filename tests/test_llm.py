@@ -180,20 +180,28 @@ def test_what_is_logged(make_llm, caplog):
 
 
 def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
+    """Each setting has a process of its own, a fork of one that has imported what takes long."""
+    logger = "logging.getLogger('nanoengine')"
+    settings = {
+        "": 1, f"{logger}.setLevel('ERROR')": 0, "logging.basicConfig(level='INFO')": 1,
+        "logging.basicConfig(level='ERROR')": 1, f"{logger}.addHandler(logging.StreamHandler())": 1,
+        f"import nanoengine; {logger}.addHandler(logging.NullHandler())": 0}
     script = f"""if True:
-        import logging
-        SETTING
-        from nanoengine import LLM
-        LLM({tiny!r}, num_kv_blocks=4)"""
-    for setting, count in (
-            ("", 1), ("logging.getLogger('nanoengine').setLevel('ERROR')", 0),
-            ("logging.basicConfig(level='INFO')", 1), ("logging.basicConfig(level='ERROR')", 1),
-            ("logging.getLogger('nanoengine').addHandler(logging.StreamHandler())", 1),
-            ("import nanoengine; logging.getLogger('nanoengine').addHandler(logging.NullHandler())",
-             0)):
-        result = subprocess.run([sys.executable, "-c", script.replace("SETTING", setting)],
-                                capture_output=True, text=True, check=True)
-        assert result.stderr.count("KV blocks of") == count, (setting, result.stderr)
+        import logging, os, sys
+        import numba, pydantic, torch, transformers
+        for setting in {[*settings]!r}:
+            if os.fork() == 0:
+                exec(setting)
+                from nanoengine import LLM
+                LLM({tiny!r}, num_kv_blocks=4)
+                os._exit(0)
+            assert os.wait()[1] == 0
+            print("the next one", file=sys.stderr)"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                            check=True)
+    *logs, rest = result.stderr.split("the next one\n")
+    assert not rest, result.stderr
+    assert [log.count("KV blocks of") for log in logs] == [*settings.values()], logs
 
 
 def test_prompts_as_typed_dicts(llm):
@@ -321,10 +329,10 @@ def test_abandoning_a_stream_frees_its_requests(llm, num_read):
 
 
 def test_out_of_memory_at_start_says_what_helps(bundled, monkeypatch):
-    def exhausted(*arguments):
+    def exhausted(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. 2.00 GiB is free.")
 
-    monkeypatch.setattr(ModelRunner, "capture", exhausted)
+    monkeypatch.setattr(ModelRunner, "allocate", exhausted)
     with pytest.raises(ValueError, match="2.00 GiB is free. Lower max_num_batched_tokens"):
         LLM(bundled)
 
@@ -628,3 +636,20 @@ def test_calls_within_a_stream_share_its_steps(llm):
     with pytest.raises(ValueError, match="prompts"):
         llm.add([[10**6]])
     check_idle(llm)
+
+
+def test_no_extension_is_imported_before_it_is_asked_for(bundled):
+    """But for the metrics, which observe every step."""
+    script = """if True:
+        import sys
+        from nanoengine import LLM, SamplingParams
+        def extensions():
+            return {name for name in sys.modules if name.startswith("nanoengine_")
+                    and not name.startswith("nanoengine_cpu") and "." in name}
+        with LLM(MODEL) as llm:
+            llm.generate("12 + 34 =", use_tqdm=False)
+            assert extensions() == {"nanoengine_extensions.metrics"}, extensions()
+            llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
+        asked_for = {"metrics", "logprobs", "constraints"}
+        assert extensions() == {f"nanoengine_extensions.{name}" for name in asked_for}"""
+    subprocess.run([sys.executable, "-c", script.replace("MODEL", repr(bundled))], check=True)

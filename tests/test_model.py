@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -15,8 +14,11 @@ from conftest import greedy_reference, random_prompts
 from transformers import AutoModelForCausalLM
 
 from nanoengine import LLM, SamplingParams
+from nanoengine import model as operators
 from nanoengine.loader import checkpoint_tensors, load_config
-from nanoengine.model import FAMILIES, Decoder, check_supported, fused, rope_table, window_of
+from nanoengine.model import FAMILIES, Decoder, check_supported, rope_table, window_of
+from nanoengine_gpu import operations
+from nanoengine_gpu.operations import fused
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=64)
@@ -210,17 +212,15 @@ def test_only_the_number_of_tokens_is_dynamic(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    spec = importlib.util.find_spec("nanoengine.model")
-    fresh = importlib.util.module_from_spec(spec)  # whose functions are not compiled yet
-    spec.loader.exec_module(fresh)
+    operations.compiled.cache_clear()
     counts = {}
     with torch.inference_mode():
         for function, calls in {
-                fresh.rms_norm: lambda n: [(torch.randn(n, *shape), torch.ones(shape[-1]), 1e-6)
+                operators.rms_norm: lambda n: [(torch.randn(n, *shape), torch.ones(shape[-1]), 1e-6)
                                      for shape in ((64,), (4, 16), (2, 16)) if n or shape == (64,)],
-                fresh.rotate: lambda n: [(torch.randn(n, heads, 16), *torch.randn(2, n, 1, 8))
+                operators.rotate: lambda n: [(torch.randn(n, heads, 16), *torch.randn(2, n, 1, 8))
                                    for heads in (4, 2) if n],
-                fresh.swiglu: lambda n: [(torch.randn(n, 192),)]}.items():
+                operators.swiglu: lambda n: [(torch.randn(n, 192),)]}.items():
             graphs.clear()
             for num_tokens in (1, 2, 7, 0, 30, 1, 8):
                 for arguments in calls(num_tokens):
@@ -230,6 +230,7 @@ def test_only_the_number_of_tokens_is_dynamic(monkeypatch):
                     assert torch.equal(function(*arguments), expected)
             counts[function.__name__] = len(graphs)
     torch.compiler.reset()
+    operations.compiled.cache_clear()
     assert counts == {"rms_norm": 6, "rotate": 4, "swiglu": 2}
 
 

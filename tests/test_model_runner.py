@@ -2,14 +2,18 @@
 
 import contextlib
 import re
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from conftest import random_prompts
 
+import nanoengine.llm
 from nanoengine import LLM, SamplingParams
+from nanoengine.attention import BACKENDS
 from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import ModelRunner, choose_device, choose_dtype, size_cache
@@ -17,8 +21,9 @@ from nanoengine.sampler import sample_plain
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
-from nanoengine_extensions import gpu
-from nanoengine_extensions.gpu import CudaGraphs, bucket_sizes, key_buckets, largest_batch
+from nanoengine_extensions.logprobs import num_logprobs
+from nanoengine_gpu import operations
+from nanoengine_gpu.runner import GpuRunner, bucket_sizes, key_buckets, largest_batch
 
 DTYPES = {"draws": torch.float64, "slot_mapping": torch.int64}  # the others are int32
 TENSORS = ("draws", "slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
@@ -27,11 +32,12 @@ TENSORS = ("draws", "slot_mapping", "token_ids", "positions", "sequence_of_token
 
 def make_runner(max_num_seqs: int | None = None) -> ModelRunner:
     """With CUDA graphs for so many sequences, if that is given."""
-    runner = object.__new__(ModelRunner)
+    runner: Any = object.__new__(GpuRunner if max_num_seqs else ModelRunner)
     runner.config = EngineConfig(model="m", block_size=4, max_num_seqs=max_num_seqs)
     runner.device = "cpu"
     runner.max_model_len = 20
-    runner.graphs = max_num_seqs and CudaGraphs(runner)
+    runner.graphs = {"some": "graphs"}
+    runner.sizes = bucket_sizes(max_num_seqs or 1)
     return runner
 
 
@@ -152,7 +158,7 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
     assert {start + count for start, count in zip(batch.starts, expected)} == {max_model_len}
     (edits,) = {row.seq.params.edits for row in batch.sampled}
     assert edits == ("constraints", "min_p", "top_p"), "with a whole sort"
-    assert {row.num_logprobs for row in batch.sampled} == {20}
+    assert set(map(num_logprobs, batch.sampled)) == {20}
 
 
 def test_a_decode_step_is_filled_up_to_a_bucket():
@@ -202,11 +208,13 @@ def test_decode_steps_run_in_graphs(tiny, monkeypatch, options):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
+    monkeypatch.setattr(nanoengine.llm, "make_runner", GpuRunner)
+    for name in ("timestamp", "measure_free_bytes"):
+        monkeypatch.setattr(GpuRunner, name, getattr(ModelRunner, name))
+    monkeypatch.setitem(BACKENDS, "numba", replace(BACKENDS["numba"], has_graphs=True))
     with LLM(tiny, dtype="float32", max_num_seqs=5, block_size=16, max_model_len=70,
              **options) as llm:
         runner = llm.engine.runner
-        runner.graphs = CudaGraphs(runner)
-        runner.capture()
         assert [len(step.token_ids) for _, step, _ in runner.graphs.values()] == [5, 4, 2, 1]
         for graph, step, outputs in runner.graphs.values():
             graph.runner, graph.step, graph.outputs = runner, step, outputs
@@ -281,11 +289,11 @@ def test_logits_are_made_for_no_more_rows_than_were_measured(tiny):
 def test_torch_compile_needs_a_compiler_and_headers(
         monkeypatch, tmp_path, recwarn, compiler, headers, expected):
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(gpu.shutil, "which", lambda name: name == compiler or None)
-    monkeypatch.setattr(gpu.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(operations.shutil, "which", lambda name: name == compiler or None)
+    monkeypatch.setattr(operations.sysconfig, "get_path", lambda name: str(tmp_path))
     if headers:
         (tmp_path / "Python.h").touch()
-    assert gpu.can_compile.__wrapped__() == expected and len(recwarn) == (not expected)
+    assert operations.can_compile.__wrapped__() == expected and len(recwarn) == (not expected)
 
 
 @pytest.mark.parametrize("features, dtype", [

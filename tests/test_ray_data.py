@@ -162,12 +162,12 @@ def test_a_replica_is_killed(ray_job, replica, tmp_path):
     """One of two replicas is killed, just after its engine has started."""
     rows = [{"id": i, "prompt": f"Once upon a time {i}",
              "sampling_params": {"max_tokens": 50 + i % 50, "ignore_eos": True}}
-            for i in range(160)]
-    rows += [{"id": 160, "prompt": 5}, {"id": 161, "messages": chat("12 + 34")}]
+            for i in range(80)]
+    rows += [{"id": 80, "prompt": 5}, {"id": 81, "messages": chat("12 + 34")}]
     source = tmp_path / "in"
     target = tmp_path / "out"
     source.mkdir()
-    for name, part in (("a.jsonl", rows[:90]), ("b.json", rows[90:])):
+    for name, part in (("a.jsonl", rows[:45]), ("b.json", rows[45:])):
         (source / name).write_bytes(b"\n".join(table_of(part)["line"].to_pylist()) + b"\n\n")
     (source / "notes.txt").write_text("no rows")
     job = ray_job("-i", source, "-o", target, "--replicas", 2, "--batch-size", 4,
@@ -190,7 +190,7 @@ def test_a_replica_is_killed(ray_job, replica, tmp_path):
     assert not psutil.wait_procs(processes, timeout=30)[1], "nothing is left behind"
 
     found = [json.loads(line) for file in target.iterdir() for line in file.open()]
-    assert sorted(row["id"] for row in found) == list(range(162)), "every row comes out once"
+    assert sorted(row["id"] for row in found) == list(range(82)), "every row comes out once"
     expected = rows_of(replica()(table_of(rows)))
     assert sorted(found, key=lambda row: row["id"]) == expected
-    assert [bool(row["error"]) for row in expected] == [False] * 160 + [True, False]
+    assert [bool(row["error"]) for row in expected] == [False] * 80 + [True, False]

@@ -24,8 +24,6 @@ def test_what_a_step_frees_stays_for_the_next_one():
     all of them anew in each round if glibc were left alone, so several are tried."""
     script = """
 from nanoengine_cpu import memory
-from nanoengine_extensions import gpu
-from nanoengine_extensions.gpu import CudaGraphs, bucket_sizes, key_buckets, largest_batch
 memory.keep_memory()
 for _ in range(4):
     [torch.ones(2**22) for _ in range(6)]

@@ -8,7 +8,7 @@ import torch
 import transformers
 from conftest import ROOT, greedy_reference, random_prompts
 
-import nanoengine_extensions.gpu  # noqa: F401  adds its backends
+import nanoengine_gpu.attention  # noqa: F401  adds its backends
 from nanoengine import LLM, SamplingParams, sampler
 from nanoengine.attention import BACKENDS, choose_backend
 from nanoengine.model import rms_norm, rotate, swiglu

@@ -13,34 +13,30 @@ graphs hold the copies as they hold everything else.
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from nanoengine.loader import load_model, place_on
+from nanoengine.loader import place_on
 from nanoengine.model import Decoder
-from nanoengine.sampling_params import rejected
 
 
-def load_offloaded(num_bytes: float, folder: Path, config: Any, dtype: torch.dtype, device: str,
-                   load_format: str, **options: Any) -> Decoder:
-    """A model of which layers of so many bytes stay on the host; otherwise as `load_model`."""
-    if device != "cuda":
-        raise rejected("cpu_offload_gb", num_bytes / 2**30, "0 on a CPU")
+def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
+    """A model of which layers of so many GiB stay on the host.
+
+    load: loads the model; its argument `place` is a function that says where the weights lie.
+    """
     on_host: list[nn.Module] = []
 
     def place(device: str, model: Decoder) -> None:
-        on_host.extend(choose_layers(model.layers, num_bytes))
+        on_host.extend(choose_layers(model.layers, gibibytes * 2**30))
         modules = [model.embed_tokens, *model.layers, model.norm, model.lm_head]
         place_on("cpu", nn.ModuleList(on_host))
         place_on(device, nn.ModuleList(each for each in modules if each not in on_host))
 
-    model = load_model(folder, config, dtype, device, load_format, place, **options)
-    if on_host:
-        Offload(model, on_host, device)
+    model = load(place=place)
+    Offload(model, on_host, "cuda")
     return model
 
 
