@@ -66,7 +66,7 @@ class PackedLinear(nn.Linear):
     MOST_INPUTS inputs are multiplied by `products.py`, with the same packed weight.
     """
 
-    uses_amx = False
+    uses_own = False
     # whether a row has the same bits beside any others
     is_invariant = False
 
@@ -79,11 +79,11 @@ class PackedLinear(nn.Linear):
             # some weights can be packed, but not multiplied
             PackedLinear.forward(self, plain.new_zeros(2, self.in_features))
             is_narrow = self.in_features <= products.MOST_INPUTS
-            if HAS_TILES and is_narrow and is_in_blocks(plain, self.weight):
-                self.uses_amx = True
+            if products.HAS_PRODUCTS and is_narrow and is_in_blocks(plain, self.weight):
+                self.uses_own = True
                 bias = plain.new_zeros(self.out_features) if self.bias is None else self.bias
                 self.padded_bias = F.pad(bias.float(), (0, -self.out_features % products.BLOCK))
-            self.is_invariant = self.uses_amx or not HAS_TILES or plain.dtype != torch.bfloat16
+            self.is_invariant = self.uses_own or not HAS_TILES or plain.dtype != torch.bfloat16
         except (AttributeError, RuntimeError) as error:
             self.weight = plain
             warnings.warn(f"slower products, as weights can't be packed: {error}", stacklevel=2)
@@ -93,7 +93,7 @@ class PackedLinear(nn.Linear):
         if not weight.is_mkldnn:
             return super().forward(x)
         num_rows = x.shape[0]
-        if self.uses_amx and num_rows:
+        if self.uses_own and num_rows:
             return self.multiply(x)
         if num_rows < 4:
             x = torch.constant_pad_nd(x, (0, 0, 0, 4 - num_rows))
@@ -103,13 +103,13 @@ class PackedLinear(nn.Linear):
     def gated(self, x: Tensor) -> Tensor:
         """SwiGLU of the product, of which the first half are gates: in one pass, if gates and ups
         are in whole blocks of our own product."""
-        if self.uses_amx and len(x) and self.out_features % (2 * products.BLOCK) == 0:
+        if self.uses_own and len(x) and self.out_features % (2 * products.BLOCK) == 0:
             return self.multiply(x, 2)
         return swiglu(self(x))
 
     def multiply(self, x: Tensor, halves: int = 1) -> Tensor:
         """The product by our own kernel; with two halves, SwiGLU of them."""
-        padding = -self.in_features % products.BLOCK
+        padding = -self.in_features % products.DEPTH
         x = F.pad(x, (0, padding)) if padding else x.contiguous()
         out = x.new_empty(len(x), self.out_features // halves)
         weight = torch.ops.mkldnn.data_ptr(self.weight)
@@ -123,16 +123,16 @@ def is_in_blocks(plain: Tensor, packed: Tensor) -> bool:
 
     That is no documented order. So the first and the last block are compared with the weight.
     """
-    size = products.BLOCK
+    size, depth = products.BLOCK, products.DEPTH
     num_bytes = torch.ops.mkldnn._nbytes(packed)
-    shape = [-(-len(plain) // size), -(-plain.shape[1] // size) * size // 2, size, 2]
+    shape = [-(-len(plain) // size), -(-plain.shape[1] // depth) * depth // 2, size, 2]
     if plain.dtype != torch.bfloat16 or num_bytes != 2 * math.prod(shape):
         return False
     memory = (ctypes.c_byte * num_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
     blocks = torch.frombuffer(memory, dtype=plain.dtype).view(shape)
     for index in (0, len(blocks) - 1):
         rows = plain[index * size:][:size]
-        rows = F.pad(rows, (0, -rows.shape[1] % size, 0, -len(rows) % size))
+        rows = F.pad(rows, (0, -rows.shape[1] % depth, 0, -len(rows) % size))
         if not torch.equal(blocks[index], rows.unflatten(1, (-1, 2)).transpose(0, 1)):
             return False
     return True
