@@ -22,8 +22,9 @@ there are replaced, and values there reach no result; half a pair is set to 0 if
 
 Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are one of its tiles.
 
-A decode waits for memory. So while it reads keys, it asks for the values at the same places. A
-head in `qkv` lies far from that of the next token. So it is asked for some tokens ahead.
+A decode waits for memory. So while it reads keys, it asks for the keys of the next tiles, and for
+the values at the same places. A head in `qkv` lies far from that of the next token. So it is asked
+for some tokens ahead.
 
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
@@ -145,7 +146,8 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, adds, panel
     adds: the sum begins with what is in `out`
     panel: (rows, vectors, per_word, is_tiled): so much is multiplied, a word holds 1 or 2 numbers,
         and AMX multiplies, 16 lines at a time, which must all be numbers
-    soon: words that are needed soon, laid out as those of `right`, and asked for now; or None
+    soon: words that are needed soon, laid out as those of `right`, and asked for now, as is what
+        lies in `right` at the next columns; or None
     """
     in_piece, line = lines
     rows, vectors, per_word, is_tiled = panel
@@ -176,6 +178,7 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, adds, panel
                 numbers = load(right, start + columns[c])
                 if soon is not None:
                     prefetch(soon, start + columns[c])
+                    prefetch(right, start + columns[vectors + c])
                 for r in range(rows):
                     i = (r * vectors + c) * LANES
                     word = fill(left[r, k])
@@ -267,7 +270,8 @@ def attend(qkv, kv, out, norm, rope, eps, tile, table, window, scratch, shape, p
     # tiles of keys at a time
     together = 2 if is_tiled else min(2, MOST_VECTORS // rows)
     key_panel = (rows, together, per_word, is_tiled)
-    tile_starts = np.empty(SPAN // LANES, np.int64)
+    # of the tiles of a span, and of the two behind it
+    tile_starts = np.empty(SPAN // LANES + 2, np.int64)
     columns = np.arange(0, width, LANES)
     for start in range(max(0, first + 1 - window) // unit * unit, last + 1, unit):
         stop = min(start + unit, last + 1)
@@ -275,7 +279,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, table, window, scratch, shape, p
             num_keys = min(SPAN, stop - base)
             num_tiles = round_up(num_keys, LANES * per_word if is_tiled else LANES) // LANES
             for t in range(len(tile_starts)):
-                key = base + min(t, (num_keys - 1) // LANES) * LANES
+                key = min(base + t * LANES, last)
                 index, offset = divmod(key, block_size)
                 block = np.int64(table[index]) * kv.shape[2] + kv_head
                 tile_starts[t] = block * kv.shape[3] + offset // LANES * LANES * width // per_word

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from numba import get_num_threads
 from torch import Tensor, nn
 
-from nanoengine_cpu import products
+from nanoengine_cpu import attention, products
 from nanoengine_cpu.functions import paged_attention, rms_norm, swiglu
 from nanoengine_cpu.memory import keep_memory, limit_threads
 from nanoengine_cpu.tiles import HAS_TILES
 
 
-def optimize(model: nn.Module, has_attention: bool = True) -> bool:
+def optimize(model: nn.Module, block_size: int = 0, has_attention: bool = True) -> bool:
     """Gives modules that it knows a class of its own, with their parameters, hooks and names.
 
         nn.Linear, and nn.RMSNorm with a weight and an eps
@@ -27,12 +27,15 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
     A module keeps its own attributes, and loses those of the class that it had. What is set later
     by its name counts: `module.weight = …`, `module.down_proj = …`.
 
+    block_size: of the cache; then the kernel of attention is compiled now, as all others are, and
+        not when it is first needed
     has_attention: False for a cache that `empty_cache` has not made
 
     Returns whether a row has the same bits whatever rows are beside it, which is so where all
     weights could be packed.
     """
-    modules: Any = model.modules()
+    limit_threads()
+    modules: Any = [*model.modules()]
     for module in modules:
         if isinstance(module, nn.Linear):
             module.__class__ = PackedLinear
@@ -45,6 +48,9 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
             module.__class__ = PagedAttention
         # found at once, not by nn.Module.__getattr__
         module.__dict__ |= module._parameters | module._modules
+    for module in modules:
+        if isinstance(module, (RMSNorm, GatedMLP, PagedAttention)):
+            module.compile_for(block_size)
     # hooks run in the thread that computes
     model.register_forward_pre_hook(lambda *_: limit_threads())
     keep_memory()
@@ -53,6 +59,9 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
 
 
 class RMSNorm(nn.RMSNorm):
+    def compile_for(self: Any, block_size: int) -> None:
+        rms_norm(self.weight[None], self.weight, self.eps)
+
     def forward(self: Any, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
@@ -77,7 +86,7 @@ class PackedLinear(nn.Linear):
         try:
             self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(plain), False)
             # some weights can be packed, but not multiplied
-            PackedLinear.forward(self, plain.new_zeros(2, self.in_features))
+            PackedLinear.forward(self, self.zeros(2))
             is_narrow = self.in_features <= products.MOST_INPUTS
             if products.HAS_PRODUCTS and is_narrow and is_in_blocks(plain, self.weight):
                 self.uses_own = True
@@ -87,6 +96,10 @@ class PackedLinear(nn.Linear):
         except (AttributeError, RuntimeError) as error:
             self.weight = plain
             warnings.warn(f"slower products, as weights can't be packed: {error}", stacklevel=2)
+
+    def zeros(self, rows: int) -> Tensor:
+        """An input to try it with."""
+        return torch.zeros(rows, self.in_features, dtype=self.weight.dtype, device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -139,6 +152,9 @@ def is_in_blocks(plain: Tensor, packed: Tensor) -> bool:
 
 
 class GatedMLP(nn.Module):
+    def compile_for(self: Any, block_size: int) -> None:
+        self.gate_up_proj.gated(self.gate_up_proj.zeros(1))
+
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.down_proj(self.gate_up_proj.gated(x))
 
@@ -154,6 +170,14 @@ class PagedAttention(nn.Module):
         ones = torch.ones(self.head_dim, device="cpu")
         weights = [getattr(norm, "weight", ones).float() for norm in (self.q_norm, self.k_norm)]
         return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)
+
+    def compile_for(self: Any, block_size: int) -> None:
+        if not block_size:
+            return
+        queries = self.o_proj.in_features // self.head_dim
+        keys = (self.qkv_proj.out_features // self.head_dim - queries) // 2
+        attention.paged_attention(
+            self.head_dim, queries // keys, block_size, self.qkv_proj.weight.dtype)
 
     def forward(self: Any, x: Tensor, angles: Tensor, step: Any,
                 rows: Any = slice(None)) -> Tensor:

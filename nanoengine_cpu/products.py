@@ -95,7 +95,7 @@ def add_slice(rows, line, below, weight, piece, is_few):
 
 @inlined()
 def add_rows(rows, line, weight, piece, sums, count):
-    """The same on registers, for `count` rows, a constant: the sums of six rows are 24 of the 32."""
+    """The same on registers, for `count` rows, a constant: sums of six rows are 24 of the 32."""
     place, depth, ahead, share = piece
     held = stack(HELD)
     copy_rows(sums, BLOCK, held, BLOCK, count, BLOCK // LANES)

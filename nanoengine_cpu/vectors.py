@@ -41,7 +41,9 @@ BFLOATS = ir.VectorType(BFloat16(), LANES)
 NODES = (1 - np.cos(np.linspace(0, np.pi, 99))) / 2
 POWERS_OF_2 = {degree: np.polyfit(NODES, 2**NODES, degree, w=2**-NODES)[::-1] for degree in (3, 5)}
 
-inlined = functools.partial(njit, forceinline=True, error_model="numpy")
+# part of a kernel, and never called from Python
+inlined = functools.partial(njit, forceinline=True, error_model="numpy", no_cpython_wrapper=True,
+                            no_cfunc_wrapper=True)
 
 
 class Vector(types.Type):

@@ -1,7 +1,9 @@
 """`optimize`: modules of a decoder become fast in place, and compute what they did."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -180,3 +182,30 @@ for limit in (1, 2, 1):
 def test_kernels_run_on_as_many_threads_as_pytorch_s_operators():
     printed = subprocess.check_output([sys.executable, "-c", LIMITS], text=True)
     assert printed == "1 1\n2 2\n1 1\n"
+
+
+def test_kernels_are_compiled_when_the_model_is_made_fast():
+    """And none when it computes."""
+    script = """if True:
+        import numba, torch
+        from cpu.reference import make_step
+        from cpu.test_modules import HEAD_DIM, HIDDEN, Model, bind
+        from nanoengine_cpu import empty_cache, optimize
+
+        class Listener(numba.core.event.Listener):
+            count = 0
+            def on_start(self, event):
+                self.count += 1
+            on_end = lambda self, event: None
+
+        model, step = Model(torch.bfloat16), make_step([1, 9], [0, 0], 16)
+        optimize(model, block_size=16)
+        bind(model, step, torch.bfloat16, empty_cache)
+        numba.core.event.register("numba:compile", listener := Listener())
+        x = torch.randn(10, HIDDEN).bfloat16()
+        model(x, torch.rand(2, 10, HEAD_DIM // 2), step, torch.tensor([0, 9]))
+        print(listener.count)"""
+    paths = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parents[1]}"
+    printed = subprocess.check_output([sys.executable, "-c", script], text=True,
+                                      env=os.environ | {"PYTHONPATH": paths})
+    assert printed.strip() == "0"
