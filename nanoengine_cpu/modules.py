@@ -116,7 +116,7 @@ class PackedLinear(nn.Linear):
     def gated(self, x: Tensor) -> Tensor:
         """SwiGLU of the product, of which the first half are gates: in one pass, if gates and ups
         are in whole blocks of our own product."""
-        if self.uses_own and len(x) and self.out_features % (2 * products.BLOCK) == 0:
+        if self.uses_own and x.shape[0] and self.out_features % (2 * products.BLOCK) == 0:
             return self.multiply(x, 2)
         return swiglu(self(x))
 
@@ -124,10 +124,11 @@ class PackedLinear(nn.Linear):
         """The product by our own kernel; with two halves, SwiGLU of them."""
         padding = -self.in_features % products.DEPTH
         x = F.pad(x, (0, padding)) if padding else x.contiguous()
-        out = x.new_empty(len(x), self.out_features // halves)
+        (rows, inputs), outputs = x.shape, self.out_features // halves
+        out = x.new_empty(rows, outputs)
         weight = torch.ops.mkldnn.data_ptr(self.weight)
         products.product()(x.data_ptr(), weight, self.padded_bias.data_ptr(), out.data_ptr(),
-                           len(x), x.shape[1] // 2, out.shape[1], halves, get_num_threads())
+                           rows, inputs // 2, outputs, halves, get_num_threads())
         return out
 
 
