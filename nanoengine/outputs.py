@@ -14,10 +14,16 @@ from nanoengine.sequence import Sequence
 class CompletionOutput:
     """One completion of a prompt.
 
-    finish_reason: "stop" (EOS, a stop token or string), "length", "error" (no token could be
-        sampled), or None while it goes on.
-    stop_reason: the stop string or token id that ended it, None for the tokenizer's EOS; what
-        went wrong, after "error".
+    index: which of the n completions it is, from 0.
+    text: the text so far; empty where detokenize is False or there is no tokenizer.
+    token_ids: the generated tokens.
+    cumulative_logprob: the sum of the log-probabilities of the tokens; None unless `logprobs`
+        asked for them.
+    logprobs: for each token, a dict from token ids to log-probabilities; None likewise.
+    finish_reason: "stop" (EOS, a stop token or string), "length", "abort", "error" (no token could
+        be sampled), or None while it goes on.
+    stop_reason: the stop string or token id that ended it, None for the tokenizer's EOS; after
+        "error", what went wrong.
     """
 
     index: int
@@ -33,10 +39,16 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its completions.
 
-    index: which of the call's prompts it is, from 0; `request_id` counts over all calls.
+    request_id: a number that counts over all calls, as a text.
+    prompt: the text of the prompt; None where only token ids were given.
+    prompt_token_ids: the tokens of the prompt.
+    outputs: a `CompletionOutput` for each completion.
+    finished: whether all completions have ended.
+    num_cached_tokens: how many tokens of the prompt the prefix cache had.
+    metrics: the timings of this request, a `RequestMetrics`.
+    index: which of the call's prompts it is, from 0.
     prompt_logprobs: for each token of the prompt, None for the first; None if not asked for, and
         for a request that ended in an error.
-    num_cached_tokens: how many tokens of the prompt the prefix cache had.
     """
 
     request_id: str

@@ -71,24 +71,26 @@ Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
-    n: the number of completions of a prompt; the prompt is computed once. vLLM's limit is 16384.
+    n: the number of completions of a prompt, at most 16384; the prompt is computed once.
     temperature: divides the logits; 0 is greedy.
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
-    top_p: sample among the fewest likeliest tokens whose probabilities reach p together.
+    top_p: sample among the fewest likeliest tokens whose probabilities add up to at least p.
     min_p: drop tokens that are less likely than min_p times the likeliest.
     seed: a draw depends on it and on the position; None or -1: derived from the engine's seed.
     max_tokens: the most tokens to generate; None: up to the engine's `max_model_len`.
-    min_tokens: for so many tokens EOS and stop tokens are masked, and stop strings do not count.
+    min_tokens: until this many tokens are generated, EOS and stop tokens are masked, and stop
+        strings do not count.
     stop: strings that end the completion; they are cut from the text unless
-        `include_stop_str_in_output`.
+        include_stop_str_in_output.
     stop_token_ids: tokens that end the completion, besides EOS.
+    include_stop_str_in_output: keep the stop string in the text.
     ignore_eos: go on after EOS.
-    logprobs: return the log-probabilities (log-softmax of the raw logits) of so many likeliest
-        tokens at each position, and of the sampled token. 0: only of that; -1: of all.
-    prompt_logprobs: the same for each token of the prompt but the first, in
-        `RequestOutput.prompt_logprobs`; the prompt is then computed anew, whatever is cached.
-    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once, or
-        once for each occurrence.
+    logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
+        likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
+    prompt_logprobs: the same for each token of the prompt except the first, in
+        `RequestOutput.prompt_logprobs`. The prompt is then computed anew, whatever is cached.
+    presence_penalty: subtracted from the logits of tokens that were generated before.
+    frequency_penalty: the same, once for each time that the token was generated.
     repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
         output (Keskar et al., 2019, arXiv:1909.05858).
     bad_words: texts that are never generated; the prompt does not count.
@@ -97,9 +99,9 @@ class SamplingParams:
     logits_processors: functions `(input_ids, scores) -> scores` on tensors of shape (1, tokens so
         far) and (1, vocab_size), as in transformers; they run after all of the above.
     skip_special_tokens: leave special tokens out of the text.
-    detokenize: make text at all.
+    detokenize: turn tokens into text at all.
 
-    Temperature, repetition_penalty and biases count as 1e18 beyond that, and as 1e-18 below.
+    Temperature, repetition_penalty and biases beyond 1e18 count as 1e18, and below 1e-18 as 1e-18.
 
     Raises ValueError for a value out of range, with its name and what is accepted.
     """

@@ -37,11 +37,11 @@ from nanoengine_extensions.logprobs import Logprobs
 class BeamSearchParams:
     """How one request is completed by beam search.
 
-    beam_width: the number of beams that are kept, and returned.
+    beam_width: how many beams are kept, and returned.
     max_tokens: the most tokens to generate.
-    temperature: divides the logits; 0 leaves them as they are. Nothing is drawn.
-    length_penalty: the score of a finished beam is its summed log-probability over its number of
-        generated tokens to this power, -40 to 40; larger values favour longer beams.
+    temperature: divides the logits; 0 leaves them as they are. No token is drawn at random.
+    length_penalty: the score of a finished beam is its summed log-probability divided by its
+        number of generated tokens to this power, -40 to 40; larger values favour longer beams.
     ignore_eos: go on after EOS.
     """
 
@@ -56,10 +56,11 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """A finished beam.
 
-    tokens, text: prompt and completion; EOS is the last token where the beam ended by it.
-    cum_logprob: the sum over the completion; score: that over length ** length_penalty.
-    finish_reason: "stop" (EOS), "length", or "error" where no beam has log-probabilities that are
-        finite.
+    tokens: the tokens of prompt and completion; EOS is the last one where the beam ended by it.
+    cum_logprob: the summed log-probability of the completion.
+    score: cum_logprob divided by the length to the power length_penalty.
+    text: the text of prompt and completion.
+    finish_reason: "stop" (EOS), "length", or "error" where no beam has finite log-probabilities.
     """
 
     tokens: list[int]
