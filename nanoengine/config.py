@@ -13,8 +13,8 @@ from pydantic.dataclasses import dataclass
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, explained, rejected
 
-# Options whose default depends on the device: the default on a CPU, and on a GPU. It replaces None
-# when a config is made.
+# Options whose default depends on the device: the default on a CPU, and on a GPU. A new config
+# replaces None by it.
 DEFAULTS: dict[str, tuple[Any, Any]] = {
     "block_size": (32, 256), "max_num_batched_tokens": (2048, 8192),
     "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
@@ -25,10 +25,10 @@ BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def one_of(table: dict[str, Any]) -> AfterValidator:
-    """A name in a table of policies, or a function that could stand there."""
+    """Checks for a name in a table of policies, or a function."""
     def check(policy: Any) -> Any:
         if not callable(policy) and policy not in [*table]:
-            # adds the names of policies that are only there to be compared with
+            # adds the names of policies for comparison
             import nanoengine_extensions.policies  # noqa: F401
         if not callable(policy) and policy not in [*table]:
             raise ValueError(f"it must be one of {[*table]}, or a function like these")
@@ -126,13 +126,13 @@ class EngineConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        """Fills in what was not given, and checks what options say together."""
+        """Fills in defaults, and checks combinations of options."""
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
         found = {name: pair[self.device == "cuda"] for name, pair in DEFAULTS.items()}
         found["max_num_seqs"] = num_seqs
         found["max_num_batched_tokens"] = max(found["max_num_batched_tokens"], num_seqs)
         given = {name: value for name, value in vars(self).items() if value is not None}
-        # the one place that may write: the config is frozen
+        # the only place that can write: the config is frozen
         vars(self).update(found | given)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise rejected("max_num_batched_tokens", self.max_num_batched_tokens,

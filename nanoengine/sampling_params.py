@@ -1,8 +1,9 @@
-"""What a user asks for: `SamplingParams`, checked when they are made.
+"""`SamplingParams`: how to sample a request, checked on creation.
 
 Each field has its default and its rule in one line. A broken rule is a `ValueError` that names the
-field, the value and what is accepted; a keyword that is not known is one that names the nearest.
-Nothing here knows a model: `requests.py` makes the checks that need a vocabulary or a tokenizer.
+field, the value and what is accepted; an unknown keyword raises one that names the nearest known
+keyword. Nothing here knows a model: `requests.py` makes the checks that need a vocabulary or a
+tokenizer.
 """
 
 import math
@@ -20,14 +21,14 @@ STRICT = ConfigDict(strict=True, extra="forbid", validate_assignment=True)
 
 
 def rejected(name: str, value: Any, accepted: str) -> ValueError:
-    """The error for bad input in other files: the argument, its value and what is accepted."""
+    """Returns the error for bad input: the argument, its value and what is accepted."""
     return ValueError(f"{name}={value!r} is not accepted: it must be {accepted}")
 
 
 @contextmanager
 def naming(what: object) -> Iterator[None]:
-    """Turns any error of a library about what a user gave into a ValueError that names it, and any
-    error of a function that a user gave. The first error is its cause."""
+    """Turns an error that a library or a user's function raises for some input into a ValueError
+    that names the input. The first error is its cause."""
     try:
         yield
     except Exception as error:
@@ -35,7 +36,7 @@ def naming(what: object) -> Iterator[None]:
 
 
 def explained(checked: Any) -> Any:
-    """A dataclass of pydantic's, with errors in our words when it is made or changed."""
+    """Decorates a dataclass of pydantic: its errors get our words."""
     @contextmanager
     def in_our_words() -> Iterator[None]:
         try:
@@ -49,7 +50,7 @@ def explained(checked: Any) -> Any:
     return checked
 
 
-# vLLM's shorthands: one text stands for a list of it, None for an empty list
+# vLLM's shorthands: one text means a list of it, None an empty list
 AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
 # numbers of NumPy, and of PyTorch, count as Python's
 NUMPY = BeforeValidator(lambda v: v.item() if hasattr(v, "item") else v)
@@ -136,14 +137,14 @@ class SamplingParams:
             raise rejected("min_tokens", self.min_tokens, f"0 to max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
             raise rejected("detokenize", False, f"True for stop={self.stop!r}")
-        # the message is vLLM's
+        # vLLM's message
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n must be 1 when using greedy sampling, got {self.n}")
         return self
 
     @cached_property
     def edits(self) -> tuple[str, ...]:
-        """What its rows of logits need besides a temperature.
+        """Which edits its rows of logits need besides a temperature.
 
         Greedy rows need no truncation: the likeliest token is always kept.
         """
@@ -156,5 +157,5 @@ class SamplingParams:
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
     def clone(self) -> "SamplingParams":
-        """A copy, with lists of its own; the logits processors are the same."""
+        """Returns a copy with new lists; the logits processors are the same."""
         return replace(self)

@@ -70,7 +70,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         token_ids += seq.token_ids[start:start + count]
     lengths = np.add(batch.starts, batch.num_tokens)
     query_starts = np.append(0, np.cumsum(batch.num_tokens))
-    # a token's place in the step, minus its position
+    # a token's place in the step, less its position
     offsets = query_starts[:-1] - batch.starts
     owners = np.arange(len(batch)).repeat(batch.num_tokens)
     positions = np.arange(len(token_ids)) - offsets[owners]
