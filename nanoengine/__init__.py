@@ -11,7 +11,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    """`nanoengine.BeamSearchParams` and the like, without an import before they are asked for."""
+    """Imports `nanoengine.BeamSearchParams` and similar names on first use."""
     if name.startswith("BeamSearch"):
         from nanoengine_extensions import beam_search
         return getattr(beam_search, name)

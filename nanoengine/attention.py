@@ -1,7 +1,7 @@
 """Attention over the paged KV cache: its memory, the backends, and the choice of one.
 
-A backend is one function, with what it needs. The runner chooses it, and the model calls it
-(`model.py`). Which model asks is not known here, nor why a step consists of the tokens that it has.
+A backend is one function with its requirements. The runner chooses it, and the model calls it
+(`model.py`). This file knows neither the model nor why a step has its tokens.
 """
 
 import warnings
@@ -22,8 +22,8 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
                 device: str, backend: str) -> Tensor:
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
-    Zeros, since the padded rows of a CUDA graph read block 0. The CPU's kernel has a layout of its
-    own, in which only whole blocks can be copied.
+    It is filled with zeros, since the padded rows of a CUDA graph read block 0. The CPU's kernel
+    has its own layout, in which only whole blocks can be copied.
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
     if BACKENDS[backend].attend is None:
@@ -35,22 +35,23 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
 
 
 def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """Plain PyTorch, slow, but anywhere and in any precision: it gathers each sequence's keys.
+    """Plain PyTorch: slow, but works everywhere and in any precision. Gathers each sequence's keys.
 
-    query: (T, heads, head_dim), rotated; cache: of a layer, with K and V of this step in it
+    query: (T, heads, head_dim), rotated; cache: that of a layer, including K and V of this step
     window: a query sees its last `window` keys, None for all
 
-    Returns (T, heads, head_dim). It reads lengths on the host, so that CUDA graphs cannot hold it.
+    Returns (T, heads, head_dim). It reads lengths on the host, so CUDA graphs cannot capture it.
     """
     out = torch.empty_like(query)
     starts = step.query_starts.tolist()
     for seq, length in enumerate(step.lengths.tolist()):
         gathered = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length].transpose(1, 2)
-        # NaN reaches the queries that see it, and no others: a weight of 0 would not keep it out
+        # NaN must reach only the queries that see it: a weight of 0 would not stop it
         is_finite = gathered.isfinite()
         is_nan = ~is_finite.all(dim=-1).all(dim=0).all(dim=0)
         keys, values = gathered.where(is_finite, 0)
-        # not all queries at once: in float32 their weights for all keys are one tensor
+        # some queries at a time: the weights of all queries for all keys would be one float32
+        # tensor
         for first in range(starts[seq], starts[seq + 1], 256):
             rows = slice(first, min(first + 256, starts[seq + 1]))
             ages = step.positions[rows, None] - torch.arange(length, device=query.device)
@@ -63,14 +64,15 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to attend, and what it needs.
+    """A way to compute attention, and its requirements.
 
-    attend: what the model calls: see `gather_attention`. None: `nanoengine_cpu.optimize` has put a
-        kernel in the model's place, which also norms, rotates and stores.
+    attend: the function that the model calls: see `gather_attention`. None:
+        `nanoengine_cpu.optimize` has replaced the model's attention by a kernel that also norms,
+        rotates and stores.
     works: whether it can attend on a device ("cpu" or "cuda") in a dtype.
-    rank: of those that work, "auto" takes the one with the highest; 0: only by its name.
+    rank: "auto" takes the working backend with the highest rank; 0: only by its name.
     block_multiple: what the block size must be a multiple of.
-    has_graphs: whether CUDA graphs can hold it, as it reads nothing on the host.
+    has_graphs: whether CUDA graphs can capture it, because it reads nothing on the host.
     """
 
     attend: Callable[..., Tensor] | None
@@ -84,7 +86,7 @@ def runs_on_cpu(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype != torch.float16
 
 
-# Anybody may add to it: `LLM(attention_backend=…)` takes any name that is here. nanoengine_gpu adds
+# You can add backends: `LLM(attention_backend=…)` accepts every name in it. nanoengine_gpu adds
 # "flash-attn" and "varlen".
 BACKENDS = {
     "numba": Backend(None, runs_on_cpu, rank=3),
@@ -92,9 +94,9 @@ BACKENDS = {
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
-    """The backend of that name, or for "auto" the fastest for this device and precision.
+    """Returns the backend with this name, or for "auto" the fastest one for this device and dtype.
 
-    Raises ValueError for a backend that cannot work here; warns where only the slow one can.
+    Raises ValueError for a backend that cannot work here; warns if only the slow one can.
     """
     usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
     chosen = max(usable, key=lambda each: BACKENDS[each].rank) if name == "auto" else name

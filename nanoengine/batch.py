@@ -13,12 +13,12 @@ from nanoengine.sequence import Sequence
 class Copies:
     """The blocks to copy before a step computes: for each target its source.
 
-    They are copied in the order of these fields, by the runner, and those to and from the host by
-    swapping.py.
+    The runner does the copies in the order of these fields; swapping.py does those to and from the
+    host.
 
     The order matters, since a block that is freed in a step can be handed out again in the same
     step: block 5 of a preempted sequence is first copied to the host, then a fork's copy is written
-    to it, or the blocks of a sequence that comes back. Each block is read before it is overwritten.
+    to it, or a block of a returning sequence. Each block is read before it is overwritten.
     """
 
     swap_out: dict[int, int] = field(default_factory=dict)
@@ -27,10 +27,10 @@ class Copies:
 
 
 class Row(NamedTuple):
-    """A row of logits: what the model says of the token of `seq` at `position`.
+    """A row of logits, for the token of `seq` at `position`.
 
-    source: which of the batch's sequences computes the token before it. It is `seq` itself, or the
-        one of which `seq` is a fork that begins.
+    source: which of the batch's sequences computes the token before it: `seq` itself, or its
+        parent, if `seq` is a new fork.
     """
 
     source: int
@@ -42,16 +42,16 @@ class Row(NamedTuple):
 class Batch:
     """One step: the whole message from scheduler to runner.
 
-    For sequence i, the tokens from `starts[i]` on are computed, `num_tokens[i]` of them. Nothing of
-    this changes when the sequences move on, so that a batch can be read later.
+    For sequence i, the step computes `num_tokens[i]` tokens from `starts[i]` on. A batch does not
+    change when its sequences do, so that it can be read later.
 
     budget: how many more tokens the step may compute (set by `Scheduler.build`).
-    started: the time at which it was launched (set by metrics.py).
-    sampled: a row for each token to be drawn; where forks begin (n > 1), several have the same
+    started: the time of its launch (set by metrics.py).
+    sampled: a row for each token to draw; when forks begin (n > 1), several rows have the same
         source (set by `Scheduler._place`).
-    scored: a row for each token of a prompt that is to be scored, for `prompt_logprobs` (set by
+    scored: a row for each token of a prompt to score, for `prompt_logprobs` (set by
         `Scheduler._place`).
-    copies: the block copies to be done first (set by `Scheduler.schedule`).
+    copies: the block copies to do first (set by `Scheduler.schedule`).
     admitted: the sequences that were waiting, each with the number of tokens that the prefix cache
         had (set by `Scheduler.build`).
     preempted: the sequences that were preempted since the step before, each with "swap" or
@@ -76,7 +76,8 @@ class Batch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence computes one token and draws one: then a CUDA graph can run it."""
+        """Whether each sequence computes one token and draws one, so that a CUDA graph can run
+        it."""
         sampled = [row.source for row in self.sampled]
         return max(self.num_tokens) == 1 and sampled == list(range(len(self)))
 

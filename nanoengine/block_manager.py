@@ -1,4 +1,5 @@
-"""`BlockManager`: which sequence holds which block of the KV cache, and what can be found again.
+"""`BlockManager`: which sequence holds which block of the KV cache, and which blocks can be found
+again.
 
 Plain Python over block numbers; the memory itself belongs to `model_runner.py`. Paging and copy on
 write are from PagedAttention (Kwon et al., 2023, arXiv:2309.06180), the prefix cache with chained
@@ -14,7 +15,7 @@ The life of a block:
 
 Blank blocks are reused first, then cached ones, the least recently used first. Two blocks with the
 same tokens ("twins") arise when two sequences compute the same prompt side by side, or when a whole
-prompt is cached and its last block is computed again (`find_shared`); both stay findable, so that
+prompt is cached and its last block is computed again (`find_shared`); both stay findable, so
 evicting one never loses the other.
 """
 
@@ -43,19 +44,19 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        # since the start, by forks
+        # by forks, since the start
         self.num_shared_blocks = 0
         self.reset()
 
     def reset(self) -> None:
         """Makes all blocks free and blank."""
-        # in how many block tables a block stands
+        # how many block tables contain a block
         self.ref_counts = [0] * (self.num_blocks + 1)
         # in the order of reuse: blank blocks, then cached ones, the least recently used first
         self.free = OrderedDict.fromkeys(range(1, self.num_blocks + 1))
         self.hash_of_block: dict[int, BlockHash] = {}
         self.blocks_by_hash: dict[BlockHash, dict[int, None]] = {}
-        # for the step that is being scheduled
+        # for the next step
         self.copies = Copies()
 
     num_free_blocks = property(lambda self: len(self.free))
@@ -64,7 +65,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_to_hold(self, seq: Sequence) -> int:
-        """How many blocks a running sequence has: for its tokens, or for those it reserves."""
+        """Returns how many blocks a running sequence has, for its tokens or for reserved ones."""
         return self.num_blocks_for(max(seq.num_tokens, seq.num_held_tokens))
 
     # --------------------------------------------------------------------- taking blocks
@@ -75,11 +76,11 @@ class BlockManager:
         return self.num_blocks_to_hold(seq) - num_used <= len(self.free)
 
     def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
-        """Gives a sequence blocks for all the tokens that it has, or more.
+        """Gives a sequence blocks for all its tokens, or more.
 
-        It takes a share in blocks that others have, too (`find_shared`), then fresh blocks. For a
-        fork that begins, the first fresh block gets a copy of its parent's last block, if that is
-        partial. It is the only block that both would otherwise write to, both in the next step.
+        It first shares existing blocks (`find_shared`), then takes fresh ones. The first fresh
+        block of a new fork gets a copy of its parent's last block, if that is partial: otherwise
+        both would write to it in the next step.
 
         With 300 prompt tokens, blocks of 128 and n = 4:
 
@@ -88,11 +89,11 @@ class BlockManager:
             child 2    [ 4 ] [ 9 ] [ 5 ]       of block 2:
             child 3    [ 4 ] [ 9 ] [ 8 ]       copy_on_write = {7: 2, 5: 2, 8: 2}
 
-        `seq.num_computed_tokens` then counts the tokens in the cache. Returns the number of tokens
-        in shared blocks.
+        Afterwards `seq.num_computed_tokens` is the number of its tokens in the cache. Returns the
+        number of tokens in shared blocks.
         """
         shared = self.find_shared(seq, parent)
-        # before any fresh one is taken, which could evict them
+        # first, since taking fresh blocks could evict them
         for block in shared:
             self.free.pop(block, None)
             self.ref_counts[block] += 1
@@ -108,7 +109,7 @@ class BlockManager:
         return len(shared) * self.block_size
 
     def can_append(self, num_seqs: int) -> bool:
-        """Whether so many running sequences can have one block more each."""
+        """Whether this many running sequences can get one more block each."""
         return num_seqs <= len(self.free)
 
     def may_append(self, seq: Sequence) -> None:
@@ -116,7 +117,7 @@ class BlockManager:
         seq.block_table.append(self._take_fresh())
 
     def _take_fresh(self) -> int:
-        """The free block that is first in the order of reuse. It loses its hash."""
+        """Returns the first free block in the order of reuse. It loses its hash."""
         block, _ = self.free.popitem(last=False)
         if block_hash := self.hash_of_block.pop(block, None):
             twins = self.blocks_by_hash[block_hash]
@@ -129,7 +130,7 @@ class BlockManager:
     # --------------------------------------------------------------------- giving them back
 
     def deallocate(self, seq: Sequence) -> None:
-        """Takes back all blocks of a sequence, the last one first: prefixes stay cached longest."""
+        """Frees all blocks of a sequence, the last one first: prefixes stay cached longest."""
         for block in reversed(seq.block_table):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
@@ -139,29 +140,29 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def preempt(self, seq: Sequence) -> str:
-        """Takes back the blocks of a preempted sequence; returns how it will come back.
+        """Frees the blocks of a preempted sequence; returns how it will come back.
 
-        "recompute": its tokens are computed again. Swapping them to the host is the business of a
-        subclass: see nanoengine_extensions/swapping.py.
+        "recompute": its tokens are computed again. A subclass swaps them to the host: see
+        nanoengine_extensions/swapping.py.
         """
         self.deallocate(seq)
         return "recompute"
 
     def take_copies(self) -> Copies:
-        """The copies for the step that has been scheduled."""
+        """Returns the copies for the scheduled step."""
         copies, self.copies = self.copies, Copies()
         return copies
 
     # --------------------------------------------------------------------- prefix cache
 
     def find_shared(self, seq: Sequence, parent: Sequence | None = None) -> list[int]:
-        """The blocks that a sequence can share: all full ones of its parent, or the cached blocks
-        with which it begins, as many as there are in a row.
+        """Returns the blocks that a sequence can share: all full ones of its parent, or the longest
+        run of cached blocks that it begins with.
 
-        A hit never covers the last token, since its logits are needed. So when a prompt of whole
-        blocks is cached, its whole last block is computed again, into a twin: no sequence ever
-        writes to a shared block. A sequence whose prompt is scored shares no cached block: it needs
-        the logits of all its tokens.
+        A hit never covers the last token, since its logits are needed. So if a prompt of whole
+        blocks is cached, its last block is computed again, into a twin: no sequence ever writes to
+        a shared block. A sequence with a scored prompt shares no cached block, since it needs the
+        logits of all its tokens.
         """
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
@@ -172,11 +173,11 @@ class BlockManager:
         return [next(iter(twins)) for twins in takewhile(bool, found)]
 
     def register(self, seq: Sequence, stop: int) -> None:
-        """Makes the blocks findable that the tokens from the computed ones up to `stop` fill.
+        """Makes those blocks findable that the tokens from the computed ones up to `stop` fill.
 
         Call this once K and V are written, or are sure to be written before any sequence admitted
-        later reads them. That holds for the tokens of the step that is being scheduled: each layer
-        writes the K and V of the whole batch before it reads any.
+        later reads them. The tokens of the step that is being scheduled qualify: each layer writes
+        the K and V of the whole batch before it reads any.
         """
         num_full = stop // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_computed_tokens // self.block_size, num_full):
@@ -185,8 +186,8 @@ class BlockManager:
             self.blocks_by_hash.setdefault(block_hash, {})[block] = None
 
     def forget(self, hashes: list[BlockHash]) -> None:
-        """Forgets these hashes. Blocks in use stay in use, and cached ones become blank: they are
-        the first to be used again."""
+        """Forgets these hashes. Blocks in use stay in use; cached ones become blank, and are reused
+        first."""
         for block_hash in hashes:
             for block in self.blocks_by_hash.pop(block_hash, ()):
                 del self.hash_of_block[block]
@@ -194,12 +195,12 @@ class BlockManager:
                     self.free.move_to_end(block, last=False)
 
     def _hash(self, seq: Sequence, index: int) -> BlockHash:
-        """What a full block is found by: a hash of its whole prefix, and its own token ids.
+        """Returns the key of a full block: a hash of its whole prefix, and its own token ids.
 
         The hash is xxh3 in 128 bits over the hash of the block before and the block's token ids. A
-        hit compares the block's own token ids exactly, and all tokens before them by the hash: two
-        prefixes are taken for each other by accident once in 2**128. It is no cryptographic hash:
-        it is not made to resist somebody who computes collisions.
+        hit compares the block's own token ids exactly, and all tokens before them by the hash. The
+        probability that two different prefixes have the same hash is 2**-128. The hash is not
+        cryptographic: it does not resist deliberate collisions.
 
         The sequence keeps the hashes of its blocks.
         """

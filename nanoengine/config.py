@@ -13,8 +13,8 @@ from pydantic.dataclasses import dataclass
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, explained, rejected
 
-# Options whose default depends on the device: the default on a CPU, and on a GPU. It replaces None
-# when a config is made.
+# Options whose default depends on the device: the default on a CPU, and on a GPU. A new config
+# replaces None by it.
 DEFAULTS: dict[str, tuple[Any, Any]] = {
     "block_size": (32, 256), "max_num_batched_tokens": (2048, 8192),
     "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
@@ -25,10 +25,10 @@ BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def one_of(table: dict[str, Any]) -> AfterValidator:
-    """A name in a table of policies, or a function that could stand there."""
+    """Checks for a name in a table of policies, or a function."""
     def check(policy: Any) -> Any:
         if not callable(policy) and policy not in [*table]:
-            # adds the names of policies that are only there to be compared with
+            # adds the names of policies for comparison
             import nanoengine_extensions.policies  # noqa: F401
         if not callable(policy) and policy not in [*table]:
             raise ValueError(f"it must be one of {[*table]}, or a function like these")
@@ -42,45 +42,55 @@ class EngineConfig:
     """The keywords of `LLM`. Raises ValueError with the option, its value and what is accepted.
 
     model: a folder with config.json and safetensors, or a Hugging Face id.
-    tokenizer: the folder or id of the tokenizer, if it is not with the model.
-    skip_tokenizer_init: do without a tokenizer: prompts are token ids, and outputs have no text.
+    tokenizer: the folder or id of the tokenizer; by default the model's own.
+    skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text.
     revision: the branch, tag or commit of a Hugging Face id.
-    download_dir: the folder that keeps downloads; by default Hugging Face's own cache.
-    dtype: of weights and KV cache; "auto": bfloat16 where the device computes in it.
+    download_dir: the folder for downloads; by default Hugging Face's own cache.
+    dtype: of weights and KV cache: "bfloat16", "float16" or "float32"; "auto": bfloat16, but
+        float32 on a CPU without instructions for bfloat16.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
     seed: the seeds of requests without one are derived from it; None is 0.
-    load_format: "dummy" makes random weights and needs only a config.json.
-    max_model_len: the most tokens of prompt and output together; by default, and for -1, what
-        model and cache allow.
+    load_format: "dummy" makes random weights and needs only a config.json, for benchmarks.
+    max_model_len: the most tokens of a prompt and its output together; by default, and for -1, what
+        the model and the cache allow.
     max_num_seqs: the most sequences that run at once; by default 256, or fewer where the token
         budget is smaller.
     max_num_batched_tokens: the token budget: the most tokens that a step computes; at least
-        max_num_seqs.
-    block_size: the tokens of a block of the KV cache.
+        max_num_seqs. Longer prompts are computed in chunks.
+    block_size: the tokens of a block of the KV cache; the prefix cache finds whole blocks only.
     num_kv_blocks: the blocks of the KV cache. The default on a CPU: as many as max_num_seqs
         sequences of max_model_len can fill, within a quarter of the free memory. On a GPU: what
         fits into gpu_memory_utilization of its memory beside everything else that is there.
+    gpu_memory_utilization: the share of a GPU's memory that may be in use, other programs
+        included. Weights, the largest step and CUDA graphs are measured; the KV cache gets the
+        rest.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
-        to the GPU in each step; of each GPU's part, where several share the model.
+        to the GPU in each step. If several GPUs share the model, it counts for each GPU.
     enforce_eager: no CUDA graphs for decode steps, and no torch.compile.
-    tensor_parallel_size: how many devices, or processes of a CPU, share the model.
-    attention_backend: a name in attention.py's `BACKENDS`; "auto": the fastest that works here.
-    run_ahead: launch a step before the tokens of the step before it are known.
+    tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.
+    attention_backend: a name in the table `BACKENDS` of attention.py: "numba" on a CPU;
+        "flash-attn", "varlen" or "gather" on a GPU; "auto": the fastest that works here.
+    run_ahead: launch a step before the tokens of the step before it are known; the tokens are the
+        same.
     enable_prefix_caching: find blocks again by the hash of their tokens.
-    scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes, and
-        prompts in the rest of the step). Each of these policies can be a function: see policies.py.
-        nanoengine_extensions/policies.py has more of them, to compare with.
-    scheduling_policy: "fcfs" (in order of arrival) or "priority" (`generate(priority=)` first).
-    kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), or for all that
-        it may come to have ("reserve").
-    preemption_mode: the blocks of a preempted sequence are dropped ("recompute"), or copied to the
-        host ("swap"), in a pool of swap_space GiB; when the pool is full, they are dropped.
-    preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority".
-    batch_invariant: make sure that logits and tokens have the same bits whatever runs beside a
-        request, and however it was chunked, preempted or cached. With the numba kernel and packed
-        weights they have anyway. Elsewhere True is an error. All multiples of 32 as block_size give
-        the same bits, other sizes may give others: sums go over other spans.
-    trace: keep a record of each step in `LLM.trace`, see model_runner.py's `Launched`.
+    scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
+        then prompts in the rest of the step). nanoengine_extensions/policies.py adds "static" (a
+        batch ends before the next one begins) and `overtaking(...)`, for comparison. Each policy
+        can also be a function: see policies.py.
+    scheduling_policy: "fcfs" (in order of arrival), or "priority" (in order of
+        `generate(priority=)`, smaller numbers first).
+    kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), for all that it
+        may generate ("reserve"), or for max_model_len ("max-length", for comparison).
+    preemption_mode: the blocks of a preempted sequence are dropped ("recompute"), or copied to a
+        pool on the host ("swap"); when the pool is full, they are dropped.
+    preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority"; for
+        comparison "least-recently-run" or "random".
+    swap_space: GiB of the host's memory for the pool of "swap".
+    batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
+        request, and however it was chunked, preempted or cached. On a CPU with packed weights they
+        always have; where this is impossible, True is an error. All multiples of 32 as block_size
+        give the same bits; other sizes may give others, because they group the sums differently.
+    trace: keep a record of each step in `LLM.trace`: see `Launched` in model_runner.py.
     """
 
     model: str | Path = Field(kw_only=False)
@@ -116,13 +126,13 @@ class EngineConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        """Fills in what was not given, and checks what options say together."""
+        """Fills in defaults, and checks combinations of options."""
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
         found = {name: pair[self.device == "cuda"] for name, pair in DEFAULTS.items()}
         found["max_num_seqs"] = num_seqs
         found["max_num_batched_tokens"] = max(found["max_num_batched_tokens"], num_seqs)
         given = {name: value for name, value in vars(self).items() if value is not None}
-        # the one place that may write: the config is frozen
+        # the only place that can write: the config is frozen
         vars(self).update(found | given)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise rejected("max_num_batched_tokens", self.max_num_batched_tokens,

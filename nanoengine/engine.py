@@ -1,4 +1,4 @@
-"""`Engine`: a scheduler and a runner, and the one loop in which steps run. Tokens, no text.
+"""`Engine`: a scheduler, a runner, and the one loop that runs steps. It knows tokens, but no text.
 
     while engine.has_unfinished():
         sequences_with_a_new_token = engine.step()
@@ -10,8 +10,8 @@ A plain step is three lines:
     scheduler.postprocess(batch, launched.wait())       # the tokens join their sequences
 
 Running ahead keeps a step in flight: step 2 is scheduled and launched before the tokens of step 1
-are waited for, so that the device never waits for the host. For that step 1 is advanced first: its
-tokens join their sequences as pending ones, and get their numbers later.
+are waited for, so that the device never waits for the host. To make this possible, step 1 is
+advanced first: its tokens join their sequences as pending tokens, and get their numbers later.
 
     host     schedule 1  launch 1 │ advance 1  schedule 2  launch 2  take in 1 │ advance 2  sche…
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
@@ -40,11 +40,11 @@ class Engine:
     """Runs sequences to their end.
 
     runner: a `ModelRunner`, or anything else with its `launch` and its sizes.
-    clock: gives the time in seconds.
+    clock: returns the time in seconds.
 
-    Sequences can come and go between two steps: by `add` and `finish`, and by the scheduler's own
-    `fork` and `preempt`. So what goes on over several steps can be a client of the engine, as beam
-    search is.
+    Between two steps, `add` and `finish`, and the scheduler's own `fork` and `preempt`, can change
+    the sequences. So an algorithm over several steps, such as beam search, can be a client of the
+    engine.
     """
 
     def __init__(self, config: EngineConfig, runner: Any,
@@ -65,7 +65,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that have a new token.
 
-        When the engine runs ahead, these are the tokens of the step before.
+        If the engine runs ahead, these tokens are those of the step before.
         """
         if self.runner is None:
             raise RuntimeError("the LLM is closed")
@@ -76,8 +76,9 @@ class Engine:
     def _step_ahead(self) -> list[Sequence]:
         """Launches the next step before it waits for the tokens of the one in flight.
 
-        Sequences whose tokens are awaited (`Sequence.is_awaited`) are left out of the next step:
-        they run in every second one. If they are many, the whole step is left to the next call.
+        A sequence that needs its last token on the host (`Sequence.is_awaited`) is left out of the
+        next step, and so runs in every second step. If there are many, the whole next step waits
+        for the next call.
         """
         before = self.in_flight
         if before:
@@ -88,7 +89,7 @@ class Engine:
         return self._take_in(before)
 
     def _launch(self) -> Launched | None:
-        """Schedules and launches a step; None where no sequence can run."""
+        """Schedules and launches a step; returns None if no sequence can run."""
         batch = self.scheduler.schedule() if self.scheduler.has_unfinished() else None
         if not batch:
             return None
@@ -98,9 +99,9 @@ class Engine:
     def _is_awaited(self, batch: Batch) -> bool:
         """Whether the next step waits for the tokens of this one.
 
-        A fourth of the sequences at half their speed cost an eighth of the tokens: about as much as
-        a device loses that waits for the host. And no more pending tokens can be looked up than
-        `max_num_seqs`; where forks begin there can be more.
+        If a fourth of the sequences run at half their speed, an eighth of the tokens is lost: about
+        as much as a device loses by waiting for the host. The device can look up at most
+        `max_num_seqs` pending tokens; when forks begin, there can be more.
         """
         num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)
         return 4 * num_awaited >= len(batch) or len(batch.sampled) > self.config.max_num_seqs
@@ -116,7 +117,7 @@ class Engine:
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
-        """Ends sequences, between two steps. What they have computed stays in the prefix cache."""
+        """Ends sequences, between two steps. Their full blocks stay in the prefix cache."""
         for seq in [*self.scheduler.waiting, *self.scheduler.running]:
             if seq.request_id in request_ids:
                 self.finish(seq, "abort")
@@ -124,21 +125,21 @@ class Engine:
             self.in_flight = None
 
     def reset(self) -> None:
-        """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
+        """Drops all sequences and forgets all blocks, in any state that a broken step has left."""
         self.scheduler.reset()
         self.in_flight = None
 
     def close(self) -> None:
-        """Frees what the runner has, after which a step raises RuntimeError."""
+        """Frees the runner's memory; a later step raises RuntimeError."""
         if self.runner:
             self.runner.close()
         self.runner = None
-        # does nothing where there is no GPU
+        # does nothing without a GPU
         torch.cuda.empty_cache()
 
 
 def make_block_manager(config: EngineConfig, runner: Any) -> BlockManager:
-    """With a pool on the host, if preempted sequences are to be swapped."""
+    """Returns a block manager, with a pool on the host if preempted sequences are swapped."""
     sizes = runner.num_kv_blocks, config.block_size, config.enable_prefix_caching
     if config.preemption_mode == "recompute":
         return BlockManager(*sizes)

@@ -1,14 +1,14 @@
-"""`LLM`: the facade, what a user calls.
+"""`LLM`: what a user calls.
 
-Prompts become requests (`requests.py`), the engine runs their sequences (`engine.py`), and what
-comes out becomes text (`outputs.py`).
+`requests.py` turns prompts into requests, `engine.py` runs their sequences, and `outputs.py` turns
+the new tokens into text.
 
     requests = llm.add(prompts)             # `generate` is these lines, with a progress bar,
-    while not all finished:                 # and `stream` yields what they bring
+    while not all finished:                 # and `stream` yields each new output
         requests_with_new_tokens = llm.step()
 
-Calls of several threads share steps. A thread holds the engine for one step and no longer: this is
-its turn.
+Calls of several threads share steps. A thread holds the engine for one step at a time, which is its
+turn.
 
     thread A   add  step 1    look          step 3   look
     thread B            add        step 2   look      …
@@ -40,10 +40,10 @@ class LLM(AbstractContextManager):
     The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a
     checkpoint that it cannot use.
 
-    Any thread may call at any time, and the requests of all calls run in the same steps. What goes
-    wrong with one request ends its own call. What breaks a step, such as Ctrl-C or a lack of
-    memory, ends all requests, and leaves an engine with all blocks free: it is raised in the thread
-    that ran the step, and a RuntimeError that names it in all others that wait for their requests.
+    Any thread can call at any time, and the requests of all calls run in the same steps. An error
+    of one request ends its own call only. An error that breaks a step, such as Ctrl-C or a lack of
+    memory, ends all requests and leaves an engine with all blocks free. The thread that ran the
+    step gets this error; all other waiting threads get a RuntimeError that names it.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
@@ -55,22 +55,22 @@ class LLM(AbstractContextManager):
         self.inputs = InputProcessor(config, self.model_config, folder)
         try:
             runner = make_runner(config, self.model_config, folder)
-        # what PyTorch raises for sizes that the memory does not have, or no memory has
+        # PyTorch raises these where a size exceeds the memory, or any memory
         except (MemoryError, RuntimeError) as error:
             raise ValueError(f"{model} cannot be run with these options: {error} Lower "
-                             "max_num_batched_tokens or max_num_seqs if memory lacks") from error
+                             "max_num_batched_tokens or max_num_seqs if memory runs out") from error
         finally:
             end_threads()
         self.engine = Engine(config, runner)
         self.engine.metrics.log_room()
         self.inputs.max_model_len = runner.max_model_len
-        # those in the engine
+        # the requests in the engine
         self.active: dict[str, Any] = {}
-        # those of them that the next turn ends
+        # the requests that the next turn ends
         self.dropped: list[Any] = []
-        # of the thread that has its turn
+        # held by the thread that has its turn
         self.lock: Any = threading.RLock()
-        # says what has broken off the last turn
+        # names what interrupted the last turn
         self.error: RuntimeError | None = None
 
     # ------------------------------------------------------------------------ generating
@@ -81,7 +81,8 @@ class LLM(AbstractContextManager):
 
         prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
         sampling_params: one for all or one for each; None: `get_default_sampling_params()`.
-        priority: one for all or one for each, smaller ones first; needs
+        use_tqdm: show a progress bar.
+        priority: one for all or one for each, smaller numbers first; needs
             scheduling_policy="priority".
 
         Raises ValueError for bad input before anything is generated.
@@ -95,16 +96,16 @@ class LLM(AbstractContextManager):
              priority: int | list[int] | None = None, **options: Any) -> list[RequestOutput]:
         """Answers one conversation, a list of {"role": …, "content": …}, or a list of them.
 
-        content: a text, or a list of texts and {"type": "text", "text": …}, joined by newlines.
-        options: chat_template: instead of the tokenizer's own.
-            add_generation_prompt (True): let the assistant begin its answer.
-            continue_final_message (False): leave the last message open, so that the model goes on
-                with it; needs add_generation_prompt=False.
-            tools: functions or JSON schemas, for templates that know tools.
-            chat_template_kwargs: what else the template asks for: {"enable_thinking": False} of
-                Qwen3.
+        messages: the content of each is a text, or a list of texts and
+            {"type": "text", "text": …}, which are joined by newlines.
+        chat_template: in place of the tokenizer's own.
+        add_generation_prompt: let the assistant begin its answer; by default True.
+        continue_final_message: leave the last message open, so that the model continues it; by
+            default False, and True needs add_generation_prompt=False.
+        tools: functions or JSON schemas, for templates that know tools.
+        chat_template_kwargs: what else the template asks for: {"enable_thinking": False} of Qwen3.
 
-        The other arguments are those of `generate`. Raises ValueError where there is no template.
+        The other arguments are those of `generate`. Raises ValueError if there is no template.
         """
         from nanoengine_extensions.chat import render
         prompts = render(self.get_tokenizer(), messages, **options)
@@ -114,16 +115,16 @@ class LLM(AbstractContextManager):
                priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it has new tokens.
 
-        `.finished` marks a request's last. Abandoning the iterator frees its requests.
+        `.finished` marks the last output of a request. Dropping the iterator frees its requests.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         steps = self.run(requests, Request.output)
-        # from here on its end is noticed, even if it is never read
+        # once it has started, Python closes it even if it is never read
         next(steps)
         return (output for outputs in steps for output in outputs)
 
     def beam_search(self, prompts: Any, params: Any) -> list[Any]:
-        """The `params.beam_width` best completions of each prompt: see beam_search.py."""
+        """Returns the `params.beam_width` best completions of each prompt: see beam_search.py."""
         from nanoengine_extensions.beam_search import beam_search
         return beam_search(self, prompts, params)
 
@@ -131,25 +132,28 @@ class LLM(AbstractContextManager):
 
     def add(self, prompts: Any, sampling_params: Params = None,
             priority: int | list[int] | None = None) -> list[Request]:
-        """Queues requests, for `step` to run; the arguments are those of `generate`."""
+        """Queues requests for `step` to run; returns them. The arguments are those of `generate`.
+
+        A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
+        """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         self.queue(requests)
         return requests
 
     def step(self) -> list[Request]:
-        """Runs one step, in which all requests may have a part; returns those with new tokens.
+        """Runs one step for all requests, and returns the requests that have new tokens.
 
-        A request that cannot go on has the `finish_reason` "error". An error that breaks the step
-        is raised, and ends all requests ("abort"). Where other threads run steps as well, a request
-        is to be read `with llm.turn():`.
+        A request that cannot continue gets the `finish_reason` "error". An error that breaks the
+        step is raised, and ends all requests ("abort"). If other threads run steps as well, read a
+        request `with llm.turn():`.
         """
         with self.turn():
             return self._step()
 
     def abort(self, requests: list[Any]) -> None:
-        """Ends requests, wherever they are, and frees their blocks."""
+        """Ends requests, waiting or running, and frees their blocks."""
         self.dropped.extend(requests)
-        # In the middle of a turn, in which the garbage collector may end a stream, it is too early.
+        # not within a turn: the garbage collector can end a stream in the middle of one
         if requests and not self.lock._is_owned():
             with self.turn():
                 pass
@@ -158,8 +162,8 @@ class LLM(AbstractContextManager):
             look: Callable[[Any], Any]) -> Generator[list[Any], None, None]:
         """Queues requests of one call, and runs steps until they have finished.
 
-        First it yields [], then, after each step of this call or another one, what `look` sees of
-        its requests that have new tokens. Raises the error of a request that has one.
+        It yields [] first. After each step of this or another call, it then yields the result of
+        `look` for each of its requests that have new tokens. Raises the error of a request.
         """
         num_left = len(requests)
         try:
@@ -180,9 +184,9 @@ class LLM(AbstractContextManager):
             end_threads()
 
     def queue(self, requests: list[Any]) -> dict[str, Any]:
-        """Queues requests of one call, or what else looks like them.
+        """Queues requests of one call, or other objects with the same interface.
 
-        Returns their inbox, where each step puts those that have new tokens.
+        Returns their inbox: each step adds the requests that have new tokens.
         """
         inbox: dict[str, Any] = {}
         with self.turn():
@@ -204,17 +208,17 @@ class LLM(AbstractContextManager):
             if request.is_finished:
                 del self.active[request_id]
         if not self.active and self.engine.in_flight:
-            # of requests that have all ended
+            # all requests have ended, but one more step of them runs
             self.engine.step()
         return list(updated.values())
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The engine between two steps, or for one, for this thread alone.
+        """Holds the engine for this thread alone, between two steps or for one step.
 
-        A turn that an error or Ctrl-C breaks off may leave any state: the next one begins
-        with the end of all requests, any other with the end of those that were dropped since the
-        last one. Raises RuntimeError within another turn of this thread.
+        A turn first ends the requests that were dropped since the last turn. If an error or Ctrl-C
+        interrupted the last turn, the engine can be in any state, so that all requests are ended.
+        Raises RuntimeError within another turn of this thread.
         """
         check_process()
         if self.lock._is_owned():
@@ -224,7 +228,7 @@ class LLM(AbstractContextManager):
                 if self.error:
                     self.engine.reset()
                     self.dropped.extend(self.active.values())
-                # other threads may drop more meanwhile
+                # other threads can drop more meanwhile
                 dropped = [self.dropped.pop() for _ in range(len(self.dropped))]
                 if dropped:
                     self.engine.abort({request.request_id for request in dropped})
@@ -243,21 +247,21 @@ class LLM(AbstractContextManager):
     trace = property(lambda self: self.engine.metrics.trace)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `sampling_params=None` stands for: see `loader.load_defaults`."""
+        """Returns what `sampling_params=None` stands for: see `loader.load_defaults`."""
         return self.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Any:
-        """The transformers tokenizer. Raises ValueError where the model has none."""
+        """Returns the transformers tokenizer. Raises ValueError if the model has none."""
         return self.inputs.get_tokenizer()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets what the prefix cache knows; blocks in use stay in use."""
+        """Empties the prefix cache; blocks in use stay in use."""
         with self.turn():
             manager = self.engine.scheduler.block_manager
             manager.forget(list(manager.blocks_by_hash))
 
     def metrics(self) -> dict[str, Any]:
-        """Gauges of now and counters since the start: see metrics.py."""
+        """Returns current gauges, and counters since the start: see metrics.py."""
         return self.engine.metrics.gauges()
 
     def close(self) -> None:

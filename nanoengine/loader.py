@@ -21,8 +21,8 @@ from nanoengine.model import Decoder, check_supported
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-# What counts of generation_config.json is what counts in vLLM, here by our names, and EOS. Other
-# entries do no harm if they are False or 0, or as they stand here (None: any value).
+# The entries of generation_config.json that vLLM uses, with our names, and EOS. Other entries are
+# harmless if they are False or 0, or have the value given here (None: any value).
 DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
 HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
@@ -33,18 +33,18 @@ HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
 
 def find_model(model: str | Path, revision: str | None = None,
                download_dir: str | Path | None = None, name: str = "model") -> Path:
-    """The folder of a model: itself, or the download of a Hugging Face id."""
-    # no valid id, an unknown one, no network, no space, …
+    """Returns the folder of a model: the given one, or the download of a Hugging Face id."""
+    # an invalid or unknown id, no network, no space, …
     with naming(rejected(name, str(model), "a folder, or a Hugging Face id")):
         return Path(model if Path(model).is_dir() else snapshot_download(
             str(model), revision=revision, cache_dir=download_dir, allow_patterns=FILES))
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """The model's config.json, checked, with the head_dim that may be left implicit there."""
+    """Returns the model's config.json, checked, with the head_dim that can be implicit there."""
     with naming(file := folder / "config.json"):
         content = json.loads(file.read_text())
-        # before transformers makes lists that are as long
+        # first, since transformers makes lists of this length
         for name in ("num_hidden_layers", "num_labels"):
             if content.get(name, 1) not in range(1, 10_001):
                 raise rejected(f"the model's {name}", content[name], "from 1 to 10000")
@@ -56,22 +56,22 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a folder, or None where there is none: then prompts are token ids."""
+    """Returns the tokenizer of a folder, or None without one: then prompts are token ids."""
     if not [*folder.glob("tokenizer.*"), *folder.glob("vocab.json")]:
         return None
     with naming(f"{folder}, tokenizer.json or another file of the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        # some mistakes in its files show with the first text
+        # some mistakes in its files only show with a text
         tokenizer.encode("a")
     return tokenizer
 
 
 def load_defaults(folder: Path, config: PretrainedConfig,
                   tokenizer: Any) -> tuple[SamplingParams, dict[int, int | None]]:
-    """The sampling parameters of generation_config.json, and every EOS with its `stop_reason`.
+    """Returns the parameters of generation_config.json, and every EOS with its `stop_reason`.
 
-    As in vLLM, the tokenizer's own EOS gives None, and others give their ids. Warns of what is
-    there and does not count here.
+    As in vLLM, the tokenizer's own EOS gives None, and others give their ids. Warns of entries that
+    have no effect here.
     """
     file = folder / "generation_config.json"
     with naming(file):
@@ -96,9 +96,9 @@ def load_defaults(folder: Path, config: PretrainedConfig,
 
 
 def place_on(device: str, model: nn.Module) -> None:
-    """Makes room for the weights of a model, or of a part of one, which has none yet.
+    """Allocates memory for the weights of a model, or of a part of one.
 
-    Raises ValueError for more than the device has memory, before any of it is taken.
+    Raises ValueError, before it allocates anything, if the device does not have enough memory.
     """
     num_bytes = sum(weights.nbytes for weights in model.parameters())
     _, total = (torch.cuda if device == "cuda" else nanoengine_cpu).mem_get_info()
@@ -111,10 +111,10 @@ def place_on(device: str, model: nn.Module) -> None:
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
                load_format: str = "auto", place: Callable[..., None] = place_on,
                read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
-    """The model with its weights in `dtype`; "dummy": random ones, always the same.
+    """Returns the model with its weights in `dtype`; "dummy": random ones, always the same.
 
-    place, read: for extensions: where the weights lie, and what of a checkpoint's tensor goes to
-        its target.
+    place, read: for extensions: the device of the weights, and the part of a checkpoint's tensor to
+        copy to its target.
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)
@@ -125,7 +125,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
         generator = torch.Generator(device).manual_seed(0)
         for weights in model.parameters():
             drawn = torch.empty_like(weights, device=device)
-            # about the spread of trained weights; norms around 1
+            # about the spread of trained weights; norms are around 1
             drawn.uniform_(-0.03, 0.03, generator=generator).add_(weights.ndim == 1)
             weights.copy_(drawn)
     else:
@@ -134,12 +134,13 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Where each tensor of a checkpoint goes: its name, and a view of (a part of) a parameter.
+    """Returns the target of each tensor of a checkpoint: a view of (a part of) a parameter, by
+    name.
 
     The rows of "….qkv_proj.weight" are those of "….q_proj.weight", then of k and v.
     """
     targets = {}
-    # a tied one once, under its first name
+    # a tied parameter once, under its first name
     for name, parameter in model.named_parameters():
         path, own, kind = f".{name}".rsplit(".", 2)
         module = model.get_submodule(f"{path}.{own}"[1:])
@@ -150,10 +151,10 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(folder: Path, missing: dict[str, Tensor], read: Callable[..., Tensor]) -> None:
-    """Copies the tensors of a checkpoint, sharded or not, to where they go; none stays missing.
+    """Copies the tensors of a checkpoint, sharded or not, to their targets, and fills all of them.
 
-    Raises ValueError for a file that is truncated, and for a tensor that is missing, left over,
-    given twice, of another shape, or not of floating point.
+    Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
+    twice, of another shape, or not of floating point.
     """
     for file in sorted(folder.glob("model*.safetensors")):
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
@@ -162,7 +163,7 @@ def load_weights(folder: Path, missing: dict[str, Tensor], read: Callable[..., T
                 if name.endswith("inv_freq") or name == "lm_head.weight" and name not in missing:
                     # computed here; tied to the embedding
                     continue
-                # opened anew for each: pages of a mapped file count as memory until it is closed
+                # opened for each tensor: pages of a mapped file count as memory until it is closed
                 tensor = safe_open(file, framework="pt").get_slice(full_name)
                 target = missing.pop(name)
                 loaded = read(tensor, target)

@@ -3,8 +3,8 @@
 It reads top to bottom like the papers: Llama (Touvron et al., 2023, arXiv:2302.13971) with
 grouped-query attention, rotary positions, RMSNorm and SwiGLU. Hidden states are (tokens of the
 step, hidden_size). There is no batch dimension: the attention backend knows which token belongs to
-which sequence. Parameters bear the names of transformers' checkpoints; `loader.py` fills them. A
-new model of the family is a name in `FAMILIES`, and a line where it differs.
+which sequence. Parameters have the names of transformers' checkpoints; `loader.py` fills them. To
+add a model of the family, add its name to `FAMILIES`, and a line for each difference.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ SWITCHES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raises ValueError for a model that this decoder would not compute exactly."""
+    """Raises ValueError for a model that this decoder cannot compute exactly."""
     rope = config.rope_parameters
     has_layer_types = config.model_type in ("qwen2", "qwen3")
     checks: Any = (
@@ -46,19 +46,19 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def has_switch(config: PretrainedConfig, name: str) -> bool:
-    """Whether this is switched on in the config of a family that knows the switch."""
+    """Whether an option is on in the config of a family that has the option."""
     return name in SWITCHES.get(config.model_type, ()) and getattr(config, name)
 
 
 def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
-    """How many keys back the queries of a layer see; None for all."""
+    """Returns how many keys the queries of a layer see; None for all."""
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer_index] if kinds else config.model_type
     return config.sliding_window if kind in ("sliding_attention", "mistral") else None
 
 
 # ------------------------------------------------------------------------------ operations
-# On a GPU nanoengine_gpu replaces each of these three functions by one kernel that does the same.
+# On a GPU, nanoengine_gpu replaces each of these three functions by one equivalent kernel.
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Any) -> Tensor:
@@ -78,21 +78,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202), from both side by side."""
+    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202); gate and up are side by side in the
+    input."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
-    """cos and sin of the angles of every position, (2, max_model_len, head_dim / 2) float32.
+    """Returns cos and sin for every position, (2, max_model_len, head_dim / 2) float32.
 
-    The scaled variants are transformers' own.
+    transformers computes the scaled variants.
     """
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         # the same angles
         rope |= {"rope_type": "linear", "factor": 1.0}
-    # whatever the user's default device is
+    # even if the user's default device is another one
     with torch.device("cpu") as cpu:
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, cpu)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
@@ -116,7 +117,7 @@ class FusedLinear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention to the keys and values of a sequence, which lie in the KV cache.
+    """Grouped-query attention to the keys and values in the KV cache.
 
     cache: K and V of this layer, and backend: a function of attention.py's; see `Decoder.bind`.
     """
@@ -144,7 +145,7 @@ class Attention(nn.Module):
         """From (T, hidden_size) to (rows, hidden_size).
 
         angles: (2, T, 1, head_dim / 2), cos and sin for the tokens' positions
-        rows: those of which an output is wanted; K and V are written for all
+        rows: those that need an output; K and V are written for all
         """
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         query, key, value = qkv.split(self.num_heads, dim=1)
@@ -169,7 +170,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then an MLP, each behind a norm and with a residual connection."""
+    """Attention, then an MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
         super().__init__()
@@ -184,11 +185,11 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to hidden states; `lm_head` makes logits of them."""
+    """From token ids to hidden states; `lm_head` turns them into logits."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
-        # from_pretrained: nn.Embedding itself would first draw its numbers, which takes a second
+        # nn.Embedding itself would first draw random numbers, which takes a second
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size))
         self.layers: Any = nn.ModuleList(
@@ -204,9 +205,9 @@ class Decoder(nn.Module):
             layer.self_attn.backend = backend
 
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
-        """Computes the step's T tokens and writes their K and V to the cache.
+        """Computes the T tokens of the step, and writes their K and V to the cache.
 
-        Returns the hidden states of `step.sampled_rows` alone, (rows, hidden_size).
+        Returns the hidden states of `step.sampled_rows` only, (rows, hidden_size).
         """
         x = self.embed_tokens(token_ids)
         angles = self.rope[:, step.positions, None]

@@ -1,15 +1,15 @@
 """`ModelRunner`: from a `Batch` to sampled tokens.
 
-It owns the model, the memory of the KV cache and the inputs of a step. Which sequences run, and
-why, is not its business.
+It owns the model, the memory of the KV cache and the inputs of a step. It does not decide which
+sequences run.
 
     launch(batch)
       prepare(batch)        on the host: a batch to one buffer of numbers
       forward(buffer)       on the device: block copies; these numbers to hidden states, in parts
       sample(parts)         of each part: logits, tokens and log-probabilities (sampler.py)
 
-What a CPU needs for that is a library, nanoengine_cpu. What a GPU needs, such as CUDA graphs, is in
-nanoengine_gpu: its runner is this one, with what it overrides.
+The library nanoengine_cpu has what a CPU needs for this. nanoengine_gpu has what a GPU needs, such
+as CUDA graphs: its runner is a subclass of this one.
 """
 
 import time
@@ -35,13 +35,12 @@ from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays
 
 @dataclass
 class Launched:
-    """A step on its way through the device, and later the record of it in `LLM.trace`.
+    """A step that the device computes; later its record in `LLM.trace`.
 
-    tokens: one for each of `batch.sampled`, on the host; to be read after `wait`.
-    logprobs: the log-probabilities of each row that asks for some (`find_logprobs`); the same
-        holds.
-    began, done: when the device could begin with the inputs, and when the tokens are on the host:
-        seconds of `time.monotonic()` on a CPU, CUDA events on a GPU.
+    tokens: one for each of `batch.sampled`, on the host; read them after `wait`.
+    logprobs: the log-probabilities of each row that needs them (`find_logprobs`); likewise.
+    began, done: the moments when the inputs are on the device, and the tokens on the host: seconds
+        of `time.monotonic()` on a CPU, CUDA events on a GPU.
 
     metrics.py adds `ended` and `metrics` to a record.
     """
@@ -53,7 +52,7 @@ class Launched:
     done: Any
 
     def wait(self) -> list[int]:
-        """The tokens, once the device has them; then it also has the log-probabilities."""
+        """Waits for the tokens and the log-probabilities; returns the tokens."""
         if isinstance(self.done, torch.cuda.Event):
             self.done.synchronize()
         return self.tokens.tolist()
@@ -63,9 +62,9 @@ class ModelRunner:
     """Runs batches on one device.
 
     backend: the name of the attention backend that was chosen.
-    num_kv_blocks: the blocks that can be handed out; block 0 comes on top.
+    num_kv_blocks: the blocks that can be handed out, block 0 not included.
     block_bytes: the size of K and V of one block in all layers.
-    max_model_len: the most tokens of a sequence, as the model, the cache and the user allow.
+    max_model_len: the most tokens of a sequence that the model, the cache and the user allow.
     """
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
@@ -86,7 +85,7 @@ class ModelRunner:
         self.rope = rope_table(model_config, self.max_model_len).to(self.device)
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
 
-        # block 0 alone is enough to try a step
+        # block 0 is enough for a trial step
         self.allocate(num_blocks=0)
         self.block_bytes = self.caches.nbytes
         free_bytes = 0 if config.num_kv_blocks else self.measure_free_bytes()
@@ -98,12 +97,12 @@ class ModelRunner:
             swapping.add_host_pool(self)
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
-        """The model; `options` are the loader's."""
+        """Returns the model; `options` are those of the loader."""
         return load_model(folder, self.model_config, self.dtype, self.device,
                           self.config.load_format, **options)
 
     def close(self) -> None:
-        """Ends what an extension has started."""
+        """Ends the processes of an extension, if there are any."""
 
     # ----------------------------------------------------------------------------- memory
 
@@ -118,7 +117,7 @@ class ModelRunner:
         self.blocks = self.caches.movedim(2, 0)
 
     def measure_free_bytes(self) -> int:
-        """What the KV cache may take: a quarter of the free memory, or as much as can be used."""
+        """Returns the bytes for the KV cache: a quarter of the free memory, or what can be used."""
         free, _ = nanoengine_cpu.mem_get_info()
         num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
         quarter = free // (4 * self.config.tensor_parallel_size)
@@ -128,15 +127,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Begins a step. Its tokens stay on the device for the next step as well."""
+        """Begins a step. Its tokens also stay on the device, for the next step."""
         buffer, shape = self.prepare(batch)
         step, parts = self.forward(batch.copies, buffer, shape)
         return self.sample(batch, step, parts)
 
     def prepare(self, batch: Batch, longest_keys: int = 0) -> tuple[Tensor, StepShape]:
-        """The inputs of a step in one buffer on the host, and their shape.
+        """Returns the inputs of a step, in one buffer on the host, and their shape.
 
-        longest_keys: there is room for so many keys of a sequence, or more.
+        longest_keys: block tables have room for at least this many keys of a sequence.
         """
         longest_keys = max(longest_keys, *map(add, batch.starts, batch.num_tokens))
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
@@ -147,9 +146,8 @@ class ModelRunner:
                 shape: StepShape) -> tuple[StepInputs, list[Any]]:
         """Computes a step up to the hidden states of its rows.
 
-        Returns its inputs, and the rows in parts, of which `logits` makes logits. A part has at
-        most `max_num_seqs` rows, however many rows forks and scored prompts have: the memory for so
-        many was measured.
+        Returns its inputs, and the rows in chunks, for `logits`. A chunk has at most `max_num_seqs`
+        rows, even with many forks or scored prompts: the memory for this many was measured.
         """
         self.began = self.timestamp()
         self.copy_blocks(copies)
@@ -157,20 +155,22 @@ class ModelRunner:
         return step, list(self.hidden_states(step).split(self.config.max_num_seqs))
 
     def copy_blocks(self, copies: Copies) -> None:
-        """Does the block copies of a step. swapping.py adds those to and from the host."""
+        """Does the block copies of a step. swapping.py adds copies to and from the host."""
         for target, source in copies.copy_on_write.items():
             self.blocks[target].copy_(self.blocks[source])
 
     def hidden_states(self, step: StepInputs) -> Tensor:
-        """The last hidden states of the rows that have logits, (rows, hidden_size)."""
+        """Returns the last hidden states of the rows that get logits, (rows, hidden_size)."""
         return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def logits(self, part: Any) -> tuple[Tensor, Tensor | None]:
-        """The logits of a part, (rows, vocab_size), and their tokens if those are drawn already."""
+        """Returns the logits of a chunk, (rows, vocab_size), and its tokens if they are drawn
+        already."""
         return self.model.lm_head(part), None
 
     def sample(self, batch: Batch, step: StepInputs, parts: list[Any]) -> Launched:
-        """Tokens and log-probabilities, part by part. Each part is taken off the list."""
+        """Computes tokens and log-probabilities, chunk by chunk. Removes each chunk from the
+        list."""
         size = self.config.max_num_seqs
         rows = batch.sampled + batch.scored
         tokens = step.next_tokens.long()
@@ -185,20 +185,20 @@ class ModelRunner:
                 from nanoengine_extensions.logprobs import find_logprobs
                 logprobs |= find_logprobs(logits, tokens[part], rows[part])
         tokens = tokens[:len(batch.sampled)]
-        # There are more than max_num_seqs only where forks begin, and then the next step waits for
-        # their tokens. For NO_TOKEN the next step computes token 0, which nobody reads.
+        # There are more than max_num_seqs only when forks begin, and then the next step waits for
+        # their tokens. For NO_TOKEN the next step computes token 0, whose result is not used.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)
         return Launched(batch, tokens, logprobs, self.began, self.timestamp())
 
     def timestamp(self) -> Any:
-        """The present of the device."""
+        """Returns the current time of the device."""
         return time.monotonic()
 
 
 def make_runner(config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> ModelRunner:
-    """A runner for a CPU, for a GPU, or for several devices."""
+    """Returns a runner for a CPU, for a GPU, or for several devices."""
     if config.tensor_parallel_size > 1:
         from nanoengine_extensions.tensor_parallel import TensorParallelRunner, on_device
         return on_device(TensorParallelRunner, config.device)(config, model_config, folder)
@@ -212,26 +212,26 @@ def make_runner(config: EngineConfig, model_config: PretrainedConfig, folder: Pa
 
 
 def choose_device(device: str) -> Any:
-    """"auto" is the GPU if there is one. Raises ValueError for "cuda" where there is none."""
+    """"auto" is the GPU if there is one. Raises ValueError for "cuda" without a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise rejected("device", device, "'cpu' or 'auto', as PyTorch finds no GPU")
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def choose_dtype(dtype: str, device: str) -> torch.dtype:
-    """The dtype of that name; "auto" is bfloat16, or float32 on a CPU that lacks bfloat16."""
+    """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without bfloat16."""
     has_bfloat16 = device == "cuda" or nanoengine_cpu.has_bfloat16()
     fastest = torch.bfloat16 if has_bfloat16 else torch.float32
     return fastest if dtype == "auto" else getattr(torch, dtype)
 
 
 def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) -> tuple[int, int]:
-    """How many blocks the KV cache has, and how many tokens a sequence can have.
+    """Returns the number of blocks of the KV cache, and the most tokens of a sequence.
 
     limit: the model's max_position_embeddings; block_bytes: K and V of a block in all layers;
-    free: the bytes that all blocks may take.
+    free: the bytes available for all blocks.
 
-    Raises ValueError where an explicit max_model_len is more than the model or the cache allows.
+    Raises ValueError if an explicit max_model_len is more than the model or the cache allows.
     """
     num_blocks = config.num_kv_blocks or max(0, free // block_bytes)
     longest = min(limit, num_blocks * config.block_size)

@@ -1,7 +1,8 @@
-"""What a user gets back: `RequestOutput`, `CompletionOutput`, and the text in them.
+"""The results for a user: `RequestOutput`, `CompletionOutput`, and their text.
 
-Text is made token by token, as in vLLM: a token adds what the tokenizer decodes more with it than
-without it, in the context of the tokens before. Half a character is held back until it is whole.
+Text is made token by token, as in vLLM: a token adds the difference between the decoded texts with
+it and without it, in the context of the tokens before. Half a character is held back until it is
+complete.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,16 @@ from nanoengine.sequence import Sequence
 class CompletionOutput:
     """One completion of a prompt.
 
-    finish_reason: "stop" (EOS, a stop token or string), "length", "error" (no token could be
-        sampled), or None while it goes on.
-    stop_reason: the stop string or token id that ended it, None for the tokenizer's EOS; what
-        went wrong, after "error".
+    index: which of the n completions it is, from 0.
+    text: the text so far; empty where detokenize is False or there is no tokenizer.
+    token_ids: the generated tokens.
+    cumulative_logprob: the sum of the log-probabilities of the tokens; None unless `logprobs`
+        asked for them.
+    logprobs: for each token, a dict from token ids to log-probabilities; None likewise.
+    finish_reason: "stop" (EOS, a stop token or string), "length", "abort", "error" (no token could
+        be sampled), or None while it goes on.
+    stop_reason: the stop string or token id that ended it, None for the tokenizer's EOS; after
+        "error", what went wrong.
     """
 
     index: int
@@ -33,10 +40,16 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its completions.
 
-    index: which of the call's prompts it is, from 0; `request_id` counts over all calls.
+    request_id: a number that counts over all calls, as a text.
+    prompt: the text of the prompt; None where only token ids were given.
+    prompt_token_ids: the tokens of the prompt.
+    outputs: a `CompletionOutput` for each completion.
+    finished: whether all completions have ended.
+    num_cached_tokens: how many tokens of the prompt the prefix cache had.
+    metrics: the timings of this request, a `RequestMetrics`.
+    index: which of the call's prompts it is, from 0.
     prompt_logprobs: for each token of the prompt, None for the first; None if not asked for, and
         for a request that ended in an error.
-    num_cached_tokens: how many tokens of the prompt the prefix cache had.
     """
 
     request_id: str
@@ -63,7 +76,7 @@ class Completion:
         self.context = seq.token_ids[-6:]
         # tokens in the middle of a character
         self.pending: list[int] = []
-        # letters at the end that may yet become a stop string
+        # letters at the end that could become a stop string
         self.num_held = max(map(len, seq.params.stop), default=1) - 1
 
     def update(self) -> str | None:
@@ -71,20 +84,20 @@ class Completion:
 
         The text is cut there."""
         seq = self.seq
-        # then there is no new token
+        # there is no new token
         if seq.finish_reason == "error":
             return None
         found = seq.logprobs.get(seq.num_tokens - 1)
         if found is not None:
             self.logprobs.append(found.read(self.tokenizer))
         num_letters = len(self.text)
-        # the token that ended it counts if stop strings do
+        # the token that ended it adds text if stop strings do
         counts = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
         if self.tokenizer and counts:
             self.text += self._decode()
         if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
             return None
-        # of the stop strings in the new text the one that ends first, or is first in the list
+        # take the stop string that ends first in the new text, or is first in the list
         for end in range(num_letters + 1, len(self.text) + 1):
             for stop in seq.params.stop:
                 if self.text.endswith(stop, 0, end):
@@ -94,11 +107,11 @@ class Completion:
         return None
 
     def _decode(self) -> str:
-        """The text that the newest tokens complete: none in the middle of a character."""
+        """Returns the text that the newest tokens complete: none in the middle of a character."""
         skip = self.seq.params.skip_special_tokens
         self.pending.append(self.seq.token_ids[-1])
-        # where many are pending, the last ones alone say it: a character that was cut in front of
-        # them leaves three letters at most
+        # of many pending tokens only the last ones matter: a character cut before them leaves at
+        # most three replacement letters
         if len(self.pending) > 8:
             if self.tokenizer.decode(self.pending[-8:], skip).endswith("\ufffd", 3):
                 return ""
@@ -106,17 +119,17 @@ class Completion:
         piece = self.tokenizer.decode(self.context + self.pending, skip)[len(before):]
         if piece.endswith("\ufffd"):
             return ""
-        # a special token may have no text
+        # a special token can have no text
         self.context = self.pending if piece else self.context
         self.pending = []
         return piece
 
     def output(self) -> CompletionOutput:
-        """The completion as it stands now; what may yet become a stop string is held back."""
+        """Returns the completion so far, without letters that could become a stop string."""
         seq = self.seq
         is_whole = seq.finish_reason or seq.params.include_stop_str_in_output
         text = self.text if is_whole else self.text[:max(0, len(self.text) - self.num_held)]
-        # a step that was broken off may leave a pending one
+        # an interrupted step can leave a pending token
         token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
         chosen = [found[token_id].logprob for found, token_id in zip(self.logprobs, token_ids)]
         logprobs, cumulative = (self.logprobs[:], sum(chosen)) if chosen else (None, None)
@@ -148,7 +161,7 @@ class Request:
         return self.completions[seq.index].update()
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends what has not ended, for its call to see; with an error, all of it."""
+        """Ends its unfinished completions, and tells its call; with an error, all completions."""
         for seq in self.seqs:
             if error or not seq.finish_reason:
                 seq.finish_reason = "abort"
@@ -156,10 +169,10 @@ class Request:
         self.inbox[self.request_id] = self
 
     def output(self) -> RequestOutput:
-        """The request as it stands now."""
+        """Returns the output of the request so far."""
         seq = self.seq
         prompt_logprobs = None
-        # around logits that are not finite they would depend on the chunks of the prompt
+        # near logits that are not finite, they would depend on the chunks of the prompt
         if seq.is_scored and seq.finish_reason != "error":
             tokenizer = self.completions[0].tokenizer
             found = [seq.logprobs.get(position) for position in range(seq.num_prompt_tokens)]

@@ -1,11 +1,11 @@
 """The scheduler's policies: small functions, in tables by name.
 
-A policy of your own is a function like those here. Give it to `LLM` in place of a name, or put it
-into a table, under a name of its own.
+Your own policy is a function like those here. Pass it to `LLM` in place of a name, or add it to a
+table under a new name.
 
     LLM(model, scheduling="mixed", preemption_victim=lambda running: running[0])
 
-nanoengine_extensions/policies.py has more of them, to compare with.
+nanoengine_extensions/policies.py has more policies, for comparison.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ def prefill_first(scheduler: Any) -> Any:
 
 
 def mixed(scheduler: Any) -> Any:
-    """Decodes first; what is left of the budget goes to prompts, in chunks.
+    """Decodes first; the rest of the budget goes to prompts, in chunks.
 
-    So decodes never wait for a prompt, but for a fork that begins: Sarathi-Serve (Agrawal et al.,
-    2024, arXiv:2403.02310).
+    So decodes never wait for a prompt, only for new forks: Sarathi-Serve (Agrawal et al., 2024,
+    arXiv:2403.02310).
     """
     return scheduler.build([*scheduler.running], admit=True)
 
@@ -42,8 +42,8 @@ VICTIMS = {
     "longest": highest(lambda seq: seq.num_tokens),
     "lowest-priority": highest(lambda seq: seq.priority)}
 
-# For how many tokens a sequence holds blocks at least, from its admission on: for those that it
-# has, and then it may have to be preempted, or for all that it may come to have.
+# The least number of tokens for which a sequence holds blocks from its admission on: those that it
+# has (then it can be preempted), or all that it can ever have.
 KV_ALLOCATION = {
     "on-demand": lambda seq, max_model_len: 0,
     "reserve": lambda seq, max_model_len: seq.max_num_tokens}

@@ -1,7 +1,7 @@
 """`InputProcessor`: a user's prompts and parameters, checked, as requests with their sequences.
 
-A call is checked whole before any of it is queued. Here are the checks that need the model's
-vocabulary, its tokenizer or the size of the cache; nothing here runs.
+A whole call is checked before any of it is queued. These checks need the model's vocabulary, its
+tokenizer or the size of the cache; no step runs here.
 """
 
 from collections.abc import Iterable
@@ -30,9 +30,9 @@ class InputProcessor:
     max_model_len: the most tokens of prompt and output together; `LLM` sets it once the size of the
         cache is known.
     default_params: what `sampling_params=None` stands for.
-    eos_tokens: the tokens that end every sequence, unless it ignores EOS, each with the
-        `stop_reason` that it gives.
-    numbers: the numbers of the next requests.
+    eos_tokens: the tokens that end every sequence, unless it ignores EOS, each with its
+        `stop_reason`.
+    numbers: an iterator over the numbers of the next requests.
 
     Raises ValueError for a tokenizer, or a generation_config.json, that cannot be used.
     """
@@ -48,14 +48,14 @@ class InputProcessor:
         self.numbers = count()
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer. Raises ValueError where the model has none."""
+        """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
             raise rejected("tokenizer", None, "given for texts, stop strings and bad_words: there "
                            "is none in the model's folder, or `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Any, params: Any, priority: Any = None) -> list[Request]:
-        """One request for each prompt; the arguments are those of `LLM.generate`.
+        """Returns a request for each prompt; the arguments are those of `LLM.generate`.
 
         Raises ValueError for bad input, with its name, its value and what is accepted.
         """
@@ -72,12 +72,12 @@ class InputProcessor:
                            "the same for all unless scheduling_policy is 'priority'")
         prompts = [self._parse(*each) for each in enumerate(prompts)]
         params = [self._check(each) for each in params]
-        # a call that is refused takes no numbers
+        # only now, so that a refused call takes no numbers
         checked = zip(count(), prompts, params, priorities)
         return [self._make_request(*each) for each in checked]
 
     def _parse(self, index: int, prompt: Any) -> tuple[str | None, list[int]]:
-        """A prompt in any of its forms, as its text (if there is one) and its token ids."""
+        """Returns the text (if there is one) and the token ids of a prompt in any form."""
         name = f"prompts[{index}]"
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
@@ -96,7 +96,7 @@ class InputProcessor:
         return text, list(map(int, token_ids))
 
     def _check(self, params: SamplingParams) -> SamplingParams:
-        """A copy of them, so that what the user changes later changes nothing here."""
+        """Returns a copy, so that later changes by the user have no effect here."""
         if params.stop or params.bad_words:
             self.get_tokenizer()
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
@@ -104,7 +104,7 @@ class InputProcessor:
         return params.clone()
 
     def _check_vocabulary(self, name: str, token_ids: Iterable[Any]) -> None:
-        """NumPy's integers are integers, too."""
+        """Returns the token ids as Python integers; NumPy's are accepted, too."""
         last = self.vocab_size - 1
         for token_id in token_ids:
             if not isinstance(token_id, Integral) or not 0 <= int(token_id) <= last:
@@ -112,7 +112,7 @@ class InputProcessor:
 
     def _make_request(self, index: int, prompt: tuple[str | None, list[int]],
                       params: SamplingParams, priority: int) -> Request:
-        """A request, the sequence of its first completion, and forks of it for the others."""
+        """Returns a request with the sequence of its first completion, and forks for the others."""
         text, token_ids = prompt
         number = next(self.numbers)
         length = len(token_ids)
@@ -132,7 +132,8 @@ class InputProcessor:
 
 
 def one_for_each(count: int, name: str, value: Any, default: Any) -> list[Any]:
-    """One value for all prompts, a list of one for each, or None for the default, as a list."""
+    """Returns a list with a value for each prompt, from one value, a list, or None (the
+    default)."""
     kind = type(default)
     value = default if value is None else value
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count

@@ -1,11 +1,11 @@
-"""Logits to tokens: temperature, the three truncations, and one draw a row.
+"""From logits to tokens: temperature, the three truncations, and one draw for each row.
 
     a matrix of logits ── constrain ──▶ scale ──▶ truncate ──▶ draw ──▶ a token for each row
 
-What a row is drawn by is a row of `StepInputs.draws`: it came to the device with the other inputs,
-so that nothing here waits for a GPU. Rows that need the same are sampled as one matrix, and rows
-that need nothing pay nothing. There is no generator state: a draw depends on the seed of its
-sequence and on its position alone.
+`StepInputs.draws` has a row of parameters for each row of logits. It came to the device with the
+other inputs, so that nothing here waits for a GPU. Rows with the same needs are sampled as one
+matrix, and rows without any cost nothing. There is no generator state: a draw depends only on the
+seed of its sequence and on its position.
 """
 
 import math
@@ -20,8 +20,8 @@ import nanoengine_cpu
 from nanoengine.sequence import NO_TOKEN, NONE_LEFT, Sequence
 from nanoengine.step_inputs import send
 
-# The most logits of one matrix. On a CPU it stays in the cores' caches, on a GPU it is small beside
-# the KV cache.
+# The most logits of one matrix. On a CPU it fits the cores' caches; on a GPU it is small compared
+# with the KV cache.
 MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**24}
 
 
@@ -29,14 +29,14 @@ MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**24}
 
 
 def max_rows(logits: Tensor) -> int:
-    """How many rows a matrix may have."""
+    """Returns the most rows that a matrix can have."""
     return max(1, MATRIX_SIZE[logits.device.type] // logits.shape[1])
 
 
 def matrices(keys: dict[int, Any], logits: Tensor) -> Iterator[tuple[Any, list[int], Tensor]]:
-    """The rows with the same key, as many at a time as a matrix may have.
+    """Groups rows with the same key, at most as many at a time as fit a matrix.
 
-    keys: by row. Yields a key, and its rows, on host and device.
+    keys: one for each row. Yields a key, and its rows on host and device.
     """
     rows_by_key = defaultdict(list)
     for row, key in keys.items():
@@ -50,14 +50,14 @@ def matrices(keys: dict[int, Any], logits: Tensor) -> Iterator[tuple[Any, list[i
 
 def sample(logits: Tensor, draws: Tensor, seqs: list[Sequence], last_sampled: Tensor,
            drawn: Tensor | None = None) -> Tensor:
-    """One token for each sequence from its row of logits: (len(seqs),) int64.
+    """Returns one token for each sequence, from its row of logits: (len(seqs),) int64.
 
-    logits: (rows, vocab_size); rows behind those of the sequences are padding.
-    draws: (rows, 5), of `StepInputs`.
-    last_sampled: the tokens for which pending ones stand.
-    drawn: what `sample_plain` gives, if that is known: only rows that need more are then sampled.
+    logits: (rows, vocab_size); rows after those of the sequences are padding.
+    draws: (rows, 5), from `StepInputs`.
+    last_sampled: the values of pending tokens.
+    drawn: the result of `sample_plain`, if known; then only rows that need more are sampled.
 
-    A row with NaN or infinity gets NO_TOKEN, and one of which constraints leave no token NONE_LEFT.
+    A row with NaN or infinity gets NO_TOKEN; a row whose constraints permit no token, NONE_LEFT.
     """
     edits = {row: seq.params.edits for row, seq in enumerate(seqs) if seq.params.edits}
     if drawn is None:
@@ -78,7 +78,7 @@ def sample(logits: Tensor, draws: Tensor, seqs: list[Sequence], last_sampled: Te
 
 
 def sample_plain(logits: Tensor, draws: Tensor) -> Tensor:
-    """One token for each row by temperature alone. A CUDA graph can end here."""
+    """Returns one token for each row by temperature alone. A CUDA graph can end here."""
     most = max_rows(logits)
     return torch.cat([
         draw(scale(part.to(torch.float32, copy=True), part_draws), part_draws)
@@ -86,7 +86,7 @@ def sample_plain(logits: Tensor, draws: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The token with the largest logit of each row, of several the first."""
+    """Returns the token with the largest logit of each row; the first one of several."""
     largest, tokens = nanoengine_cpu.first_max(logits)
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
@@ -95,9 +95,9 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def scale(scores: Tensor, draws: Tensor) -> Tensor:
-    """A maximum of 0, then divided by the temperature of the row.
+    """Shifts each row to a maximum of 0, then divides it by its temperature.
 
-    1e-30 for greedy rows leaves weight to the maximum alone, and float32 can divide by it.
+    Greedy rows are divided by 1e-30: only the maximum keeps weight, and float32 has this number.
     """
     temperature = draws[:, :1].float()
     scores.sub_(scores.amax(dim=-1, keepdim=True))
@@ -105,10 +105,10 @@ def scale(scores: Tensor, draws: Tensor) -> Tensor:
 
 
 def truncate(scores: Tensor, draws: Tensor, kind: Iterable[str], largest_k: int) -> None:
-    """Truncated tokens get -inf. All rows need the truncations that `kind` names.
+    """Sets truncated tokens to -inf. All rows need the truncations that `kind` names.
 
-    The order is vLLM's: temperature, min-p, top-k (with all that are as likely as the last of
-    them), top-p of what is left, renormalised. largest_k: of these rows, known without a wait.
+    The order is vLLM's: temperature, min-p, top-k (with all tokens as likely as the k-th), then
+    top-p of the rest, renormalised. largest_k: that of these rows, known without waiting.
     """
     vocab_size = scores.shape[1]
     min_p, top_k, top_p = draws[:, 1:4, None].unbind(1)
@@ -121,11 +121,11 @@ def truncate(scores: Tensor, draws: Tensor, kind: Iterable[str], largest_k: int)
         scores.masked_fill_(scores < least, -math.inf)
     if "top_p" in kind:
         weights = scores.double().softmax(dim=-1)
-        # all other tokens of a row weigh less than 1 - top_p together
+        # together, all other tokens of a row weigh less than 1 - top_p
         columns = nanoengine_cpu.columns_above(weights, (1 - top_p) / vocab_size)
         # The nucleus (Holtzman et al., 2019, arXiv:1904.09751): the fewest likeliest tokens that
-        # reach top_p together, with the one that crosses it. Of several that are equally likely,
-        # the first ones.
+        # together reach top_p, including the one that crosses it. Of equally likely tokens, the
+        # first ones count.
         ordered, order = weights[:, columns].sort(dim=-1, descending=True, stable=True)
         is_kept = ordered.cumsum(dim=-1) - ordered < top_p
         kept = is_kept.scatter(1, order, is_kept)
@@ -134,14 +134,14 @@ def truncate(scores: Tensor, draws: Tensor, kind: Iterable[str], largest_k: int)
 
 
 def draw(scores: Tensor, draws: Tensor) -> Tensor:
-    """Inverse-CDF sampling: for each row the first token whose cumulated weight exceeds u * total,
-    or NO_TOKEN where the total is NaN or 0.
+    """Inverse-CDF sampling: returns for each row the first token whose cumulated weight exceeds u *
+    total, or NO_TOKEN if the total is NaN or 0.
 
     scores: (rows, vocab_size) float32 with maximum 0, overwritten.
 
-    All sums are float64: with 152k tokens nothing is lost. u is at most 1 - 2**-52, as total times
-    that is rounded to less than total, so that some token exceeds it. A row's draw depends on no
-    other row.
+    All sums are float64, which loses nothing with 152k tokens. u is at most 1 - 2**-52: total times
+    that is rounded to less than total, so that a token exceeds it. Rows do not depend on each
+    other.
     """
     uniform = draws[:, 4:].clamp(max=1 - 2.0**-52)
     cumulated = scores.exp_().cumsum(dim=-1, dtype=torch.float64)

@@ -1,8 +1,9 @@
-"""What a user asks for: `SamplingParams`, checked when they are made.
+"""`SamplingParams`: how to sample a request, checked on creation.
 
 Each field has its default and its rule in one line. A broken rule is a `ValueError` that names the
-field, the value and what is accepted; a keyword that is not known is one that names the nearest.
-Nothing here knows a model: `requests.py` makes the checks that need a vocabulary or a tokenizer.
+field, the value and what is accepted; an unknown keyword raises one that names the nearest known
+keyword. Nothing here knows a model: `requests.py` makes the checks that need a vocabulary or a
+tokenizer.
 """
 
 import math
@@ -20,14 +21,14 @@ STRICT = ConfigDict(strict=True, extra="forbid", validate_assignment=True)
 
 
 def rejected(name: str, value: Any, accepted: str) -> ValueError:
-    """The error for bad input in other files: the argument, its value and what is accepted."""
+    """Returns the error for bad input: the argument, its value and what is accepted."""
     return ValueError(f"{name}={value!r} is not accepted: it must be {accepted}")
 
 
 @contextmanager
 def naming(what: object) -> Iterator[None]:
-    """Turns any error of a library about what a user gave into a ValueError that names it, and any
-    error of a function that a user gave. The first error is its cause."""
+    """Turns an error that a library or a user's function raises for some input into a ValueError
+    that names the input. The first error is its cause."""
     try:
         yield
     except Exception as error:
@@ -35,7 +36,7 @@ def naming(what: object) -> Iterator[None]:
 
 
 def explained(checked: Any) -> Any:
-    """A dataclass of pydantic's, with errors in our words when it is made or changed."""
+    """Decorates a dataclass of pydantic: its errors get our words."""
     @contextmanager
     def in_our_words() -> Iterator[None]:
         try:
@@ -49,7 +50,7 @@ def explained(checked: Any) -> Any:
     return checked
 
 
-# vLLM's shorthands: one text stands for a list of it, None for an empty list
+# vLLM's shorthands: one text means a list of it, None an empty list
 AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
 # numbers of NumPy, and of PyTorch, count as Python's
 NUMPY = BeforeValidator(lambda v: v.item() if hasattr(v, "item") else v)
@@ -71,24 +72,26 @@ Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
-    n: the number of completions of a prompt; the prompt is computed once. vLLM's limit is 16384.
+    n: the number of completions of a prompt, at most 16384; the prompt is computed once.
     temperature: divides the logits; 0 is greedy.
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
-    top_p: sample among the fewest likeliest tokens whose probabilities reach p together.
+    top_p: sample among the fewest likeliest tokens whose probabilities add up to at least p.
     min_p: drop tokens that are less likely than min_p times the likeliest.
     seed: a draw depends on it and on the position; None or -1: derived from the engine's seed.
     max_tokens: the most tokens to generate; None: up to the engine's `max_model_len`.
-    min_tokens: for so many tokens EOS and stop tokens are masked, and stop strings do not count.
+    min_tokens: until this many tokens are generated, EOS and stop tokens are masked, and stop
+        strings do not count.
     stop: strings that end the completion; they are cut from the text unless
-        `include_stop_str_in_output`.
+        include_stop_str_in_output.
     stop_token_ids: tokens that end the completion, besides EOS.
+    include_stop_str_in_output: keep the stop string in the text.
     ignore_eos: go on after EOS.
-    logprobs: return the log-probabilities (log-softmax of the raw logits) of so many likeliest
-        tokens at each position, and of the sampled token. 0: only of that; -1: of all.
-    prompt_logprobs: the same for each token of the prompt but the first, in
-        `RequestOutput.prompt_logprobs`; the prompt is then computed anew, whatever is cached.
-    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once, or
-        once for each occurrence.
+    logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
+        likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
+    prompt_logprobs: the same for each token of the prompt except the first, in
+        `RequestOutput.prompt_logprobs`. The prompt is then computed anew, whatever is cached.
+    presence_penalty: subtracted from the logits of tokens that were generated before.
+    frequency_penalty: the same, once for each time that the token was generated.
     repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
         output (Keskar et al., 2019, arXiv:1909.05858).
     bad_words: texts that are never generated; the prompt does not count.
@@ -97,9 +100,9 @@ class SamplingParams:
     logits_processors: functions `(input_ids, scores) -> scores` on tensors of shape (1, tokens so
         far) and (1, vocab_size), as in transformers; they run after all of the above.
     skip_special_tokens: leave special tokens out of the text.
-    detokenize: make text at all.
+    detokenize: turn tokens into text at all.
 
-    Temperature, repetition_penalty and biases count as 1e18 beyond that, and as 1e-18 below.
+    Temperature, repetition_penalty and biases beyond 1e18 count as 1e18, and below 1e-18 as 1e-18.
 
     Raises ValueError for a value out of range, with its name and what is accepted.
     """
@@ -134,14 +137,14 @@ class SamplingParams:
             raise rejected("min_tokens", self.min_tokens, f"0 to max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
             raise rejected("detokenize", False, f"True for stop={self.stop!r}")
-        # the message is vLLM's
+        # vLLM's message
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n must be 1 when using greedy sampling, got {self.n}")
         return self
 
     @cached_property
     def edits(self) -> tuple[str, ...]:
-        """What its rows of logits need besides a temperature.
+        """Which edits its rows of logits need besides a temperature.
 
         Greedy rows need no truncation: the likeliest token is always kept.
         """
@@ -154,5 +157,5 @@ class SamplingParams:
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
     def clone(self) -> "SamplingParams":
-        """A copy, with lists of its own; the logits processors are the same."""
+        """Returns a copy with new lists; the logits processors are the same."""
         return replace(self)

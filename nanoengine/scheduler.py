@@ -1,7 +1,7 @@
-"""`Scheduler`: which sequences run in the next step, for how many tokens, and which give way.
+"""`Scheduler`: which sequences run in the next step, for how many tokens, and which are preempted.
 
-Two deques, waiting and running, and one `Batch` a step. Plain Python: it knows tokens and blocks,
-but no tensor and no text. The policies are functions in policies.py.
+Two deques, waiting and running, and one `Batch` for each step. Plain Python: it knows tokens and
+blocks, but no tensor and no text. The policies are functions in policies.py.
 
                  admit: gets blocks for all its tokens                  finish: frees its blocks
     add ──▶ waiting ─────────────────────────────────▶ running ──────────────────────────▶ done
@@ -26,10 +26,10 @@ BY_PRIORITY = attrgetter("priority")
 
 
 class Scheduler:
-    """Decides each step's batch, and takes in the tokens that come of it.
+    """Decides the batch of each step, and takes in its tokens.
 
-    config: how many sequences run and how many tokens a step computes at most (tokens from the
-        prefix cache are not computed and do not count), and the policies.
+    config: the most sequences that run, the most tokens that a step computes (tokens from the
+        prefix cache do not count), and the policies.
     max_model_len: the most tokens of any sequence.
     """
 
@@ -55,14 +55,14 @@ class Scheduler:
         self.block_manager.reset()
 
     def hold(self, seq: Sequence) -> int:
-        """Sets for how many tokens a sequence holds blocks from its admission on, and returns for
-        how many it may come to hold some."""
+        """Sets the number of tokens for which a sequence holds blocks from its admission on, and
+        returns the most tokens for which it can ever hold blocks."""
         num_tokens = self.num_held_tokens(seq, self.max_model_len)
         seq.num_held_tokens = min(num_tokens, self.max_model_len)
         return max(seq.num_held_tokens, seq.max_num_tokens)
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence and its forks. Raises ValueError if one could never run."""
+        """Queues a sequence and its forks. Raises ValueError if one of them could never run."""
         manager = self.block_manager
         num_tokens = max(map(self.hold, (seq, *seq.forks)))
         if manager.num_blocks_for(num_tokens) > manager.num_blocks:
@@ -76,9 +76,9 @@ class Scheduler:
     # ---------------------------------------------------------------------- building a step
 
     def schedule(self) -> Batch:
-        """Chooses the sequences of the next step and gives them the blocks that they need."""
+        """Chooses the sequences of the next step, and gives them the blocks that they need."""
         batch = self.choose_batch(self)
-        # empty if all that could run are awaited
+        # empty if all runnable sequences wait for a token
         if batch:
             batch.copies = self.block_manager.take_copies()
             batch.preempted, self.preempted = self.preempted, []
@@ -86,12 +86,12 @@ class Scheduler:
         return batch
 
     def build(self, candidates: list[Sequence], admit: bool) -> Batch:
-        """A batch of running sequences and, if asked for, of prompts from the head of waiting.
+        """Builds a batch of running sequences and, if `admit`, of prompts from the head of waiting.
 
-        1. All candidates get the blocks that they need, if need be by preempting others. So a
-           preempted sequence is never in the batch.
-        2. The batch is filled with decodes, then with prompts that were begun.
-        3. Waiting prompts are admitted, unless the step has preempted.
+        1. All candidates get the blocks that they need, if necessary by preemption. So the batch
+           never contains a preempted sequence.
+        2. The batch is filled with decodes, then with partly computed prompts.
+        3. Waiting prompts are admitted, unless the step has preempted a sequence.
         """
         batch = Batch(self.config.max_num_batched_tokens)
         admit = self.make_room(candidates) and admit
@@ -112,8 +112,8 @@ class Scheduler:
     def make_room(self, candidates: list[Sequence]) -> bool:
         """Gives each candidate the block that its newest token needs, if it needs one.
 
-        Sequences are preempted until all candidates that are left can have theirs. Returns whether
-        there was room without that.
+        Preempts sequences until all remaining candidates have their blocks. Returns whether there
+        was room without preemption.
         """
         manager = self.block_manager
         size = manager.block_size
@@ -127,7 +127,7 @@ class Scheduler:
         return has_room
 
     def _place(self, batch: Batch, seq: Sequence) -> None:
-        """Adds as many of a sequence's next tokens to a batch as its budget allows."""
+        """Adds as many of a sequence's next tokens to a batch as the budget allows."""
         start = seq.num_computed_tokens
         stop = min(start + batch.budget, len(seq.token_ids))
         num_tokens = stop - start
@@ -142,7 +142,7 @@ class Scheduler:
             for each in (*seq.forks, seq):
                 batch.sampled.append(Row(index, each, stop))
             seq.forks = []
-        # a sequence that is admitted in this very step can share these blocks
+        # a sequence admitted later in this step can share these blocks
         if num_tokens > 1:
             self.block_manager.register(seq, min(stop, seq.num_known_tokens))
         batch.sequences.append(seq)
@@ -151,7 +151,7 @@ class Scheduler:
         batch.budget -= num_tokens
 
     def can_admit_head(self) -> bool:
-        """Whether there are a place and blocks for the head of waiting."""
+        """Whether there is a place, and blocks, for the head of waiting."""
         if not self.waiting or len(self.running) == self.config.max_num_seqs:
             return False
         head = self.waiting[0]
@@ -160,11 +160,11 @@ class Scheduler:
     # ---------------------------------------------------------------------- after a step
 
     def advance(self, batch: Batch) -> None:
-        """Counts a step that was launched as computed, so that the next one can be scheduled.
+        """Counts a launched step as computed, so that the next one can be scheduled.
 
-        The tokens that it samples join their sequences as pending ones; a sequence that thereby
-        reaches its maximum length is finished. Sequences that have finished since the step was
-        scheduled are passed over.
+        Its sampled tokens join their sequences as pending tokens; a sequence that thereby reaches
+        its maximum length is finished. Sequences that finished since the step was scheduled are
+        skipped.
         """
         batch.is_advanced = True
         for seq, start, num_tokens in zip(batch.sequences, batch.starts, batch.num_tokens):
@@ -185,11 +185,11 @@ class Scheduler:
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Takes in the sampled tokens, one for each of `batch.sampled`, and ends sequences.
 
-        A step that was not advanced while it was in flight is advanced first: its tokens are
-        pending for a moment, and then get their numbers.
+        A step that was not advanced in flight is advanced first: its tokens are pending for a
+        moment, and then get their numbers.
 
         Returns the sequences that have a new token, and those that end because none could be
-        sampled ("error"). The tokens of sequences that had ended before do not count.
+        sampled ("error"). Tokens of sequences that ended before are dropped.
         """
         if not batch.is_advanced:
             self.advance(batch)
@@ -206,8 +206,8 @@ class Scheduler:
         return taken
 
     def _fail(self, seq: Sequence, code: int) -> None:
-        """Ends a sequence for which no token can be sampled. Its blocks are forgotten: their K and
-        V may be NaN, too. code: what was found instead of a token."""
+        """Ends a sequence for which no token can be sampled. The cache forgets its blocks, whose K
+        and V can be NaN, too. code: the reason, in place of a token."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
         cause = seq.error or f"request {seq.request_id}: {FAILURES[code]}"
@@ -216,7 +216,7 @@ class Scheduler:
     # ---------------------------------------------------------------------- one sequence
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets `child` run on from where `parent` is, or wait, if there is no room for it."""
+        """Lets `child` continue from where `parent` is, or wait, if there is no room for it."""
         has_place = len(self.running) < self.config.max_num_seqs
         if has_place and self.block_manager.can_allocate(child, parent):
             self.block_manager.allocate(child, parent)
@@ -225,17 +225,17 @@ class Scheduler:
             insort_left(self.waiting, child, key=BY_PRIORITY)
 
     def preempt(self, seq: Sequence) -> None:
-        """Sends a running sequence to the front of waiting, without its blocks."""
+        """Moves a running sequence to the front of waiting, without its blocks."""
         self.running.remove(seq)
         insort_left(self.waiting, seq, key=BY_PRIORITY)
         seq.num_preempted_tokens = seq.num_computed_tokens
         self.preempted.append((seq, self.block_manager.preempt(seq)))
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence wherever it is, and frees its blocks.
+        """Ends a sequence, waiting or running, and frees its blocks.
 
-        A sequence that ended by its length is ended again if its last token, which was pending
-        then, turns out to be EOS or to complete a stop string: "stop" replaces "length".
+        A sequence that ended by its length is ended again if its last token, pending until then, is
+        EOS or completes a stop string: "stop" replaces "length".
         """
         if not seq.finish_reason:
             (self.running if seq.is_running else self.waiting).remove(seq)

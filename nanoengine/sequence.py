@@ -6,8 +6,8 @@ Plain Python: nothing here knows a tensor, a model or a policy.
     computed     ─────────────────────────────▶              num_computed_tokens = 6
     block_table  [   4      ] [      9       ] [  2     ]    blocks of 3 tokens
 
-A step computes the next tokens of those that are left: here "a", or "a fox". A decode is the case
-of one token left, a prefill the case of several.
+A step computes the next of the remaining tokens: here "a", or "a fox". In a decode one token
+remains, in a prefill several.
 """
 
 import struct
@@ -19,7 +19,7 @@ import xxhash
 
 from nanoengine.sampling_params import SamplingParams
 
-# what the sampler gives for a row of which no token can be sampled
+# what the sampler returns for a row without a token to sample
 NO_TOKEN = -1
 NONE_LEFT = -2
 FAILURES = {
@@ -37,30 +37,30 @@ def hash64(seed: int, number: int) -> int:
 
 
 def state(make: Any) -> Any:
-    """A field of the engine's, which a fork does not take over: `make` gives its first value."""
+    """A field of the engine, which a fork does not copy: `make` returns its first value."""
     return field(default_factory=make, init=False)
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A prompt and what is generated behind it: one completion.
+    """A prompt and the tokens generated after it: one completion.
 
     A sequence is waiting while it has no blocks, running while it has some, and finished once it
     has a `finish_reason`.
 
-    token_ids: the prompt, then every generated token. While a step is in flight that samples the
-        last one, its value is not known on the host yet: the token is pending, and -1 - row stands
-        for it, its row among those that the step samples. So the next step can be scheduled and
-        launched already; the device looks the token up (`step_inputs.known_ids`).
-    max_num_tokens: with so many tokens the sequence is finished ("length").
-    end_tokens: the token ids that end it, each with the `stop_reason` that it gives.
-    priority: smaller ones come first.
+    token_ids: the prompt, then every generated token. While the step that samples the last token is
+        in flight, the host does not know its value: the token is pending, and stored as -1 - row,
+        where row is its row among those that the step samples. So the next step can already be
+        scheduled and launched; the device looks the token up (`step_inputs.known_ids`).
+    max_num_tokens: with this many tokens the sequence is finished ("length").
+    end_tokens: the token ids that end it, each with its `stop_reason`.
+    priority: smaller numbers come first.
     index: the number of this completion in its request.
     needs_tokens: whether its next step needs all its tokens on the host.
-    constraints: what constraints.py keeps for it, if its parameters ask for that.
-    metrics: what happened to its request, see metrics.py; an engine needs it.
-    logprobs_temperature: divides the logits of which its `logprobs` are, if it is not 0.
-    num_held_tokens: once admitted, it holds blocks for at least so many tokens.
+    constraints: the state that constraints.py keeps for it, if its parameters need any.
+    metrics: the timings of its request, see metrics.py; an engine needs it.
+    logprobs_temperature: divides the logits for its `logprobs`, if it is not 0.
+    num_held_tokens: once admitted, it holds blocks for at least this many tokens.
     """
 
     request_id: str
@@ -82,15 +82,15 @@ class Sequence:
     block_table: array = state(lambda: array("i"))
     # (hash, tokens) of each full block, as far as they were needed: see block_manager.py
     block_hashes: list[tuple[bytes, bytes]] = state(list)
-    # how many tokens were computed when it was last preempted
+    # how many tokens were computed at its last preemption
     num_preempted_tokens: int = state(int)
     # the other completions of the prompt (n > 1), which begin with its first generated token
     forks: list["Sequence"] = state(list)
-    # of tokens of the prompt and generated ones that have some, by position: `find_logprobs`
+    # by position, of prompt and generated tokens: see `find_logprobs`
     logprobs: dict[int, Any] = state(dict)
     finish_reason: str | None = state(lambda: None)
     stop_reason: int | str | None = state(lambda: None)
-    # what its call has to raise
+    # the error that its call has to raise
     error: Exception | None = state(lambda: None)
 
     num_tokens = property(lambda self: len(self.token_ids))
@@ -99,7 +99,7 @@ class Sequence:
     is_running = property(lambda self: len(self.block_table) > 0)
     # whether the next step has to wait for its last token
     is_awaited = property(lambda self: self.needs_tokens and self.token_ids[-1] < 0)
-    # then each step that computes a part of its prompt scores that part
+    # then each step that computes a chunk of its prompt scores that chunk
     is_scored = property(lambda self: self.params.prompt_logprobs is not None)
 
     def uniform(self, position: int) -> float:
@@ -107,7 +107,7 @@ class Sequence:
         return self.params.temperature and (hash64(self.seed, position) >> 11) * 2.0**-53
 
     def fork(self, **changes: Any) -> "Sequence":
-        """A sequence with the same tokens and parameters, which has yet to begin."""
+        """Returns a new sequence with the same tokens and parameters."""
         return replace(self, **{"token_ids": self.token_ids[:], **changes})
 
     def __repr__(self) -> str:

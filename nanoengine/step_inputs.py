@@ -1,6 +1,6 @@
 """`StepInputs`: from a `Batch`, which is about sequences, to the tensors of one step.
 
-All numbers cross to the device in one buffer, in one copy that nobody waits for.
+All numbers cross to the device in one buffer, in one asynchronous copy.
 """
 
 from itertools import chain
@@ -23,24 +23,24 @@ class StepInputs(SimpleNamespace):
     """What the device needs for one step: T tokens of S sequences, R rows to sample.
 
     buffer: int32, of which all tensors below are views.
-    longest_query, longest_keys: the most tokens, and the most keys, of a sequence (max_seqlen).
-    draws: (R, 5) float64, what a row is drawn by: its temperature, min_p, top_k, top_p, and a
-        number in [0, 1) that decides the draw.
+    longest_query, longest_keys: the most tokens, and the most keys, of any sequence (max_seqlen).
+    draws: (R, 5) float64: temperature, min_p, top_k and top_p of a row, and a number in [0, 1) that
+        decides the draw.
     slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
-    token_ids: (T,); -1 - i stands for the token that was sampled in row i of the step before.
-    positions: (T,), of the tokens in their sequences.
+    token_ids: (T,); -1 - i means the token that was sampled in row i of the step before.
+    positions: (T,), those of the tokens in their sequences.
     sequence_of_token: (T,), rows of `block_tables`.
     query_starts: (S + 1,), where the tokens of each sequence begin, and T (cu_seqlens_q).
     key_starts: (S + 1,), cumulative key counts (cu_seqlens_k).
-    lengths: (S,), how many keys each sequence has, with those of this step (cache_seqlens).
+    lengths: (S,), how many keys each sequence has, including this step's (cache_seqlens).
     block_tables: (S, width), padded with 0.
-    sampled_rows: which of the T rows have logits: R that are sampled, and Q that are scored.
-    next_tokens: (R + Q,), the token behind each of these: -1 if it is to be sampled.
+    sampled_rows: which of the T rows get logits: R that are sampled, and Q that are scored.
+    next_tokens: (R + Q,), the token after each of these: -1 if it has to be sampled.
 
     The other tensors are int32.
 
-    An example, with blocks of 4 tokens: a chunk of sequence 0 (its tokens 4 to 6, not its last)
-    beside a decode of sequence 1 (its ninth token).
+    An example, with blocks of 4 tokens: a chunk of sequence 0 (its tokens 4 to 6, not its last) and
+    a decode of sequence 1 (its ninth token).
 
         token_ids          51 52 53 | 17        query_starts   0  3  4
         positions           4  5  6 |  8        lengths        7  9
@@ -51,7 +51,7 @@ class StepInputs(SimpleNamespace):
 
     @classmethod
     def from_buffer(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
-        """Views of the arrays in a buffer (`to_buffer`), on whatever device it is by now."""
+        """Returns views of the arrays in a buffer (`to_buffer`), on its device."""
         layout, longest_query, longest_keys = shape
         parts = buffer.split([num_words for *_, num_words in layout])
         views = {name: part.view(getattr(torch, dtype)).view(shape)
@@ -60,10 +60,10 @@ class StepInputs(SimpleNamespace):
 
 
 def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, np.ndarray]:
-    """The arrays of `StepInputs`, those of 64-bit numbers first.
+    """Returns the arrays of `StepInputs`, those of 64-bit numbers first.
 
-    longest_keys: block tables are as wide as so many keys need. There is one loop over sequences,
-    none over tokens or blocks.
+    longest_keys: block tables are wide enough for this many keys. It loops over sequences, not over
+        tokens or blocks.
     """
     token_ids: list[int] = []
     for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
@@ -105,10 +105,10 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
 
 
 def to_buffer(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layout]:
-    """Arrays, one behind the other in one int32 buffer on the host, and how they lie there.
+    """Returns one int32 buffer on the host with all arrays, and its layout.
 
-    Arrays of 64-bit numbers come first, so that theirs are aligned. For a GPU the buffer is pinned:
-    PyTorch reuses one only when the copy from it is done, so that none is rewritten in flight.
+    Arrays of 64-bit numbers come first, so that they are aligned. For a GPU the buffer is pinned:
+    PyTorch reuses it only when the copy from it is done, so it is never rewritten in flight.
     """
     words = [array.view(np.int32).ravel() for array in arrays.values()]
     buffer = torch.empty(
@@ -119,13 +119,13 @@ def to_buffer(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layou
 
 
 def send(numbers: Any, device: torch.device) -> Tensor:
-    """Some numbers on the device, in a copy that nobody waits for."""
+    """Copies some numbers to the device, asynchronously."""
     on_host = torch.from_numpy(np.asarray(numbers))
     pinned = on_host.pin_memory() if device.type == "cuda" else on_host
     return pinned.to(device, non_blocking=True)
 
 
 def known_ids(token_ids: Tensor, last_sampled: Tensor) -> Tensor:
-    """Token ids in which -1 - i stands for the token sampled in row i of the step before."""
+    """Replaces -1 - i by the token that was sampled in row i of the step before."""
     rows = (-1 - token_ids).clamp(min=0)
     return torch.where(token_ids < 0, last_sampled[rows], token_ids)

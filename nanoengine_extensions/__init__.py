@@ -1,1 +1,1 @@
-"""What the engine can do and its readers need not know: a file each, imported when asked for."""
+"""Optional features of the engine, one file each, imported when they are asked for."""

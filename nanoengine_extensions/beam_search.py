@@ -1,8 +1,8 @@
 """Beam search: a client of the engine, which forks and ends sequences between two steps.
 
-A beam is a greedy sequence with `logprobs`. After each step that has sampled it, the token that it
-got is taken back: the beam stands still, as all its tokens are computed. Once all beams of a prompt
-stand still, it is decided for all of them at once which go on, fork, end or are dropped.
+A beam is a greedy sequence with `logprobs`. After each step that has sampled it, its new token is
+taken back: the beam pauses, since all its tokens are computed. Once all beams of a prompt have
+paused, the search decides which of them continue, fork, end or are dropped.
 
 For `LLM` a search is a request as any other: `update` is called for each of its sequences that has
 a new token. For the scheduler its beams are sequences as any others. What this uses of them:
@@ -10,7 +10,7 @@ a new token. For the scheduler its beams are sequences as any others. What this 
     llm.run(searches, look), llm.turn()
     Scheduler.finish(seq, reason)
     Scheduler.fork(parent, child)           the child shares the blocks of its parent
-    Scheduler.preempt(seq), .waiting        only where nothing else can run: see `make_way`
+    Scheduler.preempt(seq), .waiting        only if nothing else can run: see `make_way`
     Sequence.needs_tokens                   no step runs ahead of a beam
     Sequence.logprobs_temperature           for BeamSearchParams.temperature
 """
@@ -37,11 +37,11 @@ from nanoengine_extensions.logprobs import Logprobs
 class BeamSearchParams:
     """How one request is completed by beam search.
 
-    beam_width: the number of beams that are kept, and returned.
+    beam_width: how many beams are kept, and returned.
     max_tokens: the most tokens to generate.
-    temperature: divides the logits; 0 leaves them as they are. Nothing is drawn.
-    length_penalty: the score of a finished beam is its summed log-probability over its number of
-        generated tokens to this power, -40 to 40; larger values favour longer beams.
+    temperature: divides the logits; 0 leaves them as they are. No token is drawn at random.
+    length_penalty: the score of a finished beam is its summed log-probability divided by its
+        number of generated tokens to this power, -40 to 40; larger values favour longer beams.
     ignore_eos: go on after EOS.
     """
 
@@ -56,10 +56,11 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """A finished beam.
 
-    tokens, text: prompt and completion; EOS is the last token where the beam ended by it.
-    cum_logprob: the sum over the completion; score: that over length ** length_penalty.
-    finish_reason: "stop" (EOS), "length", or "error" where no beam has log-probabilities that are
-        finite.
+    tokens: the tokens of prompt and completion; EOS is the last one where the beam ended by it.
+    cum_logprob: the summed log-probability of the completion.
+    score: cum_logprob divided by the length to the power length_penalty.
+    text: the text of prompt and completion.
+    finish_reason: "stop" (EOS), "length", or "error" where no beam has finite log-probabilities.
     """
 
     tokens: list[int]
@@ -71,15 +72,15 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """The finished beams of a prompt, the one with the highest score first."""
+    """The finished beams of a prompt, the highest score first."""
 
     sequences: list[BeamSearchSequence]
 
 
 def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
-    """The `params.beam_width` best completions of each prompt that beam search finds.
+    """Returns the `params.beam_width` best completions of each prompt.
 
-    Raises ValueError for bad input, and where the beams might not fit the engine.
+    Raises ValueError for bad input, and if the beams might not fit the engine.
     """
     if not isinstance(params, BeamSearchParams):
         raise rejected("params", params, "a BeamSearchParams")
@@ -93,7 +94,7 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
     num_steps = -1
     with closing(llm.run(searches, lambda search: search)) as steps:
         for updated in steps:
-            # no step was launched
+            # no step could be launched
             if not updated and num_steps == scheduler.num_steps:
                 with llm.turn():
                     make_way(searches, scheduler)
@@ -104,14 +105,14 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
 
 
 def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
-    """Lets the first of these searches go on, if nothing can run.
+    """Lets the first of these searches continue, if nothing can run.
 
-    Then all sequences that have blocks are beams that stand still, and wait for others of their
-    prompts that find no room. All give their blocks back, and the beams of the first search are
-    the next of their priority.
+    In that case all sequences with blocks are paused beams, which wait for other beams of their
+    prompts that do not fit. All lose their blocks, and the beams of the first search become the
+    next ones of their priority.
 
-    So there is always an end. The head of the queue fits now: a sequence that is no beam, and then
-    it gets a token, or a beam of the first search, and then all of these find room, and go on.
+    So the search always ends. The head of the queue fits now: it is either not a beam, and gets a
+    token, or a beam of the first search, and then all beams of this search fit and continue.
     """
     beams = next((search.scores for search in searches if not search.is_finished), {})
     running = list(scheduler.running)
@@ -123,11 +124,11 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
 
 
 class BeamSearch(Request):
-    """Beam search of one prompt, as transformers does it with `early_stopping=False`.
+    """Beam search of one prompt, as in transformers with `early_stopping=False`.
 
-    Of all continuations of all beams, a few times `beam_width` are looked at, the likeliest first.
-    Those that end are finished, if they are among the `beam_width` likeliest; the best `beam_width`
-    others are the next beams. The search is over when none of them, ending now, would beat the
+    It considers a few times `beam_width` continuations of all beams, the likeliest first. Those
+    that end are finished, if they are among the `beam_width` likeliest; the best `beam_width`
+    others are the next beams. The search is over when none of these, ending now, would beat the
     worst of `beam_width` finished beams. Raises ValueError for beams that might not fit the engine.
     """
 
@@ -137,23 +138,23 @@ class BeamSearch(Request):
         check_fits(seq, params.beam_width, scheduler)
         self.params = params
         self.scheduler = scheduler
-        # a beam that samples one of them need not end
+        # a beam that samples one of these tokens need not end
         self.end_tokens = seq.end_tokens
         seq.end_tokens = {}
         seq.needs_tokens = True
         seq.logprobs_temperature = params.temperature
-        # the summed log-probabilities of each beam, at last of those that were the last
+        # the summed log-probability of each beam; at the end, of the last beams
         self.scores = {seq: 0.0}
-        # the log-probabilities of the next tokens of those that stand still
+        # the log-probabilities of the next tokens of paused beams
         self.found: dict[Sequence, Logprobs] = {}
         self.finished: list[BeamSearchSequence] = []
 
     seqs = property(lambda self: [*self.scores])
 
     def update(self, beam: Sequence) -> None:
-        """Lets a beam stand still that has new log-probabilities; goes on once all beams do.
+        """Pauses a beam with new log-probabilities; continues once all beams have paused.
 
-        A beam that was preempted while it stood still gets its log-probabilities again.
+        A beam that was preempted during its pause gets its log-probabilities again.
         """
         self.found[beam] = {}
         if beam.finish_reason != "error":
@@ -164,7 +165,7 @@ class BeamSearch(Request):
             self._go_on(self._choose())
 
     def _choose(self) -> list[tuple[float, Sequence, int]]:
-        """The next beams, the best first: score, the beam that goes on, its next token."""
+        """Returns the next beams, the best first: score, the beam to continue, its next token."""
         width = self.params.beam_width
         continuations = (
             (self.scores[beam] + found.logprob, beam, token_id)
@@ -191,14 +192,14 @@ class BeamSearch(Request):
         return chosen[:width] if can_improve else []
 
     def _go_on(self, chosen: list[tuple[float, Sequence, int]]) -> None:
-        """Drops the beams that do not go on, and forks those that go on several times."""
+        """Drops the beams that do not continue, and forks those with several continuations."""
         kept = {beam for _, beam, _ in chosen}
         for beam in self.scores:
             if beam not in kept and not beam.finish_reason:
                 self.scheduler.finish(beam, "abort")
         scores: dict[Sequence, float] = {}
         for score, beam, token_id in chosen:
-            # it has its next token already: this one is for a fork
+            # it already has its next token: this one is for a fork
             if beam in scores:
                 parent = beam
                 beam = parent.fork(token_ids=[*parent.token_ids[:-1], token_id])

@@ -1,4 +1,4 @@
-"""Conversations as prompts, by the tokenizer's chat template. `LLM.chat` is its seam."""
+"""Turns conversations into prompts, by the tokenizer's chat template, for `LLM.chat`."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
            add_generation_prompt: bool = True, continue_final_message: bool = False,
            tools: list[Any] | None = None,
            chat_template_kwargs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """One conversation or a list of them, as prompts.
+    """Returns a prompt for each conversation.
 
     The options are those of `LLM.chat`.
     """
@@ -32,7 +32,8 @@ def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
 
 
 def text_of(content: Any) -> str:
-    """The content of a message as one text; text parts are joined by newlines, as in vLLM."""
+    """Returns the content of a message as one text; text parts are joined by newlines, as in
+    vLLM."""
     parts = content if isinstance(content, list) else [] if content is None else [content]
     texts = []
     for part in parts:

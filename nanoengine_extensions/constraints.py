@@ -1,12 +1,12 @@
-"""Constraints: what a request may generate, and what it should avoid, as changes of its logits.
+"""Constraints: changes of logits that forbid, discourage or favour tokens.
 
-The seam has two ends. `requests.py` gives a sequence whose parameters ask for it its `Constraints`,
-and the sampler calls `apply` on its rows before anything else:
+The engine uses it in two places. `requests.py` gives a sequence its `Constraints`, if its
+parameters need any, and the sampler first calls `apply` on its rows:
 
     logits ── biases ──▶ penalties ──▶ own processors ──▶ temperature, truncations, draw
 
-What is done to a matrix of rows is data: the host sends numbers, and the device works with them, so
-that nothing here waits for a GPU. Only a user's own processors are functions, called row by row.
+The changes of a matrix of rows are data: the host sends numbers, and the device applies them, so
+that nothing waits for a GPU. Only a user's own processors are functions, called row by row.
 """
 
 import math
@@ -24,10 +24,10 @@ from nanoengine.step_inputs import known_ids, send
 
 @dataclass
 class Constraints:
-    """What a sequence keeps for its constraints.
+    """The state of a sequence's constraints.
 
-    late_tokens: the token ids that may not come before `min_tokens`.
-    bad_words: the token ids of each word that may not come.
+    late_tokens: the token ids that are forbidden before `min_tokens`.
+    bad_words: the token ids of each forbidden word.
     """
 
     late_tokens: list[int] = field(default_factory=list)
@@ -35,11 +35,11 @@ class Constraints:
 
 
 def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: int) -> None:
-    """Makes a sequence ready for what its parameters ask for.
+    """Prepares a sequence for the constraints in its parameters.
 
-    vocab_size: the model's. Its tokenizer may know more tokens, none of which can ever come.
+    vocab_size: that of the model. Its tokenizer can know more tokens, which are never generated.
 
-    Bad words and processors look at all tokens of the sequence, so that its steps cannot run ahead.
+    Bad words and processors need all tokens of the sequence, so that its steps cannot run ahead.
     """
     late_tokens = [token_id for token_id in end_tokens if token_id < vocab_size]
     bad_words = encode_bad_words(seq.params, tokenizer, vocab_size)
@@ -48,9 +48,9 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
 
 
 def apply(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
-    """In place on float32 logits, a row for each sequence.
+    """Changes float32 logits in place; there is a row for each sequence.
 
-    last_sampled: the tokens for which pending ones stand.
+    last_sampled: the values of pending tokens.
     """
     add_biases(scores, seqs)
     penalize(scores, seqs, last_sampled)
@@ -60,9 +60,9 @@ def apply(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
 
 
 def encode_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) -> list[list[int]]:
-    """The tokens of each bad word, at the beginning of a text and behind a space.
+    """Returns the tokens of each bad word, at the beginning of a text and after a space.
 
-    A word with a token that the model does not know can never come, and is left out.
+    A word with a token that the model does not know can never occur, and is left out.
     """
     words = [word.lstrip() or word for word in params.bad_words]
     encoded = [tokenizer.encode(space + word, add_special_tokens=False)
@@ -71,10 +71,10 @@ def encode_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) ->
 
 
 def biases(seq: Sequence) -> dict[int, float]:
-    """What is added to the logits of which tokens in the next step: -inf makes one impossible.
+    """Returns what to add to the logits of which tokens in the next step; -inf forbids a token.
 
-    Where only some tokens are allowed, these are all here, and all others are impossible. The last
-    token of a bad word is impossible behind the word's other tokens.
+    If only some tokens are allowed, the result lists all of them, and all others are forbidden. The
+    last token of a bad word is forbidden after the word's other tokens.
     """
     p = seq.params
     found = dict(p.logit_bias or {})
@@ -91,7 +91,7 @@ def biases(seq: Sequence) -> dict[int, float]:
 
 
 def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
-    """In place: what `biases` says, and -inf for tokens that are not among those allowed."""
+    """Applies the result of `biases` in place, and -inf to tokens that are not allowed."""
     found = [biases(seq) for seq in seqs]
     if any(found):
         others = [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs]
@@ -99,15 +99,16 @@ def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
         token_ids = [token_id for each in found for token_id in each]
         added = [bias for each in found for bias in each.values()]
         bias = send(others, scores.device).float()[:, None].repeat(1, scores.shape[1])
-        # by row and token: whatever the token is, it is one of this row, or an error
+        # by row and token
         places = send(rows, scores.device), send(token_ids, scores.device)
         bias[places] = send(added, scores.device).float()
         scores += bias
 
 
 def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
-    """In place: the repetition penalty (Keskar et al., 2019, arXiv:1909.05858), for prompts, too.
-    Then OpenAI's: generated tokens lose once (presence) and for each time (frequency)."""
+    """Applies, in place, the repetition penalty (Keskar et al., 2019, arXiv:1909.05858), also to
+    tokens of the prompt; then OpenAI's penalties for generated tokens, once (presence) and for each
+    occurrence (frequency)."""
     penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
                  for p in (seq.params for seq in seqs)]
     if set(penalties) == {(1, 0, 0)}:
@@ -129,11 +130,11 @@ def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None
 
 
 def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
-    """A row of float32 logits, (1, vocab_size), after the processors of its request.
+    """Returns a row of float32 logits, (1, vocab_size), after the processors of its request.
 
-    Each processor gets copies, which it may keep or overwrite. NaN or infinity from the model
-    cannot be mended by them. Where a processor raises, or returns another shape or kind, the row is
-    NaN: so its sequence ends, and no other. `seq.error` says why.
+    Each processor gets copies, which it can keep or overwrite. Processors cannot repair NaN or
+    infinity from the model. If a processor raises, or returns another shape or type, the row
+    becomes NaN, which ends this sequence only. `seq.error` says why.
     """
     input_ids = torch.tensor([seq.token_ids], device=logits.device)
     scores = logits
@@ -147,12 +148,12 @@ def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
         except ValueError as error:
             seq.error = error
             return torch.full_like(logits, math.nan)
-    # +inf is how some force a token
+    # some processors force a token with +inf
     scores = scores.float().clamp(max=torch.finfo(torch.float32).max)
     return torch.where(logits.amax() < math.inf, scores, math.nan)
 
 
 def kind_of(scores: Any) -> Any:
-    """What a processor may not change."""
+    """Returns what a processor must not change."""
     return isinstance(scores, Tensor) and (
         scores.shape, scores.is_floating_point(), scores.layout, scores.device)

@@ -1,7 +1,6 @@
-"""The mistakes that pydantic finds in what a user gave, in the engine's words.
+"""Errors of pydantic about a user's input, in the engine's words.
 
-`sampling_params.explained`, which EngineConfig and SamplingParams are decorated with, calls
-`explain` when there is a mistake.
+`sampling_params.explained`, which decorates EngineConfig and SamplingParams, calls `explain`.
 """
 
 from dataclasses import fields
@@ -12,12 +11,12 @@ from pydantic_core import ValidationError
 
 
 def explain(error: ValidationError, checked: Any) -> ValueError:
-    """An error that reads like `rejected`, with all mistakes in the arguments of a dataclass."""
+    """Returns an error in the style of `rejected`, with all mistakes in a dataclass's arguments."""
     return ValueError("; ".join(explain_one(found, checked) for found in error.errors()))
 
 
 def explain_one(found: Any, checked: Any) -> str:
-    """One of the mistakes. A keyword that is not known comes with the nearest that is."""
+    """Describes one mistake. For an unknown keyword, it names the nearest known one."""
     name = ".".join(map(str, found["loc"]))
     if found["type"] == "unexpected_keyword_argument":
         nearest, = get_close_matches(name, [field.name for field in fields(checked)], 1, cutoff=0)

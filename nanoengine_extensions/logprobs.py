@@ -1,8 +1,8 @@
-"""Log-probabilities: those of generated tokens (`logprobs`) and of a prompt's (`prompt_logprobs`).
+"""Log-probabilities of generated tokens (`logprobs`) and of prompts (`prompt_logprobs`).
 
-The seam has two ends. `ModelRunner.sample` calls `find_logprobs` for the rows of a step that ask
-for some, and the engine keeps what it gives, by position, in `Sequence.logprobs`; `outputs.py`
-calls `RowLogprobs.read` once the step is done. Everything else of them is here.
+The engine uses it in two places. `ModelRunner.sample` calls `find_logprobs` for the rows of a step
+that need any, and the engine keeps the result, by position, in `Sequence.logprobs`; `outputs.py`
+calls `RowLogprobs.read` once the step is done.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from nanoengine.sampler import matrices
 class Logprob:
     """The log-probability of a token at a position, its rank there (1: the likeliest), its text.
 
-    Of several that are equally likely, the sampled token ranks last, unless it is among the
-    likeliest that were asked for: these rank from 1 to k.
+    Among equally likely tokens, the sampled one ranks last, unless it is one of the k likeliest
+    that were asked for: these rank from 1 to k.
     """
 
     logprob: float
@@ -34,7 +34,7 @@ Logprobs = dict[int, Logprob]
 
 @dataclass(eq=False)
 class RowLogprobs:
-    """Those of a row: of its token, which was drawn or scored, then of the likeliest.
+    """The log-probabilities of a row: of its drawn or scored token, then of the likeliest ones.
 
     entries: (1 + count, 3) float64: token id, log-probability, rank; on their way to the host.
     """
@@ -42,24 +42,25 @@ class RowLogprobs:
     entries: Tensor
 
     def read(self, tokenizer: Any = None) -> Logprobs:
-        """They are to be read once their step is done (`Launched.wait`)."""
+        """Returns them; call this once their step is done (`Launched.wait`)."""
         return {int(token_id): Logprob(
                     logprob, int(rank), tokenizer and tokenizer.decode([int(token_id)], False))
                 for token_id, logprob, rank in self.entries.tolist()}
 
 
 def num_logprobs(row: Row) -> int | None:
-    """Of how many likeliest tokens a row has log-probabilities: -1 for all, None for no token."""
+    """Returns how many likeliest tokens of a row get log-probabilities: -1 for all, None for
+    none."""
     is_scored = row.position < row.seq.num_prompt_tokens
     return row.seq.params.prompt_logprobs if is_scored else row.seq.params.logprobs
 
 
 def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row, RowLogprobs]:
-    """Log-probabilities of raw logits, for rows that ask for some.
+    """Returns log-probabilities of raw logits, for rows that need any.
 
-    logits: (rows, vocab_size); targets: (rows,), the token of each row, which was drawn or scored.
+    logits: (rows, vocab_size); targets: (rows,), the drawn or scored token of each row.
     """
-    # only beams have a temperature here: they are chosen by their log-probabilities
+    # only beams have a temperature here, as their log-probabilities decide
     asked = {number: (count, row.seq.logprobs_temperature) for number, row in enumerate(rows)
              if (count := num_logprobs(row)) is not None}
     found: dict[Row, RowLogprobs] = {}
@@ -70,7 +71,7 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
         values = values.log_softmax(dim=-1)
         target = targets[index, None].clamp(min=0)
         value = values.gather(1, target)
-        # the last of its equals
+        # the last of equal ones
         rank = (values >= value).sum(dim=-1, keepdim=True)
         top = values.topk(values.shape[1] if count == -1 else min(count, values.shape[1]))
         ranks = torch.arange(1, 1 + top.values.shape[1], device=rank.device).expand_as(top.indices)

@@ -1,8 +1,8 @@
-"""Metrics, trace, log and progress bar: what the engine and its requests have done, and show.
+"""Metrics, trace, log and progress bar.
 
-The engine calls `launched` before each step and `done` behind it (`Engine.step`), and knows nothing
-else of this: counters and times come from the batch and its sequences, and a gauge is what can be
-seen between two steps. `LLM` calls `log_room` once, and `show_progress` in `generate`.
+The engine calls `launched` before each step and `done` after it (`Engine.step`), and knows nothing
+else of this file. Counters and times come from the batch and its sequences; gauges are read between
+two steps. `LLM` calls `log_room` once, and `show_progress` in `generate`.
 """
 
 import logging
@@ -15,14 +15,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-# What the engine has to say is shown on stderr, or by the handlers that the user has made, if there
-# are any. logging.getLogger("nanoengine").setLevel("ERROR") silences it.
+# Messages go to stderr, or to the user's own handlers if there are any.
+# logging.getLogger("nanoengine").setLevel("ERROR") silences them.
 logger = logging.getLogger("nanoengine")
 handler = logging.StreamHandler()
 handler.addFilter(lambda record: not (logging.getLogger().handlers or logger.handlers[1:]))
 logger.addHandler(handler)
 logger.setLevel(logger.level or "INFO")
-# what the library says is shown, or not, as what the engine says
+# messages of the library are handled like those of the engine
 logging.getLogger("nanoengine_cpu").parent = logger
 
 
@@ -30,13 +30,19 @@ logging.getLogger("nanoengine_cpu").parent = logger
 class RequestMetrics:
     """What happened to a request, with all its completions together.
 
-    Times are seconds of `time.monotonic()`, and 0 until the event. `queue_time`,
-    `time_to_first_token`, `time_per_output_token` and `end_to_end_time` are seconds between two.
-
-    finished_time: of the last token of the longest completion.
-    last_run_time: of the last step that it had a part in.
+    arrival_time: when it was queued; times are seconds of `time.monotonic()`, 0 until the event.
+    first_scheduled_time: when its first step began.
+    first_token_time: when its first token was known.
+    finished_time: when the last token of its longest completion was known.
+    last_run_time: when the last step that computed it began.
     num_decoded_tokens: tokens of the longest completion, without its first (set in an output).
     num_cached_tokens: tokens of the prompt that the prefix cache had at the first admission.
+    num_preemptions: how often one of its completions was preempted.
+    queue_time: seconds from arrival to the first step.
+    time_to_first_token: seconds from arrival to the first token.
+    end_to_end_time: seconds from arrival to the last token.
+    decode_time: seconds from the first token to the last.
+    time_per_output_token: decode_time over num_decoded_tokens.
     """
 
     arrival_time: float = field(default_factory=time.monotonic)
@@ -58,15 +64,15 @@ class RequestMetrics:
 class Metrics:
     """Counters and times of one engine, and with trace=True a record of each step.
 
-    trace: a `Launched` for each step, with two more attributes: `ended`, when its tokens were taken
-        in, by the engine's clock (it began at `batch.started`), and `metrics`, the gauges of then.
+    trace: a `Launched` for each step, with two more attributes: `ended`, the time when its tokens
+        were taken in (it began at `batch.started`), and `metrics`, the gauges at that time.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.counters: Counter[str] = Counter()
         self.trace: list[Any] = []
-        # also when the runner is gone
+        # kept for when the runner is gone
         self.block_bytes = engine.runner.block_bytes
         self.backend = engine.runner.backend
 
@@ -98,7 +104,7 @@ class Metrics:
             seq.metrics.num_preemptions += 1
 
     def done(self, launched: Any, seqs: list[Any]) -> None:
-        """Takes in which sequences have a new token."""
+        """Records which sequences have a new token."""
         now = self.engine.clock()
         for seq in seqs:
             seq.metrics.finished_time = now
@@ -114,10 +120,10 @@ class Metrics:
             self.trace.append(launched)
 
     def log_room(self) -> None:
-        """Says how many requests the KV cache has room for."""
+        """Logs how many requests the KV cache can hold."""
         config = self.engine.config
         runner = self.engine.runner
-        logger.info("%s: %s KV blocks of %s tokens are room for %.1f requests of %s at once",
+        logger.info("%s: %s KV blocks of %s tokens hold %.1f requests of %s tokens at once",
                     config.model, runner.num_kv_blocks, config.block_size,
                     runner.num_kv_blocks * config.block_size / runner.max_model_len,
                     runner.max_model_len)
@@ -127,7 +133,7 @@ class Metrics:
 
         steps: yields, for each of the call's requests with new tokens, whether it has finished.
 
-        The bar says how many tokens of all requests a second the engine computes.
+        The bar shows how many tokens a second the engine computes for all calls together.
         """
         before = self.counters.copy()
         start = time.perf_counter()
@@ -142,28 +148,43 @@ class Metrics:
                 bar.update(sum(are_finished))
 
     def gauges(self) -> Counter:
-        """Gauges of now and counters since the start, flat. What has never happened counts 0.
+        """Returns current gauges, and counters since the start, as a flat dict.
 
-        num_requests_waiting, num_requests_running, num_requests_swapped: completions, where a
-            prompt has several; swapped ones are among the waiting.
-        num_blocks_used, num_blocks_free, num_blocks_cached: of the free blocks, those with a hash
-            are cached. max_blocks_used: the high-water mark. num_host_blocks_used: swapped out.
-        reserved_waste, internal_waste: tokens that there is room for, but only for one sequence: in
-            blocks that it holds for later, and behind its newest token in its last block.
-        num_steps, batched_sequences: steps, and sequences in them; mean_batch: their ratio.
-        prompt_tokens, computed_tokens, generation_tokens: admitted, computed, sampled.
-        prefix_cache_queries, prefix_cache_hits: tokens looked for on admission, and found.
-        num_preemptions: recompute_preemptions + swap_preemptions. recomputed_tokens: for them.
-        swap_out_blocks, swap_in_blocks, swapped_bytes: to the host and back.
-        shared_blocks, copy_on_write_blocks: taken over by forks, and copied for them.
+        num_requests_waiting: completions that wait, swapped ones included.
+        num_requests_running: completions that run.
+        num_requests_swapped: completions whose blocks are on the host.
+        num_blocks_used: blocks that sequences hold.
+        num_blocks_free: blocks that no sequence holds.
+        num_blocks_cached: free blocks that the prefix cache can still find.
+        num_host_blocks_used: blocks of the host's pool that are in use.
+        max_blocks_used: the largest num_blocks_used so far.
+        reserved_waste: slots in whole blocks that a sequence holds for later tokens.
+        internal_waste: slots after the newest token of a sequence, in its last block.
+        num_steps: steps so far.
+        batched_sequences: sequences in these steps, added up.
+        mean_batch: batched_sequences over num_steps.
+        prompt_tokens: tokens of prompts that were admitted for the first time.
+        computed_tokens: tokens that steps computed.
+        generation_tokens: tokens that were sampled.
+        prefix_cache_queries: tokens that were looked up on admission.
+        prefix_cache_hits: tokens that the prefix cache had.
+        num_preemptions: recompute_preemptions and swap_preemptions together.
+        recompute_preemptions: preemptions that dropped the blocks.
+        swap_preemptions: preemptions that copied the blocks to the host.
+        recomputed_tokens: tokens that were computed again after a preemption.
+        swap_out_blocks: blocks that were copied to the host.
+        swap_in_blocks: blocks that were copied back.
+        swapped_bytes: bytes of both.
+        shared_blocks: blocks that forks took over from their parent, without a copy.
+        copy_on_write_blocks: blocks that were copied for forks.
         attention_backend: the name of the backend that was chosen.
         """
         scheduler = self.engine.scheduler
         manager = scheduler.block_manager
         counters = self.counters
-        # with a pool on the host: by sequence
+        # by sequence, if there is a pool on the host
         host_tables = getattr(manager, "host_tables", {})
-        # another thread may ask
+        # another thread can call this during a step
         running = list(scheduler.running)
         slots = [len(seq.block_table) * manager.block_size for seq in running]
         unused = [max(0, n - seq.num_tokens) for n, seq in zip(slots, running)]

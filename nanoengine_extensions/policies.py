@@ -1,8 +1,8 @@
-"""Policies to compare with: those of engines before paging and continuous batching, and some more.
+"""Policies for comparison: those of engines before paging and continuous batching, and others.
 
-They plug into the tables of nanoengine/policies.py. The engine looks for a name here that its
-tables lack (`one_of` in nanoengine/config.py), so that `LLM(model, scheduling="static")` works;
-whoever wants to see all names in the tables imports this.
+They extend the tables of nanoengine/policies.py. The engine imports this file for a name that its
+tables do not have (`one_of` in nanoengine/config.py), so that `LLM(model, scheduling="static")`
+works. Import it to see all names in the tables.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from nanoengine.sampling_params import STRICT, Int
 def static(scheduler: Any) -> Any:
     """A batch is filled until its first decode; the next one begins when all of it has finished.
 
-    So engines worked before continuous batching (Orca: Yu et al., OSDI 2022).
+    Engines worked like this before continuous batching (Orca: Yu et al., OSDI 2022).
     """
     is_decoding = getattr(scheduler, "is_decoding", False) and scheduler.running
     begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
@@ -30,18 +30,18 @@ def static(scheduler: Any) -> Any:
 @validate_call(config=STRICT)
 def overtaking(base: Annotated[Any, one_of(BATCHING)] = "prefill-first",
                max_waiting: Annotated[Int, Field(ge=0)] = 0) -> Any:
-    """Another policy, with one more rule: in a long queue, the head may take another's place.
+    """Adds a rule to a policy: in a long queue, the head can take another sequence's place.
 
     With more than `max_waiting` sequences waiting, a head that does not fit takes the place of the
-    longest running sequence, which goes to the front, right behind the head. A sequence gives way
-    to another only once, so that this comes to an end.
+    longest running sequence, which goes to the front of the queue, right after the head. Each
+    sequence is overtaken at most once, so that this ends.
 
         LLM(model, scheduling=overtaking("mixed", max_waiting=8))
 
-    base: the other policy, a name or a function. Raises ValueError for what is neither.
+    base: the other policy, a name or a function. Raises ValueError for anything else.
     """
     def choose_batch(scheduler: Any) -> Any:
-        # the base policy finds it in place of `Scheduler.build`
+        # the base policy calls it in place of `Scheduler.build`
         scheduler.build = partial(build, scheduler, max_waiting)
         return BATCHING.get(base, base)(scheduler)
     return choose_batch
@@ -57,10 +57,10 @@ def build(scheduler: Any, max_waiting: int, candidates: list[Any], admit: bool) 
 
 
 def overtake(scheduler: Any) -> None:
-    """Preempts the longest of the sequences whose blocks are enough for a head that lacks some."""
+    """Preempts the longest sequence with enough blocks for a head that does not fit."""
     manager = scheduler.block_manager
     head = scheduler.waiting[0]
-    # a head whose last token is awaited does not lack room
+    # a head whose last token is awaited does not wait for blocks
     if head.is_awaited or scheduler.can_admit_head():
         return
     num_missing = manager.num_blocks_to_hold(head) - manager.num_free_blocks
@@ -76,8 +76,8 @@ def overtake(scheduler: Any) -> None:
 
 
 BATCHING["static"] = static
-# for all that any sequence may come to have
+# for the most tokens that any sequence can have
 KV_ALLOCATION["max-length"] = lambda seq, max_model_len: max_model_len
 VICTIMS["least-recently-run"] = highest(lambda seq: -seq.metrics.last_run_time)
-# the same in every run with the same seeds
+# equal in every run with the same seeds
 VICTIMS["random"] = highest(lambda seq: hash((seq.seed, seq.num_tokens)))

@@ -1,11 +1,10 @@
 """`preemption_mode="swap"`: the blocks of a preempted sequence are copied to a pool on the host.
 
-When it comes back, it takes full blocks that the prefix cache still has, and only the others are
-copied back (PagedAttention: Kwon et al., 2023, arXiv:2309.06180).
+When the sequence comes back, it takes full blocks that the prefix cache still has; only the others
+are copied back (PagedAttention: Kwon et al., 2023, arXiv:2309.06180).
 
-The seams: `Scheduler.preempt` calls `BlockManager.preempt`, which this subclass replaces; it notes
-the copies in `Batch.copies`. `ModelRunner` calls `add_host_pool`, which replaces its
-`copy_blocks`.
+`Scheduler.preempt` calls `BlockManager.preempt`, which this subclass overrides; it notes the copies
+in `Batch.copies`. `ModelRunner` calls `add_host_pool`, which replaces its `copy_blocks`.
 """
 
 from typing import Any
@@ -21,7 +20,7 @@ from nanoengine.sequence import Sequence
 
 
 def add_host_pool(runner: Any) -> None:
-    """Gives a runner a pool of `swap_space` GiB on the host, and the copies to it and from it.
+    """Gives a runner a pool of `swap_space` GiB on the host, and copies to and from it.
 
     Raises ValueError for a pool that is larger than the memory.
     """
@@ -43,7 +42,7 @@ def add_host_pool(runner: Any) -> None:
 
 
 def copy_all(copies: dict[int, int], source: Tensor, target: Tensor) -> None:
-    """copies: for each block of the target the one of the source; nobody waits for them."""
+    """copies: for each block of the target its source; they are asynchronous."""
     for to, origin in copies.items():
         target[to].copy_(source[origin], non_blocking=True)
 
@@ -69,7 +68,7 @@ class SwappingBlockManager(BlockManager):
         computed = seq.block_table[:num_computed]
         self.deallocate(seq)
         host_blocks = self.host_tables[seq] = [self.free_host_blocks.pop() for _ in computed]
-        # The copy for a fork made in this step is not done yet: its parent's block is read instead.
+        # The copy for a fork of this step is not done yet, so its parent's block is read.
         origins = [self.copies.copy_on_write.get(block, block) for block in computed]
         self.copies.swap_out.update(zip(host_blocks, origins))
         return "swap"

@@ -5,12 +5,12 @@ arXiv:1909.08053).
     scheduler, block tables, sampling ──── message ───▶ nothing but a runner
     its part of the model ◀── sums, parts of logits ──▶ its part of the model
 
-Each rank has the decoder with its share of the heads, of the inner size and of the rows of
-`lm_head`, and K and V of its heads; embeddings and norms it has whole. All that it gets for a step
-is one message: the buffer of inputs, its shape and the block copies. Only rank 0 samples.
+Each rank has a decoder with its share of the heads, of the inner size and of the rows of `lm_head`,
+with K and V of its heads, and with all embeddings and norms. For each step it gets one message: the
+buffer of inputs, its shape and the block copies. Only rank 0 samples.
 
-What it plugs into: `make_runner` (model_runner.py) makes a `TensorParallelRunner`. The engine calls
-it as it calls any other; the model has hooks, and knows no rank.
+`make_runner` (model_runner.py) returns a `TensorParallelRunner`, which the engine calls like any
+other runner. The model has hooks, and knows no rank.
 """
 
 import copy
@@ -43,9 +43,9 @@ from nanoengine.step_inputs import StepShape
 
 
 class Group:
-    """What the ranks of one engine compute together. All of them call the same, in one order.
+    """The collective operations of an engine's ranks. All ranks call the same ones in one order.
 
-    port: where rank 0 is found; rank 0 itself takes one that is free.
+    port: the port of rank 0; rank 0 itself takes a free one.
     """
 
     def __init__(self, size: int, rank: int = 0, port: int = 0) -> None:
@@ -58,7 +58,7 @@ class Group:
     def connect(self, device: str) -> None:
         """Waits for all ranks. PyTorch's default group stays free for the user."""
         self.device = device
-        # counts those that have come
+        # counts the ranks that have arrived
         self.store.add("ranks", 1)
         kinds: Any = torch.distributed
         place = self.store, self.rank, self.size
@@ -68,27 +68,28 @@ class Group:
             self.backend = kinds.ProcessGroupGloo(*place)
 
     def abort(self) -> None:
-        """Ends the kernels of NCCL, which wait for ever for a rank that has died. Gloo notices."""
+        """Ends the kernels of NCCL, which would wait forever for a dead rank. Gloo notices by
+        itself."""
         if self.backend and self.device == "cuda":
             self.backend.abort()
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in place."""
+        """Sums x over all ranks, in place."""
         self.backend.allreduce([x]).wait()
         return x
 
     def join(self, x: Tensor) -> Tensor:
-        """The columns of all ranks' x, side by side."""
+        """Returns the columns of all ranks' x, side by side."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self.backend.allgather([parts], [x]).wait()
         return torch.cat(parts, dim=1)
 
     def least(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """Returns the smallest of all ranks' numbers."""
         return int(self.join(torch.tensor([[number]], device=self.device)).min())
 
     def share(self, x: Tensor) -> None:
-        """Rank 0's x becomes that of all."""
+        """Copies rank 0's x to all ranks."""
         self.backend.broadcast([x]).wait()
 
 
@@ -96,7 +97,7 @@ class Group:
 
 
 def shard(config: PretrainedConfig, size: int) -> PretrainedConfig:
-    """The config of what each of `size` ranks has. Raises ValueError for what cannot be divided."""
+    """Returns the config of each of `size` ranks. Raises ValueError for sizes it cannot divide."""
     part = copy.deepcopy(config)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         whole = getattr(config, name)
@@ -107,23 +108,24 @@ def shard(config: PretrainedConfig, size: int) -> PretrainedConfig:
 
 
 def read_part(tensor: Any, target: Tensor, group: Group) -> Tensor:
-    """A rank's part of a checkpoint's tensor, where that is larger than its target."""
+    """Reads a rank's part of a checkpoint's tensor, if that is larger than its target."""
     return tensor[part_of(tensor.get_shape(), target, group)]
 
 
 def part_of(shape: list[int], target: Tensor, group: Group) -> tuple[slice, ...]:
-    """A rank's part in each dimension. What does not fit either is read, and refused, whole."""
+    """Returns a rank's part of each dimension. A tensor that does not fit is read whole, and
+    refused."""
     return tuple(
         slice(group.rank * own, (group.rank + 1) * own) if own * group.size == size else slice(None)
         for size, own in zip(shape, target.shape))
 
 
 def parallelize(model: Decoder, group: Group) -> None:
-    """Hooks on a rank's part of the model, behind which all ranks have the same."""
+    """Adds hooks to a rank's part of the model, after which all ranks have the same values."""
     for layer in model.layers:
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
             linear.register_forward_hook(lambda module, inputs, output: group.sum(output))
-            # what all ranks add up has the bias of one
+            # the sum over all ranks has the bias of rank 0 only
             if group.rank:
                 linear.bias = None
     # the vocabulary is padded for the last rank
@@ -140,14 +142,14 @@ def parallelize(model: Decoder, group: Group) -> None:
 
 
 class RankRunner(ModelRunner):
-    """A rank's part in running batches. part: the config of its part of the model."""
+    """Runs the part of a rank in each batch. part: the config of its part of the model."""
 
     def __init__(self, config: EngineConfig, part: PretrainedConfig, folder: Path,
                  group: Group) -> None:
         self.group = group
         group.connect(config.device)
         super().__init__(config, part, folder)
-        # all ranks have come so far
+        # all ranks have reached this point
         group.least(0)
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
@@ -160,17 +162,17 @@ class RankRunner(ModelRunner):
 
     @torch.inference_mode()
     def follow(self, copies: Copies, numbers: np.ndarray, shape: StepShape) -> None:
-        """What another rank does for a step that rank 0 launches: all but sampling."""
+        """Does another rank's part of a step that rank 0 launches: everything except sampling."""
         _, parts = self.forward(copies, torch.from_numpy(numbers), shape)
         for part in parts:
-            # no rows are a part, too, of which rank 0 makes no logits
+            # skips an empty chunk, for which rank 0 computes no logits
             if len(part):
                 self.logits(part)
         self.group.share(self.last_sampled)
 
 
 class TensorParallelRunner(RankRunner):
-    """The runner of rank 0. It starts the other ranks, tells them each step, and samples."""
+    """The runner of rank 0. It starts the other ranks, sends them each step, and samples."""
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
         size = config.tensor_parallel_size
@@ -202,7 +204,7 @@ class TensorParallelRunner(RankRunner):
 
 
 def on_device(kind: type[RankRunner], device: str) -> Any:
-    """A kind of runner; for a GPU it is also a `GpuRunner`."""
+    """Returns the class of runner; for a GPU it is also a `GpuRunner`."""
     if device == "cpu":
         return kind
     from nanoengine_gpu.runner import GpuRunner
@@ -210,14 +212,15 @@ def on_device(kind: type[RankRunner], device: str) -> Any:
 
 
 def without_functions(config: EngineConfig) -> EngineConfig:
-    """The config for ranks that schedule nothing: a script's policies could not be sent to them."""
+    """Returns the config for the other ranks, without policies: a script's functions cannot be
+    sent."""
     found = {name: value for name, value in vars(config).items() if not callable(value)}
     return EngineConfig(**found)
 
 
 @dataclass
 class LaunchedOnRanks(Launched):
-    """ranks: those that have a part in it."""
+    """ranks: those that take part in it."""
 
     ranks: "Ranks"
 
@@ -232,7 +235,7 @@ class LaunchedOnRanks(Launched):
 class Ranks:
     """The processes of ranks 1, 2, …, on rank 0. They end with this process, however it ends.
 
-    error: what has ended them.
+    error: why they have ended.
     """
 
     def __init__(self, group: Group) -> None:
@@ -244,7 +247,7 @@ class Ranks:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def _watch(self, rank: int, process: Any) -> None:
-        """Notes why a rank has ended, and frees a device that waits for it."""
+        """Records why a rank has ended, and frees a device that waits for it."""
         process.wait()
         if not self.have_ended.is_set():
             self.error = RuntimeError(f"rank {rank} of the engine has died")
@@ -254,30 +257,31 @@ class Ranks:
             self.group.abort()
 
     def start(self, *arguments: Any) -> None:
-        """Lets each rank make its `RankRunner` of these arguments.
+        """Makes each rank create its `RankRunner` with these arguments.
 
-        Waits until all have begun: `Group.connect` would not notice one that has died before it.
+        Waits until all have started: `Group.connect` would not notice a rank that died before.
         """
         self.send(*arguments)
         while self.group.store.add("ranks", 0) < len(self.processes):
             self.check(timeout=0.1)
 
     def check(self, timeout: float = 0) -> None:
-        """Raises what has ended a rank, if one has ended, or does so within these seconds."""
+        """Raises the error of a rank that has ended, or ends within these seconds."""
         if self.have_ended.wait(timeout):
             self.close()
             raise self.error
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is done together with the other ranks, which are ended if it fails: they would wait.
+        """Wraps work together with the other ranks. If it fails, they are ended, since they would
+        wait.
 
-        An error that may come of another rank's end is replaced by the error of that rank, or by a
-        RuntimeError that names it.
+        An error that could be the consequence of another rank's end is replaced by the error of
+        that rank, or by a RuntimeError that names it.
         """
         try:
             yield
-            # a GPU does not notice that a rank has died, and has computed rubbish then
+            # a GPU does not notice that a rank has died, and then computes rubbish
             self.check()
         except BaseException as error:
             if isinstance(error, (RuntimeError, OSError)):
@@ -295,7 +299,7 @@ class Ranks:
             process.stdin.flush()
 
     def close(self) -> None:
-        """Ends the ranks: each does so, whatever it is doing, when it has nothing more to read."""
+        """Ends the ranks: each ends, at any point, when its input is closed."""
         self.have_ended.set()
         for process in self.processes:
             # closes its input, and waits
@@ -305,7 +309,7 @@ class Ranks:
 def start_process(rank: int, group: Group) -> Any:
     """A new Python that runs `main`, and reads messages from its standard input.
 
-    One of multiprocessing's would run the user's script again, which need not be a file at all.
+    A process of multiprocessing would run the user's script again, which need not be a file.
     """
     code = "from nanoengine_extensions import tensor_parallel; tensor_parallel.main()"
     place = group.size, rank, group.store.port
@@ -317,7 +321,7 @@ def start_process(rank: int, group: Group) -> Any:
 
 
 def main() -> None:
-    """The process of a rank: does what rank 0 says."""
+    """The process of a rank: runs the steps that rank 0 sends."""
     group = Group(*map(int, sys.argv[1:]))
     messages: SimpleQueue = SimpleQueue()
     threading.Thread(target=read_ahead, args=(messages,), daemon=True).start()
@@ -334,7 +338,7 @@ def main() -> None:
 
 
 def read_ahead(messages: SimpleQueue) -> None:
-    """Reads what rank 0 says. This process ends with it, whatever it is doing then."""
+    """Reads messages of rank 0. This process ends when rank 0 does."""
     try:
         while True:
             messages.put(pickle.load(sys.stdin.buffer))
@@ -344,10 +348,10 @@ def read_ahead(messages: SimpleQueue) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C counts behind it: the other ranks would wait for what has been left out.
+    """Delays Ctrl-C until the end of the block: otherwise the other ranks would wait forever.
 
-    Only the main thread gets Ctrl-C. A handler that C code has installed, for which Python has
-    None, stays: it could not be put back.
+    Only the main thread gets Ctrl-C. A handler installed by C code, which Python shows as None,
+    stays: it could not be restored.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():

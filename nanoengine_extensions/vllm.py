@@ -2,10 +2,9 @@
 
     from nanoengine_extensions.vllm import LLM, SamplingParams
 
-nanoengine's own `LLM` has vLLM's names wherever it has the same things. This is what it lacks:
-keywords that change nothing here, `max_logprobs`, prompts as typed dicts, `output_kind`,
-`from_optional`, `enqueue`, and parts of outputs that say nothing new. All of it is made of
-subclasses, which the engine does not know.
+nanoengine's own `LLM` uses vLLM's names for the same features. This file adds the rest: keywords
+that have no effect here, `max_logprobs`, prompts as typed dicts, `output_kind`, `from_optional`,
+`enqueue`, and redundant fields of outputs. All of it is subclasses, which the engine does not know.
 """
 
 from collections.abc import Iterator
@@ -23,8 +22,8 @@ from nanoengine_extensions.beam_search import BeamSearchOutput, BeamSearchParams
 __all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput",
            "RequestOutput", "RequestOutputKind", "SamplingParams", "TextPrompt", "TokensPrompt"]
 
-# Keywords of vLLM's that change nothing here: the values that do so, where None in place of a list
-# stands for any value, and what this engine does instead of the others.
+# Keywords of vLLM that have no effect here: the accepted values (None in place of a list: any
+# value), and what this engine does instead of other values.
 VLLM_KEYWORDS: dict[str, tuple[Any, str]] = {
     "async_scheduling": (None, "`run_ahead` is the option for that"),
     "compilation_config": ([None, 0, {}], "`enforce_eager` is the option for that"),
@@ -51,7 +50,7 @@ CALL_KEYWORDS: dict[str, tuple[Any, str]] = {
 
 
 def without(keywords: dict[str, tuple[Any, str]], options: dict[str, Any]) -> dict[str, Any]:
-    """Options without those that change nothing here. Raises ValueError for values that would."""
+    """Returns the options without those that have no effect. Raises ValueError for other values."""
     for name, (accepted, instead) in keywords.items():
         if accepted and options.get(name, accepted[0]) not in accepted:
             raise rejected(name, options[name], f"one of {accepted}: {instead}")
@@ -65,14 +64,14 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids; its text, if given, is only handed back."""
+    """A prompt as token ids; its text, if given, is only returned."""
 
     prompt_token_ids: list[int]
     prompt: str
 
 
 class RequestOutputKind(Enum):
-    """What `LLM.stream` yields of a request: all outputs so far, or the last alone."""
+    """What `LLM.stream` yields for a request: all outputs so far, or only the last."""
 
     CUMULATIVE = 0
     FINAL_ONLY = 2
@@ -81,13 +80,13 @@ class RequestOutputKind(Enum):
 @explained
 @dataclass(config=STRICT, kw_only=True)
 class SamplingParams(nanoengine.SamplingParams):
-    """nanoengine's, and what `LLM.stream` yields of the request."""
+    """nanoengine's parameters, and what `LLM.stream` yields for the request."""
 
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Parameters in which None stands for the default, but for `max_tokens`."""
+        """Returns parameters in which None means the default, except for `max_tokens`."""
         return cls(**{name: value for name, value in values.items()
                       if value is not None or name == "max_tokens"})
 
@@ -109,10 +108,9 @@ def as_in_vllm(output: nanoengine.RequestOutput) -> RequestOutput:
 
 
 class LLM(nanoengine.LLM):
-    """nanoengine's, with vLLM's other keywords and methods.
+    """nanoengine's `LLM`, with vLLM's other keywords and methods.
 
-    max_logprobs: the most `logprobs` and `prompt_logprobs` of a request; for -1 as many as there
-        are tokens.
+    max_logprobs: the most `logprobs` and `prompt_logprobs` of a request; -1: no limit.
     """
 
     def __init__(self, model: Any, *, max_logprobs: int = -1, **options: Any) -> None:
@@ -120,7 +118,7 @@ class LLM(nanoengine.LLM):
             raise rejected("max_logprobs", max_logprobs, "a number of tokens, or -1")
         super().__init__(model, **without(VLLM_KEYWORDS, options))
         self.max_logprobs = max_logprobs
-        # of `enqueue`, until `wait_for_completion`
+        # those of `enqueue`, until `wait_for_completion`
         self.enqueued: list[Any] = []
 
     def queue(self, requests: list[Any]) -> dict[str, Any]:
@@ -146,13 +144,14 @@ class LLM(nanoengine.LLM):
         return (output for outputs in steps for output in outputs if output)
 
     def enqueue(self, *arguments: Any, use_tqdm: bool = True, **options: Any) -> list[str]:
-        """Queues requests, whose outputs `wait_for_completion` returns. There is no bar."""
+        """Queues requests; `wait_for_completion` returns their outputs. There is no progress
+        bar."""
         requests = self.add(*arguments, **without(CALL_KEYWORDS, options))
         self.enqueued += requests
         return [request.request_id for request in requests]
 
     def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
-        """The outputs of all that was enqueued, once they have finished. There is no bar."""
+        """Returns the outputs of all enqueued requests once they have finished. There is no bar."""
         requests, self.enqueued = self.enqueued, []
         while not all(request.is_finished for request in requests):
             self.step()
@@ -167,6 +166,6 @@ class LLM(nanoengine.LLM):
 
 
 def shown(request: Request) -> RequestOutput | None:
-    """What a stream yields of a request that has new tokens."""
+    """Returns what a stream yields for a request that has new tokens."""
     is_quiet = getattr(request.seq.params, "output_kind", None) == RequestOutputKind.FINAL_ONLY
     return None if is_quiet and not request.is_finished else as_in_vllm(request.output())

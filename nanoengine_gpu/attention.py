@@ -18,9 +18,9 @@ from nanoengine.step_inputs import StepInputs
 def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
     """flash-attn 2 (Dao, 2023, arXiv:2307.08691).
 
-    The number of parts in which its decode kernel sums over the keys depends on the width of the
-    block tables, which a CUDA graph fixes at `max_model_len`. The kernel reads the keys once for
-    all heads of a group only where no window is given.
+    Its decode kernel splits the keys into a number of parts that depends on the width of the block
+    tables, which a CUDA graph fixes at `max_model_len`. It reads the keys once for all heads of a
+    group only without a window.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
     keys, values = cache
@@ -34,7 +34,7 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
 
 
 def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """PyTorch's own build of these kernels, which takes block tables from torch 2.12 on."""
+    """PyTorch's own build of these kernels, which accepts block tables from torch 2.12 on."""
     from torch.nn.attention.varlen import varlen_attn
     keys, values = cache
     # (keys to the left, keys to the right); a decode sees all keys anyway
@@ -46,7 +46,7 @@ def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
 
 
 def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
-    """Warns about a package that is there and cannot be imported."""
+    """Warns about a package that is installed but cannot be imported."""
     try:
         return device == "cuda" and dtype != torch.float32 and bool(import_module("flash_attn"))
     except Exception as error:

@@ -1,14 +1,14 @@
-"""`cpu_offload_gb`: weights that do not fit. Some layers keep theirs in the host's memory.
+"""`cpu_offload_gb`: for weights that do not fit, some layers keep theirs in the host's memory.
 
-The weights of such a layer cross to the GPU when its turn comes, into one of two rooms that these
-layers use by turns. One layer computes in one room while the weights of the next come into the
-other, on a stream of their own (ZeRO-Inference; Aminabadi et al., 2022, arXiv:2207.00032):
+The weights of such a layer cross to the GPU before it computes, into one of two buffers that these
+layers use in turn. One layer computes from one buffer while the weights of the next are copied into
+the other, on a stream of their own (ZeRO-Inference; Aminabadi et al., 2022, arXiv:2207.00032):
 
     side stream   │ weights of 1 │ weights of 3 │ weights of 5 │
     main stream   │ layer 0 ─────│ layers 1, 2 ─│ layers 3, 4 ─│ layer 5
 
-The parameters of a layer are views of its room, so that a layer knows nothing of this, and CUDA
-graphs hold the copies as they hold everything else.
+The parameters of a layer are views of its buffer, so that the layer knows nothing of this, and CUDA
+graphs capture the copies like everything else.
 """
 
 import math
@@ -23,9 +23,9 @@ from nanoengine.model import Decoder
 
 
 def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
-    """A model of which layers of so many GiB stay on the host.
+    """Returns a model that keeps layers of this many GiB on the host.
 
-    load: loads the model; its argument `place` is a function that says where the weights lie.
+    load: loads the model; its argument `place` is a function that returns where weights go.
     """
     on_host: list[nn.Module] = []
 
@@ -47,9 +47,9 @@ def replace_parameters(module: nn.Module, replacement: Callable[[Tensor], Tensor
 
 
 def choose_layers(layers: nn.ModuleList, num_bytes: float) -> list[nn.Module]:
-    """The layers that stay on the host: whole ones, `num_bytes` at least, if there are so many.
+    """Returns the layers that stay on the host: whole ones, at least `num_bytes` if possible.
 
-    They are evenly spread: then weights also cross while the layers between them compute.
+    They are evenly spread, so that weights also cross while the layers between them compute.
     """
     layer_bytes = sum(parameter.nbytes for parameter in layers[0].parameters())
     count = math.ceil(min(len(layers), num_bytes / layer_bytes))
@@ -58,9 +58,9 @@ def choose_layers(layers: nn.ModuleList, num_bytes: float) -> list[nn.Module]:
 
 
 class Offload:
-    """Moves the weights of layers, which are on the host, before each layer computes.
+    """Copies the weights of layers from the host before each layer computes.
 
-    model: of which they are layers: its forward begins with the first copy.
+    model: the model of these layers; its forward begins with the first copy.
     """
 
     def __init__(self, model: nn.Module, layers: list[nn.Module], device: str) -> None:
@@ -73,7 +73,7 @@ class Offload:
             self.move_in(layer, self.rooms[number % 2])
 
     def move_in(self, layer: nn.Module, room: Tensor) -> None:
-        """Makes the parameters of a layer views of the room, in the order of its weights."""
+        """Makes the parameters of a layer views of the buffer, in the order of its weights."""
         sizes = [parameter.numel() for parameter in layer.parameters()]
         parts = iter(room.split(sizes))
         replace_parameters(layer, lambda parameter: next(parts).view_as(parameter))
@@ -84,7 +84,7 @@ class Offload:
         self.fetch(number + 1)
 
     def fetch(self, number: int) -> None:
-        """Copies a layer's weights into its room, once the layer before it there has computed."""
+        """Copies a layer's weights into its buffer, once the previous layer there has computed."""
         if number < len(self.weights):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):

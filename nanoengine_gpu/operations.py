@@ -1,7 +1,7 @@
 """One kernel for each of the model's small operations: norm, rotation and SwiGLU.
 
-PyTorch would launch a kernel for each of their products and sums. Importing this file puts these
-functions in place of those of nanoengine/model.py, which they still are on a CPU.
+PyTorch would launch a kernel for each of their products and sums. Importing this file replaces
+these functions of nanoengine/model.py; on a CPU they still run unchanged.
 """
 
 import functools
@@ -20,7 +20,7 @@ from nanoengine import model
 
 
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """On a GPU the function becomes one kernel. On a CPU, and for no tokens, it runs as it is."""
+    """Makes the function one kernel on a GPU. On a CPU, and for no tokens, it runs unchanged."""
     @functools.wraps(function)
     def run(x: Tensor, *others: Any) -> Tensor:
         on_gpu = x.is_cuda and len(x) > 0
@@ -30,10 +30,10 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @functools.cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One kernel of a function of the model, by torch.compile; where that cannot work, itself.
+    """Returns a kernel of a function, by torch.compile, or the function if that cannot work.
 
-    The first dimension of each matrix counts tokens. All others are constants of a model: each gets
-    kernels of its own, for one token and for several.
+    The first dimension of each matrix counts tokens. All others are constants of a model: each has
+    its own kernels, for one token and for several.
     """
     if not can_compile():
         return function
@@ -49,7 +49,7 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @functools.cache
 def can_compile() -> bool:
-    """Whether torch.compile has what Triton needs. Warns where it has not."""
+    """Whether torch.compile has what Triton needs. Warns if not."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
         return True

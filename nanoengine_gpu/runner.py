@@ -1,4 +1,4 @@
-"""`GpuRunner`: the engine's runner with CUDA graphs of decode steps, and memory that is measured.
+"""`GpuRunner`: the engine's runner with CUDA graphs of decode steps and measured memory.
 
 A decode step is always the same sequence of kernels over the same memory; only the numbers in it
 change. So it is recorded once for each size of a batch, and launched as one.
@@ -30,12 +30,12 @@ from nanoengine.step_inputs import StepInputs, StepShape
 class GpuRunner(ModelRunner):
     """Runs batches on a GPU.
 
-    graphs: by the shape of a step's inputs: a graph, the inputs that it reads, and what it makes of
-        them. It holds a step from its numbers to tokens, as if all rows needed only a temperature;
-        rows that need more are then sampled again, from the graph's logits.
-    sizes: of the batches for which there are graphs; others are padded to the next one.
+    graphs: for each shape of a step's inputs: a graph, the inputs that it reads, and its outputs. A
+        graph computes a step from its numbers to tokens, as if all rows needed only a temperature;
+        rows that need more are sampled again, from the graph's logits.
+    sizes: the batch sizes that have graphs; others are padded to the next one.
 
-    Raises torch.OutOfMemoryError where there is no room for weights, largest step and graphs.
+    Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit.
     """
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path,
@@ -55,13 +55,14 @@ class GpuRunner(ModelRunner):
     # ------------------------------------------------------------------------------- memory
 
     def measure_free_bytes(self) -> int:
-        """What `gpu_memory_utilization` leaves for the KV cache when everything else, ours or of
-        other processes, is at its largest. For that, all graphs and the largest step are tried."""
-        # what engines before this one have left
+        """Returns what `gpu_memory_utilization` leaves for the KV cache when everything else,
+        including other processes, is at its largest. It runs all graphs and the largest step to
+        find out."""
+        # left over from earlier engines
         torch.cuda.empty_cache()
-        # first, as it gives back what the allocator keeps
+        # first, since it returns what the allocator keeps
         self.capture()
-        # each rank for itself
+        # each rank on its own
         ModelRunner.launch(self, largest_batch(self.config, self.max_model_len))
         free, total = torch.cuda.mem_get_info()
         self.graphs.clear()
@@ -80,7 +81,7 @@ class GpuRunner(ModelRunner):
             for longest_keys in reversed(key_buckets(size, self.max_model_len)):
                 buffer, shape = self.prepare(dummy_batch(size, 1, longest_keys))
                 step = StepInputs.from_buffer(buffer.to(self.device), shape)
-                # compiles, and warms up
+                # compiles and warms up
                 self.compute(step)
                 graph = torch.cuda.CUDAGraph()
                 # other threads may ask the device meanwhile: NCCL's does
@@ -89,14 +90,15 @@ class GpuRunner(ModelRunner):
                 self.graphs[shape] = graph, step, outputs
 
     def compute(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """What a graph holds: logits, for rows that need more than a temperature, and tokens."""
+        """Computes what a graph captures: logits, for rows that need more than a temperature, and
+        tokens."""
         logits = self.model.lm_head(self.hidden_states(step))
         return logits, sample_plain(logits, step.draws)
 
     # ------------------------------------------------------------------------------- a step
 
     def prepare(self, batch: Batch, longest_keys: int = 0) -> tuple[Tensor, StepShape]:
-        """A decode step gets dummy sequences at its end, to be as long and as wide as a graph's."""
+        """Pads a decode step with dummy sequences, to the size and width of a graph."""
         if self.graphs and batch.is_decode:
             size = at_least(len(batch), self.sizes)
             longest_keys = at_least(max(batch.starts) + 1, key_buckets(size, self.max_model_len))
@@ -121,36 +123,37 @@ class GpuRunner(ModelRunner):
             return super().hidden_states(step)
 
     def logits(self, part: Any) -> tuple[Tensor, Tensor | None]:
-        """A graph has made both already."""
+        """Returns both from the graph, if there is one."""
         return part if isinstance(part, tuple) else super().logits(part)
 
     def timestamp(self) -> Any:
-        """An event behind all that the GPU has to do so far; with trace=True it can be timed."""
+        """Records an event after all queued work of the GPU; with trace=True it can be timed."""
         event = torch.cuda.Event(enable_timing=self.config.trace)
         return torch.cuda.current_stream().record_event(event)
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, … up to and including `most`, whatever it is."""
+    """Returns 1, 2, 4, 8, 16, 24, … up to and including `most`."""
     return [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
 
 
 def key_buckets(size: int, most: int) -> list[int]:
-    """For so many keys of a sequence there are CUDA graphs of a decode step of this size.
+    """Returns the numbers of keys for which a decode step of this size has CUDA graphs.
 
-    flash-attn shares out the keys of a small batch among all cores of a GPU, by the width of the
-    block tables: if that is far too large, most of them get nothing to do.
+    flash-attn distributes the keys of a small batch over all cores of a GPU, by the width of the
+    block tables: if that is far too large, most cores get no work.
     """
     return [length for length in (1024, 4096, 16384) if length < most and size <= 32] + [most]
 
 
 def at_least(number: int, buckets: list[int]) -> int:
-    """The smallest bucket that holds so many."""
+    """Returns the smallest bucket that holds this many."""
     return buckets[bisect_left(buckets, number)]
 
 
 def padded(batch: Batch, size: int) -> Batch:
-    """A decode step of so many sequences: the last ones are dummies, and write to block 0."""
+    """Returns a decode step of this many sequences: the last ones are dummies, and write to block
+    0."""
     dummy = Sequence("", [0], 1, 1)
     missing = range(len(batch), size)
     return Batch(sequences=batch.sequences + [dummy] * len(missing),
@@ -159,7 +162,7 @@ def padded(batch: Batch, size: int) -> Batch:
 
 
 def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: Any) -> Batch:
-    """The last tokens of dummy sequences, which use block 0."""
+    """Returns the last tokens of dummy sequences, which use block 0."""
     seq = Sequence("", [0] * length, length, length, SamplingParams(**params))
     return Batch(sequences=[seq] * num_seqs, starts=[length - num_tokens] * num_seqs,
                  num_tokens=[num_tokens] * num_seqs,
@@ -167,9 +170,9 @@ def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: Any) -> B
 
 
 def largest_batch(config: EngineConfig, max_model_len: int) -> Batch:
-    """A step that takes the most memory: as many tokens as a step may have, of as few sequences as
-    possible, at their very end; and rows for all sequences that might be sampled, in the way that
-    takes most."""
+    """Returns the step that takes the most memory: as many tokens as a step can have, at the end of
+    as few sequences as possible, and rows for all sequences that could be sampled, with the
+    parameters that take the most."""
     num_seqs = min(config.max_num_seqs, -(-config.max_num_batched_tokens // max_model_len))
     num_tokens = min(config.max_num_batched_tokens // num_seqs, max_model_len)
     batch = dummy_batch(num_seqs, num_tokens, max_model_len, logprobs=20, min_p=0.1, top_p=0.9,

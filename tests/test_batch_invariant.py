@@ -102,5 +102,5 @@ def test_block_sizes_that_are_multiples_of_32_give_the_same_bits(bundled):
         with LLM(bundled, dtype="bfloat16", block_size=block_size, num_kv_blocks=64) as llm:
             found.append(logits_of(llm, PROMPTS[-1:]))
     assert all(torch.equal(row, found[1][key]) for key, row in found[0].items())
-    for text in (EngineConfig.__doc__, (ROOT / "README.md").read_text()):
+    for text in (EngineConfig.__doc__, (ROOT / "docs" / "reference.md").read_text()):
         assert "All multiples of 32 as" in text

@@ -212,17 +212,18 @@ def test_the_policies_of_the_config_are_those_of_the_scheduler():
         assert {"none", *table} <= set(re.findall(r"'([a-z-]+)'", str(error.value)))
 
 
-def options_of_the_readme() -> dict[str, tuple[object, object]]:
-    """Of each option in the README's table of options, the default on a CPU and on a GPU.
+def options_of_the_reference() -> dict[str, tuple[object, object]]:
+    """Of each option in the reference's table of options, the default on a CPU and on a GPU.
 
     A row says "`name` | default", or "default; default on a GPU". A default that is no literal
     stands for None.
     """
 
     def literal(text: str) -> object:
-        return None if text in ("the model's", "what fits") else ast.literal_eval(text.strip("`"))
+        named = ("the model's", "what fits", "required")
+        return None if text in named else ast.literal_eval(text.strip("`"))
 
-    lines = (ROOT / "README.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "reference.md").read_text().splitlines()
     first = lines.index("| `LLM(model, ...)` | default | |") + 2
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
     found: dict[str, tuple[object, object]] = {}
@@ -234,8 +235,9 @@ def options_of_the_readme() -> dict[str, tuple[object, object]]:
     return found
 
 
-def test_the_readme_has_all_options_with_their_defaults():
-    written = options_of_the_readme()
+def test_the_reference_has_all_options_with_their_defaults():
+    written = options_of_the_reference()
+    assert written.pop("model") == (None, None)
     assert EngineConfig(model="m").device == "auto" and written.pop("device") == ("auto", "auto")
     on_a_cpu, on_a_gpu = (dataclasses.asdict(EngineConfig(model="m", device=device))
                           for device in ("cpu", "cuda"))

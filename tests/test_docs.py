@@ -6,7 +6,9 @@ tables name what exists, and their commands and links lead somewhere.
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
+import inspect
 import io
 import logging
 import re
@@ -22,16 +24,27 @@ import pytest
 from conftest import ROOT
 
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
-from nanoengine import LLM
+from nanoengine import LLM, BeamSearchParams, SamplingParams
+from nanoengine.config import EngineConfig
+from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
+from nanoengine_extensions.beam_search import BeamSearchSequence
+from nanoengine_extensions.metrics import Metrics, RequestMetrics
 
 sys.path.insert(0, str(ROOT / "docs" / "tutorial"))
 
 from run import fences_of, snippets_of  # noqa: E402
 
 CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
-DOCUMENTS = [*ROOT.glob("*.md"), *(file for folder in ("docs", "examples", "lab", "models")
+FOLDERS = ("docs", "examples", "lab", "models", "nanoengine", "nanoengine_cpu", "nanoengine_gpu",
+           "nanoengine_extensions")
+DOCUMENTS = [*ROOT.glob("*.md"), *(file for folder in FOLDERS
                                    for file in sorted((ROOT / folder).rglob("*.md")))]
+# these have tests of their own, which look closer at what their snippets do
+RUN_ELSEWHERE = {"docs/recipes.md": "test_recipes.py", "docs/policies.md": "test_policies.py",
+                 "nanoengine_cpu/README.md": "cpu/test_library.py"}
+OTHERS = [file for file in DOCUMENTS
+          if file not in CHAPTERS and str(file.relative_to(ROOT)) not in RUN_ELSEWHERE]
 # a module of the lab may have been imported before it is started
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 by_name = {"ids": lambda file: str(file.relative_to(ROOT))}
@@ -73,8 +86,11 @@ def test_a_wrong_quote_is_found():
 # -------------------------------------------------------------------------------- snippets
 
 
-def run_snippets(text: str, name: str) -> None:
-    """Runs the snippets of a chapter in one namespace, and compares what each of them prints."""
+def run_snippets(text: str, name: str, silent: bool = True) -> None:
+    """Runs the snippets of a chapter in one namespace, and compares what each of them prints.
+
+    silent: one without an output prints nothing.
+    """
     names: dict = {"__name__": "chapter"}
     try:
         for code, output in snippets_of(text):
@@ -82,7 +98,8 @@ def run_snippets(text: str, name: str) -> None:
                 exec(compile(code, name, "exec"), names)
             lines = [[line.rstrip() for line in each.splitlines()]
                      for each in (printed.getvalue(), output)]
-            assert lines[0] == lines[1], f"printed and expected, for:\n{code.strip()}"
+            if silent or output:
+                assert lines[0] == lines[1], f"printed and expected, for:\n{code.strip()}"
     finally:
         for value in names.values():
             if isinstance(value, LLM):
@@ -93,12 +110,35 @@ def run_snippets(text: str, name: str) -> None:
 def test_snippets(file, monkeypatch):
     monkeypatch.chdir(ROOT)
     with contextlib.ExitStack() as stack:
-        # what a chapter adds is gone behind it
+        # what a chapter adds is removed after it
         for table in (BATCHING, VICTIMS, KV_ALLOCATION):
             stack.enter_context(patch.dict(table))
         # some chapters turn the engine's log off
         stack.callback(logging.disable, logging.NOTSET)
         run_snippets(file.read_text(), file.name)
+
+
+@pytest.mark.parametrize("file", OTHERS, **by_name)
+def test_snippets_of_other_documents(file, monkeypatch, tmp_path):
+    """Each part of a document, from one heading to the next, has a namespace. What a snippet prints
+    is compared where an output follows. One that begins with `# needs …` is only compiled."""
+    monkeypatch.chdir(ROOT)
+    code = r"```.*?^```$"
+    text = re.sub(code, lambda found: found[0].replace("\n#", "\n\0#"), file.read_text(),
+                  flags=re.DOTALL | re.MULTILINE)
+    for part in re.split(r"^(?=##+ )", text, flags=re.MULTILINE):
+        kept = ""
+        for fence in re.findall(code, part.replace("\0", ""), flags=re.DOTALL | re.MULTILINE):
+            if fence.startswith("```python\n# needs "):
+                compile(fence[10:-3], file.name, "exec")
+            else:
+                kept += fence + "\n\n"
+        run_snippets(kept, file.name, silent=False)
+
+
+def test_every_document_with_snippets_is_run():
+    for name, test in RUN_ELSEWHERE.items():
+        assert (ROOT / name).is_file() and Path(name).name in (ROOT / "tests" / test).read_text()
 
 
 def test_a_wrong_output_is_found():
@@ -113,6 +153,78 @@ def test_every_chapter_is_in_the_contents():
     contents = (ROOT / "docs" / "tutorial" / "README.md").read_text()
     for file in CHAPTERS:
         assert file.name == "README.md" or f"]({file.name})" in contents, file.name
+
+
+# -------------------------------------------------------------------------------- reference
+
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+FIELDS = (EngineConfig, SamplingParams, BeamSearchParams, RequestOutput, CompletionOutput,
+          RequestMetrics, BeamSearchSequence, Metrics.gauges)
+CALLS = (LLM.generate, LLM.chat, LLM.stream, LLM.beam_search, LLM.add, LLM.step, LLM.abort,
+         LLM.turn, LLM.metrics, LLM.get_tokenizer, LLM.get_default_sampling_params,
+         LLM.reset_prefix_cache, LLM.close)
+
+
+def entries_of(docstring: str) -> dict[str, str]:
+    """What a docstring says in entries, `name: text`, with the text in one line."""
+    lines = re.sub(r"\n {4,}(?=\S)", " ", inspect.cleandoc(docstring))
+    return dict(re.findall(r"^(\w+): (.*)$", lines, flags=re.MULTILINE))
+
+
+def prose_of(docstring: str) -> str:
+    """The paragraphs of a docstring that are no entries and no code, in one line."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return " ".join(" ".join(each.split()) for each in paragraphs
+                    if not entries_of(each) and not each.startswith("    "))
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The rows of a text's tables, by what stands in their first column between backticks."""
+    rows = [re.split(r" \| ", line[2:-2]) for line in text.splitlines() if line.startswith("| `")]
+    return {name.strip("`"): cells for name, *cells in rows}
+
+
+def reference_of(name: str) -> str:
+    """The part of the reference with this heading."""
+    return REFERENCE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("owner", FIELDS, ids=lambda owner: owner.__qualname__)
+def test_the_reference_says_what_docstrings_say(owner):
+    expected = entries_of(owner.__doc__)
+    rows = rows_of(reference_of(f"`{owner.__qualname__}`"))
+    rows.pop("LLM(model, ...)", None)
+    assert {name: cells[-1] for name, cells in rows.items()} == expected
+    if dataclasses.is_dataclass(owner):
+        assert {field.name for field in dataclasses.fields(owner)} <= expected.keys()
+
+
+@pytest.mark.parametrize("params", (SamplingParams, BeamSearchParams),
+                         ids=lambda params: params.__name__)
+def test_the_reference_has_the_defaults_of_parameters(params):
+    rows = rows_of(reference_of(f"`{params.__name__}`"))
+    required = {"beam_width": 1, "max_tokens": 1} if params is BeamSearchParams else {}
+    made = params(**required)
+    for name in inspect.signature(params).parameters:
+        default = "required" if name in required else f"`{getattr(made, name)!r}`"
+        assert rows[name][0] == default, name
+
+
+def test_the_reference_has_all_calls():
+    text = reference_of("Calls")
+    rows = rows_of(text)
+    assert [*rows] == [call.__name__ for call in CALLS]
+    public = {name for name, value in vars(LLM).items()
+              if inspect.isfunction(value) and not name.startswith("_")}
+    assert public - {"run", "queue"} == rows.keys(), "those two are for the calls themselves"
+    for call in CALLS:
+        names = [*inspect.signature(call).parameters][1:]
+        arguments, says = rows[call.__name__]
+        assert arguments == (", ".join(f"`{name}`" for name in names if name != "options") or "–")
+        assert says == prose_of(call.__doc__)
+    about = rows_of(reference_of("Arguments of calls"))
+    expected = entries_of(LLM.generate.__doc__) | entries_of(LLM.chat.__doc__)
+    assert {name: cells[-1] for name, cells in about.items()} == expected
 
 
 # ------------------------------------------------------------------------------------ names

@@ -1,6 +1,7 @@
-"""The README's Use and Recipes, and the scripts in examples/: all runs, and does what it says.
+"""The README's Use, docs/recipes.md, docs/scaling.md and the scripts in examples/: all of it runs,
+and does what it says.
 
-Each heading of the README has a namespace, in which its blocks run in order.
+Each heading has a namespace, in which its blocks run in order.
 """
 
 import ast
@@ -26,12 +27,13 @@ from nanoengine.attention import BACKENDS
 from nanoengine.policies import VICTIMS
 
 README = (ROOT / "README.md").read_text()
+RECIPES, SCALING = ((ROOT / "docs" / name).read_text() for name in ("recipes.md", "scaling.md"))
 
 
-def section(heading: str) -> str:
+def section(heading: str, text: str = README) -> str:
     """The text from a heading to the next one that is not below it."""
     level = heading.split()[0]
-    _, found, rest = README.partition(f"\n{heading}\n")
+    _, found, rest = text.partition(f"\n{heading}\n")
     assert found, heading
     return re.split(rf"\n#{{1,{len(level)}}} (?=\w)", without_code(rest))[0]
 
@@ -41,13 +43,13 @@ def without_code(text: str) -> str:
     return re.sub(r"```.*?```", lambda code: code[0].replace("\n#", "\n #"), text, flags=re.DOTALL)
 
 
-def blocks(heading: str, language: str = "python") -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", section(heading), flags=re.DOTALL)
+def blocks(text: str, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def recipe(name: str) -> list[str]:
     """The python blocks of a recipe."""
-    found = blocks(f"### {name}")
+    found = blocks(section(f"## {name}", RECIPES))
     assert found, name
     return found
 
@@ -63,10 +65,10 @@ def execute(monkeypatch):
         made.append(names)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             for code in codes:
-                exec(compile(code, "README.md", "exec"), names)
+                exec(compile(code, "a document", "exec"), names)
         return names, printed.getvalue()
 
-    # what a recipe adds to a table is gone behind it
+    # what a recipe adds to a table is removed after it
     with patch.dict(VICTIMS), patch.dict(BACKENDS):
         yield run
     for names in made:
@@ -83,10 +85,11 @@ def example(name: str):
 
 
 def command(name: str) -> list[str]:
-    """The arguments that the README calls an example with."""
-    found = [shlex.split(line) for code in blocks("## Recipes", "sh") for line in code.splitlines()]
-    arguments, = [rest for python, file, *rest in found if file == f"examples/{name}.py"]
-    return arguments
+    """The arguments that the documents call an example with."""
+    found = [shlex.split(line) for code in blocks(RECIPES + SCALING, "sh")
+             for line in code.splitlines()]
+    arguments, = [rest for _, *rest in found if rest[:1] == [f"examples/{name}.py"]]
+    return arguments[1:]
 
 
 # -------------------------------------------------------------------------------- the README
@@ -101,29 +104,30 @@ def test_the_first_screen_has_a_picture():
 def test_figures_of_the_readme_are_those_of_the_docs():
     first_screen = README.partition("Two commands do everything")[0]
     results = (ROOT / "docs" / "benchmarks.md").read_text()
-    notes = (ROOT / "docs" / "lab-notes.md").read_text()
-    rows = dict(re.findall(r"^\| (Hugging Face|vLLM|llama\.cpp)[^|]*\| ([^|]*)\|", first_screen,
-                           flags=re.MULTILINE))
-    for engine, source in (("Hugging Face", results), ("vLLM", results), ("llama.cpp", notes)):
-        figures = re.findall(r"\d\.\d+(?: to \d\.\d+)?", rows[engine])
-        paragraph, = [part for part in re.split(r"\n(?=- )|\n\n", source)
-                      if re.match(rf"(- )?\*\*(Against )?{re.escape(engine)}", part)]
-        assert figures and all(figure in paragraph for figure in figures), engine
+    fast, = re.findall(r"^- \*\*Fast\.\*\*(.*?)\n\n", first_screen, flags=re.DOTALL | re.MULTILINE)
+    figures = re.findall(r"(\d+(?:\.\d+)?) times", fast)
+    engines = re.findall(r"vLLM|Hugging(?=\s+Face)|llama\.cpp", fast)
+    assert len(figures) == len(engines) == 3, "one figure for each"
+    for figure, engine in zip(figures, engines):
+        cpu = "AVX-512 with bf16" if engine == "llama.cpp" else "With AMX"
+        rows = re.findall(rf"^\| {engine}.*`cpu-mixed` \| \*\*(.*?)\*\*",
+                          section(f"## {cpu}", results), flags=re.MULTILINE)
+        assert rows == [figure], engine
 
 
 def test_every_recipe_is_tested():
-    recipes = re.findall(r"^### (.*)$", section("## Recipes"), flags=re.MULTILINE)
-    assert len(recipes) == 11
+    recipes = re.findall(r"^## (.*)$", without_code(RECIPES), flags=re.MULTILINE)
+    assert len(recipes) == 10
     tests = Path(__file__).read_text()
-    in_code = [name for name in recipes if blocks(f"### {name}")]
-    in_commands = re.findall(r"examples/(\w+)\.py", "".join(blocks("## Recipes", "sh")))
+    in_code = [name for name in recipes if blocks(section(f"## {name}", RECIPES))]
+    in_commands = re.findall(r"examples/(\w+)\.py", "".join(blocks(RECIPES + SCALING, "sh")))
     assert all(f'recipe("{name}")' in tests for name in in_code)
     assert {file.stem for file in (ROOT / "examples").glob("*.py")} == set(in_commands)
     assert all(f'command("{name}")' in tests for name in in_commands)
 
 
 def test_use(execute):
-    names, printed = execute(blocks("## Use"))
+    names, printed = execute(blocks(section("## Use")))
     assert "47 + 85 =  132" in printed.splitlines(), "the first block prints answers"
     by_hand, ended = (names[name].output() for name in ("first", "second"))
     assert f"0 {by_hand.outputs[0].text}\n" in printed and by_hand.outputs[0].token_ids
