@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
         options = {"device": "auto", **defaults, **args.given}
         try:
             options["device"] = choose_device(options["device"])
-            args.engine_config = EngineConfig(model=find_model(args.model), **options)
+            args.engine_config = EngineConfig(model=str(find_model(args.model)), **options)
         except ValueError as error:
             self.error(" ".join(str(error).split()))
         return args

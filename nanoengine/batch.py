@@ -74,13 +74,6 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether each sequence computes one token and draws one, so that a CUDA graph can run
-        it."""
-        sampled = [row.source for row in self.sampled]
-        return max(self.num_tokens) == 1 and sampled == list(range(len(self)))
-
     def __repr__(self) -> str:
         parts = zip(self.sequences, self.starts, self.num_tokens)
         shown = [f"{seq.request_id}.{seq.index}[{i}:{i + count}]" for seq, i, count in parts]

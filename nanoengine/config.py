@@ -21,6 +21,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 TO_FILL_IN: Any = None
 
 OR_NONE = WrapValidator(lambda value, check: value if value is None else check(value))
+FOLDER = BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)
 BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -93,11 +94,11 @@ class EngineConfig:
     trace: keep a record of each step in `LLM.trace`: see `Launched` in model_runner.py.
     """
 
-    model: str | Path = Field(kw_only=False)
-    tokenizer: str | Path | None = None
+    model: Annotated[str, FOLDER] = Field(kw_only=False)
+    tokenizer: Annotated[str, FOLDER] | None = None
     skip_tokenizer_init: bool = False
     revision: str | None = None
-    download_dir: str | Path | None = None
+    download_dir: Annotated[str, FOLDER] | None = None
     dtype: Annotated[Literal["auto", "bfloat16", "float16", "half", "float32", "float"],
                      BY_NAME] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -48,8 +48,8 @@ class LLM(AbstractContextManager):
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         check_process()
-        device = choose_device(options.pop("device", "auto"))
-        self.config = config = EngineConfig(model=model, device=device, **options)
+        options["device"] = choose_device(options.get("device", "auto"))
+        self.config = config = EngineConfig(**{"model": model, **options})
         folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder)
         self.inputs = InputProcessor(config, self.model_config, folder)

@@ -34,9 +34,11 @@ HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
 def find_model(model: str | Path, revision: str | None = None,
                download_dir: str | Path | None = None, name: str = "model") -> Path:
     """Returns the folder of a model: the given one, or the download of a Hugging Face id."""
+    folder = Path(model).expanduser().absolute()
+    accepted = f"a folder with safetensors, or a Hugging Face id; there is no folder {folder}"
     # an invalid or unknown id, no network, no space, …
-    with naming(rejected(name, str(model), "a folder, or a Hugging Face id")):
-        return Path(model if Path(model).is_dir() else snapshot_download(
+    with naming(rejected(name, str(model), accepted)):
+        return folder if folder.is_dir() else Path(snapshot_download(
             str(model), revision=revision, cache_dir=download_dir, allow_patterns=FILES))
 
 

@@ -99,7 +99,7 @@ class GpuRunner(ModelRunner):
 
     def prepare(self, batch: Batch, longest_keys: int = 0) -> tuple[Tensor, StepShape]:
         """Pads a decode step with dummy sequences, to the size and width of a graph."""
-        if self.graphs and batch.is_decode:
+        if self.graphs and is_decode(batch):
             size = at_least(len(batch), self.sizes)
             longest_keys = at_least(max(batch.starts) + 1, key_buckets(size, self.max_model_len))
             batch = padded(batch, size)
@@ -130,6 +130,12 @@ class GpuRunner(ModelRunner):
         """Records an event after all queued work of the GPU; with trace=True it can be timed."""
         event = torch.cuda.Event(enable_timing=self.config.trace)
         return torch.cuda.current_stream().record_event(event)
+
+
+def is_decode(batch: Batch) -> bool:
+    """Whether each sequence computes one token and draws one."""
+    sampled = [source for source, _, _ in batch.sampled]
+    return max(batch.num_tokens) == 1 and sampled == list(range(len(batch)))
 
 
 def bucket_sizes(most: int) -> list[int]:

@@ -129,7 +129,7 @@ def check_all_free(engine: Engine) -> None:
 
 def snapshot(record) -> list:
     """All of a record, with copies of what might change."""
-    fields = dict(vars(record.batch), is_decode=record.batch.is_decode)
+    fields = dict(vars(record.batch))
     return [{name: deepcopy(value) if name == "copies" else list(value)
              if isinstance(value, list) else value for name, value in fields.items()},
             dict(record.metrics), record.batch.started, record.began, record.done, record.ended]

@@ -144,10 +144,25 @@ def test_a_shard_is_absent(make_model, tmp_path):
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "not a model!", "./missing/../folder"])
 def test_a_path_that_is_no_model(model):
-    with pytest.raises(ValueError, match="model=.* must be a folder, or a Hugging Face id"):
+    """The message says which absolute path was looked for."""
+    accepted = "must be a folder with safetensors, or a Hugging Face id; there is no folder /"
+    with pytest.raises(ValueError, match=f"model=.* {accepted}"):
         find_model(model)
-    with pytest.raises(ValueError, match="tokenizer=.* must be a folder, or a Hugging Face id"):
+    with pytest.raises(ValueError, match=f"tokenizer=.* {accepted}"):
         find_model(model, name="tokenizer")
+
+
+def test_a_path_in_the_home_folder(monkeypatch, bundled):
+    monkeypatch.setenv("HOME", str(Path(bundled).parent))
+    assert find_model("~/tiny-qwen3") == Path(bundled)
+
+
+@pytest.mark.parametrize("options", [dict(model=None), dict(model=5), dict(tokenizer=5)])
+def test_a_path_of_another_type(options):
+    (name, value), = options.items()
+    with pytest.raises(ValueError) as error:
+        LLM(**dict(model="m") | options)
+    assert str(error.value) == f"{name}={value} is not accepted: it must be a valid string"
 
 
 # ---------------------------------------------------------------------- files beside the weights

@@ -23,7 +23,8 @@ from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
 from nanoengine_extensions.logprobs import num_logprobs
 from nanoengine_gpu import operations
-from nanoengine_gpu.runner import GpuRunner, bucket_sizes, key_buckets, largest_batch
+from nanoengine_gpu.runner import (
+    GpuRunner, bucket_sizes, is_decode, key_buckets, largest_batch)
 
 DTYPES = {"draws": torch.float64, "slot_mapping": torch.int64}  # the others are int32
 TENSORS = ("draws", "slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
@@ -154,7 +155,7 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
                           max_num_batched_tokens=max_num_batched_tokens)
     batch = largest_batch(config, max_model_len)
     assert batch.num_tokens == expected and len(batch.sampled) == max_num_seqs
-    assert not batch.is_decode or max_num_batched_tokens == 1, "no graph takes it over"
+    assert not is_decode(batch) or max_num_batched_tokens == 1, "no graph takes it over"
     assert {start + count for start, count in zip(batch.starts, expected)} == {max_model_len}
     (edits,) = {row.seq.params.edits for row in batch.sampled}
     assert edits == ("constraints", "min_p", "top_p"), "with a whole sort"
