@@ -86,8 +86,8 @@ def run_vllm(args: Namespace, workload: Workload, warm_up: Workload) -> Figures:
     options |= {name: value for name, value in args.given.items() if name in VLLM_OPTIONS}
     # Else its workers would import this script, and vLLM 0.32 can't start beside our numba.
     vars(sys.modules["__main__"]).pop("__file__", None)
-    llm = vllm.LLM(str(args.engine_config.model), dtype=dtype_of(args), **options,
-                   skip_tokenizer_init=load_tokenizer(args.engine_config.model) is None)
+    llm = vllm.LLM(args.engine_config.model, dtype=dtype_of(args), **options,
+                   skip_tokenizer_init=load_tokenizer(Path(args.engine_config.model)) is None)
     generate(llm, vllm.SamplingParams, warm_up)
     seconds, _ = generate(llm, vllm.SamplingParams, workload)
     workers = [process.pid for process in psutil.Process().children(recursive=True)]
@@ -112,7 +112,7 @@ def run_hf(args: Namespace, workload: Workload, warm_up: Workload) -> Figures:
     """Hugging Face `generate` over static batches."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    folder = args.engine_config.model
+    folder = Path(args.engine_config.model)
     make = transformers.AutoModelForCausalLM
     if args.engine_config.load_format == "dummy":
         model = make.from_config(load_config(folder), dtype=dtype_of(args)).eval()
@@ -207,7 +207,7 @@ def about(args: Namespace, workload: Workload) -> dict[str, Any]:
     return {
         "command": shlex.join(sys.argv),
         "workload": str(workload),
-        "model": str(args.engine_config.model),
+        "model": args.engine_config.model,
         "dtype": str(dtype_of(args)).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
