@@ -76,8 +76,7 @@ class Batch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence computes one token and draws one, so that a CUDA graph can run
-        it."""
+        """Whether each sequence computes and draws one token, so that a CUDA graph can run it."""
         sampled = [row.source for row in self.sampled]
         return max(self.num_tokens) == 1 and sampled == list(range(len(self)))
 
