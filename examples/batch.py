@@ -305,7 +305,7 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     output = flags.output_file
     if output.exists() and not output.is_file():
-        parser.error(f"{output} is not a file that a job could go on with")
+        parser.error(f"{output} is not a file of results that a job can continue")
     try:
         run(flags)
     except BlockingIOError:
