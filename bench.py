@@ -7,13 +7,13 @@
     python bench.py --prompts prompts.txt --json result.json
 
 The default workload is nano-vllm's: 256 prompts of 100 to 1024 random tokens, 100 to 1024 new ones
-for each, EOS ignored, temperature 0.6. What is timed is one call, from token ids to finished
-outputs, with their text where the model has a tokenizer; loading and a warm-up come before it.
+for each, EOS ignored, temperature 0.6. It times one call, from token ids to finished outputs, with
+their text if the model has a tokenizer; loading and a warm-up come before.
 
-The limit is what the same steps would take if weights, K and V were read once at the bandwidth of
-a copy, or the products were computed at the rate of a large one, whichever takes longer; both are
-measured. An engine that wants an environment of its own is measured by this script in a process
-that --python says how to start: `--python "vllm=env NAME=VALUE … python"` also sets variables.
+The limit is the time of the same steps if weights, K and V were read once at the bandwidth of a
+copy, or the products were computed at the rate of a large one, whichever takes longer; both rates
+are measured. For an engine in another environment, --python gives the command that starts this
+script there: `--python "vllm=env NAME=VALUE … python"` also sets variables.
 
 Policies, simulations and pictures are in lab/.
 """
@@ -55,7 +55,7 @@ VLLM_OPTIONS = ("load_format", "max_model_len", "max_num_seqs", "max_num_batched
 
 @functools.cache
 def copy_bandwidth(device: str) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Returns the bytes a second that a copy reads and writes."""
     size = 2**30 if device == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -65,7 +65,7 @@ def copy_bandwidth(device: str) -> float:
 def run_nanoengine(args: Namespace, workload: Workload, warm_up: Workload) -> Figures:
     with LLM(**vars(args.engine_config)) as llm:
         generate(llm, SamplingParams, warm_up)
-        llm.engine = Engine(llm.config, llm.engine.runner)  # nothing cached, counted or traced
+        llm.engine = Engine(llm.config, llm.engine.runner)  # forgets what was cached and counted
         seconds, outputs = generate(llm, SamplingParams, workload, use_tqdm=sys.stderr.isatty())
         figures = figures_of(llm.engine, seconds, [output.metrics for output in outputs])
         bandwidth = copy_bandwidth(llm.config.device)
@@ -78,13 +78,13 @@ def run_nanoengine(args: Namespace, workload: Workload, warm_up: Workload) -> Fi
 
 
 def run_vllm(args: Namespace, workload: Workload, warm_up: Workload) -> Figures:
-    """vLLM as it comes: compiled, with prefix caching. On a CPU with 4 GiB for K and V."""
+    """vLLM with its defaults: compiled, with prefix caching. On a CPU with 4 GiB for K and V."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     vllm = importlib.import_module("vllm")
     longest = max(len(ids) + most for ids, most in zip(workload.prompts, workload.max_tokens))
     options = {"max_model_len": max(2048, longest), "enable_prefix_caching": True}
     options |= {name: value for name, value in args.given.items() if name in VLLM_OPTIONS}
-    # Else its workers would import this script, and vLLM 0.32 can't start beside our numba.
+    # Otherwise its workers would import this script, and vLLM 0.32 can't start with our numba.
     vars(sys.modules["__main__"]).pop("__file__", None)
     llm = vllm.LLM(args.engine_config.model, dtype=dtype_of(args), **options,
                    skip_tokenizer_init=load_tokenizer(Path(args.engine_config.model)) is None)
@@ -97,7 +97,7 @@ def run_vllm(args: Namespace, workload: Workload, warm_up: Workload) -> Figures:
 
 def generate(llm: Any, params: Callable, workload: Workload,
              use_tqdm: bool = False) -> tuple[float, list[Any]]:
-    """Seconds and outputs of one call of an engine with vLLM's interface."""
+    """Returns seconds and outputs of one call of an engine with vLLM's interface."""
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
     sampling = [params(temperature=workload.temperature, ignore_eos=True, max_tokens=length)
                 for length in workload.lengths]
@@ -127,7 +127,7 @@ def run_hf(args: Namespace, workload: Workload, warm_up: Workload) -> Figures:
 
 
 def generate_hf(model: Any, tokenizer: Any, workload: Workload, batch_size: int) -> float:
-    """Seconds of all batches, padded on the left; each goes on until its longest output is done."""
+    """Returns the seconds of all batches, padded on the left, each up to its longest output."""
     generated: list[int] = []
     started = time.perf_counter()
     for start in range(0, len(workload.prompts), batch_size):
@@ -136,7 +136,7 @@ def generate_hf(model: Any, tokenizer: Any, workload: Workload, batch_size: int)
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        # Set on the model: in one that is passed, None would be filled from the model's, EOS too.
+        # Set on the model: in a passed one, None would be replaced by the model's values, EOS too.
         model.generation_config = transformers.GenerationConfig(
             max_new_tokens=max(lengths), eos_token_id=None, pad_token_id=0, top_k=0, top_p=1.0,
             do_sample=workload.temperature > 0, temperature=workload.temperature or 1.0)
@@ -155,8 +155,8 @@ ENGINES = {"nanoengine": run_nanoengine, "hf": run_hf, "vllm": run_vllm}
 
 def measure(engine: str, args: Namespace, workload: Workload, after_imports: int) -> Figures:
     """One run of one engine, from loading to freeing."""
-    gc.collect()  # what the engine before has left
-    with suppress(OSError):  # Linux forgets the peak of the engine before
+    gc.collect()  # left over from the engine before
+    with suppress(OSError):  # resets Linux's peak of the engine before
         Path("/proc/self/clear_refs").write_text("5")
     figures: Figures = {"output_tokens_per_second": 0.0}  # the first line of the table
     figures |= ENGINES[engine](args, workload, warm_up_for(workload))
@@ -169,7 +169,7 @@ def measure(engine: str, args: Namespace, workload: Workload, after_imports: int
 
 
 def warm_up_for(workload: Workload) -> Workload:
-    """Two small requests that share no prefix with a workload."""
+    """Returns two small requests that share no prefix with a workload."""
     used = {prompt[0] for prompt in workload.prompts}
     unused = min(set(range(len(used) + 1)) - used)
     prompts = [[unused, *range(7)], [unused, *range(1, 8)]]
@@ -177,12 +177,12 @@ def warm_up_for(workload: Workload) -> Workload:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has had, on Linux."""
+    """Returns the peak memory of a process, on Linux."""
     return 1024 * int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 def measure_elsewhere(engine: str, command: str, argv: list[str]) -> dict[str, Any]:
-    """The results of this script in a process of its own, with the same flags and a few more."""
+    """Returns the results of this script in another process, with a few more flags."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         full = [*shlex.split(command), __file__, *argv, "--engine", engine, "--repeat", "1",
@@ -198,7 +198,7 @@ def dtype_of(args: Namespace) -> torch.dtype:
 
 
 def about(args: Namespace, workload: Workload) -> dict[str, Any]:
-    """What is run, with what and on what: enough to run it again."""
+    """Returns workload, options, versions and machine: enough to repeat the run."""
     versions = {"nanoengine": "not installed, from its sources"}
     for package in ("torch", "transformers", "nanoengine", "vllm-cpu", "vllm"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -215,7 +215,7 @@ def about(args: Namespace, workload: Workload) -> dict[str, Any]:
         "copy_gb_per_second": copy_bandwidth(device) / 1e9,
         "matrix_tflop_per_second": matrix_rate(device, dtype_of(args)) / 1e12,
         "versions": versions,
-        "elsewhere": {},  # what engines in processes of their own have said
+        "elsewhere": {},  # results of engines in other processes
     }
 
 

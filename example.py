@@ -1,4 +1,4 @@
-"""Generates in a batch, in a chat and as a stream, with the bundled model or any other one.
+"""Generates in a batch, in a chat and as a stream, with the bundled model or another one.
 
     python example.py                       # models/tiny-qwen3, nothing to download
     python example.py Qwen/Qwen3-0.6B       # a Hugging Face id or a folder

@@ -1,15 +1,15 @@
-"""A batch job that survives: a request a line comes in, a result a line goes out.
+"""A batch job that survives crashes: a request in each input line, a result in each output line.
 
     python examples/batch.py --model models/tiny-qwen3 -i requests.jsonl -o results.jsonl
 
-A request is a line of OpenAI's batch format, as for vLLM's `run-batch`, or simply
-{"prompt": "12 + 34 =", "max_tokens": 8}. A result is a line of OpenAI's output format, written as
-soon as the request has finished. The number of its line is the id of a request, and its seed if it
-has none of its own. A bad line becomes an error with its number.
+A request is a line of OpenAI's batch format, as for vLLM's `run-batch`, or simply {"prompt": "12 +
+34 =", "max_tokens": 8}. A result is a line of OpenAI's output format, written as soon as the
+request has finished. The line number of a request is its id, and its seed if it has no other. A bad
+line becomes an error with its number.
 
-The same command, started again after a crash, a full disk or `kill -9`, goes on with what is
-missing. A line that is deleted from the results is computed again. The input is read as a window
-on the file: memory does not grow with it.
+The same command, started again after a crash, a full disk or `kill -9`, computes the missing
+results. If you delete a line of the results, it is computed again. Only a window of the input is in
+memory, whatever its size.
 """
 
 import argparse
@@ -43,7 +43,7 @@ OF_CHATS = {"messages", "documents", "max_completion_tokens", "top_logprobs"}
 KNOWN = {CHAT: SAMPLING | TEMPLATE | OF_CHATS, COMPLETION: SAMPLING | {"prompt"}}
 IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
            "request_id", "safety_identifier", "service_tier", "store", "user"}
-# the one value that changes nothing
+# the only value without an effect
 NEUTRAL: dict[str, Any] = {
     "best_of": 1, "echo": False, "modalities": ["text"], "priority": 0,
     "response_format": {"type": "text"}, "stream": False, "tool_choice": "none",
@@ -58,7 +58,7 @@ Lines = Iterator[tuple[int, bytes]]
 
 @dataclass
 class Request:
-    """The request in a line; `read` fills in what it says."""
+    """The request in a line; `read` fills in its fields."""
 
     number: int
     custom_id: Any = None
@@ -66,7 +66,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
 
     def read(self, line: bytes, llm: LLM) -> Any:
-        """Takes in the line; returns the prompt. Raises an error for what cannot be honoured."""
+        """Reads the line; returns the prompt. Raises an error for unsupported options."""
         row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError("a request must be a JSON object")
@@ -79,7 +79,7 @@ class Request:
         if not is_known or not isinstance(row["body"], dict):
             raise ValueError(f"a request has custom_id, method POST, url {CHAT} or {COMPLETION}, "
                              "an object as its body, and nothing else")
-        # null stands for the default
+        # null means the default
         body = {name: value for name, value in row["body"].items() if value is not None}
         for name in body.keys() - KNOWN[self.url] - IGNORED:
             if name not in NEUTRAL or body[name] != NEUTRAL[name]:
@@ -94,7 +94,7 @@ class Request:
         prompt = body.get("prompt")
         if not isinstance(prompt, (str, list)):
             raise ValueError("prompt must be a text or a list of token ids")
-        # the API takes a list of prompts: here it can have one
+        # the API accepts a list of prompts; here it can have one
         is_nested = len(prompt) == 1 and isinstance(prompt[0], (str, list))
         return prompt[0] if is_nested else prompt
 
@@ -105,7 +105,7 @@ class Request:
         if "logit_bias" in given:
             given["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
         if self.url == CHAT:
-            # None is what fits
+            # None: as many as fit
             given["max_tokens"] = body.get("max_completion_tokens", body.get("max_tokens"))
             has_logprobs = body.get("logprobs", False)
             if has_logprobs not in (False, True) or body.get("top_logprobs") and not has_logprobs:
@@ -114,7 +114,7 @@ class Request:
         return replace(defaults, **given)
 
     def response(self, output: RequestOutput, model: str) -> dict[str, Any]:
-        """What the server would answer."""
+        """Returns the answer that a server would send."""
         num_prompt_tokens = len(output.prompt_token_ids)
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens,
@@ -154,7 +154,7 @@ class Request:
 
 
 def described(logprob: Any) -> dict[str, Any]:
-    """A token and its log-probability; JSON has no infinity, and -9999 is vLLM's."""
+    """Returns a token and its log-probability; JSON has no infinity, so it is -9999 as in vLLM."""
     token = logprob.decoded_token or ""
     return {"token": token, "logprob": max(logprob.logprob, -9999.0),
             "bytes": list(token.encode())}
@@ -164,14 +164,14 @@ def described(logprob: Any) -> dict[str, Any]:
 
 
 def numbered(file: BinaryIO) -> Lines:
-    """The lines of a file that are not blank, with their numbers from 1."""
+    """Returns the lines of a file that are not blank, with their numbers from 1."""
     return ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
 def number_of(result: bytes) -> int:
-    """The number of the request that a line of the results answers.
+    """Returns the number of the request that a line of the results answers.
 
-    Raises an error for a line that is not whole: its middle may have been lost, too.
+    Raises an error for an incomplete line.
     """
     record = json.loads(result)
     number = int(record["id"].removeprefix("line-"))
@@ -181,10 +181,10 @@ def number_of(result: bytes) -> int:
 
 
 def skip_finished(lines: Lines, results: Path) -> tuple[int, Lines]:
-    """How many lines have a result, and the others. Cuts a torn last line off the results.
+    """Returns the number of lines with a result, and the others. Removes an incomplete last line.
 
-    The results are about in the order of the lines: it is enough to know the first line that has
-    none, and the numbers behind it that have one.
+    The results are nearly in the order of the lines: it is enough to keep the first line without a
+    result, and the later ones with one.
     """
     num_finished = 0
     num_bytes = 0
@@ -217,7 +217,7 @@ def skip_finished(lines: Lines, results: Path) -> tuple[int, Lines]:
 class Job:
     """Keeps the engine full until all lines are done.
 
-    lines: what is to do. results: where the results go, without a buffer.
+    lines: the lines to do. results: an unbuffered file for the results.
     active: the requests in the engine, each with the engine's own, by request_id.
     """
 
@@ -244,7 +244,8 @@ class Job:
             self.llm.abort([queued for _, queued in self.active.values()])
 
     def _fill(self) -> None:
-        """Queues twice what can run: the engine never waits, and memory does not grow."""
+        """Queues twice as many requests as can run: the engine never waits; memory stays
+        bounded."""
         num_free = 2 * self.llm.config.max_num_seqs - len(self.active)
         while num_free > 0 and (found := next(self.lines, None)):
             request = Request(found[0])
@@ -269,11 +270,11 @@ class Job:
                error: str | None = None) -> None:
         key = f"line-{request.number}"
         response = {"status_code": status, "request_id": f"batch-{key}", "body": body}
-        # the id comes first: `skip_finished` looks for it there
+        # the id comes first, where `skip_finished` looks for it
         record = {"id": key, "custom_id": request.custom_id, "response": response,
                   "error": error and {"message": error}}
         data = json.dumps(record).encode() + b"\n"
-        # a disk that is nearly full takes a part
+        # a disk that is nearly full writes only a part
         while data:
             data = data[self.results.write(data):]
         self.num_errors += bool(error)
@@ -304,7 +305,7 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     output = flags.output_file
     if output.exists() and not output.is_file():
-        parser.error(f"{output} is not a file that a job could go on with")
+        parser.error(f"{output} is not a file of results that a job can continue")
     try:
         run(flags)
     except BlockingIOError:

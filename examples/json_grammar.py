@@ -1,10 +1,10 @@
-"""Answers that are JSON of a given schema: a grammar lets through only tokens that fit.
+"""Answers in JSON with a given schema: a grammar permits only tokens that fit.
 
     pip install ".[grammar]"                             # xgrammar
     python examples/json_grammar.py                      # two chats with the bundled model
     python examples/json_grammar.py "Describe a cat." --model Qwen/Qwen3-0.6B --seed 3
 
-The bundled model knows no JSON: the grammar writes the braces, and the rest is a guess.
+The bundled model knows no JSON: the grammar produces the braces, and the model guesses the rest.
 """
 
 import argparse
@@ -22,7 +22,7 @@ QUESTIONS = ["Tell me a story about a fox.", "12 + 34"]
 
 
 class Animal(BaseModel):
-    """What is asked for. Everything in it has a bound, so that each answer comes to an end."""
+    """The answer's schema. Every field has a bound, so that each answer ends."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -31,18 +31,18 @@ class Animal(BaseModel):
     friends: Annotated[list[Literal["bear", "mouse", "owl"]], Field(min_length=1, max_length=3)]
 
 
-# A token has at least one character: no answer has more tokens than the longest one has characters.
+# A token has at least one character, so no answer has more tokens than the longest has characters.
 LONGEST = '{"kind": "cat", "age": 99, "friends": ["mouse", "mouse", "mouse"]}'
 
 
 def ask(llm: LLM, questions: list[str], seed: int) -> list[Animal]:
-    """An answer for each question."""
+    """Returns an answer for each question."""
     vocabulary = xgrammar.TokenizerInfo.from_huggingface(
         llm.get_tokenizer(), vocab_size=llm.model_config.vocab_size)
-    # without any_whitespace=False a model could write spaces for ever
+    # without any_whitespace=False a model could write spaces forever
     grammar = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(
         Animal, any_whitespace=False)
-    # A processor keeps the place in the grammar: each request needs one of its own, and n=1.
+    # A processor keeps its place in the grammar: each request needs a new one, and n=1.
     params = [
         SamplingParams(seed=seed + i, max_tokens=len(LONGEST) + 1,
                        logits_processors=[LogitsProcessor(grammar)])

@@ -1,17 +1,17 @@
-"""Many engines, on one machine or on many: Ray Data feeds them with the rows of files.
+"""Many engines, on one machine or on many: Ray Data gives them the rows of files.
 
     python examples/ray_data.py -i prompts.jsonl -o answers --replicas 2
     python examples/ray_data.py -i s3://bucket/prompts --input-format parquet \\
         -o s3://bucket/answers --replicas 64 --address auto --model Qwen/Qwen3-0.6B
 
-A row has a `prompt`, a text or a list of token ids, or `messages`, a conversation. It may have
-`sampling_params`, such as {"max_tokens": 8}. All columns of the row come out, and those of RESULT.
-A bad row comes out with its `error`.
+A row has a `prompt` (a text or a list of token ids) or `messages` (a conversation), and optionally
+`sampling_params`, such as {"max_tokens": 8}. The output has all columns of the row, and those of
+RESULT. A bad row comes out with its `error`.
 
-Ray reads and writes the files, and starts the replicas. It replaces a replica that dies, and its
-rows are done again. Each replica has an engine of its own. It gets new rows before the last ones
-have finished: the engine stays full. A row without a seed gets one that is made of the row itself:
-its tokens do not depend on the replica, nor on the order.
+Ray reads and writes the files, and starts the replicas. It replaces a replica that dies, and
+repeats its rows. Each replica has its own engine. It gets new rows before the last ones have
+finished, so that the engine stays full. A row without a seed gets one made from the row itself, so
+that its tokens depend neither on the replica nor on the order.
 """
 
 import argparse
@@ -42,11 +42,11 @@ RESULT = pyarrow.schema({
     "generated_text": pyarrow.string(), "generated_tokens": pyarrow.list_(pyarrow.int32()),
     "finish_reason": pyarrow.string(), "num_input_tokens": pyarrow.int32(),
     "num_generated_tokens": pyarrow.int32(), "error": pyarrow.string()})
-NO_COLUMN = {"n", "logprobs", "prompt_logprobs"}  # there is none for what these ask for
+NO_COLUMN = {"n", "logprobs", "prompt_logprobs"}  # the output has no columns for these
 
 
 class Replica:
-    """One engine. Ray makes it in a process of its own, and calls it from several threads at once.
+    """One engine. Ray creates it in its own process, and calls it from several threads at once.
 
     The rows of all calls run in the same steps.
     """
@@ -61,7 +61,7 @@ class Replica:
         is_text = batch.column_names == ["line"]
         rows = [*map(row_of, batch["line"].to_pylist())] if is_text else batch.to_pylist()
         try:
-            # all are in the engine before the first one is waited for
+            # all are in the engine before it waits for the first one
             answers = [self._ask(without_nulls(row)) for row in rows]
             results = [*map(result_of, answers)]
         except BaseException:
@@ -76,7 +76,8 @@ class Replica:
         return pyarrow.table([*others.columns, *columns], [*others.column_names, *RESULT.names])
 
     def _ask(self, row: dict[str, Any]) -> Iterator[RequestOutput] | ValueError:
-        """The outputs of a row so far, the last one of which counts, or what is wrong with it."""
+        """Returns an iterator over the outputs of a row, of which the last one counts, or its
+        error."""
         try:
             with naming("row"):
                 return self.llm.stream(*self._request(row))
@@ -84,7 +85,7 @@ class Replica:
             return error
 
     def _request(self, row: dict[str, Any]) -> tuple[list[Any], SamplingParams]:
-        """The prompt and the parameters of a row. Raises an error for what cannot be honoured."""
+        """Returns prompt and parameters of a row. Raises an error for unsupported ones."""
         if ("prompt" in row) == ("messages" in row):
             raise ValueError("must be an object with a prompt or messages, one of both")
         params = self.sampling | row.get("sampling_params", {})
@@ -103,7 +104,7 @@ class Replica:
 
 
 def row_of(line: bytes) -> dict[str, Any]:
-    """The row in a line. Anything else becomes a row without a prompt."""
+    """Returns the row in a line. Anything else becomes a row without a prompt."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -112,7 +113,7 @@ def row_of(line: bytes) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Arrow gives every object all names of its column: those that it did not have are null."""
+    """Arrow gives every object all names of its column; missing ones are null."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [*map(without_nulls, value)] if isinstance(value, list) else value
@@ -133,7 +134,7 @@ def result_of(answer: Iterator[RequestOutput] | ValueError) -> dict[str, Any]:
 
 
 class LineSource(FileBasedDatasource):
-    """Reads lines unparsed: a bad one is the error of its row, and not of the job."""
+    """Reads lines unparsed, so that a bad one is an error of its row, not of the job."""
 
     def _read_stream(self, f: pyarrow.NativeFile, path: str) -> Iterator[pyarrow.Table]:
         file = io.BufferedReader(f)
@@ -142,7 +143,7 @@ class LineSource(FileBasedDatasource):
 
 
 class LineSink(BlockBasedFileDatasink):
-    """Writes lines as they are."""
+    """Writes lines unchanged."""
 
     def write_block_to_file(self, block: BlockAccessor, file: pyarrow.NativeFile) -> None:
         for line in block.to_arrow()["line"].to_pylist():
@@ -179,7 +180,7 @@ def main() -> None:
                         help="""for all rows: '{"temperature": 0}'""")
     flags = parser.parse_args()
 
-    # 1. a cluster: where it is this machine, two CPUs are added, for reading and writing
+    # 1. a cluster; on this machine, two more CPUs are declared, for reading and writing
     local = {"num_cpus": max(os.cpu_count() or 1, flags.replicas[-1]) + 2}
     ray.init(flags.address, **local if flags.address == "local" else {})
     resources = ray.cluster_resources()
@@ -188,7 +189,7 @@ def main() -> None:
     if not flags.gpus and not flags.cpus:
         flags.cpus = max(1, int(resources["CPU"] - 2) // flags.replicas[-1])
 
-    # 2. four times as many rows as can run: those that wait fill the places of finished batches
+    # 2. four times as many rows as can run: waiting rows fill the places of finished batches
     options = {"max_num_seqs": 256, "tensor_parallel_size": flags.tensor_parallel_size}
     options |= flags.options
     num_batches = -(-4 * options["max_num_seqs"] // flags.batch_size)

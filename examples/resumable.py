@@ -1,10 +1,10 @@
-"""A long job that can be stopped at any time: at the next start it goes on where it was.
+"""A long job that can be stopped at any time: the next start continues where it stopped.
 
     python examples/resumable.py prompts.txt answers.jsonl
 
 prompts.txt has a prompt in each line. The number of the line, from 0, is the prompt's id. Each
-finished prompt becomes a line of answers.jsonl, in the order in which they finish. The id is the
-seed, too: an answer does not depend on where the job was stopped.
+finished prompt becomes a line of answers.jsonl, in the order in which they finish. The id is also
+the seed, so that an answer does not depend on where the job was stopped.
 """
 
 import argparse
@@ -18,7 +18,7 @@ BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
 
 
 def finished_ids(answers: Path) -> set[int]:
-    """The ids in the file. A last line that was cut off in the middle is removed."""
+    """Returns the ids in the file. Removes an incomplete last line."""
     if not answers.exists():
         return set()
     content = answers.read_bytes()

@@ -1,11 +1,10 @@
-"""Multiple choice: which continuation of a prompt does the model find the likeliest?
+"""Multiple choice: which continuation of a prompt is the likeliest?
 
     python examples/score.py                             # sums, with the bundled model
     python examples/score.py "47 + 85 =" " 132" " 131" " 122"
 
-The score of a choice is the log-probability of its tokens behind the prompt. Nothing is generated,
-but for one token that is thrown away. Each token lowers the score, so that long choices lose;
---mean divides by the number of tokens.
+The score of a choice is the log-probability of its tokens after the prompt. One generated token is
+ignored. Each token lowers the score, so long choices lose; --mean divides by the number of tokens.
 """
 
 import argparse
@@ -17,9 +16,9 @@ BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
 
 
 def scores(llm: LLM, prompt: str, choices: list[str], mean: bool = False) -> list[float]:
-    """The log-probability of each choice behind the prompt."""
-    # A choice begins behind as many tokens as the prompt has alone. Where the last ones of the
-    # prompt and the first ones of a choice make other tokens together, that may be a bit off.
+    """Returns the log-probability of each choice after the prompt."""
+    # A choice begins after as many tokens as the prompt has alone. This is slightly off if the end
+    # of the prompt and the beginning of a choice form other tokens together.
     start = len(llm.get_tokenizer().encode(prompt))
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     found = []

@@ -5,8 +5,8 @@
     python -m lab.film preemption     # a page that shows every step: queues, blocks, batch, reasons
     python -m lab.limits              # decode steps and prompts beside their limits
 
-`options.py` has the flags and the workloads, `figures.py` what a run is measured by.
-`drawing.py` makes pictures of a trace, also of your own runs. Throughput is the business of
-`bench.py` beside this folder. The lab is no part of the installed package: run its commands in
-the root of the repository.
+`options.py` has the flags and the workloads, `figures.py` the measured figures of a run.
+`drawing.py` makes pictures of a trace, also of your own runs. `bench.py`, next to this folder,
+measures throughput. The lab is not part of the installed package: run its commands in the root of
+the repository.
 """

@@ -26,8 +26,8 @@ from nanoengine.engine import Engine
 from nanoengine.policies import VICTIMS
 from nanoengine_extensions.policies import overtaking
 
-Options = dict[str, Any]  # of the engine, or of the sampling
-COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each by their names
+Options = dict[str, Any]  # options of the engine, or of the sampling
+COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each, by name
     "batching": {name: {"scheduling": name} for name in ("static", "prefill-first", "mixed")},
     "memory": {name: {"kv_allocation": name} for name in ("max-length", "reserve", "on-demand")},
     "preemption": {"recompute": {}, "swap": {"preemption_mode": "swap"},
@@ -43,7 +43,7 @@ COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each by their 
 
 
 def comparison_parser(description: str | None, workload: str, repeat: int) -> Parser:
-    """The flags that real and simulated comparisons share, with their defaults."""
+    """Returns a parser with the flags that real and simulated comparisons share."""
     parser = Parser(description, workload)
     parser.add_argument("comparison", nargs="?", choices=COMPARISONS, default="none")
     parser.add_argument("--repeat", type=int, default=repeat, help="runs of each variant")
@@ -73,7 +73,7 @@ def compare(args: Any, run: Callable[[Options], tuple[Engine, Figures]]) -> Runs
 
 
 def run_until(engine: Engine, lengths: dict[str, int], stop: float = float("inf")) -> None:
-    """Runs steps. A request that has come to its length ends, unannounced."""
+    """Runs steps. A request that has reached its true length ends, without notice."""
     while engine.has_unfinished() and engine.clock() < stop:
         for seq in engine.step():
             num_outputs = seq.num_tokens - seq.num_prompt_tokens
@@ -82,7 +82,7 @@ def run_until(engine: Engine, lengths: dict[str, int], stop: float = float("inf"
 
 
 def run_variant(llm: LLM, workload: Workload, changes: Options) -> tuple[Engine, Figures]:
-    """One run of a variant by an engine of its own, with nothing cached."""
+    """Runs a variant once, on a new engine with an empty cache."""
     fields = SamplingParams.__dataclass_fields__
     sampling = {name: value for name, value in changes.items() if name in fields}
     options = {name: value for name, value in changes.items() if name not in fields}
@@ -102,7 +102,7 @@ def run_variant(llm: LLM, workload: Workload, changes: Options) -> tuple[Engine,
 
 
 def scarce_blocks(workload: Workload, config: Any) -> int:
-    """A third of the blocks that as many requests need as can run at once."""
+    """Returns a third of the blocks for as many requests as can run at once."""
     totals = map(sum, zip(map(len, workload.prompts), workload.max_tokens))
     needs = sorted(-(-num_tokens // config.block_size) for num_tokens in totals)
     return max(needs[-1], sum(needs[-config.max_num_seqs:]) // 3)

@@ -27,12 +27,12 @@ CHARTS = ("output_tokens_per_second", "mean_batch", "first_token_ms", "per_token
 
 
 def lanes(trace: list[Step]) -> dict[str, list[tuple[float, float, str]]]:
-    """What each completion did from its arrival on: (start, end, one of STATES).
+    """Returns what each completion did from its arrival on: (start, end, one of STATES).
 
     Paused: the completion holds its blocks, but the step is for others.
     """
     found: dict[Any, list[tuple[float, float, str]]] = {}
-    since: dict[Any, tuple[float, str]] = {}  # the present state of each: from when, and which
+    since: dict[Any, tuple[float, str]] = {}  # the current state of each: since when, and which
     begin = before = trace[0].batch.started
     for start, end, record in spans(trace):
         for seq, mode in record.batch.preempted:
@@ -65,7 +65,7 @@ def draw_timeline(trace: list[Step], path: str | Path, block_size: int) -> None:
         top.hlines(*columns, colour, linewidth=50 * height / len(rows), label=name)
     top.set(ylabel="requests, as they were admitted", ylim=(len(rows) - 0.3, -0.7))
 
-    records = [trace[0], *trace]  # each as it left things, from the end of the one before
+    records = [trace[0], *trace]  # the state that each step left, from the end of the one before
     times = [0.0, *(record.ended - begin for record in trace)]
     used, empty, cached, free = np.array([blocks_of(each, block_size) for each in records]).T
     middle.stackplot(times, used - empty, empty, cached, free - cached, step="pre",

@@ -1,4 +1,4 @@
-"""The figures of a run, worked out from the engine's trace and metrics; their table; JSON.
+"""Computes the figures of a run from the engine's trace and metrics; prints and saves them.
 
 A figure is a number with a name: the table and the JSON file have the same names.
 """
@@ -20,7 +20,7 @@ COUNTED = ("num_steps", "mean_batch", "num_preemptions", "recomputed_tokens", "p
 
 
 def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -> Figures:
-    """The figures of a run by an engine that was fresh before it."""
+    """Returns the figures of a run on a new engine."""
     metrics = engine.metrics.gauges()
     trace = engine.metrics.trace
     figures = {"output_tokens_per_second": metrics["generation_tokens"] / seconds}
@@ -41,7 +41,7 @@ def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -
 
 
 def figures_of_steps(trace: list[Step], block_size: int) -> Figures:
-    """How fast steps were, and how full the KV cache was over time; some of the steps will do."""
+    """Returns the speed of steps, and how full the KV cache was. A sample of steps is enough."""
     figures: Figures = {}
     for phase in ("prefill", "decode"):
         steps = [(end - start, sum(record.batch.num_tokens), len(record.batch))
@@ -58,7 +58,7 @@ def figures_of_steps(trace: list[Step], block_size: int) -> Figures:
 
 
 def spans(trace: list[Step]) -> list[tuple[float, float, Step]]:
-    """Start and end of each step. A step that was launched ahead starts where the last one ends."""
+    """Returns start and end of each step. A step launched ahead starts when the last one ends."""
     ends = [0.0, *(record.ended for record in trace)]
     return [(max(before, record.batch.started), record.ended, record)
             for before, record in zip(ends, trace)]
@@ -69,14 +69,14 @@ def phase_of(record: Step) -> str:
 
 
 def blocks_of(record: Step, block_size: int) -> tuple[float, ...]:
-    """Blocks in use; of these, the empty slots in blocks; blocks that are cached; free blocks."""
+    """Returns blocks in use; their empty slots, in blocks; cached blocks; free blocks."""
     now = record.metrics
     empty = (now["reserved_waste"] + now["internal_waste"]) / block_size
     return now["num_blocks_used"], empty, now["num_blocks_cached"], now["num_blocks_free"]
 
 
 def elapsed(start: Any, end: Any) -> float:
-    """Seconds between two times of a device: numbers on a CPU, CUDA events on a GPU."""
+    """Returns the seconds between two times of a device: numbers on a CPU, CUDA events on a GPU."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
@@ -86,7 +86,7 @@ def medians_of(runs: Runs) -> dict[str, Figures]:
 
 
 def in_short(values: list[float]) -> str:
-    """The median of several runs, and the lowest and highest if they differ."""
+    """Returns the median of several runs, and the lowest and highest if they differ."""
     three = (statistics.median(values), min(values), max(values))
     middle, *ends = (f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in three)
     return middle if ends == [middle, middle] else f"{middle} ({'-'.join(ends)})"

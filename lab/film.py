@@ -4,9 +4,9 @@
     python -m lab.film batching --num-seqs 12 --gap 0
 
 The engine's own scheduler and block manager run a small workload, once for each variant of a
-comparison, over a runner that computes nothing. A frame is the moment at which a step's batch goes
-to the runner. `film.html` is the page: it draws the frames, and says in words what has changed
-between two of them. All generated tokens are alike, also those of two completions of a prompt.
+comparison, over a runner that computes nothing. A frame shows the moment at which a step's batch
+goes to the runner. The page `film.html` draws the frames, and says in words what changed between
+two of them. All generated tokens are equal, also those of two completions of a prompt.
 """
 
 import json
@@ -28,15 +28,15 @@ OPTIONS = {"scheduling": "mixed", "block_size": 4, "num_kv_blocks": 20, "max_num
 
 
 def frame_of(engine: Engine, batch: Batch) -> dict:
-    """What a step begins with. Nothing in it changes later."""
+    """The state at the beginning of a step. It does not change later."""
     manager = engine.scheduler.block_manager
-    host_tables = getattr(manager, "host_tables", {})  # only where blocks are swapped
+    host_tables = getattr(manager, "host_tables", {})  # only if blocks are swapped
     return {
         "batch": (batch.sequences, batch.starts, batch.num_tokens, batch.preempted),
         "copies": vars(batch.copies),
         "running": [(seq, seq.num_tokens, seq.num_computed_tokens, seq.block_table.tolist())
                     for seq in engine.scheduler.running],
-        # how many blocks each would get, which of them it would find, and those on the host
+        # for each: how many blocks it would get, which ones it would find, and those on the host
         "waiting": [(seq, seq.num_tokens, manager.num_blocks_to_hold(seq), manager.find_shared(seq),
                      host_tables.get(seq, [])) for seq in engine.scheduler.waiting],
         # in the order of reuse
@@ -45,7 +45,7 @@ def frame_of(engine: Engine, batch: Batch) -> dict:
 
 
 class Camera(SimulatedRunner):
-    """Takes a frame at every launch. Its clock counts steps."""
+    """Records a frame at every launch. Its clock counts steps."""
 
     frames: list[dict]
 
@@ -55,7 +55,7 @@ class Camera(SimulatedRunner):
 
 
 def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
-    """The frames of a run. A request comes every `gap` steps; the second has `n` completions."""
+    """Returns the frames of a run: a request every `gap` steps, the second with `n` completions."""
     config = replace(args.engine_config, run_ahead=False, **changes)
     longest = [len(prompt) + most for prompt, most in zip(workload.prompts, workload.max_tokens)]
     camera = Camera(Cost("a step", 1.0, 0.0, 0.0, 0.0), config, max(longest))

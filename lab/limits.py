@@ -1,12 +1,12 @@
-"""What the device could do at best, and what decode steps and prompts take beside that.
+"""The limit of the device, and the times of decode steps and prompts beside it.
 
     python -m lab.limits --config qwen3-0.6b --plot limits.png
     python -m lab.limits --config qwen3-0.6b --batches 1 32 --contexts 256 --prompts 1024
 
 limit: reading weights, K and V once at the bandwidth of a sum, which only reads, or computing at
-the rate of a large matrix product, whichever takes longer. products: the matrix products of the
-step alone. A long prompt takes several steps, whose times and limits are added up. What does not
-fit the KV cache is left out; --num-kv-blocks makes it larger.
+    the rate of a large matrix product, whichever takes longer. products: the matrix products of the
+    step alone. The times and limits of the several steps of a long prompt are added up. Cases that
+    do not fit the KV cache are left out; --num-kv-blocks makes it larger.
 """
 
 import functools
@@ -32,7 +32,7 @@ SIZES = {"batches": (1, 2, 4, 8, 16, 32, 64, 128, 256), "contexts": (128, 512, 2
 
 
 def seconds_of(function: Callable[[], object], repeats: int = 9) -> float:
-    """The median time of several calls behind a warm-up."""
+    """Returns the median time of several calls after a warm-up."""
     finish = torch.cuda.synchronize if torch.cuda.is_available() else int
     times = []
     for _ in range(repeats + 1):
@@ -45,7 +45,7 @@ def seconds_of(function: Callable[[], object], repeats: int = 9) -> float:
 
 
 def read_bandwidth(device: str) -> float:
-    """Bytes a second that a sum over 1 GiB reads, with all threads."""
+    """Returns the bytes a second that a sum over 1 GiB reads, with all threads."""
     numbers = torch.ones(2**27, dtype=torch.int64, device=device)
     return numbers.nbytes / seconds_of(numbers.sum)
 
@@ -53,7 +53,7 @@ def read_bandwidth(device: str) -> float:
 @functools.cache
 @torch.inference_mode()
 def matrix_rate(device: str, dtype: torch.dtype) -> float:
-    """Operations a second of a large matrix product."""
+    """Returns the operations a second of a large matrix product."""
     side = 8192 if device == "cuda" else 2048
     left, right = torch.randn(2, side, side, device=device).to(dtype)
     return 2 * side**3 / seconds_of(lambda: left @ right)
@@ -64,7 +64,7 @@ def linears_of(model: torch.nn.Module) -> list[torch.nn.Linear]:
 
 
 def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
-    """Seconds of a step that wastes nothing: it reads weights, K and V once, or it computes,
+    """Returns the seconds of an ideal step: it reads weights, K and V once, or it computes,
     whichever takes longer."""
     runner = llm.engine.runner
     config = llm.model_config
@@ -84,20 +84,20 @@ def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
 
 @torch.inference_mode()
 def time_products(model: torch.nn.Module, batch: Batch) -> float:
-    """Seconds of a step's matrix products and nothing else."""
+    """Returns the seconds of a step's matrix products only."""
     like = next(model.parameters())
     inputs = []
     for linear in linears_of(model):
         rows = len(batch.sampled) if linear is model.lm_head else sum(batch.num_tokens)
         inputs.append((linear, torch.randn(rows, linear.in_features).to(like)))
-    # results are not kept: for long prompts that would be much new memory
+    # results are dropped: for long prompts they would need much new memory
     return seconds_of(lambda: max(len(linear(rows)) for linear, rows in inputs if len(rows)), 5)
 
 
 def steps_between(num_seqs: int, computed: int, length: int, config: EngineConfig) -> list[Batch]:
-    """The steps that take sequences from `computed` to `length` tokens, in blocks of their own.
+    """Returns the steps that take sequences from `computed` to `length` tokens, in separate blocks.
 
-    The content of the blocks makes no difference to the time.
+    The content of the blocks does not affect the time.
     """
     greedy = SamplingParams(temperature=0)
     seqs = [Sequence(str(number), [0] * length, length, length + 1, greedy)
@@ -115,12 +115,12 @@ def steps_between(num_seqs: int, computed: int, length: int, config: EngineConfi
 
 
 def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, float]]:
-    """The times of the steps that fit the cache, of their products, and their limits.
+    """Returns times, products' times and limits of the steps that fit the cache.
 
     kinds: how many sequences go from how many tokens to how many
     """
     runner = llm.engine.runner
-    runner.caches.zero_()  # makes all of it real memory
+    runner.caches.zero_()  # makes the system provide all of its memory
     bandwidth = read_bandwidth(llm.config.device)
     found = []
     for num_seqs, computed, length in kinds:

@@ -1,6 +1,6 @@
 """The flags of `bench.py` and of the commands of the lab, and the workload that they describe.
 
-A workload is prompts as token ids, and how many tokens each of them generates.
+A workload consists of prompts as token ids, and the number of tokens that each generates.
 """
 
 import argparse
@@ -36,7 +36,7 @@ WORKLOADS = {
 
 @dataclasses.dataclass
 class Workload:
-    """Prompts as token ids; how many tokens each may generate, and how many it does generate.
+    """Prompts as token ids; the most tokens that each can generate, and its true number.
 
     An engine is not told `lengths`: a request ends there as if it had sampled EOS.
     """
@@ -51,13 +51,13 @@ class Workload:
         return f"{len(self.prompts)} prompts: {num_inputs:,} tokens in, {sum(self.lengths):,} out"
 
     def check(self, generated: list[int]) -> None:
-        """Stops the program where requests have generated fewer tokens than asked for."""
+        """Stops the program if requests have generated fewer tokens than asked for."""
         if generated != self.lengths:
             raise SystemExit(f"not all is generated, but {sum(generated)}: raise --max-model-len?")
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses flags. It reports a mistake in one line, where argparse would list all flags first."""
+    """Parses flags. Reports a mistake in one line; argparse would list all flags first."""
 
     def __init__(self, description: str | None, workload: str | None = None) -> None:
         super().__init__(usage="%(prog)s [FLAGS]", description=description,
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--true-lengths", type=float, default=1.0, help="share of outputs")
 
     def add_fields(self, title: str, names: Iterable[str]) -> None:
-        """Adds a flag for each name: a value, or yes and no where EngineConfig has a bool."""
+        """Adds a flag for each name: with a value, or yes and no if EngineConfig has a bool."""
         group = self.add_argument_group(title)
         kinds = get_type_hints(EngineConfig)
         for name in names:
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
                 group.add_argument(flag, type=number_or_text)
 
     def parse(self, argv: list[str], **defaults: Any) -> argparse.Namespace:
-        """The flags, and `args.engine_config`: the given options, then `defaults`."""
+        """Returns the flags, and `args.engine_config`: the given options, then `defaults`."""
         args = self.parse_args(argv)
         args.given = {name: value for name, value in vars(args).items()
                       if name in ENGINE_OPTIONS and value is not None}
@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def draw(self, args: argparse.Namespace) -> Workload:
-        """The workload that the flags describe; sets the sizes that were not given."""
+        """Returns the workload that the flags describe; sets the sizes that were not given."""
         longer = {"prefill-heavy": "_input", "decode-heavy": "_output"}.get(args.workload, "none")
         for name, size in zip(SIZES, WORKLOADS[args.workload]):
             if getattr(args, name) is None:
@@ -114,7 +114,7 @@ class Parser(argparse.ArgumentParser):
         if not 0 < args.true_lengths <= 1:
             self.error("--true-lengths must be above 0 and at most 1")
 
-        # in nano-vllm's order: prompt by prompt its length and its ids, then all output lengths
+        # in nano-vllm's order: length and ids of each prompt, then all output lengths
         rng = random.Random(args.engine_config.seed)
         folder = Path(args.engine_config.model)
         if args.prompts:
@@ -138,12 +138,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def number_or_text(text: str) -> int | float | str:
-    """The type of an engine option: EngineConfig takes no text for a number."""
+    """The type of an engine option: EngineConfig does not accept a text as a number."""
     return json.loads(text) if text[:1].isdigit() else text
 
 
 def picture(name: str) -> Path:
-    """The type of a flag for a picture: it fails before a long run, not behind it."""
+    """The type of a flag for a picture: it fails before a long run, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError('pictures need matplotlib: pip install ".[bench]"')
     return Path(name)
@@ -154,14 +154,14 @@ def draw_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
 
 
 def draw_length(rng: random.Random, low: int, high: int, kind: str) -> int:
-    """A length between two others, or normally distributed around their middle."""
+    """Draws a length between two others, or normally distributed around their middle."""
     if kind == "normal":
         return max(1, round(rng.gauss((low + high) / 2, (low + high) / 20)))
     return rng.randint(low, high) if low < high else low
 
 
 def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
-    """The prompts in a file, one a line: a text, or JSON with a text or with token ids."""
+    """Returns the prompts in a file, one in each line: a text, or JSON with a text or token ids."""
     prompts = []
     for line in filter(str.strip, file.read_text().splitlines()):
         prompt: dict[str, Any] = json.loads(line) if line.startswith("{") else {"prompt": line}

@@ -4,9 +4,8 @@
     python -m lab.simulate memory --rate 6 --reject --num-seqs 2000
     python -m lab.simulate batching --cost measured
 
-A step only moves a clock: by a constant, by so much for each token, and by so much for each byte
-of K and V that is read, added up. The constants are those of Llama-3-8B on an A100, or measured
-on this machine.
+A step only advances a clock: by a constant, plus a time for each token and for each byte of K and V
+that is read. The constants are those of Llama-3-8B on an A100, or measured on this machine.
 """
 
 import sys
@@ -31,11 +30,11 @@ from nanoengine_extensions.metrics import RequestMetrics
 
 @dataclass
 class Cost:
-    """What a step costs, and the room for K and V: by default of Llama-3-8B on an A100-80GB.
+    """The cost of a step, and the memory for K and V: by default for Llama-3-8B on an A100-80GB.
 
     Its weights of 16.1 GB (bf16) are read at 85 % of 2.04 TB/s; a token takes 16 GFLOP at 65 % of
-    312 TFLOP/s; PCIe moves 25 GB/s; K and V get 90 % of the memory, less the weights and 2 GB.
-    Added up, where a GPU does some of this at once: a little too slow.
+    312 TFLOP/s; PCIe moves 25 GB/s; K and V get 90 % of the memory, less the weights and 2 GB. The
+    times are added up, although a GPU does some of this at once: a little too slow.
     """
 
     name: str = "Llama-3-8B in bf16 on an A100-80GB"
@@ -44,11 +43,11 @@ class Cost:
     read_byte_seconds: float = 1 / (0.85 * 2.04e12)  # of K and V
     swapped_byte_seconds: float = 1 / 25e9
     kv_bytes: int = 2**17  # of a token
-    num_slots: int = int((0.9 * 80e9 - 16.1e9 - 2e9) / 2**17)  # tokens that there is room for
+    num_slots: int = int((0.9 * 80e9 - 16.1e9 - 2e9) / 2**17)  # tokens that fit
 
 
 def measured_cost(config: EngineConfig, workload: Workload) -> Cost:
-    """The constants of a model on this machine: least squares over the steps of a short run."""
+    """Returns a model's constants on this machine: least squares over steps of a short run."""
     prompts = [prompt[:10 + 3 * number] for number, prompt in enumerate(workload.prompts[:64])]
     lengths = [10 + number % 30 for number in range(len(prompts))]
     short = Workload(prompts, lengths, lengths, workload.temperature)
@@ -67,10 +66,10 @@ def measured_cost(config: EngineConfig, workload: Workload) -> Cost:
 
 
 class SimulatedRunner:
-    """Takes the place of a ModelRunner: `launch` only moves a clock, and every token is 1."""
+    """Replaces a ModelRunner: `launch` only advances a clock, and every token is 1."""
 
     backend = "simulated"
-    engine: Engine  # to be set when there is one
+    engine: Engine  # set once there is one
 
     def __init__(self, cost: Cost, config: EngineConfig, max_model_len: int) -> None:
         self.cost = cost
@@ -99,7 +98,7 @@ class SimulatedRunner:
 
 
 def can_start(engine: Engine) -> bool:
-    """Whether there are places and blocks for all requests that wait."""
+    """Whether there are places and blocks for all waiting requests."""
     scheduler = engine.scheduler
     manager = scheduler.block_manager
     num_seqs = len(scheduler.running) + len(scheduler.waiting)
@@ -109,7 +108,7 @@ def can_start(engine: Engine) -> bool:
 
 def simulate(args: Any, workload: Workload, cost: Cost,
              changes: Options) -> tuple[Engine, Figures]:
-    """One run of a variant. Requests arrive --rate a second (Poisson), or all at once."""
+    """Runs a variant once. --rate requests arrive each second (Poisson), or all at once."""
     started = time.perf_counter()
     config = replace(args.engine_config, **changes)
     most = max(map(len, workload.prompts)) + max(workload.max_tokens)
@@ -145,7 +144,7 @@ def main(argv: list[str]) -> None:
     if args.comparison == "sampling":
         parser.error("a simulation has no tokens to compare the sampling of")
     workload = parser.draw(args)
-    is_drawn = bool(args.timeline or args.trace)  # else a sample of the steps is enough
+    is_drawn = bool(args.timeline or args.trace)  # otherwise a sample of the steps is enough
     args.engine_config = replace(args.engine_config, run_ahead=False, trace=is_drawn)
     cost = Cost() if args.cost == "a100" else measured_cost(args.engine_config, workload)
     print(f"simulated: {cost}", workload, sep="\n", flush=True)

@@ -186,8 +186,7 @@ class BlockManager:
             self.blocks_by_hash.setdefault(block_hash, {})[block] = None
 
     def forget(self, hashes: list[BlockHash]) -> None:
-        """Forgets these hashes. Blocks in use stay in use; cached ones become blank, and are reused
-        first."""
+        """Forgets these hashes. Blocks in use stay in use; cached ones become blank."""
         for block_hash in hashes:
             for block in self.blocks_by_hash.pop(block_hash, ()):
                 del self.hash_of_block[block]

@@ -87,7 +87,7 @@ def load_defaults(folder: Path, config: PretrainedConfig,
     ignored = [name for name in given.keys() - DEFAULTS.keys()
                if HARMLESS.get(name, False) not in (given[name], None)]
     if ignored:
-        warnings.warn(f"{file}: {sorted(ignored)} do not count here", stacklevel=2)
+        warnings.warn(f"{file}: {sorted(ignored)} have no effect here", stacklevel=2)
     own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
     known = [i for i in {*eos_ids, own} - {None} if i in range(config.vocab_size)]

@@ -78,8 +78,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202); gate and up are side by side in the
-    input."""
+    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202), for gate and up side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -146,7 +146,7 @@ class ModelRunner:
                 shape: StepShape) -> tuple[StepInputs, list[Any]]:
         """Computes a step up to the hidden states of its rows.
 
-        Returns its inputs, and the rows in chunks, for `logits`. A chunk has at most `max_num_seqs`
+        Returns its inputs, and the rows in parts, for `logits`. A part has at most `max_num_seqs`
         rows, even with many forks or scored prompts: the memory for this many was measured.
         """
         self.began = self.timestamp()
@@ -164,13 +164,11 @@ class ModelRunner:
         return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def logits(self, part: Any) -> tuple[Tensor, Tensor | None]:
-        """Returns the logits of a chunk, (rows, vocab_size), and its tokens if they are drawn
-        already."""
+        """Returns the logits of a part, (rows, vocab_size), and its tokens if already drawn."""
         return self.model.lm_head(part), None
 
     def sample(self, batch: Batch, step: StepInputs, parts: list[Any]) -> Launched:
-        """Computes tokens and log-probabilities, chunk by chunk. Removes each chunk from the
-        list."""
+        """Computes tokens and log-probabilities of each part, and removes it from the list."""
         size = self.config.max_num_seqs
         rows = batch.sampled + batch.scored
         tokens = step.next_tokens.long()

@@ -104,7 +104,7 @@ class InputProcessor:
         return params.clone()
 
     def _check_vocabulary(self, name: str, token_ids: Iterable[Any]) -> None:
-        """Returns the token ids as Python integers; NumPy's are accepted, too."""
+        """Raises ValueError for a token id out of the vocabulary. NumPy's integers count, too."""
         last = self.vocab_size - 1
         for token_id in token_ids:
             if not isinstance(token_id, Integral) or not 0 <= int(token_id) <= last:
@@ -132,8 +132,7 @@ class InputProcessor:
 
 
 def one_for_each(count: int, name: str, value: Any, default: Any) -> list[Any]:
-    """Returns a list with a value for each prompt, from one value, a list, or None (the
-    default)."""
+    """Returns a value for each prompt, from one value, a list, or None (the default)."""
     kind = type(default)
     value = default if value is None else value
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count

@@ -23,7 +23,7 @@ from nanoengine.sampling_params import SamplingParams
 NO_TOKEN = -1
 NONE_LEFT = -2
 FAILURES = {
-    NO_TOKEN: "its logits are NaN or infinite, of the model or by its processors",
+    NO_TOKEN: "its logits are NaN or infinite, from the model or its processors",
     NONE_LEFT: "its constraints (bad_words, min_tokens, …) leave no token"}
 
 

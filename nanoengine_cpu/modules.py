@@ -83,6 +83,8 @@ class PackedLinear(nn.Linear):
         """Packs the weight, as inductor's freezing does with operators that are private: where this
         torch or this CPU lacks them, it warns, and products stay as they are in PyTorch."""
         plain = self.weight
+        # a part of a model can have another weight than it was made with
+        self.out_features = len(plain)
         try:
             self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(plain), False)
             # some weights can be packed, but not multiplied

@@ -32,8 +32,7 @@ def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
 
 
 def text_of(content: Any) -> str:
-    """Returns the content of a message as one text; text parts are joined by newlines, as in
-    vLLM."""
+    """Returns the content of a message as one text, text parts joined by newlines, as in vLLM."""
     parts = content if isinstance(content, list) else [] if content is None else [content]
     texts = []
     for part in parts:

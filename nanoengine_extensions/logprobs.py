@@ -49,8 +49,7 @@ class RowLogprobs:
 
 
 def num_logprobs(row: Row) -> int | None:
-    """Returns how many likeliest tokens of a row get log-probabilities: -1 for all, None for
-    none."""
+    """Returns how many likeliest tokens of a row get log-probabilities: -1: all, None: none."""
     is_scored = row.position < row.seq.num_prompt_tokens
     return row.seq.params.prompt_logprobs if is_scored else row.seq.params.logprobs
 

@@ -68,8 +68,7 @@ class Group:
             self.backend = kinds.ProcessGroupGloo(*place)
 
     def abort(self) -> None:
-        """Ends the kernels of NCCL, which would wait forever for a dead rank. Gloo notices by
-        itself."""
+        """Ends the kernels of NCCL, which would wait forever for a dead rank. Gloo notices."""
         if self.backend and self.device == "cuda":
             self.backend.abort()
 
@@ -113,8 +112,7 @@ def read_part(tensor: Any, target: Tensor, group: Group) -> Tensor:
 
 
 def part_of(shape: list[int], target: Tensor, group: Group) -> tuple[slice, ...]:
-    """Returns a rank's part of each dimension. A tensor that does not fit is read whole, and
-    refused."""
+    """Returns a rank's part of each dimension; all of it if the sizes do not fit."""
     return tuple(
         slice(group.rank * own, (group.rank + 1) * own) if own * group.size == size else slice(None)
         for size, own in zip(shape, target.shape))
@@ -165,7 +163,7 @@ class RankRunner(ModelRunner):
         """Does another rank's part of a step that rank 0 launches: everything except sampling."""
         _, parts = self.forward(copies, torch.from_numpy(numbers), shape)
         for part in parts:
-            # skips an empty chunk, for which rank 0 computes no logits
+            # skips an empty part, for which rank 0 computes no logits
             if len(part):
                 self.logits(part)
         self.group.share(self.last_sampled)
@@ -212,8 +210,7 @@ def on_device(kind: type[RankRunner], device: str) -> Any:
 
 
 def without_functions(config: EngineConfig) -> EngineConfig:
-    """Returns the config for the other ranks, without policies: a script's functions cannot be
-    sent."""
+    """Returns the config for the other ranks, without policies: functions cannot be sent."""
     found = {name: value for name, value in vars(config).items() if not callable(value)}
     return EngineConfig(**found)
 

@@ -144,8 +144,7 @@ class LLM(nanoengine.LLM):
         return (output for outputs in steps for output in outputs if output)
 
     def enqueue(self, *arguments: Any, use_tqdm: bool = True, **options: Any) -> list[str]:
-        """Queues requests; `wait_for_completion` returns their outputs. There is no progress
-        bar."""
+        """Queues requests; `wait_for_completion` returns their outputs. There is no bar."""
         requests = self.add(*arguments, **without(CALL_KEYWORDS, options))
         self.enqueued += requests
         return [request.request_id for request in requests]

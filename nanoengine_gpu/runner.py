@@ -90,8 +90,7 @@ class GpuRunner(ModelRunner):
                 self.graphs[shape] = graph, step, outputs
 
     def compute(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """Computes what a graph captures: logits, for rows that need more than a temperature, and
-        tokens."""
+        """Computes what a graph captures: tokens, and logits for rows that need more."""
         logits = self.model.lm_head(self.hidden_states(step))
         return logits, sample_plain(logits, step.draws)
 
@@ -158,8 +157,7 @@ def at_least(number: int, buckets: list[int]) -> int:
 
 
 def padded(batch: Batch, size: int) -> Batch:
-    """Returns a decode step of this many sequences: the last ones are dummies, and write to block
-    0."""
+    """Returns a decode step of this many sequences; the last ones are dummies, in block 0."""
     dummy = Sequence("", [0], 1, 1)
     missing = range(len(batch), size)
     return Batch(sequences=batch.sequences + [dummy] * len(missing),

@@ -73,6 +73,20 @@ def test_two_ranks_give_the_tokens_of_one(make_model, architecture, changes):
             assert left[token_id].logprob == pytest.approx(right[token_id].logprob, abs=1e-4)
 
 
+def test_two_ranks_in_bfloat16(make_model):
+    """Where the CPU has products of its own, also of a part of an odd vocabulary."""
+    folder, _ = make_model(vocab_size=321, num_hidden_layers=2)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
+    found = []
+    for size in (1, 2):
+        with LLM(folder, tensor_parallel_size=size, **SMALL | dict(dtype="bfloat16")) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        found.append(torch.tensor([
+            [output.outputs[0].logprobs[0][token_id].logprob for token_id in range(321)]
+            for output in outputs]))
+    torch.testing.assert_close(*found, atol=0.1, rtol=0.05)
+
+
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_two_ranks_with_few_blocks_chunks_and_steps_ahead(tiny, run_ahead):
     with LLM(tiny, **SMALL) as llm:

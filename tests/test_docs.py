@@ -149,6 +149,12 @@ def test_a_wrong_output_is_found():
             run_snippets(text, "wrong")
 
 
+@pytest.mark.parametrize("name, most", [("README.md", 200), ("docs/benchmarks.md", 120),
+                                        ("docs/lab-notes.md", 150)])
+def test_short_documents_stay_short(name, most):
+    assert len((ROOT / name).read_text().splitlines()) <= most
+
+
 def test_every_chapter_is_in_the_contents():
     contents = (ROOT / "docs" / "tutorial" / "README.md").read_text()
     for file in CHAPTERS:
@@ -208,6 +214,19 @@ def test_the_reference_has_the_defaults_of_parameters(params):
     for name in inspect.signature(params).parameters:
         default = "required" if name in required else f"`{getattr(made, name)!r}`"
         assert rows[name][0] == default, name
+
+
+def test_the_reference_has_all_metrics(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    prompts = [[5 + number] * 40 for number in range(8)]
+    with LLM("models/tiny-qwen3", num_kv_blocks=8, block_size=16, preemption_mode="swap") as llm:
+        llm.generate(prompts, SamplingParams(max_tokens=30, n=2), use_tqdm=False)
+        found = llm.metrics()
+    assert found["num_preemptions"] and found["copy_on_write_blocks"]
+    # one with several modes of preemption, of which this run has had one
+    missing = entries_of(Metrics.gauges.__doc__).keys() - found.keys()
+    assert missing <= {"recompute_preemptions"}
+    assert found.keys() <= entries_of(Metrics.gauges.__doc__).keys()
 
 
 def test_the_reference_has_all_calls():
