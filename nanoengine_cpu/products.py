@@ -147,7 +147,7 @@ def product() -> Callable:
         is_large = rows * outputs > CACHED and outputs % BLOCK == 0
         # about equal parts, each of whole steps if one fits
         unit = STEP if PART // words >= STEP else LANES
-        parts = -(-rows // min(MOST_ROWS, PART // words // unit * unit))
+        parts = -(-rows // (min(MOST_ROWS, PART // words) // unit * unit))
         part = -(-rows // parts // unit) * unit
         # rows a power of two apart would share a few places of the first cache
         line = words + LANES
