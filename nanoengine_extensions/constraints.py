@@ -1,7 +1,7 @@
 """Constraints: changes of logits that forbid, discourage or favour tokens.
 
-The engine uses it in two places. `requests.py` gives a sequence its `Constraints`, if its
-parameters need any, and the sampler first calls `apply` on its rows:
+The engine uses it in two places. `requests.py` calls `constrain` for a sequence whose parameters
+need any, and the sampler first calls `apply` on its rows:
 
     logits ── biases ──▶ penalties ──▶ own processors ──▶ temperature, truncations, draw
 
@@ -10,7 +10,6 @@ that nothing waits for a GPU. Only a user's own processors are functions, called
 """
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,16 +21,8 @@ from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import known_ids, send
 
 
-@dataclass
-class Constraints:
-    """The state of a sequence's constraints.
-
-    late_tokens: the token ids that are forbidden before `min_tokens`.
-    bad_words: the token ids of each forbidden word.
-    """
-
-    late_tokens: list[int] = field(default_factory=list)
-    bad_words: list[list[int]] = field(default_factory=list)
+# a word that a sequence must not generate, as token ids, until it has this many tokens
+Forbidden = tuple[list[int], float]
 
 
 def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: int) -> None:
@@ -39,11 +30,15 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
 
     vocab_size: that of the model. Its tokenizer can know more tokens, which are never generated.
 
-    Bad words and processors need all tokens of the sequence, so that its steps cannot run ahead.
+    `seq.constraints` lists its forbidden words: bad words for ever, and each token that could end
+    it, as a word of one token, until it has `min_tokens`. Bad words and processors need all tokens
+    of the sequence, so that its steps cannot run ahead.
     """
-    late_tokens = [token_id for token_id in end_tokens if token_id < vocab_size]
     bad_words = encode_bad_words(seq.params, tokenizer, vocab_size)
-    seq.constraints = Constraints(late_tokens, bad_words)
+    enough = seq.num_prompt_tokens + seq.params.min_tokens
+    words: list[Forbidden] = [(word, math.inf) for word in bad_words]
+    words += [([token_id], enough) for token_id in end_tokens if token_id < vocab_size]
+    seq.constraints = words
     seq.needs_tokens = bool(bad_words or seq.params.logits_processors)
 
 
@@ -74,34 +69,28 @@ def biases(seq: Sequence) -> dict[int, float]:
     """Returns what to add to the logits of which tokens in the next step; -inf forbids a token.
 
     If only some tokens are allowed, the result lists all of them, and all others are forbidden. The
-    last token of a bad word is forbidden after the word's other tokens.
+    last token of a forbidden word is forbidden after the word's other tokens.
     """
     p = seq.params
     found = dict(p.logit_bias or {})
     if p.allowed_token_ids:
         found = {token_id: found.get(token_id, 0.0) for token_id in p.allowed_token_ids}
-    own = seq.constraints or Constraints()
-    if seq.num_tokens - seq.num_prompt_tokens < p.min_tokens:
-        found |= dict.fromkeys(own.late_tokens, -math.inf)
-    for *beginning, last in own.bad_words:
+    for (*beginning, last), enough in seq.constraints or ():
         start = max(seq.num_prompt_tokens, seq.num_tokens - len(beginning))
-        if seq.token_ids[start:] == beginning:
+        if seq.num_tokens < enough and seq.token_ids[start:] == beginning:
             found[last] = -math.inf
     return found
 
 
 def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
     """Applies the result of `biases` in place, and -inf to tokens that are not allowed."""
-    found = [biases(seq) for seq in seqs]
-    if any(found):
+    found = [(row, *each) for row, seq in enumerate(seqs) for each in biases(seq).items()]
+    if found:
         others = [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs]
-        rows = [row for row, each in enumerate(found) for _ in each]
-        token_ids = [token_id for each in found for token_id in each]
-        added = [bias for each in found for bias in each.values()]
         bias = send(others, scores.device).float()[:, None].repeat(1, scores.shape[1])
-        # by row and token
-        places = send(rows, scores.device), send(token_ids, scores.device)
-        bias[places] = send(added, scores.device).float()
+        # float64, which has all token ids
+        rows, token_ids, added = send(found, scores.device).double().T
+        bias[rows.long(), token_ids.long()] = added.float()
         scores += bias
 
 

@@ -12,7 +12,7 @@ from conftest import GREEDY, check_idle, generate, random_prompts, token_ids, us
 from nanoengine import SamplingParams
 from nanoengine.sequence import Sequence
 from nanoengine_extensions import constraints
-from nanoengine_extensions.constraints import Constraints, encode_bad_words
+from nanoengine_extensions.constraints import encode_bad_words
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 
@@ -25,8 +25,7 @@ class Letters:
 
 
 def make(prompt: list[int], output=(), **params) -> Sequence:
-    return Sequence("7", [*prompt, *output], len(prompt), 100, SamplingParams(**params),
-                    constraints=Constraints())
+    return Sequence("7", [*prompt, *output], len(prompt), 100, SamplingParams(**params))
 
 
 # --------------------------------------------------------------------- tokens of another vocabulary
@@ -37,7 +36,10 @@ def test_a_bad_word_that_cannot_be_generated_is_left_out():
     assert encode_bad_words(params, Letters(), 26) == [[1, 2]] * 2 + [[25]] * 2
     seq = Sequence("7", [1], 1, 9, params)
     constraints.constrain(seq, [3, 26, 25], Letters(), 26)
-    assert seq.constraints == Constraints([3, 25], [[1, 2]] * 2 + [[25]] * 2) and seq.needs_tokens
+    bad_words, end_tokens = [[1, 2]] * 2 + [[25]] * 2, [[3], [25]]
+    assert seq.constraints == [(word, math.inf) for word in bad_words] + [
+        (word, 1) for word in end_tokens]
+    assert seq.needs_tokens
     seq = Sequence("7", [1], 1, 9, SamplingParams(bad_words=["z"]))
     constraints.constrain(seq, [], Letters(), 26)
     assert not seq.needs_tokens, "nothing is left that looks at its tokens"
@@ -56,7 +58,7 @@ def test_no_token_id_reaches_another_row(options, beyond):
     first, second = make([1, beyond], [beyond], **options), make([1], presence_penalty=1.0)
     if not options.keys() & {"repetition_penalty", "presence_penalty"}:
         first.token_ids = [1, 1, 1]
-    first.constraints = Constraints([beyond], [[beyond]])
+    first.constraints = [([beyond], math.inf)]
     scores = torch.ones(3, 5)
     with pytest.raises(IndexError):
         constraints.apply(scores, [first, second, second], NONE_PENDING)

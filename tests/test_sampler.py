@@ -12,7 +12,7 @@ from nanoengine.batch import Row
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, NONE_LEFT, Sequence, hash64
 from nanoengine_extensions import constraints
-from nanoengine_extensions.constraints import Constraints, encode_bad_words
+from nanoengine_extensions.constraints import constrain
 from nanoengine_extensions.logprobs import find_logprobs
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
@@ -20,8 +20,9 @@ NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 
 def make(prompt=(1, 2, 3), output=(), seed=0, end_tokens=(), **params) -> Sequence:
     sampling = SamplingParams(**params)
-    return Sequence("7", [*prompt, *output], len(prompt), 100, sampling, seed,
-                    constraints=Constraints(list(end_tokens)))
+    seq = Sequence("7", [*prompt, *output], len(prompt), 100, sampling, seed)
+    constrain(seq, list(end_tokens), None, 10**6)
+    return seq
 
 
 def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
@@ -350,8 +351,8 @@ class Words:
 def test_bad_words_look_at_what_was_generated_alone(output, banned):
     params = SamplingParams(bad_words=["ab", "abc", "z"])
     prompt = Words().encode("xxab", False)
-    seq = Sequence("7", prompt + Words().encode(output, False), len(prompt), 100, params,
-                   constraints=Constraints([], encode_bad_words(params, Words(), 99)))
+    seq = Sequence("7", prompt + Words().encode(output, False), len(prompt), 100, params)
+    constrain(seq, [], Words(), 99)
     found = constraints.biases(seq)
     assert found == dict.fromkeys(Words().encode(banned + "z", False), -math.inf)
 
