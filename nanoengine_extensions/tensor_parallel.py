@@ -60,12 +60,8 @@ class Group:
         self.device = device
         # counts the ranks that have arrived
         self.store.add("ranks", 1)
-        kinds: Any = torch.distributed
-        place = self.store, self.rank, self.size
-        if device == "cuda":
-            self.backend = kinds.ProcessGroupNCCL(*place, kinds.ProcessGroupNCCL.Options())
-        else:
-            self.backend = kinds.ProcessGroupGloo(*place)
+        kind = "ProcessGroupNCCL" if device == "cuda" else "ProcessGroupGloo"
+        self.backend = getattr(torch.distributed, kind)(self.store, self.rank, self.size)
 
     def abort(self) -> None:
         """Ends the kernels of NCCL, which would wait forever for a dead rank. Gloo notices by
@@ -108,16 +104,13 @@ def shard(config: PretrainedConfig, size: int) -> PretrainedConfig:
 
 
 def read_part(tensor: Any, target: Tensor, group: Group) -> Tensor:
-    """Reads a rank's part of a checkpoint's tensor, if that is larger than its target."""
-    return tensor[part_of(tensor.get_shape(), target, group)]
+    """Reads a rank's part of a checkpoint's tensor: of each dimension that is split.
 
-
-def part_of(shape: list[int], target: Tensor, group: Group) -> tuple[slice, ...]:
-    """Returns a rank's part of each dimension. A tensor that does not fit is read whole, and
-    refused."""
-    return tuple(
+    A tensor that does not fit is read whole, and the loader refuses it.
+    """
+    return tensor[tuple(
         slice(group.rank * own, (group.rank + 1) * own) if own * group.size == size else slice(None)
-        for size, own in zip(shape, target.shape))
+        for size, own in zip(tensor.get_shape(), target.shape))]
 
 
 def parallelize(model: Decoder, group: Group) -> None:
@@ -182,11 +175,12 @@ class TensorParallelRunner(RankRunner):
             raise rejected("tensor_parallel_size", size, f"at most {num_gpus}, the GPUs there are")
         if config.batch_invariant:
             raise rejected("batch_invariant", True, "False with several ranks")
-        group = Group(size)
-        self.ranks = Ranks(group)
+        # a script's functions, such as its policies, cannot be sent
+        options = {name: value for name, value in vars(config).items() if not callable(value)}
+        self.ranks = Ranks(size)
         with self.ranks.together():
-            self.ranks.start(without_functions(config), part, folder)
-            super().__init__(config, part, folder, group)
+            self.ranks.start(options, part, folder)
+            super().__init__(config, part, folder, self.ranks)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -211,13 +205,6 @@ def on_device(kind: type[RankRunner], device: str) -> Any:
     return type(kind.__name__, (kind, GpuRunner), {})
 
 
-def without_functions(config: EngineConfig) -> EngineConfig:
-    """Returns the config for the other ranks, without policies: a script's functions cannot be
-    sent."""
-    found = {name: value for name, value in vars(config).items() if not callable(value)}
-    return EngineConfig(**found)
-
-
 @dataclass
 class LaunchedOnRanks(Launched):
     """ranks: those that take part in it."""
@@ -232,17 +219,18 @@ class LaunchedOnRanks(Launched):
 # ------------------------------------------------------------------------------- the processes
 
 
-class Ranks:
-    """The processes of ranks 1, 2, …, on rank 0. They end with this process, however it ends.
+class Ranks(Group):
+    """The group as rank 0 has it, with the processes of ranks 1, 2, …: they end with this process,
+    however it ends.
 
     error: why they have ended.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
         self.have_ended = threading.Event()
         self.error: BaseException = RuntimeError("the ranks of the engine have been closed")
-        self.processes = [start_process(rank, group) for rank in range(1, group.size)]
+        self.processes = [start_process(rank, self) for rank in range(1, size)]
         for rank, process in enumerate(self.processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
@@ -250,11 +238,9 @@ class Ranks:
         """Records why a rank has ended, and frees a device that waits for it."""
         process.wait()
         if not self.have_ended.is_set():
-            self.error = RuntimeError(f"rank {rank} of the engine has died")
-            if self.group.store.check([f"error {rank}"]):
-                self.error = pickle.loads(self.group.store.get(f"error {rank}"))
+            self.error = RuntimeError(f"rank {rank} of the engine has died: see stderr")
             self.have_ended.set()
-            self.group.abort()
+            self.abort()
 
     def start(self, *arguments: Any) -> None:
         """Makes each rank create its `RankRunner` with these arguments.
@@ -262,7 +248,7 @@ class Ranks:
         Waits until all have started: `Group.connect` would not notice a rank that died before.
         """
         self.send(*arguments)
-        while self.group.store.add("ranks", 0) < len(self.processes):
+        while self.store.add("ranks", 0) < len(self.processes):
             self.check(timeout=0.1)
 
     def check(self, timeout: float = 0) -> None:
@@ -276,8 +262,8 @@ class Ranks:
         """Wraps work together with the other ranks. If it fails, they are ended, since they would
         wait.
 
-        An error that could be the consequence of another rank's end is replaced by the error of
-        that rank, or by a RuntimeError that names it.
+        An error that could be the consequence of another rank's end is replaced by a RuntimeError
+        that names this rank.
         """
         try:
             yield
@@ -325,16 +311,13 @@ def main() -> None:
     group = Group(*map(int, sys.argv[1:]))
     messages: SimpleQueue = SimpleQueue()
     threading.Thread(target=read_ahead, args=(messages,), daemon=True).start()
-    try:
-        config, part, folder = messages.get()
-        if config.device == "cuda":
-            torch.cuda.set_device(group.rank)
-        runner = on_device(RankRunner, config.device)(config, part, folder, group)
-        while True:
-            runner.follow(*messages.get())
-    except Exception as error:
-        group.store.set(f"error {group.rank}", pickle.dumps(error))
-        raise
+    options, part, folder = messages.get()
+    config = EngineConfig(**options)
+    if config.device == "cuda":
+        torch.cuda.set_device(group.rank)
+    runner = on_device(RankRunner, config.device)(config, part, folder, group)
+    while True:
+        runner.follow(*messages.get())
 
 
 def read_ahead(messages: SimpleQueue) -> None:
