@@ -16,14 +16,12 @@ other runner. The model has hooks, and knows no rank.
 import copy
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -89,6 +87,17 @@ class Group:
         self.backend.broadcast([x]).wait()
 
 
+    def read_part(self, tensor: Any, target: Tensor) -> Tensor:
+        """Reads a rank's part of a checkpoint's tensor: of each dimension that is split.
+
+        A tensor that does not fit is read whole, and the loader refuses it.
+        """
+        parts = zip(tensor.get_shape(), target.shape)
+        return tensor[tuple(
+            slice(self.rank * own, (self.rank + 1) * own) if own * self.size == size else slice(None)
+            for size, own in parts)]
+
+
 # ------------------------------------------------------------------------- a part of the model
 
 
@@ -101,16 +110,6 @@ def shard(config: PretrainedConfig, size: int) -> PretrainedConfig:
             raise rejected("tensor_parallel_size", size, f"a divisor of {name}={whole}")
         setattr(part, name, whole // size)
     return part
-
-
-def read_part(tensor: Any, target: Tensor, group: Group) -> Tensor:
-    """Reads a rank's part of a checkpoint's tensor: of each dimension that is split.
-
-    A tensor that does not fit is read whole, and the loader refuses it.
-    """
-    return tensor[tuple(
-        slice(group.rank * own, (group.rank + 1) * own) if own * group.size == size else slice(None)
-        for size, own in zip(tensor.get_shape(), target.shape))]
 
 
 def parallelize(model: Decoder, group: Group) -> None:
@@ -146,7 +145,7 @@ class RankRunner(ModelRunner):
         group.least(0)
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
-        model = super().load_model(folder, read=partial(read_part, group=self.group), **options)
+        model = super().load_model(folder, read=self.group.read_part, **options)
         parallelize(model, self.group)
         return model
 
@@ -186,7 +185,7 @@ class TensorParallelRunner(RankRunner):
     def launch(self, batch: Batch) -> Launched:
         """Begins a step on all ranks."""
         buffer, shape = self.prepare(batch)
-        with uninterrupted(), self.ranks.together():
+        with self.ranks.together():
             self.ranks.send(batch.copies, buffer.numpy(), shape)
             step, parts = self.forward(batch.copies, buffer, shape)
             launched = self.sample(batch, step, parts)
@@ -212,8 +211,10 @@ class LaunchedOnRanks(Launched):
     ranks: "Ranks"
 
     def wait(self) -> list[int]:
-        with uninterrupted(), self.ranks.together():
-            return super().wait()
+        tokens = super().wait()
+        # a GPU does not notice that a rank has died, and then computes rubbish
+        self.ranks.check()
+        return tokens
 
 
 # ------------------------------------------------------------------------------- the processes
@@ -229,7 +230,7 @@ class Ranks(Group):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.have_ended = threading.Event()
-        self.error: BaseException = RuntimeError("the ranks of the engine have been closed")
+        self.error = RuntimeError("the ranks of the engine have been closed")
         self.processes = [start_process(rank, self) for rank in range(1, size)]
         for rank, process in enumerate(self.processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
@@ -259,20 +260,19 @@ class Ranks(Group):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wraps work together with the other ranks. If it fails, they are ended, since they would
-        wait.
+        """Wraps work together with the other ranks. If it fails, or Ctrl-C interrupts it, they are
+        ended, since they would wait.
 
         An error that could be the consequence of another rank's end is replaced by a RuntimeError
         that names this rank.
         """
         try:
             yield
-            # a GPU does not notice that a rank has died, and then computes rubbish
             self.check()
         except BaseException as error:
             if isinstance(error, (RuntimeError, OSError)):
                 self.check(timeout=5)
-            self.error = error
+            self.error = RuntimeError(f"the ranks of the engine were ended after {error!r}")
             self.close()
             raise
 
@@ -327,24 +327,3 @@ def read_ahead(messages: SimpleQueue) -> None:
             messages.put(pickle.load(sys.stdin.buffer))
     finally:
         os._exit(0)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delays Ctrl-C until the end of the block: otherwise the other ranks would wait forever.
-
-    Only the main thread gets Ctrl-C. A handler installed by C code, which Python shows as None,
-    stays: it could not be restored.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    interrupts: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if interrupts:
-            signal.raise_signal(signal.SIGINT)

@@ -3,7 +3,7 @@
     from nanoengine_extensions.vllm import LLM, SamplingParams
 
 nanoengine's own `LLM` uses vLLM's names for the same features. This file adds the rest: keywords
-that have no effect here, `max_logprobs`, prompts as typed dicts, `output_kind`, `from_optional`,
+that have no effect here, prompts as typed dicts, `output_kind`, `from_optional`,
 `enqueue`, and redundant fields of outputs. All of it is subclasses, which the engine does not know.
 """
 
@@ -17,10 +17,8 @@ from pydantic.dataclasses import dataclass
 import nanoengine
 from nanoengine.outputs import Request
 from nanoengine.sampling_params import STRICT, explained, rejected
-from nanoengine_extensions.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-
-__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput",
-           "RequestOutput", "RequestOutputKind", "SamplingParams", "TextPrompt", "TokensPrompt"]
+from nanoengine_extensions.beam_search import (  # noqa: F401
+    BeamSearchOutput, BeamSearchParams, BeamSearchSequence)
 
 # Keywords of vLLM that have no effect here: the accepted values (None in place of a list: any
 # value), and what this engine does instead of other values.
@@ -36,6 +34,7 @@ VLLM_KEYWORDS: dict[str, tuple[Any, str]] = {
     "hf_overrides": ([None, {}], "config.json counts"),
     "kv_cache_dtype": (["auto"], "the cache has the `dtype` of the weights"),
     "logits_processors": ([None], "`SamplingParams(logits_processors=)` has them"),
+    "max_logprobs": (None, "there is no limit"),
     "pipeline_parallel_size": ([1], "one process runs one model on one device"),
     "quantization": ([None], "weights have the precision that `dtype` says"),
     "runner": (["auto", "generate"], "it generates"),
@@ -108,26 +107,12 @@ def as_in_vllm(output: nanoengine.RequestOutput) -> RequestOutput:
 
 
 class LLM(nanoengine.LLM):
-    """nanoengine's `LLM`, with vLLM's other keywords and methods.
+    """nanoengine's `LLM`, with vLLM's other keywords and methods."""
 
-    max_logprobs: the most `logprobs` and `prompt_logprobs` of a request; -1: no limit.
-    """
-
-    def __init__(self, model: Any, *, max_logprobs: int = -1, **options: Any) -> None:
-        if not isinstance(max_logprobs, int) or max_logprobs < -1:
-            raise rejected("max_logprobs", max_logprobs, "a number of tokens, or -1")
+    def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **without(VLLM_KEYWORDS, options))
-        self.max_logprobs = max_logprobs
         # those of `enqueue`, until `wait_for_completion`
         self.enqueued: list[Any] = []
-
-    def queue(self, requests: list[Any]) -> dict[str, Any]:
-        for params in [request.seq.params for request in requests if self.max_logprobs >= 0]:
-            for name in ("logprobs", "prompt_logprobs"):
-                if not 0 <= (getattr(params, name) or 0) <= self.max_logprobs:
-                    raise rejected(name, getattr(params, name),
-                                   f"from 0 to max_logprobs={self.max_logprobs}")
-        return super().queue(requests)
 
     def generate(self, *arguments: Any, **options: Any) -> list[Any]:
         outputs = super().generate(*arguments, **without(CALL_KEYWORDS, options))

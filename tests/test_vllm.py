@@ -98,7 +98,6 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
     ("pipeline_parallel_size", 2, "one of [1]: one process runs one model on one device"),
     ("quantization", "awq", "one of [None]: weights have the precision"),
     ("enable_chunked_prefill", False, "[None, True]: a prompt longer than a step always"),
-    ("max_logprobs", -2, "or -1"), ("max_logprobs", "5", "or -1"),
     ("trust_remote_kode", False, "trust_remote_kode"),
     ("block_size", 0, "greater than or equal to 1")])
 def test_bad_keywords(bundled, name, value, accepted):
@@ -166,20 +165,8 @@ def test_prompts_as_typed_dicts(llm):
     assert [output.prompt for output in outputs] == ["47 + 85 =", None, "mine"]
 
 
-def test_a_limit_on_logprobs(tiny):
+def test_logprobs_have_no_limit(tiny):
     with LLM(tiny, max_logprobs=2, num_kv_blocks=8) as llm:
-        for name in ("logprobs", "prompt_logprobs"):
-            for count in (3, -1):
-                params = SamplingParams(**{name: count})
-                for call in (llm.generate, llm.enqueue, lambda *args: [*llm.stream(*args)]):
-                    with pytest.raises(ValueError, match=f"{name}={count} .* max_logprobs=2"):
-                        call([[1, 2], [3]], [SamplingParams(), params])
-            generate(llm, [[1, 2]], SamplingParams(**{name: 2}))
-        check_idle(llm)
-    with LLM(tiny, max_logprobs=0, num_kv_blocks=8) as llm:
-        (output,) = generate(llm, [[1, 2]], SamplingParams(logprobs=0))
-        assert all(len(found) == 1 for found in output.outputs[0].logprobs)
-    with LLM(tiny, num_kv_blocks=8) as llm:
         (output,) = generate(llm, [[1, 2]], SamplingParams(logprobs=-1, max_tokens=1))
         assert len(output.outputs[0].logprobs[0]) == 320
 
