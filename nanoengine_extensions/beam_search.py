@@ -160,7 +160,7 @@ class BeamSearch(Request):
             beam.token_ids.pop()
             self.found[beam] = beam.logprobs.pop(beam.num_tokens).read()
         if len(self.found) == len(self.scores) and all(
-                beam.finish_reason or beam.num_uncomputed_tokens == 0 for beam in self.scores):
+                beam.finish_reason or not beam.num_uncomputed_tokens for beam in self.scores):
             self._go_on(self._choose())
 
     def _choose(self) -> list[tuple[float, Sequence, int]]:

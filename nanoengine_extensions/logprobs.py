@@ -72,11 +72,11 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
         most = values.shape[1]
         likeliest = values.topk(most if count == -1 else min(count, most)).indices
         token_ids = torch.cat([targets[index, None].clamp(min=0), likeliest], dim=1)
-        found_values = values.gather(1, token_ids)
+        picked = values.gather(1, token_ids)
         ranks = torch.arange(token_ids.shape[1], device=values.device).repeat(len(values), 1)
         # the last of equal ones
-        ranks[:, 0] = (values >= found_values[:, :1]).sum(dim=-1)
-        entries = torch.stack([token_ids, found_values, ranks], dim=-1)
+        ranks[:, 0] = (values >= picked[:, :1]).sum(dim=-1)
+        entries = torch.stack([token_ids, picked, ranks], dim=-1)
         of_rows = map(RowLogprobs, entries.to("cpu", non_blocking=True))
         found |= zip([rows[number] for number in numbers], of_rows)
     return found

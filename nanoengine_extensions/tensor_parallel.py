@@ -92,10 +92,10 @@ class Group:
 
         A tensor that does not fit is read whole, and the loader refuses it.
         """
-        parts = zip(tensor.get_shape(), target.shape)
         return tensor[tuple(
-            slice(self.rank * own, (self.rank + 1) * own) if own * self.size == size else slice(None)
-            for size, own in parts)]
+            slice(self.rank * own, (self.rank + 1) * own)
+            if size == self.size * own else slice(None)
+            for size, own in zip(tensor.get_shape(), target.shape))]
 
 
 # ------------------------------------------------------------------------- a part of the model
@@ -221,8 +221,9 @@ class LaunchedOnRanks(Launched):
 
 
 class Ranks(Group):
-    """The group as rank 0 has it, with the processes of ranks 1, 2, …: they end with this process,
-    however it ends.
+    """Rank 0's group, with the processes of ranks 1, 2, …
+
+    The processes end with this process, however it ends.
 
     error: why they have ended.
     """
@@ -241,7 +242,7 @@ class Ranks(Group):
         if not self.have_ended.is_set():
             self.error = RuntimeError(f"rank {rank} of the engine has died: see stderr")
             self.have_ended.set()
-            self.abort()
+        self.abort()
 
     def start(self, *arguments: Any) -> None:
         """Makes each rank create its `RankRunner` with these arguments.
@@ -277,7 +278,7 @@ class Ranks(Group):
             raise
 
     def send(self, *message: Any) -> None:
-        """The same for all."""
+        """Sends all ranks the same message."""
         self.check()
         content = pickle.dumps(message)
         for process in self.processes:
@@ -297,18 +298,18 @@ def start_process(rank: int, group: Group) -> Any:
 
     A process of multiprocessing would run the user's script again, which need not be a file.
     """
-    code = "from nanoengine_extensions import tensor_parallel; tensor_parallel.main()"
     place = group.size, rank, group.store.port
+    code = f"from nanoengine_extensions import tensor_parallel; tensor_parallel.main{place}"
     environment = {"PYTHONPATH": os.pathsep.join(sys.path),
                    "OMP_NUM_THREADS": str(torch.get_num_threads())}
     # in a session of its own, as Ctrl-C is for rank 0
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, place)], stdin=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                             env=os.environ | environment, start_new_session=True)
 
 
-def main() -> None:
-    """The process of a rank: runs the steps that rank 0 sends."""
-    group = Group(*map(int, sys.argv[1:]))
+def main(*place: int) -> None:
+    """The process of a rank: runs the steps that rank 0 sends. place: see `Group`."""
+    group = Group(*place)
     messages: SimpleQueue = SimpleQueue()
     threading.Thread(target=read_ahead, args=(messages,), daemon=True).start()
     options, part, folder = messages.get()
