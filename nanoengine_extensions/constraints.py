@@ -84,9 +84,8 @@ def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
     if found:
         others = [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs]
         bias = send(others, scores.device).float()[:, None].repeat(1, scores.shape[1])
-        # float64, which has all token ids
-        rows, token_ids, added = send(found, scores.device).double().T
-        bias[rows.long(), token_ids.long()] = added.float()
+        rows, token_ids, added = (send(each, scores.device) for each in zip(*found))
+        bias[rows, token_ids] = added.float()
         scores += bias
 
 

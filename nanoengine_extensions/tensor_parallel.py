@@ -41,7 +41,9 @@ from nanoengine.step_inputs import StepShape
 
 
 class Group:
-    """The collective operations of an engine's ranks. All ranks call the same ones in one order.
+    """The ranks of an engine, for one of them: what it does with the others, and what it reads.
+
+    All ranks call the same collective operations in one order.
 
     port: the port of rank 0; rank 0 itself takes a free one.
     """
@@ -86,9 +88,8 @@ class Group:
         """Copies rank 0's x to all ranks."""
         self.backend.broadcast([x]).wait()
 
-
     def read_part(self, tensor: Any, target: Tensor) -> Tensor:
-        """Reads a rank's part of a checkpoint's tensor: of each dimension that is split.
+        """Reads this rank's part of a checkpoint's tensor that is larger than its target.
 
         A tensor that does not fit is read whole, and the loader refuses it.
         """
