@@ -115,10 +115,9 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     token, or a beam of the first search, and then all beams of this search fit and continue.
     """
     beams = next((search.scores for search in searches if not search.is_finished), {})
-    running = list(scheduler.running)
-    if not any(seq.num_uncomputed_tokens for seq in running):
-        for seq in reversed(running):
-            scheduler.preempt(seq)
+    if not any(seq.num_uncomputed_tokens for seq in scheduler.running):
+        while scheduler.running:
+            scheduler.preempt(scheduler.running[-1])
         scheduler.waiting = deque(
             sorted(scheduler.waiting, key=lambda seq: (seq.priority, seq not in beams)))
 
@@ -161,7 +160,7 @@ class BeamSearch(Request):
             beam.token_ids.pop()
             self.found[beam] = beam.logprobs.pop(beam.num_tokens).read()
         if len(self.found) == len(self.scores) and all(
-                beam.finish_reason or beam.num_uncomputed_tokens == 0 for beam in self.scores):
+                beam.finish_reason or not beam.num_uncomputed_tokens for beam in self.scores):
             self._go_on(self._choose())
 
     def _choose(self) -> list[tuple[float, Sequence, int]]:

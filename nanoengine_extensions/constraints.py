@@ -21,24 +21,20 @@ from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import known_ids, send
 
 
-# a word that a sequence must not generate, as token ids, until it has this many tokens
-Forbidden = tuple[list[int], float]
-
-
 def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: int) -> None:
     """Prepares a sequence for the constraints in its parameters.
 
     vocab_size: that of the model. Its tokenizer can know more tokens, which are never generated.
 
-    `seq.constraints` lists its forbidden words: bad words for ever, and each token that could end
-    it, as a word of one token, until it has `min_tokens`. Bad words and processors need all tokens
-    of the sequence, so that its steps cannot run ahead.
+    `seq.constraints` lists its forbidden words, as token ids, each with the number of tokens until
+    which it is forbidden: bad words for ever, and a token that would end the sequence before
+    `min_tokens`. Bad words and processors need all tokens of the sequence, so that its steps cannot
+    run ahead.
     """
     bad_words = encode_bad_words(seq.params, tokenizer, vocab_size)
-    enough = seq.num_prompt_tokens + seq.params.min_tokens
-    words: list[Forbidden] = [(word, math.inf) for word in bad_words]
-    words += [([token_id], enough) for token_id in end_tokens if token_id < vocab_size]
-    seq.constraints = words
+    until = seq.num_prompt_tokens + seq.params.min_tokens
+    seq.constraints = [(word, math.inf) for word in bad_words]
+    seq.constraints += [([token], until) for token in end_tokens if token < vocab_size]
     seq.needs_tokens = bool(bad_words or seq.params.logits_processors)
 
 
@@ -75,9 +71,9 @@ def biases(seq: Sequence) -> dict[int, float]:
     found = dict(p.logit_bias or {})
     if p.allowed_token_ids:
         found = {token_id: found.get(token_id, 0.0) for token_id in p.allowed_token_ids}
-    for (*beginning, last), enough in seq.constraints or ():
+    for (*beginning, last), until in seq.constraints or ():
         start = max(seq.num_prompt_tokens, seq.num_tokens - len(beginning))
-        if seq.num_tokens < enough and seq.token_ids[start:] == beginning:
+        if seq.num_tokens < until and seq.token_ids[start:] == beginning:
             found[last] = -math.inf
     return found
 
@@ -88,9 +84,8 @@ def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
     if found:
         others = [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs]
         bias = send(others, scores.device).float()[:, None].repeat(1, scores.shape[1])
-        # float64, which has all token ids
-        rows, token_ids, added = send(found, scores.device).double().T
-        bias[rows.long(), token_ids.long()] = added.float()
+        rows, token_ids, added = (send(each, scores.device) for each in zip(*found))
+        bias[rows, token_ids] = added.float()
         scores += bias
 
 

@@ -3,8 +3,8 @@
 `sampling_params.explained`, which decorates EngineConfig and SamplingParams, calls `explain`.
 """
 
-from dataclasses import fields
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from pydantic_core import ValidationError
@@ -19,7 +19,7 @@ def explain_one(found: Any, checked: Any) -> str:
     """Describes one mistake. For an unknown keyword, it names the nearest known one."""
     name = ".".join(map(str, found["loc"]))
     if found["type"] == "unexpected_keyword_argument":
-        nearest, = get_close_matches(name, [field.name for field in fields(checked)], 1, cutoff=0)
+        nearest, = get_close_matches(name, signature(checked).parameters, 1, cutoff=0)
         return f"{name} is not known: the nearest is {nearest}"
     message = found["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
     return f"{name}={found['input']!r} is not accepted: {message}" if name else message

@@ -68,14 +68,14 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
         if temperature:
             values /= temperature
         values = values.log_softmax(dim=-1)
-        target = targets[index, None].clamp(min=0)
-        value = values.gather(1, target)
+        most = values.shape[1]
+        likeliest = values.topk(most if count == -1 else min(count, most)).indices
+        token_ids = torch.cat([targets[index, None].clamp(min=0), likeliest], dim=1)
+        picked = values.gather(1, token_ids)
+        ranks = torch.arange(token_ids.shape[1], device=values.device).repeat(len(values), 1)
         # the last of equal ones
-        rank = (values >= value).sum(dim=-1, keepdim=True)
-        top = values.topk(values.shape[1] if count == -1 else min(count, values.shape[1]))
-        ranks = torch.arange(1, 1 + top.values.shape[1], device=rank.device).expand_as(top.indices)
-        pairs = (target, top.indices), (value, top.values), (rank, ranks)
-        entries = torch.stack([torch.cat(pair, dim=1).double() for pair in pairs], dim=-1)
+        ranks[:, 0] = (values >= picked[:, :1]).sum(dim=-1)
+        entries = torch.stack([token_ids, picked, ranks], dim=-1)
         of_rows = map(RowLogprobs, entries.to("cpu", non_blocking=True))
         found |= zip([rows[number] for number in numbers], of_rows)
     return found

@@ -123,10 +123,9 @@ class Metrics:
         """Logs how many requests the KV cache can hold."""
         config = self.engine.config
         runner = self.engine.runner
-        logger.info("%s: %s KV blocks of %s tokens hold %.1f requests of %s tokens at once",
-                    config.model, runner.num_kv_blocks, config.block_size,
-                    runner.num_kv_blocks * config.block_size / runner.max_model_len,
-                    runner.max_model_len)
+        most = runner.num_kv_blocks * config.block_size / runner.max_model_len
+        logger.info(f"{config.model}: {runner.num_kv_blocks} KV blocks of {config.block_size} "
+                    f"tokens hold {most:.1f} requests of {runner.max_model_len} tokens at once")
 
     def show_progress(self, steps: Generator, num_requests: int, is_shown: bool) -> None:
         """Runs the steps of a call to their end, with a progress bar.
@@ -186,9 +185,9 @@ class Metrics:
         host_tables = getattr(manager, "host_tables", {})
         # another thread can call this during a step
         running = list(scheduler.running)
-        slots = [len(seq.block_table) * manager.block_size for seq in running]
-        unused = [max(0, n - seq.num_tokens) for n, seq in zip(slots, running)]
-        internal_waste = sum(num_tokens % manager.block_size for num_tokens in unused)
+        size = manager.block_size
+        unused = [max(0, len(seq.block_table) * size - seq.num_tokens) for seq in running]
+        internal_waste = sum(count % size for count in unused)
         num_swapped = counters["swap_out_blocks"] + counters["swap_in_blocks"]
         return Counter(counters | {
             "shared_blocks": manager.num_shared_blocks,

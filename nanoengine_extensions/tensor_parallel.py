@@ -16,14 +16,12 @@ other runner. The model has hooks, and knows no rank.
 import copy
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -43,7 +41,9 @@ from nanoengine.step_inputs import StepShape
 
 
 class Group:
-    """The collective operations of an engine's ranks. All ranks call the same ones in one order.
+    """The ranks of an engine, for one of them: what it does with the others, and what it reads.
+
+    All ranks call the same collective operations in one order.
 
     port: the port of rank 0; rank 0 itself takes a free one.
     """
@@ -60,15 +60,12 @@ class Group:
         self.device = device
         # counts the ranks that have arrived
         self.store.add("ranks", 1)
-        kinds: Any = torch.distributed
-        place = self.store, self.rank, self.size
-        if device == "cuda":
-            self.backend = kinds.ProcessGroupNCCL(*place, kinds.ProcessGroupNCCL.Options())
-        else:
-            self.backend = kinds.ProcessGroupGloo(*place)
+        kind = "ProcessGroupNCCL" if device == "cuda" else "ProcessGroupGloo"
+        self.backend = getattr(torch.distributed, kind)(self.store, self.rank, self.size)
 
     def abort(self) -> None:
-        """Ends the kernels of NCCL, which would wait forever for a dead rank. Gloo notices."""
+        """Ends the kernels of NCCL, which would wait forever for a dead rank. Gloo notices by
+        itself."""
         if self.backend and self.device == "cuda":
             self.backend.abort()
 
@@ -91,6 +88,16 @@ class Group:
         """Copies rank 0's x to all ranks."""
         self.backend.broadcast([x]).wait()
 
+    def read_part(self, tensor: Any, target: Tensor) -> Tensor:
+        """Reads this rank's part of a checkpoint's tensor that is larger than its target.
+
+        A tensor that does not fit is read whole, and the loader refuses it.
+        """
+        return tensor[tuple(
+            slice(self.rank * own, (self.rank + 1) * own)
+            if size == self.size * own else slice(None)
+            for size, own in zip(tensor.get_shape(), target.shape))]
+
 
 # ------------------------------------------------------------------------- a part of the model
 
@@ -104,18 +111,6 @@ def shard(config: PretrainedConfig, size: int) -> PretrainedConfig:
             raise rejected("tensor_parallel_size", size, f"a divisor of {name}={whole}")
         setattr(part, name, whole // size)
     return part
-
-
-def read_part(tensor: Any, target: Tensor, group: Group) -> Tensor:
-    """Reads a rank's part of a checkpoint's tensor, if that is larger than its target."""
-    return tensor[part_of(tensor.get_shape(), target, group)]
-
-
-def part_of(shape: list[int], target: Tensor, group: Group) -> tuple[slice, ...]:
-    """Returns a rank's part of each dimension; all of it if the sizes do not fit."""
-    return tuple(
-        slice(group.rank * own, (group.rank + 1) * own) if own * group.size == size else slice(None)
-        for size, own in zip(shape, target.shape))
 
 
 def parallelize(model: Decoder, group: Group) -> None:
@@ -151,7 +146,7 @@ class RankRunner(ModelRunner):
         group.least(0)
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
-        model = super().load_model(folder, read=partial(read_part, group=self.group), **options)
+        model = super().load_model(folder, read=self.group.read_part, **options)
         parallelize(model, self.group)
         return model
 
@@ -163,7 +158,7 @@ class RankRunner(ModelRunner):
         """Does another rank's part of a step that rank 0 launches: everything except sampling."""
         _, parts = self.forward(copies, torch.from_numpy(numbers), shape)
         for part in parts:
-            # skips an empty part, for which rank 0 computes no logits
+            # skips an empty chunk, for which rank 0 computes no logits
             if len(part):
                 self.logits(part)
         self.group.share(self.last_sampled)
@@ -180,17 +175,18 @@ class TensorParallelRunner(RankRunner):
             raise rejected("tensor_parallel_size", size, f"at most {num_gpus}, the GPUs there are")
         if config.batch_invariant:
             raise rejected("batch_invariant", True, "False with several ranks")
-        group = Group(size)
-        self.ranks = Ranks(group)
+        # a script's functions, such as its policies, cannot be sent
+        options = {name: value for name, value in vars(config).items() if not callable(value)}
+        self.ranks = Ranks(size)
         with self.ranks.together():
-            self.ranks.start(without_functions(config), part, folder)
-            super().__init__(config, part, folder, group)
+            self.ranks.start(options, part, folder)
+            super().__init__(config, part, folder, self.ranks)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Begins a step on all ranks."""
         buffer, shape = self.prepare(batch)
-        with uninterrupted(), self.ranks.together():
+        with self.ranks.together():
             self.ranks.send(batch.copies, buffer.numpy(), shape)
             step, parts = self.forward(batch.copies, buffer, shape)
             launched = self.sample(batch, step, parts)
@@ -209,12 +205,6 @@ def on_device(kind: type[RankRunner], device: str) -> Any:
     return type(kind.__name__, (kind, GpuRunner), {})
 
 
-def without_functions(config: EngineConfig) -> EngineConfig:
-    """Returns the config for the other ranks, without policies: functions cannot be sent."""
-    found = {name: value for name, value in vars(config).items() if not callable(value)}
-    return EngineConfig(**found)
-
-
 @dataclass
 class LaunchedOnRanks(Launched):
     """ranks: those that take part in it."""
@@ -222,24 +212,28 @@ class LaunchedOnRanks(Launched):
     ranks: "Ranks"
 
     def wait(self) -> list[int]:
-        with uninterrupted(), self.ranks.together():
-            return super().wait()
+        tokens = super().wait()
+        # a GPU does not notice that a rank has died, and then computes rubbish
+        self.ranks.check()
+        return tokens
 
 
 # ------------------------------------------------------------------------------- the processes
 
 
-class Ranks:
-    """The processes of ranks 1, 2, …, on rank 0. They end with this process, however it ends.
+class Ranks(Group):
+    """Rank 0's group, with the processes of ranks 1, 2, …
+
+    The processes end with this process, however it ends.
 
     error: why they have ended.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
         self.have_ended = threading.Event()
-        self.error: BaseException = RuntimeError("the ranks of the engine have been closed")
-        self.processes = [start_process(rank, group) for rank in range(1, group.size)]
+        self.error = RuntimeError("the ranks of the engine have been closed")
+        self.processes = [start_process(rank, self) for rank in range(1, size)]
         for rank, process in enumerate(self.processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
@@ -247,11 +241,9 @@ class Ranks:
         """Records why a rank has ended, and frees a device that waits for it."""
         process.wait()
         if not self.have_ended.is_set():
-            self.error = RuntimeError(f"rank {rank} of the engine has died")
-            if self.group.store.check([f"error {rank}"]):
-                self.error = pickle.loads(self.group.store.get(f"error {rank}"))
+            self.error = RuntimeError(f"rank {rank} of the engine has died: see stderr")
             self.have_ended.set()
-            self.group.abort()
+        self.abort()
 
     def start(self, *arguments: Any) -> None:
         """Makes each rank create its `RankRunner` with these arguments.
@@ -259,7 +251,7 @@ class Ranks:
         Waits until all have started: `Group.connect` would not notice a rank that died before.
         """
         self.send(*arguments)
-        while self.group.store.add("ranks", 0) < len(self.processes):
+        while self.store.add("ranks", 0) < len(self.processes):
             self.check(timeout=0.1)
 
     def check(self, timeout: float = 0) -> None:
@@ -270,25 +262,24 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wraps work together with the other ranks. If it fails, they are ended, since they would
-        wait.
+        """Wraps work together with the other ranks. If it fails, or Ctrl-C interrupts it, they are
+        ended, since they would wait.
 
-        An error that could be the consequence of another rank's end is replaced by the error of
-        that rank, or by a RuntimeError that names it.
+        An error that could be the consequence of another rank's end is replaced by a RuntimeError
+        that names this rank.
         """
         try:
             yield
-            # a GPU does not notice that a rank has died, and then computes rubbish
             self.check()
         except BaseException as error:
             if isinstance(error, (RuntimeError, OSError)):
                 self.check(timeout=5)
-            self.error = error
+            self.error = RuntimeError(f"the ranks of the engine were ended after {error!r}")
             self.close()
             raise
 
     def send(self, *message: Any) -> None:
-        """The same for all."""
+        """Sends all ranks the same message."""
         self.check()
         content = pickle.dumps(message)
         for process in self.processes:
@@ -308,30 +299,27 @@ def start_process(rank: int, group: Group) -> Any:
 
     A process of multiprocessing would run the user's script again, which need not be a file.
     """
-    code = "from nanoengine_extensions import tensor_parallel; tensor_parallel.main()"
     place = group.size, rank, group.store.port
+    code = f"from nanoengine_extensions import tensor_parallel; tensor_parallel.main{place}"
     environment = {"PYTHONPATH": os.pathsep.join(sys.path),
                    "OMP_NUM_THREADS": str(torch.get_num_threads())}
     # in a session of its own, as Ctrl-C is for rank 0
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, place)], stdin=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                             env=os.environ | environment, start_new_session=True)
 
 
-def main() -> None:
-    """The process of a rank: runs the steps that rank 0 sends."""
-    group = Group(*map(int, sys.argv[1:]))
+def main(*place: int) -> None:
+    """The process of a rank: runs the steps that rank 0 sends. place: see `Group`."""
+    group = Group(*place)
     messages: SimpleQueue = SimpleQueue()
     threading.Thread(target=read_ahead, args=(messages,), daemon=True).start()
-    try:
-        config, part, folder = messages.get()
-        if config.device == "cuda":
-            torch.cuda.set_device(group.rank)
-        runner = on_device(RankRunner, config.device)(config, part, folder, group)
-        while True:
-            runner.follow(*messages.get())
-    except Exception as error:
-        group.store.set(f"error {group.rank}", pickle.dumps(error))
-        raise
+    options, part, folder = messages.get()
+    config = EngineConfig(**options)
+    if config.device == "cuda":
+        torch.cuda.set_device(group.rank)
+    runner = on_device(RankRunner, config.device)(config, part, folder, group)
+    while True:
+        runner.follow(*messages.get())
 
 
 def read_ahead(messages: SimpleQueue) -> None:
@@ -341,24 +329,3 @@ def read_ahead(messages: SimpleQueue) -> None:
             messages.put(pickle.load(sys.stdin.buffer))
     finally:
         os._exit(0)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delays Ctrl-C until the end of the block: otherwise the other ranks would wait forever.
-
-    Only the main thread gets Ctrl-C. A handler installed by C code, which Python shows as None,
-    stays: it could not be restored.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    interrupts: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if interrupts:
-            signal.raise_signal(signal.SIGINT)

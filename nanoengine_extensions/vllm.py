@@ -3,8 +3,8 @@
     from nanoengine_extensions.vllm import LLM, SamplingParams
 
 nanoengine's own `LLM` uses vLLM's names for the same features. This file adds the rest: keywords
-that have no effect here, `max_logprobs`, prompts as typed dicts, `output_kind`, `from_optional`,
-`enqueue`, and redundant fields of outputs. All of it is subclasses, which the engine does not know.
+that have no effect here, prompts as typed dicts, `output_kind`, `from_optional` and `enqueue`, in
+subclasses, which the engine does not know. Outputs are nanoengine's own.
 """
 
 from collections.abc import Iterator
@@ -15,27 +15,28 @@ from typing import Any, TypedDict
 from pydantic.dataclasses import dataclass
 
 import nanoengine
+from nanoengine import CompletionOutput, RequestOutput
 from nanoengine.outputs import Request
 from nanoengine.sampling_params import STRICT, explained, rejected
-from nanoengine_extensions.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-
-__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput",
-           "RequestOutput", "RequestOutputKind", "SamplingParams", "TextPrompt", "TokensPrompt"]
+from nanoengine_extensions.beam_search import (
+    BeamSearchOutput, BeamSearchParams, BeamSearchSequence)
 
 # Keywords of vLLM that have no effect here: the accepted values (None in place of a list: any
 # value), and what this engine does instead of other values.
-VLLM_KEYWORDS: dict[str, tuple[Any, str]] = {
-    "async_scheduling": (None, "`run_ahead` is the option for that"),
-    "compilation_config": ([None, 0, {}], "`enforce_eager` is the option for that"),
+Keywords = dict[str, tuple[Any, str]]
+VLLM_KEYWORDS: Keywords = {
+    "async_scheduling": (None, "see `run_ahead`"),
+    "compilation_config": ([None, 0, {}], "see `enforce_eager`"),
     "disable_custom_all_reduce": (None, "PyTorch reduces"),
     "disable_log_stats": (None, "`metrics()` has them"),
     "distributed_executor_backend": ([None, "mp", "uni"], "ranks are processes of one machine"),
     "enable_chunked_prefill": ([None, True], "a prompt longer than a step always comes in chunks"),
     "enable_lora": ([False], "there are no adapters"),
-    "generation_config": (["auto"], "generation_config.json counts for `sampling_params=None`"),
+    "generation_config": (["auto"], "the file counts for `sampling_params=None`"),
     "hf_overrides": ([None, {}], "config.json counts"),
     "kv_cache_dtype": (["auto"], "the cache has the `dtype` of the weights"),
     "logits_processors": ([None], "`SamplingParams(logits_processors=)` has them"),
+    "max_logprobs": (None, "there is no limit"),
     "pipeline_parallel_size": ([1], "one process runs one model on one device"),
     "quantization": ([None], "weights have the precision that `dtype` says"),
     "runner": (["auto", "generate"], "it generates"),
@@ -44,12 +45,12 @@ VLLM_KEYWORDS: dict[str, tuple[Any, str]] = {
     "tokenizer_mode": (["auto"], "the tokenizer is the fast one of transformers"),
     "tokenizer_revision": ([None], "`revision` counts for model and tokenizer"),
     "trust_remote_code": ([False], "code that comes with a model never runs")}
-CALL_KEYWORDS: dict[str, tuple[Any, str]] = {
+CALL_KEYWORDS: Keywords = {
     "chat_template_content_format": (["auto", "string"], "text parts are joined"),
     "lora_request": ([None], "there are no adapters")}
 
 
-def without(keywords: dict[str, tuple[Any, str]], options: dict[str, Any]) -> dict[str, Any]:
+def without(keywords: Keywords, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options without those that have no effect. Raises ValueError for other values."""
     for name, (accepted, instead) in keywords.items():
         if accepted and options.get(name, accepted[0]) not in accepted:
@@ -91,47 +92,16 @@ class SamplingParams(nanoengine.SamplingParams):
                       if value is not None or name == "max_tokens"})
 
 
-class CompletionOutput(nanoengine.CompletionOutput):
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-class RequestOutput(nanoengine.RequestOutput):
-    """lora_request: None."""
-
-    lora_request = None
-
-
-def as_in_vllm(output: nanoengine.RequestOutput) -> RequestOutput:
-    completions = [CompletionOutput(**vars(completion)) for completion in output.outputs]
-    return RequestOutput(**vars(output) | {"outputs": completions})
-
-
 class LLM(nanoengine.LLM):
-    """nanoengine's `LLM`, with vLLM's other keywords and methods.
+    """nanoengine's `LLM`, with vLLM's other keywords and methods."""
 
-    max_logprobs: the most `logprobs` and `prompt_logprobs` of a request; -1: no limit.
-    """
-
-    def __init__(self, model: Any, *, max_logprobs: int = -1, **options: Any) -> None:
-        if not isinstance(max_logprobs, int) or max_logprobs < -1:
-            raise rejected("max_logprobs", max_logprobs, "a number of tokens, or -1")
+    def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **without(VLLM_KEYWORDS, options))
-        self.max_logprobs = max_logprobs
         # those of `enqueue`, until `wait_for_completion`
         self.enqueued: list[Any] = []
 
-    def queue(self, requests: list[Any]) -> dict[str, Any]:
-        for params in [request.seq.params for request in requests if self.max_logprobs >= 0]:
-            for name in ("logprobs", "prompt_logprobs"):
-                if not 0 <= (getattr(params, name) or 0) <= self.max_logprobs:
-                    raise rejected(name, getattr(params, name),
-                                   f"from 0 to max_logprobs={self.max_logprobs}")
-        return super().queue(requests)
-
     def generate(self, *arguments: Any, **options: Any) -> list[Any]:
-        outputs = super().generate(*arguments, **without(CALL_KEYWORDS, options))
-        return list(map(as_in_vllm, outputs))
+        return super().generate(*arguments, **without(CALL_KEYWORDS, options))
 
     def chat(self, *arguments: Any, **options: Any) -> list[Any]:
         return super().chat(*arguments, **without(CALL_KEYWORDS, options))
@@ -154,17 +124,13 @@ class LLM(nanoengine.LLM):
         requests, self.enqueued = self.enqueued, []
         while not all(request.is_finished for request in requests):
             self.step()
-        return [as_in_vllm(request.output()) for request in requests]
+        return [request.output() for request in requests]
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**asdict(super().get_default_sampling_params()))
-
-    def reset_prefix_cache(self) -> Any:
-        super().reset_prefix_cache()
-        return True
 
 
 def shown(request: Request) -> RequestOutput | None:
     """Returns what a stream yields for a request that has new tokens."""
     is_quiet = getattr(request.seq.params, "output_kind", None) == RequestOutputKind.FINAL_ONLY
-    return None if is_quiet and not request.is_finished else as_in_vllm(request.output())
+    return None if is_quiet and not request.is_finished else request.output()

@@ -53,7 +53,7 @@ SCRIPT = """if True:
     sampling_params = llm.get_default_sampling_params()
     sampling_params.max_tokens = 5
     outputs = llm.chat(conversation, sampling_params, use_tqdm=False)
-    print(len(outputs[0].outputs[0].token_ids) <= 5, outputs[0].outputs[0].finished())
+    print(len(outputs[0].outputs[0].token_ids) <= 5, outputs[0].finished)
 """
 
 
@@ -73,7 +73,6 @@ def test_it_changes_nothing_of_the_engines_own():
         import nanoengine_extensions.vllm
         assert before and all(set(dir(cls)) == names for cls, names in before.items())"""
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
-    assert not hasattr(nanoengine.RequestOutput, "lora_request")
 
 
 # -------------------------------------------------------------------------------- keywords
@@ -98,7 +97,6 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
     ("pipeline_parallel_size", 2, "one of [1]: one process runs one model on one device"),
     ("quantization", "awq", "one of [None]: weights have the precision"),
     ("enable_chunked_prefill", False, "[None, True]: a prompt longer than a step always"),
-    ("max_logprobs", -2, "or -1"), ("max_logprobs", "5", "or -1"),
     ("trust_remote_kode", False, "trust_remote_kode"),
     ("block_size", 0, "greater than or equal to 1")])
 def test_bad_keywords(bundled, name, value, accepted):
@@ -166,20 +164,8 @@ def test_prompts_as_typed_dicts(llm):
     assert [output.prompt for output in outputs] == ["47 + 85 =", None, "mine"]
 
 
-def test_a_limit_on_logprobs(tiny):
+def test_logprobs_have_no_limit(tiny):
     with LLM(tiny, max_logprobs=2, num_kv_blocks=8) as llm:
-        for name in ("logprobs", "prompt_logprobs"):
-            for count in (3, -1):
-                params = SamplingParams(**{name: count})
-                for call in (llm.generate, llm.enqueue, lambda *args: [*llm.stream(*args)]):
-                    with pytest.raises(ValueError, match=f"{name}={count} .* max_logprobs=2"):
-                        call([[1, 2], [3]], [SamplingParams(), params])
-            generate(llm, [[1, 2]], SamplingParams(**{name: 2}))
-        check_idle(llm)
-    with LLM(tiny, max_logprobs=0, num_kv_blocks=8) as llm:
-        (output,) = generate(llm, [[1, 2]], SamplingParams(logprobs=0))
-        assert all(len(found) == 1 for found in output.outputs[0].logprobs)
-    with LLM(tiny, num_kv_blocks=8) as llm:
         (output,) = generate(llm, [[1, 2]], SamplingParams(logprobs=-1, max_tokens=1))
         assert len(output.outputs[0].logprobs[0]) == 320
 
@@ -187,23 +173,17 @@ def test_a_limit_on_logprobs(tiny):
 # --------------------------------------------------------------------------- what comes back
 
 
-def test_outputs_have_all_of_vllms_parts(llm):
+def test_what_comes_back(llm):
     prompts = ["Once upon a time", "47 + 85 ="]
-    for output in llm.stream(prompts, GREEDY):
-        assert isinstance(output, RequestOutput) and output.lora_request is None
-        assert [c.finished() for c in output.outputs] == [output.finished]
     params = SamplingParams(n=2, seed=1, max_tokens=4, logprobs=1, prompt_logprobs=0)
     plain = nanoengine.LLM.generate(llm, prompts, params, use_tqdm=False)
     for output, expected in zip(generate(llm, prompts, params), plain):
-        assert output.lora_request is None and all(c.finished() for c in output.outputs)
         for name, value in vars(expected).items():
-            if name not in ("request_id", "metrics", "outputs", "num_cached_tokens"):
+            if name not in ("request_id", "metrics", "num_cached_tokens"):
                 assert getattr(output, name) == value, name
-        assert list(map(vars, output.outputs)) == list(map(vars, expected.outputs))
         assert output.metrics.first_token_time > 0
     assert isinstance(llm.chat([{"role": "user", "content": "12"}], GREEDY, False)[0],
                       RequestOutput)
-    assert llm.reset_prefix_cache() is True
 
 
 def test_a_stream_can_yield_finished_requests_alone(llm):
