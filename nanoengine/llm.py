@@ -254,11 +254,12 @@ class LLM(AbstractContextManager):
         """Returns the transformers tokenizer. Raises ValueError if the model has none."""
         return self.inputs.get_tokenizer()
 
-    def reset_prefix_cache(self) -> None:
-        """Empties the prefix cache; blocks in use stay in use."""
+    def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache; blocks in use stay in use. Returns True, as in vLLM."""
         with self.turn():
             manager = self.engine.scheduler.block_manager
             manager.forget(list(manager.blocks_by_hash))
+        return True
 
     def metrics(self) -> dict[str, Any]:
         """Returns current gauges, and counters since the start: see metrics.py."""
