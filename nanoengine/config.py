@@ -73,7 +73,7 @@ class EngineConfig:
         "flash-attn", "varlen" or "gather" on a GPU; "auto": the fastest that works here.
     run_ahead: launch a step before the tokens of the step before it are known; the tokens are the
         same.
-    enable_prefix_caching: find blocks again by the hash of their tokens.
+    enable_prefix_caching: reuse cached blocks that hold the same tokens.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
         then prompts in the rest of the step). nanoengine_extensions/policies.py adds "static" (a
         batch ends before the next one begins) and `overtaking(...)`, for comparison. Each policy

@@ -35,7 +35,7 @@ class RequestMetrics:
     first_token_time: when its first token was known.
     finished_time: when the last token of its longest completion was known.
     last_run_time: when the last step that computed it began.
-    num_decoded_tokens: tokens of the longest completion, without its first (set in an output).
+    num_decoded_tokens: tokens of the longest completion, without its first.
     num_cached_tokens: tokens of the prompt that the prefix cache had at the first admission.
     num_preemptions: how often one of its completions was preempted.
     queue_time: seconds from arrival to the first step.
