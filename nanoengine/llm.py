@@ -55,8 +55,8 @@ class LLM(AbstractContextManager):
         self.inputs = InputProcessor(config, self.model_config, folder)
         try:
             runner = make_runner(config, self.model_config, folder)
-        # PyTorch raises these where a size exceeds the memory, or any memory
-        except (MemoryError, RuntimeError) as error:
+        # for sizes of the model that are 0, or exceed the memory, or any memory
+        except (MemoryError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"{model} cannot be run with these options: {error} Lower "
                              "max_num_batched_tokens or max_num_seqs if memory runs out") from error
         finally:
