@@ -40,14 +40,14 @@ SAMPLING = {each.name for each in fields(SamplingParams)} - {
 TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
             "continue_final_message", "tools"}
 OF_CHATS = {"messages", "documents", "max_completion_tokens", "top_logprobs"}
-KNOWN = {CHAT: SAMPLING | TEMPLATE | OF_CHATS, COMPLETION: SAMPLING | {"prompt"}}
+KNOWN = {CHAT: SAMPLING | TEMPLATE | OF_CHATS | {"response_format"},
+         COMPLETION: SAMPLING | {"prompt", "response_format"}}
 IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
            "request_id", "safety_identifier", "service_tier", "store", "user"}
 # the only value without an effect
 NEUTRAL: dict[str, Any] = {
-    "best_of": 1, "echo": False, "modalities": ["text"], "priority": 0,
-    "response_format": {"type": "text"}, "stream": False, "tool_choice": "none",
-    "use_beam_search": False}
+    "best_of": 1, "echo": False, "modalities": ["text"], "priority": 0, "stream": False,
+    "tool_choice": "none", "use_beam_search": False}
 
 BEGIN_OF_RESULT = b'{"id": "line-'
 Lines = Iterator[tuple[int, bytes]]
@@ -104,6 +104,8 @@ class Request:
             given["seed"] = self.number
         if "logit_bias" in given:
             given["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
+        if "response_format" in body:
+            given["structured_outputs"] = grammar_of(body["response_format"])
         if self.url == CHAT:
             # None: as many as fit
             given["max_tokens"] = body.get("max_completion_tokens", body.get("max_tokens"))
@@ -151,6 +153,18 @@ class Request:
         likeliest = sorted(found.values(), key=lambda each: each.rank)
         top = [described(each) for each in likeliest if count == -1 or each.rank <= count]
         return described(found[token_id]) | {"top_logprobs": top}
+
+
+def grammar_of(response_format: Any) -> dict[str, Any] | None:
+    """Returns OpenAI's `response_format` as `SamplingParams.structured_outputs`."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json": {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json": schema}
+    raise ValueError(f"response_format={response_format!r} is not supported")
 
 
 def described(logprob: Any) -> dict[str, Any]:

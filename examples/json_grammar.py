@@ -11,9 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Annotated, Literal
 
-import xgrammar
 from pydantic import BaseModel, ConfigDict, Field
-from xgrammar.contrib.hf import LogitsProcessor
 
 from nanoengine import LLM, SamplingParams
 
@@ -37,15 +35,9 @@ LONGEST = '{"kind": "cat", "age": 99, "friends": ["mouse", "mouse", "mouse"]}'
 
 def ask(llm: LLM, questions: list[str], seed: int) -> list[Animal]:
     """Returns an answer for each question."""
-    vocabulary = xgrammar.TokenizerInfo.from_huggingface(
-        llm.get_tokenizer(), vocab_size=llm.model_config.vocab_size)
-    # without any_whitespace=False a model could write spaces forever
-    grammar = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(
-        Animal, any_whitespace=False)
-    # A processor keeps its place in the grammar: each request needs a new one, and n=1.
     params = [
         SamplingParams(seed=seed + i, max_tokens=len(LONGEST) + 1,
-                       logits_processors=[LogitsProcessor(grammar)])
+                       structured_outputs={"json": Animal.model_json_schema()})
         for i in range(len(questions))]
     conversations = [[{"role": "user", "content": question}] for question in questions]
     outputs = llm.chat(conversations, params, use_tqdm=False)

@@ -3,12 +3,15 @@
     python examples/score.py                             # sums, with the bundled model
     python examples/score.py "47 + 85 =" " 132" " 131" " 122"
 
-The score of a choice is the log-probability of its tokens after the prompt. One generated token is
-ignored. Each token lowers the score, so long choices lose; --mean divides by the number of tokens.
+The score of a choice is the log-probability of its tokens after the prompt; next to it is the
+probability of the choice among these choices. One generated token is ignored. Each token lowers the
+score, so long choices lose; --mean divides by the number of tokens.
 """
 
 import argparse
 from pathlib import Path
+
+import torch
 
 from nanoengine import LLM, SamplingParams
 
@@ -38,8 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     with LLM(flags.model) as llm:
         found = scores(llm, flags.prompt, flags.choices, flags.mean)
-    for score, choice in sorted(zip(found, flags.choices), reverse=True):
-        print(f"{score:9.3f}  {flags.prompt}{choice}")
+    shares = torch.tensor(found).softmax(dim=0).tolist()
+    for score, share, choice in sorted(zip(found, shares, flags.choices), reverse=True):
+        print(f"{score:9.3f} {share:7.1%}  {flags.prompt}{choice}")
 
 
 if __name__ == "__main__":

@@ -64,9 +64,8 @@ class InputProcessor:
         first = next(iter(prompts), None)
         if isinstance(prompts, (str, dict)) or isinstance(first, Integral):
             prompts = [prompts]
-        size = len(prompts)
-        params = one_for_each(size, "sampling_params", params, self.default_params)
-        priorities = one_for_each(size, "priority", priority, 0)
+        params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
+        priorities = one_for_each(len(prompts), "priority", priority, 0)
         if len(set(priorities)) > 1 and self.config.scheduling_policy == "fcfs":
             raise rejected("priority", priority,
                            "the same for all unless scheduling_policy is 'priority'")
@@ -115,20 +114,20 @@ class InputProcessor:
         """Returns a request with the sequence of its first completion, and forks for the others."""
         text, token_ids = prompt
         number = next(self.numbers)
-        length = len(token_ids)
         most = params.max_tokens or self.max_model_len
         stops: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         ends = stops | self.eos_tokens
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
         seq = Sequence(
-            str(number), token_ids, length, min(length + most, self.max_model_len), params, seed,
-            stops if params.ignore_eos else ends, priority, metrics=RequestMetrics())
+            str(number), token_ids, len(token_ids), min(len(token_ids) + most, self.max_model_len),
+            params, seed, stops if params.ignore_eos else ends, priority, metrics=RequestMetrics())
+        seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
+        seqs = [seq, *seq.forks]
         if "constraints" in params.edits:
             from nanoengine_extensions.constraints import constrain
-            constrain(seq, list(ends), self.tokenizer, self.vocab_size)
-        seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
-        completions = [Completion(each, self.tokenizer) for each in (seq, *seq.forks)]
-        return Request(text, completions, index)
+            for each in seqs:
+                constrain(each, list(ends), self.tokenizer, self.vocab_size)
+        return Request(text, [Completion(each, self.tokenizer) for each in seqs], index)
 
 
 def one_for_each(count: int, name: str, value: Any, default: Any) -> list[Any]:

@@ -99,6 +99,8 @@ class SamplingParams:
     logit_bias: numbers to add to logits, by token id.
     logits_processors: functions `(input_ids, scores) -> scores` on tensors of shape (1, tokens so
         far) and (1, vocab_size), as in transformers; they run after all of the above.
+    structured_outputs: what the text must be, one of {"json": schema}, {"regex": text}, {"choice":
+        list of texts} and {"grammar": text in EBNF}: see structured_outputs.py.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text at all.
 
@@ -128,6 +130,7 @@ class SamplingParams:
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     logit_bias: dict[TokenId, Moderate] | None = None
     logits_processors: Annotated[list[Callable], AS_LIST] = EMPTY_LIST
+    structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -151,7 +154,7 @@ class SamplingParams:
         asked: dict[str, Any] = {"constraints": (
             self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
             or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-            or self.logits_processors)}
+            or self.logits_processors or self.structured_outputs is not None)}
         if self.temperature:
             asked |= {"min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
         return tuple(name for name, is_asked in asked.items() if is_asked)

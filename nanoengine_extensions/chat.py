@@ -15,9 +15,9 @@ def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
 
     The options are those of `LLM.chat`.
     """
-    if not isinstance(messages, list) or not messages:
+    chats = [messages] if is_chat(messages) else messages
+    if not isinstance(chats, list) or not chats or not all(map(is_chat, chats)):
         raise rejected("messages", messages, "a list of {'role', 'content'}, or of such lists")
-    chats = messages if isinstance(messages[0], list) else [messages]
     options = dict(chat_template_kwargs or {}, chat_template=chat_template, tools=tools,
                    add_generation_prompt=add_generation_prompt,
                    continue_final_message=continue_final_message, tokenize=False)
@@ -29,6 +29,12 @@ def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
         ids = tokenizer(texts, add_special_tokens=False).input_ids
     return [{"prompt": text, "prompt_token_ids": token_ids}
             for text, token_ids in zip(texts, ids)]
+
+
+def is_chat(messages: Any) -> bool:
+    """Returns whether this is one conversation."""
+    return isinstance(messages, list) and len(messages) > 0 and all(
+        isinstance(message, dict) and "role" in message for message in messages)
 
 
 def text_of(content: Any) -> str:

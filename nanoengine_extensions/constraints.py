@@ -6,10 +6,12 @@ need any, and the sampler first calls `apply` on its rows:
     logits ── biases ──▶ penalties ──▶ own processors ──▶ temperature, truncations, draw
 
 The changes of a matrix of rows are data: the host sends numbers, and the device applies them, so
-that nothing waits for a GPU. Only a user's own processors are functions, called row by row.
+that nothing waits for a GPU. Only processors (a user's own, or of structured_outputs.py) are
+functions, called row by row.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,13 +31,18 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
     `seq.constraints` lists its forbidden words, as token ids, each with the number of tokens until
     which it is forbidden: bad words for ever, and a token that would end the sequence before
     `min_tokens`. Bad words and processors need all tokens of the sequence, so that its steps cannot
-    run ahead.
+    run ahead. A grammar becomes one more processor.
     """
-    bad_words = encode_bad_words(seq.params, tokenizer, vocab_size)
-    until = seq.num_prompt_tokens + seq.params.min_tokens
+    p = seq.params
+    if p.structured_outputs is not None:
+        from nanoengine_extensions.structured_outputs import make_processor
+        grammar = make_processor(p.structured_outputs, tokenizer, vocab_size, tuple(end_tokens))
+        p = seq.params = replace(p, logits_processors=[grammar, *p.logits_processors])
+    bad_words = encode_bad_words(p, tokenizer, vocab_size)
+    until = seq.num_prompt_tokens + p.min_tokens
     seq.constraints = [(word, math.inf) for word in bad_words]
     seq.constraints += [([token], until) for token in end_tokens if token < vocab_size]
-    seq.needs_tokens = bool(bad_words or seq.params.logits_processors)
+    seq.needs_tokens = bool(bad_words or p.logits_processors)
 
 
 def apply(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:

@@ -63,12 +63,6 @@ class Group:
         kind = "ProcessGroupNCCL" if device == "cuda" else "ProcessGroupGloo"
         self.backend = getattr(torch.distributed, kind)(self.store, self.rank, self.size)
 
-    def abort(self) -> None:
-        """Ends the kernels of NCCL, which would wait forever for a dead rank. Gloo notices by
-        itself."""
-        if self.backend and self.device == "cuda":
-            self.backend.abort()
-
     def sum(self, x: Tensor) -> Tensor:
         """Sums x over all ranks, in place."""
         self.backend.allreduce([x]).wait()
@@ -243,7 +237,9 @@ class Ranks(Group):
         if not self.have_ended.is_set():
             self.error = RuntimeError(f"rank {rank} of the engine has died: see stderr")
             self.have_ended.set()
-        self.abort()
+        # the kernels of NCCL would wait forever for a dead rank; Gloo notices by itself
+        if self.backend and self.device == "cuda":
+            self.backend.abort()
 
     def start(self, *arguments: Any) -> None:
         """Makes each rank create its `RankRunner` with these arguments.

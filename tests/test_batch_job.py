@@ -158,6 +158,20 @@ def test_parameters(job, batch, llm, monkeypatch):
     assert prompts[0] == "<12 + 34function" and prompts[1].endswith("b c")
 
 
+def test_structured_outputs(job):
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}},
+              "required": ["age"], "additionalProperties": False}
+    of_schema = {"type": "json_schema", "json_schema": {"name": "age", "schema": schema}}
+    found = job([chat(response_format=of_schema, n=2, max_tokens=40, seed=1),
+                 {"prompt": "Once", "structured_outputs": {"choice": ["cat", "dog"]}},
+                 {"prompt": "12 + 34 =", "response_format": {"type": "text"}, "temperature": 0},
+                 {"prompt": "Once", "response_format": {"type": "json_object"}}])
+    for choice in body_of(found[1])["choices"]:
+        assert json.loads(choice["message"]["content"])["age"] <= 99
+    assert texts({2: found[2]})[2][0] in ("cat", "dog") and texts({3: found[3]}) == {3: [" 46"]}
+    assert texts({4: found[4]})[4][0].startswith("{")
+
+
 def test_several_completions_and_logprobs(job, llm):
     found = job([{"prompt": "Once upon", "n": 2, "max_tokens": 6, "temperature": 5},
                  {"prompt": "Once upon", "logprobs": 2, "max_tokens": 5, "ignore_eos": True},
@@ -202,7 +216,9 @@ def test_bad_rows(job):
         (good | {"logit_bias": {"99999": 1}}, "vocabulary"), (good | {"stop": 5}, "stop"),
         (good | {"stream": True}, "stream"), (good | {"echo": True}, "echo"),
         (good | {"suffix": "x"}, "suffix"), (good | {"best_of": 2}, "best_of"),
-        (good | {"response_format": {"type": "json_object"}}, "response_format"),
+        (good | {"response_format": {"type": "lark"}}, "response_format"),
+        (good | {"response_format": {"type": "json_schema", "json_schema": 5}}, "json_schema"),
+        (good | {"structured_outputs": {"regex": "(("}}, "parenthesis"),
         (good | {"messages": []}, "messages"), (good | {"prompt_logprobs": 1}, "prompt_logprobs"),
         (good | {"max_completion_tokens": 1}, "max_completion_tokens"),
         ({"prompt": ""}, "empty"), ({"prompt": []}, "empty"), ({"prompt": 5}, "prompt"),

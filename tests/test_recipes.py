@@ -141,9 +141,12 @@ def test_use(execute):
 
 def test_grammar(execute):
     codes = recipe("JSON, or anything else that a grammar describes")
-    found = re.findall(r"'(.*?)'", execute(codes)[1])
-    assert len(found) == 2
-    assert all(re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", text) for text in found)
+    lines = [ast.literal_eval(line) for line in execute(codes)[1].splitlines()]
+    assert [len(texts) for texts in lines] == [2] * 8
+    months, arrays, animals, laughs = (lines[i] + lines[i + 1] for i in (0, 2, 4, 6))
+    assert all(re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", text) for text in months)
+    assert all({*json.loads(text)} <= {1, 2, 3} for text in arrays)
+    assert {*animals} <= {"cat", "dog"} and all(re.fullmatch("(ha){1,3}!", text) for text in laughs)
 
 
 def test_perplexity(execute):
@@ -357,6 +360,8 @@ def test_score(capsys):
         first, *others = capsys.readouterr().out.splitlines()
         assert len(others) == 2
         assert first.endswith(("12 + 34 = 46", "47 + 85 = 132"))
+        shares = [float(line.split()[1].rstrip("%")) for line in (first, *others)]
+        assert abs(sum(shares) - 100) < 0.2 and shares == sorted(shares, reverse=True)
         assert all(float(other.split()[0]) < float(first.split()[0]) <= 0 for other in others)
 
 

@@ -190,9 +190,10 @@ def test_text_parts_are_joined(llm, content, text):
     ([{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
     ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "content part="),
     ([{"role": "user", "content": [{"type": "text"}]}], "content part="),
-    ([{"role": "user", "content": 5}], "content part=5"), ([5], "messages: "),
-    ([[5]], "messages: "),
-    ([{"role": "user", "content": {"type": "text", "text": "a"}}, "b"], "m"),
+    ([{"role": "user", "content": 5}], "content part=5"), ([5], "messages="), ([[5]], "messages="),
+    ([{"role": "user", "content": {"type": "text", "text": "a"}}, "b"], "messages="),
+    ([{"content": "hello"}], "messages=.*role"), ([[]], "messages="),
+    ([[{"role": "user", "content": "a"}], []], "messages="),
     ([], "messages="), ("hello", "messages="), (None, "messages=")])
 def test_other_conversations_are_refused_by_name(llm, messages, message):
     with pytest.raises(ValueError, match=message):

@@ -12,9 +12,10 @@ import nanoengine
 from nanoengine.config import EngineConfig
 from nanoengine_extensions import vllm
 from nanoengine_extensions.vllm import (
-    CALL_KEYWORDS,
-    VLLM_KEYWORDS,
     LLM,
+    NEUTRAL,
+    OFF,
+    WITHOUT_EFFECT,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -79,24 +80,24 @@ def test_it_changes_nothing_of_the_engines_own():
 
 
 def test_keywords_that_change_nothing_are_accepted(tiny):
-    neutral = {name: (accepted or ["anything"])[0] for name, (accepted, _) in VLLM_KEYWORDS.items()}
-    assert without(VLLM_KEYWORDS, neutral | dict(seed=3)) == dict(seed=3)
-    for name, (accepted, instead) in VLLM_KEYWORDS.items():
-        for value in accepted or []:
-            assert without(VLLM_KEYWORDS, {name: value}) == {}
-        if accepted is not None:
-            with pytest.raises(ValueError, match=f"{name}='other' .*{re.escape(instead)}"):
-                LLM(tiny, **{name: "other"})
-    assert not VLLM_KEYWORDS.keys() & {field.name for field in dataclasses.fields(EngineConfig)}
+    assert {str(value) for value in (None, False, 0, 1, {}, "auto")} <= NEUTRAL
+    for value in (None, False, 0, 1, {}, "auto"):
+        assert without(dict.fromkeys(OFF, value) | dict(seed=3)) == dict(seed=3)
+    for value in (True, 2, "other", ["a"], {"a": 1}):
+        assert without(dict.fromkeys(WITHOUT_EFFECT, value)) == {}
+        for name in OFF:
+            with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} is not accepted")):
+                LLM(tiny, **{name: value})
+    assert not (OFF | WITHOUT_EFFECT) & {field.name for field in dataclasses.fields(EngineConfig)}
+    neutral = dict.fromkeys(OFF) | dict.fromkeys(WITHOUT_EFFECT, True)
     with LLM(tiny, num_kv_blocks=16, **neutral, seed=None, max_model_len=-1) as llm:
         assert llm.config.seed == 0 and llm.inputs.max_model_len == 512
 
 
 @pytest.mark.parametrize("name, value, accepted", [
-    ("trust_remote_code", True, "one of [False]: code that comes with a model never runs"),
-    ("pipeline_parallel_size", 2, "one of [1]: one process runs one model on one device"),
-    ("quantization", "awq", "one of [None]: weights have the precision"),
-    ("enable_chunked_prefill", False, "[None, True]: a prompt longer than a step always"),
+    ("pipeline_parallel_size", 2, "this engine has nothing like it"),
+    ("quantization", "awq", "this engine has nothing like it"),
+    ("enable_lora", True, "this engine has nothing like it"),
     ("trust_remote_kode", False, "trust_remote_kode"),
     ("block_size", 0, "greater than or equal to 1")])
 def test_bad_keywords(bundled, name, value, accepted):
@@ -105,14 +106,22 @@ def test_bad_keywords(bundled, name, value, accepted):
     assert name in str(error.value) and accepted in str(error.value)
 
 
+def test_generation_config_of_vllm_gives_neutral_defaults(bundled):
+    with LLM(bundled, num_kv_blocks=16, generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+        assert len(llm.generate("Once", use_tqdm=False)[0].outputs[0].token_ids) <= 16
+    with LLM(bundled, num_kv_blocks=16, generation_config="auto") as llm:
+        assert llm.get_default_sampling_params() != nanoengine.SamplingParams()
+
+
 def test_keywords_of_calls(llm):
     chat = [{"role": "user", "content": ["12 + ", {"type": "text", "text": "34"}]}]
-    neutral = {name: accepted[0] for name, (accepted, _) in CALL_KEYWORDS.items()}
+    neutral = dict(lora_request=None, chat_template_content_format="string")
     assert token_ids(generate(llm, "47 + 85 =", **neutral)) == token_ids(generate(llm, "47 + 85 ="))
     assert token_ids(llm.chat(chat, GREEDY, False, **neutral)) == token_ids(
         llm.chat(chat, GREEDY, False))
     for call in (llm.generate, llm.chat, llm.enqueue):
-        with pytest.raises(ValueError, match="lora_request='mine' .*there are no adapters"):
+        with pytest.raises(ValueError, match="lora_request='mine' .*nothing like it"):
             call("a" if call != llm.chat else chat, GREEDY, lora_request="mine")
         with pytest.raises(TypeError, match="lora_requests"):
             call("a" if call != llm.chat else chat, GREEDY, lora_requests=None)
@@ -131,20 +140,10 @@ def test_sampling_params():
     assert (params.stop, copy.stop, type(copy)) == ([], ["b"], SamplingParams)
     with pytest.raises(ValueError, match="top_p"):
         SamplingParams(top_p=2)
-    with pytest.raises(ValueError, match="output_kind"):
-        SamplingParams(output_kind="final")
+    final = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=5)
+    assert final == SamplingParams(max_tokens=5) and RequestOutputKind.DELTA.value == 1
     with pytest.raises(ValueError, match="temprature .*temperature"):
         SamplingParams(temprature=1)
-
-
-def test_default_params_have_all_fields(llm):
-    params = llm.get_default_sampling_params()
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    assert type(params) is SamplingParams and llm.get_default_sampling_params() != params
-    found = dataclasses.asdict(nanoengine.LLM.get_default_sampling_params(llm))
-    assert found.items() <= dataclasses.asdict(params).items()
-    params.max_tokens = 5
-    assert len(generate(llm, "Once", params)[0].outputs[0].token_ids) == 5
 
 
 def test_params_of_the_engine_serve_too(llm):
@@ -186,23 +185,13 @@ def test_what_comes_back(llm):
                       RequestOutput)
 
 
-def test_a_stream_can_yield_finished_requests_alone(llm):
-    prompts = ["47 + 85 =", "Once upon a time", "1 + 1 ="]
-    final = RequestOutputKind.FINAL_ONLY
-    params = [SamplingParams(temperature=0, max_tokens=9, output_kind=final),
-              SamplingParams(temperature=0, max_tokens=9),
-              SamplingParams(seed=1, n=3, max_tokens=9, output_kind=final)]
-    expected = generate(llm, prompts, params)
-    found = [[output for output in llm.stream(prompts, params) if output.index == index]
-             for index in range(3)]
-    assert len(found[0]) == len(found[2]) == 1 and len(found[1]) > 3
-    for outputs, wanted in zip(found, expected):
-        assert outputs[-1].finished
-        assert [*map(vars, outputs[-1].outputs)] == [*map(vars, wanted.outputs)]
-    stream = llm.stream(prompts, params[0])
-    del stream
-    llm.step()
-    check_idle(llm)
+def test_structured_outputs(llm):
+    digits = vllm.StructuredOutputsParams(regex="[0-9]{3}", json=None)
+    for params in (SamplingParams(structured_outputs=digits, n=3),
+                   SamplingParams(guided_decoding=vllm.GuidedDecodingParams(choice=["12", "7"]))):
+        for output in generate(llm, ["Once", "12 + 34 ="], params):
+            for completion in output.outputs:
+                assert completion.text.isdigit() and completion.finish_reason == "stop"
 
 
 def test_requests_are_enqueued_and_waited_for(llm):
@@ -224,7 +213,8 @@ def test_beam_search(tiny):
     prompts = random_prompts([5, 9])
     with LLM(tiny, dtype="float32", num_kv_blocks=64) as llm:
         outputs = llm.beam_search([TokensPrompt(prompt_token_ids=ids) for ids in prompts],
-                                  vllm.BeamSearchParams(beam_width=3, max_tokens=6))
+                                  vllm.BeamSearchParams(beam_width=3, max_tokens=6),
+                                  use_tqdm=False)
     assert all(isinstance(output, vllm.BeamSearchOutput) for output in outputs)
     for output, prompt in zip(outputs, prompts):
         assert len(output.sequences) == 3

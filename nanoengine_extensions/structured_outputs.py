@@ -1,0 +1,44 @@
+"""`SamplingParams.structured_outputs`: texts that a grammar describes, by xgrammar (Dong et al.,
+2024, arXiv:2411.15100), which `pip install ".[grammar]"` installs.
+
+`constraints.constrain` asks for a logits processor for each completion.
+"""
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from nanoengine.sampling_params import naming, rejected
+
+ONE_OF = "one of {'json': schema}, {'regex': text}, {'choice': texts}, {'grammar': text in EBNF}"
+
+
+def make_processor(wanted: dict[str, Any], *vocabulary: Any) -> Any:
+    """Returns a logits processor that permits only the tokens that the grammar allows next.
+
+    It keeps its place in the grammar, so that each completion needs its own.
+
+    vocabulary: the arguments of `make_compiler`. Raises ValueError for what is not a grammar.
+    """
+    with naming(rejected("structured_outputs", wanted, ONE_OF)):
+        from xgrammar.contrib.hf import LogitsProcessor
+        compiler = make_compiler(*vocabulary)
+        (kind, value), = [(kind, value) for kind, value in wanted.items() if value is not None]
+        if kind == "json":
+            # with any whitespace, a model could write spaces forever
+            return LogitsProcessor(compiler.compile_json_schema(value, any_whitespace=False))
+        if kind == "choice":
+            texts = [json.dumps(text, ensure_ascii=False) for text in list(value)]
+            kind, value = "grammar", "root ::= " + " | ".join(texts)
+        return LogitsProcessor(getattr(compiler, f"compile_{kind}")(value))
+
+
+@lru_cache(maxsize=1)
+def make_compiler(tokenizer: Any, vocab_size: int, end_tokens: tuple[int, ...]) -> Any:
+    """Returns a compiler for this vocabulary; it keeps the grammars that it has compiled.
+
+    end_tokens: they are permitted only where the text is complete.
+    """
+    import xgrammar
+    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=vocab_size, stop_token_ids=[*end_tokens] or None))
