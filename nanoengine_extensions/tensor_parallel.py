@@ -7,7 +7,8 @@ arXiv:1909.08053).
 
 Each rank has a decoder with its share of the heads, of the inner size and of the rows of `lm_head`,
 with K and V of its heads, and with all embeddings and norms. For each step it gets one message: the
-buffer of inputs, its shape and the block copies. Only rank 0 samples.
+buffer of inputs, its shape and the block copies. Only rank 0 samples; it shares the tokens, from
+which the next step continues.
 
 `make_runner` (model_runner.py) returns a `TensorParallelRunner`, which the engine calls like any
 other runner. The model has hooks, and knows no rank.

@@ -1,7 +1,8 @@
 """`GpuRunner`: the engine's runner with CUDA graphs of decode steps and measured memory.
 
 A decode step is always the same sequence of kernels over the same memory; only the numbers in it
-change. So it is recorded once for each size of a batch, and launched as one.
+change. So it is recorded once for each of a few numbers of sequences and of keys, and launched as
+one.
 """
 
 from bisect import bisect_left
