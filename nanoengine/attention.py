@@ -4,7 +4,7 @@ A backend is one function with its requirements. The runner chooses it, and the 
 (`model.py`). This file knows neither the model nor why a step has its tokens.
 """
 
-import warnings
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -103,7 +103,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     if chosen not in usable:
         raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
     if name == "auto" and chosen == "gather":
-        warnings.warn("slow attention: bfloat16 and nanoengine[flash] are fast", stacklevel=2)
+        logging.getLogger("nanoengine").warning(f"slow attention for {dtype} on {device}")
     multiple = BACKENDS[chosen].block_multiple
     if block_size % multiple:
         raise rejected("block_size", block_size, f"a multiple of {multiple} for {chosen}")

@@ -5,7 +5,7 @@ to their rows. Nothing is missing, and nothing is left over.
 """
 
 import json
-import warnings
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def load_defaults(folder: Path, config: PretrainedConfig,
     ignored = [name for name in given.keys() - DEFAULTS.keys()
                if HARMLESS.get(name, False) not in (given[name], None)]
     if ignored:
-        warnings.warn(f"{file}: {sorted(ignored)} have no effect here", stacklevel=2)
+        logging.getLogger("nanoengine").warning(f"{file}: {sorted(ignored)} have no effect here")
     own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
     known = [i for i in {*eos_ids, own} - {None} if i in range(config.vocab_size)]
@@ -174,4 +174,4 @@ def load_weights(folder: Path, missing: dict[str, Tensor], read: Callable[..., T
                     raise rejected(full_name, shown, f"floats of shape {tuple(target.shape)}")
                 target.copy_(loaded)
     if missing:
-        raise ValueError(f"{folder}: its files lack {len(missing)} tensors: {[*missing][:3]}")
+        raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}")

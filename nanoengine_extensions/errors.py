@@ -21,5 +21,6 @@ def explain_one(found: Any, checked: Any) -> str:
     if found["type"] == "unexpected_keyword_argument":
         nearest, = get_close_matches(name, signature(checked).parameters, 1, cutoff=0)
         return f"{name} is not known: the nearest is {nearest}"
+    value = "nothing" if found["type"] == "missing" else repr(found["input"])
     message = found["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-    return f"{name}={found['input']!r} is not accepted: {message}" if name else message
+    return f"{name}={value} is not accepted: {message}" if name else message

@@ -3,7 +3,7 @@
 Arguments and results are those of `nanoengine.attention.gather_attention`.
 """
 
-import warnings
+import logging
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -51,7 +51,7 @@ def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
         return device == "cuda" and dtype != torch.float32 and bool(import_module("flash_attn"))
     except Exception as error:
         if find_spec("flash_attn"):
-            warnings.warn(f"flash_attn is there, but cannot be imported: {error}", stacklevel=2)
+            logging.getLogger("nanoengine").warning(f"flash_attn cannot be imported: {error}")
         return False
 
 

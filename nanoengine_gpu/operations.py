@@ -5,10 +5,10 @@ these functions of nanoengine/model.py; on a CPU they still run unchanged.
 """
 
 import functools
+import logging
 import os
 import shutil
 import sysconfig
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def can_compile() -> bool:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
         return True
-    warnings.warn("slower model: torch.compile lacks a C compiler or Python.h", stacklevel=2)
+    logging.getLogger("nanoengine").warning("torch.compile lacks a C compiler or Python.h")
     return False
 
 

@@ -1,0 +1,52 @@
+"""The wheel: what is in it, and that it generates text far from this repository."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from conftest import ROOT
+
+PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_extensions", "nanoengine_gpu")
+
+SCRIPT = """if True:
+    import nanoengine, sys
+    from nanoengine import LLM, SamplingParams
+    assert nanoengine.__file__.startswith(sys.argv[1]), nanoengine.__file__
+    with LLM(sys.argv[2], num_kv_blocks=24) as llm:
+        params = SamplingParams(temperature=0)
+        print(llm.generate("47 + 85 =", params, use_tqdm=False)[0].outputs[0].text)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    # building leaves files in the folder
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package,
+                        ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
+                    "-w", "dist", "."], check=True, cwd=folder)
+    (path,) = (folder / "dist").glob("*.whl")
+    return path
+
+
+def test_it_has_all_files_of_the_packages_and_nothing_else(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = [file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*")]
+    assert names == {str(file) for file in files if file.suffix == ".py" or file.name == "py.typed"}
+
+
+def test_it_generates_text_in_an_empty_folder(wheel, bundled, tmp_path):
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    zipfile.ZipFile(wheel).extractall(site)
+    empty.mkdir()
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(site), bundled], text=True, cwd=empty,
+                          capture_output=True, env=os.environ | {"PYTHONPATH": str(site)})
+    assert done.stdout == " 132\n", done.stderr
+    assert not [*empty.iterdir()], "nothing is written where it runs"
