@@ -4,7 +4,7 @@ It reads top to bottom like the papers: Llama (Touvron et al., 2023, arXiv:2302.
 grouped-query attention, rotary positions, RMSNorm and SwiGLU. Hidden states are (tokens of the
 step, hidden_size). There is no batch dimension: the attention backend knows which token belongs to
 which sequence. Parameters have the names of transformers' checkpoints; `loader.py` fills them. To
-add a model of the family, add its name to `FAMILIES`, and a line for each difference.
+add a model of the family, add its class to `FAMILIES`, and a line for each difference.
 """
 
 from typing import Any
@@ -21,7 +21,9 @@ from nanoengine.step_inputs import StepInputs
 # -------------------------------------------------------------------------------- families
 
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# the classes of transformers with this architecture
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# options that a family has, by its model_type
 SWITCHES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
 
 
@@ -30,7 +32,7 @@ def check_supported(config: PretrainedConfig) -> None:
     rope = config.rope_parameters
     has_layer_types = config.model_type in ("qwen2", "qwen3")
     checks: Any = (
-        ("architectures", config.architectures, [[f"{n.title()}ForCausalLM"] for n in FAMILIES]),
+        ("architectures", config.architectures, [[name] for name in FAMILIES]),
         ("num_attention_heads % num_key_value_heads",
          config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
         ("hidden_act", config.hidden_act, ["silu"]),
