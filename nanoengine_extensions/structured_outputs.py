@@ -28,7 +28,7 @@ def make_processor(wanted: dict[str, Any], *vocabulary: Any) -> Any:
             # with any whitespace, a model could write spaces forever
             return LogitsProcessor(compiler.compile_json_schema(value, any_whitespace=False))
         if kind == "choice":
-            texts = [json.dumps(text, ensure_ascii=False) for text in list(value)]
+            texts = [json.dumps(text, ensure_ascii=False) for text in value]
             kind, value = "grammar", "root ::= " + " | ".join(texts)
         return LogitsProcessor(getattr(compiler, f"compile_{kind}")(value))
 
