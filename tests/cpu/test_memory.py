@@ -87,6 +87,14 @@ def another_libgomp(tmp_path):
     return str(copy)
 
 
+COUNT = """
+import time, psutil
+def count():
+    time.sleep(0.3)  # the system takes a moment to forget a thread that has ended
+    return psutil.Process().num_threads()
+"""
+
+
 def run(script, **environment):
     """What a process of its own prints."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"} | environment
@@ -97,10 +105,9 @@ def run(script, **environment):
 @pytest.mark.parametrize("is_another", [False, True])
 def test_threads_end_in_the_libgomp_that_torch_computes_with(another_libgomp, is_another):
     """Whatever it is called. Another one stands in for torch's own, which then does nothing."""
-    counts = run("""
-import psutil, torch
+    counts = run(COUNT + """
+import torch
 from nanoengine_cpu import end_threads
-count = psutil.Process().num_threads
 for _ in range(2):
     alone = count()
     torch.ones(2**20).exp()
@@ -138,10 +145,9 @@ print(address(load(None)) == address(load(torch._C.__file__)))
 
 @needs_libgomp
 def test_numba_computes_in_the_threads_of_torch():
-    found = run(LOAD_LOCALLY + """
-import numba, psutil
+    found = run(LOAD_LOCALLY + COUNT + """
+import numba
 from nanoengine_cpu import end_threads, rms_norm
-count = psutil.Process().num_threads
 alone = count()
 torch.ones(2**20).exp()
 rms_norm(torch.ones(64, 64), torch.ones(64), 1e-6)
