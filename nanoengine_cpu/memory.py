@@ -15,7 +15,7 @@ import torch
 
 def read_system(name: str) -> str:
     """What Linux writes into a file of /proc; nothing on other systems."""
-    return Path("/proc", name).read_text() if psutil.LINUX else ""
+    return os.fsdecode(Path("/proc", name).read_bytes()) if psutil.LINUX else ""
 
 
 def has_bfloat16() -> bool:

@@ -158,3 +158,20 @@ print(count() - alone)
     if found[0] != "omp":
         pytest.skip("numba finds no OpenMP")
     assert found[1:] == ["1", "0"]
+
+
+@needs_libgomp
+def test_a_process_may_have_loaded_any_file(another_libgomp, tmp_path):
+    """A library that has gone since, and one whose name is no text."""
+    found = run(f"""
+import ctypes, mmap, os
+library = ctypes.CDLL({another_libgomp!r})
+os.unlink({another_libgomp!r})
+with open(os.fsencode({str(tmp_path)!r}) + b"/\\xff", "wb+") as file:
+    file.write(b"something")
+    file.flush()
+    mapped = mmap.mmap(file.fileno(), 0)
+from nanoengine_cpu.memory import LIBGOMPS
+print([library._name for library in LIBGOMPS])
+""")
+    assert found.strip() == str([memory.LIBGOMPS[0]._name])
