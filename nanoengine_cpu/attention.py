@@ -63,9 +63,7 @@ TAIL = LANES * max(TILED_HEAD_DIMS)
 # A head is asked for so many tokens ahead.
 AHEAD = 4
 # what a row has so far: 16 sums of its weights, and the maximum of its scores, scaled
-WEIGHTS = 0
-MAXIMUM = LANES
-STATE = 2 * LANES
+WEIGHTS, MAXIMUM, STATE = 0, LANES, 2 * LANES
 # a masked score, and the maximum before the first score: 2^(HIDDEN - LOWEST) is 0
 HIDDEN = np.float32(-1e30)
 LOWEST = np.float32(-1e20)

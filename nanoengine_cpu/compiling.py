@@ -1,7 +1,8 @@
 """numba, set up for the kernels: its threads, and its cache on disk.
 
 numba runs its loops on OpenMP where it can. On Linux that is the very libgomp that torch has
-loaded: there is one pool of threads, and the two never fight over the cores.
+loaded (`memory.py` sees to it, for ARM): there is one pool of threads, and the two never fight over
+the cores.
 """
 
 import functools

@@ -4,19 +4,23 @@ import ctypes
 import functools
 import mmap
 import os
+import re
 from contextlib import suppress
+from pathlib import Path
 
 import numba
 import psutil
 import torch
-from llvmlite.binding import get_host_cpu_features
-from torch import Tensor
+
+
+def read_system(name: str) -> str:
+    """What Linux writes into a file of /proc; nothing on other systems."""
+    return os.fsdecode(Path("/proc", name).read_bytes()) if psutil.LINUX else ""
 
 
 def has_bfloat16() -> bool:
-    """Whether the CPU computes in bfloat16 by itself."""
-    has = get_host_cpu_features().get
-    return bool(has("avx512bf16") or has("amx-bf16") or has("bf16"))
+    """Whether the CPU computes in bfloat16 by itself, as Linux says: LLVM does not know for ARM."""
+    return bool(re.search(r"\b(avx512_|amx_)?bf16\b", read_system("cpuinfo")))
 
 
 def mem_get_info() -> tuple[int, int]:
@@ -25,7 +29,7 @@ def mem_get_info() -> tuple[int, int]:
     return memory.available, memory.total
 
 
-def in_huge_pages(num_bytes: int) -> Tensor:
+def in_huge_pages(num_bytes: int) -> torch.Tensor:
     """Memory of the system, in pages of 2 MiB where it has them, as (num_bytes,) uint8.
 
     Each page is cleared when it is first written to, in a sixth of the time of pages of 4 KiB.
@@ -64,6 +68,14 @@ def check_process() -> None:
                            "hang: start it by multiprocessing's 'spawn'")
 
 
+# Libraries that are loaded from now on find torch's libgomp before any other: on ARM it has a name
+# of its own, and numba would compute in the threads of the system's. Another one is loaded by now
+# where it stands in for torch's (LD_PRELOAD), or where some other package has brought it.
+files = set(re.findall(r"(?m)/.*/libgomp[-\w]*\.so[.\d]*$", read_system("self/maps")))
+torch_first = sorted(files, key=lambda file: not file.startswith(torch.__path__[0]))
+LIBGOMPS = [ctypes.CDLL(file, ctypes.RTLD_GLOBAL) for file in torch_first]
+
+
 def limit_threads() -> None:
     """Lets the kernels that this thread starts run on as many threads as PyTorch's operators."""
     num_threads = torch.get_num_threads()
@@ -80,6 +92,7 @@ def end_threads() -> None:
     longer where it was called in two threads in turn. Other OpenMPs are left alone.
     """
     if os.getpid() == first_process():
-        with suppress(OSError, AttributeError):
-            soft_pause = 1
-            ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(soft_pause)
+        for libgomp in LIBGOMPS:
+            # older ones than GCC 9's cannot do it
+            with suppress(AttributeError):
+                libgomp.omp_pause_resource_all(1)  # omp_pause_soft

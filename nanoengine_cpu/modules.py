@@ -54,8 +54,7 @@ def optimize(model: nn.Module, block_size: int = 0, has_attention: bool = True) 
     # hooks run in the thread that computes
     model.register_forward_pre_hook(lambda *_: limit_threads())
     keep_memory()
-    invariant = [getattr(module, "is_invariant", True) for module in model.modules()]
-    return has_attention and all(invariant)
+    return has_attention and all(getattr(module, "is_invariant", True) for module in modules)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -175,12 +174,11 @@ class PagedAttention(nn.Module):
         return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)
 
     def compile_for(self: Any, block_size: int) -> None:
-        if not block_size:
-            return
-        queries = self.o_proj.in_features // self.head_dim
-        keys = (self.qkv_proj.out_features // self.head_dim - queries) // 2
-        attention.paged_attention(
-            self.head_dim, queries // keys, block_size, self.qkv_proj.weight.dtype)
+        if block_size:
+            queries = self.o_proj.in_features // self.head_dim
+            keys = (self.qkv_proj.out_features // self.head_dim - queries) // 2
+            attention.paged_attention(
+                self.head_dim, queries // keys, block_size, self.qkv_proj.weight.dtype)
 
     def forward(self: Any, x: Tensor, angles: Tensor, step: Any,
                 rows: Any = slice(None)) -> Tensor:

@@ -298,11 +298,11 @@ def test_torch_compile_needs_a_compiler_and_headers(
     assert len(caplog.messages) == (not expected)
 
 
-@pytest.mark.parametrize("features, dtype", [
-    ({"avx512bf16": True}, "torch.bfloat16"), ({"avx512bf16": False}, "torch.float32"),
+@pytest.mark.parametrize("flags, dtype", [
+    ("avx2 avx512_bf16", "torch.bfloat16"), ("avx2 avx512f", "torch.float32"),
 ])
-def test_dtype(monkeypatch, features, dtype):
-    monkeypatch.setattr(memory, "get_host_cpu_features", lambda: features)
+def test_dtype(monkeypatch, flags, dtype):
+    monkeypatch.setattr(memory, "read_system", {"cpuinfo": f"flags\t\t: {flags}\n"}.get)
     assert str(choose_dtype("auto", "cpu")) == dtype
     assert str(choose_dtype("auto", "cuda")) == "torch.bfloat16"
     assert str(choose_dtype("float32", "cuda")) == str(choose_dtype("float", "cpu"))

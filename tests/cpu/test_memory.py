@@ -1,5 +1,6 @@
 """Memory, threads and processes, as the kernels need them."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -56,3 +57,121 @@ memory = in_huge_pages(2**26)
 ---
 memory.fill_(7)
 """) < 6000
+
+
+@pytest.mark.parametrize("line, expected", [
+    ("flags\t\t: avx512vl avx512_bf16 avx512_fp16", True),
+    ("flags\t\t: avx_vnni amx_bf16 amx_tile", True),
+    ("flags\t\t: avx2 avx512f avx512_fp16", False),
+    ("Features\t: fp asimd sve svebf16 i8mm bf16 rng", True),
+    # a part of a name is another one
+    ("Features\t: fp asimd sve svebf16 i8mm rng", False),
+    ("Features\t: fp asimd evtstrm aes", False),
+    # of a system without /proc
+    ("", False)])
+def test_linux_says_whether_the_cpu_has_bfloat16(monkeypatch, line, expected):
+    text = f"processor\t: 0\n{line}\nbugs\t\t:\n"
+    monkeypatch.setattr(memory, "read_system", {"cpuinfo": text}.get)
+    assert memory.has_bfloat16() is expected
+
+
+needs_libgomp = pytest.mark.skipif(not memory.LIBGOMPS, reason="needs a torch with libgomp")
+
+
+@pytest.fixture
+def another_libgomp(tmp_path):
+    """A copy of torch's, by another name; the name within, too, by which it would be found."""
+    library = Path(memory.LIBGOMPS[0]._name).read_bytes()
+    copy = tmp_path / "libgomp-1d5a.so.1.0.0"
+    copy.write_bytes(library.replace(b"libgomp.so.1\0", b"another.so.1\0"))
+    return str(copy)
+
+
+COUNT = """
+import time, psutil
+def count():
+    time.sleep(0.3)  # the system takes a moment to forget a thread that has ended
+    return psutil.Process().num_threads()
+"""
+
+
+def run(script, **environment):
+    """What a process of its own prints."""
+    environment = os.environ | {"OMP_NUM_THREADS": "2"} | environment
+    return subprocess.check_output([sys.executable, "-c", script], text=True, env=environment)
+
+
+@needs_libgomp
+@pytest.mark.parametrize("is_another", [False, True])
+def test_threads_end_in_the_libgomp_that_torch_computes_with(another_libgomp, is_another):
+    """Whatever it is called. Another one stands in for torch's own, which then does nothing."""
+    counts = run(COUNT + """
+import torch
+from nanoengine_cpu import end_threads
+for _ in range(2):
+    alone = count()
+    torch.ones(2**20).exp()
+    print(count() - alone)
+    end_threads()
+    print(count() - alone)
+""", LD_PRELOAD=another_libgomp if is_another else "")
+    assert counts.split() == ["1", "0"] * 2
+
+
+# as on ARM, where torch loads its libgomp for itself alone
+LOAD_LOCALLY = """
+import ctypes
+load = ctypes.CDLL
+ctypes.CDLL = lambda file, **options: load(file)
+import torch
+ctypes.CDLL = load
+"""
+
+
+@needs_libgomp
+@pytest.mark.parametrize("is_another", [False, True])
+def test_libraries_find_the_libgomp_of_torch_before_any_other(another_libgomp, is_another):
+    """Even one that was loaded before."""
+    found = run(f"import ctypes\nif {is_another}: ctypes.CDLL({another_libgomp!r})" + LOAD_LOCALLY
+                + """
+def address(library):
+    return ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value
+print(hasattr(load(None), "omp_get_max_threads"))
+import nanoengine_cpu
+print(address(load(None)) == address(load(torch._C.__file__)))
+""")
+    assert found.split() == ["False", "True"]
+
+
+@needs_libgomp
+def test_numba_computes_in_the_threads_of_torch():
+    found = run(LOAD_LOCALLY + COUNT + """
+import numba
+from nanoengine_cpu import end_threads, rms_norm
+alone = count()
+torch.ones(2**20).exp()
+rms_norm(torch.ones(64, 64), torch.ones(64), 1e-6)
+print(numba.threading_layer(), count() - alone)
+end_threads()
+print(count() - alone)
+""", NUMBA_NUM_THREADS="2").split()
+    if found[0] != "omp":
+        pytest.skip("numba finds no OpenMP")
+    assert found[1:] == ["1", "0"]
+
+
+@needs_libgomp
+def test_a_process_may_have_loaded_any_file(another_libgomp, tmp_path):
+    """A library that has gone since, and one whose name is no text."""
+    found = run(f"""
+import ctypes, mmap, os
+library = ctypes.CDLL({another_libgomp!r})
+os.unlink({another_libgomp!r})
+with open(os.fsencode({str(tmp_path)!r}) + b"/\\xff", "wb+") as file:
+    file.write(b"something")
+    file.flush()
+    mapped = mmap.mmap(file.fileno(), 0)
+from nanoengine_cpu.memory import LIBGOMPS
+print([library._name for library in LIBGOMPS])
+""")
+    assert found.strip() == str([memory.LIBGOMPS[0]._name])
