@@ -1,7 +1,7 @@
 """Attention over the paged KV cache: its memory, the backends, and the choice of one.
 
 A backend is one function with its requirements. The runner chooses it, and the model calls it
-(`model.py`). This file knows neither the model nor why a step has its tokens.
+(`model.py`). This file knows neither the model nor whether a step is prefill or decode.
 """
 
 import logging

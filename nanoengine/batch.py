@@ -29,8 +29,8 @@ class Copies:
 class Row(NamedTuple):
     """A row of logits, for the token of `seq` at `position`.
 
-    source: which of the batch's sequences computes the token before it: `seq` itself, or its
-        parent, if `seq` is a new fork.
+    source: the index in the batch of the sequence that computes the token before `position`: `seq`
+        itself, or its parent, if `seq` is a new fork.
     """
 
     source: int

@@ -135,6 +135,7 @@ class BlockManager:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self.free[block] = None
+                # a cached block is reused last, a blank one first
                 self.free.move_to_end(block, last=block in self.hash_of_block)
         seq.block_table = array("i")
         seq.num_computed_tokens = 0

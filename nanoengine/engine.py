@@ -42,9 +42,9 @@ class Engine:
     runner: a `ModelRunner`, or anything else with its `launch` and its sizes.
     clock: returns the time in seconds.
 
-    Between two steps, `add` and `finish`, and the scheduler's own `fork` and `preempt`, can change
-    the sequences. So an algorithm over several steps, such as beam search, can be a client of the
-    engine.
+    Between two steps, `add` and `finish` can change the sequences, and, for those that are not in
+    flight, the scheduler's own `fork` and `preempt`. So an algorithm over several steps, such as
+    beam search, can be a client of the engine.
     """
 
     def __init__(self, config: EngineConfig, runner: Any,
@@ -84,7 +84,7 @@ class Engine:
         if before:
             # as if its tokens were known
             self.scheduler.advance(before.batch)
-        has_to_wait = before and self._is_awaited(before.batch)
+        has_to_wait = before and self._has_to_wait_for(before.batch)
         self.in_flight = None if has_to_wait else self._launch()
         return self._take_in(before)
 
@@ -96,7 +96,7 @@ class Engine:
         self.metrics.launched(batch)
         return self.runner.launch(batch)
 
-    def _is_awaited(self, batch: Batch) -> bool:
+    def _has_to_wait_for(self, batch: Batch) -> bool:
         """Whether the next step waits for the tokens of this one.
 
         If a fourth of the sequences run at half their speed, an eighth of the tokens is lost: about
@@ -117,7 +117,8 @@ class Engine:
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
-        """Ends sequences, between two steps. Their full blocks stay in the prefix cache."""
+        """Ends sequences that wait or run, between two steps; the caller ends forks that have not
+        begun. Their full blocks stay in the prefix cache."""
         for seq in [*self.scheduler.waiting, *self.scheduler.running]:
             if seq.request_id in request_ids:
                 self.finish(seq, "abort")

@@ -3,7 +3,7 @@
 `requests.py` turns prompts into requests, `engine.py` runs their sequences, and `outputs.py` turns
 the new tokens into text.
 
-    requests = llm.add(prompts)             # `generate` is these lines, with a progress bar,
+    requests = llm.add(prompts)             # in effect, `generate` does this, with a progress bar,
     while not all finished:                 # and `stream` yields each new output
         requests_with_new_tokens = llm.step()
 
@@ -55,7 +55,7 @@ class LLM(AbstractContextManager):
         self.inputs = InputProcessor(config, self.model_config, folder)
         try:
             runner = make_runner(config, self.model_config, folder)
-        # for sizes of the model that are 0, or exceed the memory, or any memory
+        # a size of the model is 0, or needs more memory than is free, or than PyTorch can count
         except (MemoryError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"{model} cannot be run with these options: {error} Lower "
                              "max_num_batched_tokens or max_num_seqs if memory runs out") from error
@@ -119,7 +119,7 @@ class LLM(AbstractContextManager):
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         steps = self.run(requests, Request.output)
-        # once it has started, Python closes it even if it is never read
+        # Python closes only a generator that has started: its requests are then freed, read or not
         next(steps)
         return (output for outputs in steps for output in outputs)
 
@@ -176,6 +176,7 @@ class LLM(AbstractContextManager):
                     updated = [inbox.pop(request_id) for request_id in [*inbox]]
                     num_left -= sum(request.is_finished for request in updated)
                     seen = [look(request) for request in updated]
+                # the first error, if there is one
                 for seq in [seq for request in updated for seq in request.seqs if seq.error]:
                     raise seq.error
                 yield seen

@@ -21,8 +21,8 @@ from nanoengine.model import Decoder, check_supported
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-# The entries of generation_config.json that vLLM uses, with our names, and EOS. Other entries are
-# harmless if they are False or 0, or have the value given here (None: any value).
+# The entries of generation_config.json that are used, as in vLLM, with our names. Others are
+# ignored, with a warning unless they are False or 0, or have the value in HARMLESS (None: any).
 DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
 HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
@@ -144,6 +144,7 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     targets = {}
     # a tied parameter once, under its first name
     for name, parameter in model.named_parameters():
+        # ".layers.0.self_attn", "qkv_proj", "weight"; the first dot gives "norm.weight" three parts
         path, own, kind = f".{name}".rsplit(".", 2)
         module = model.get_submodule(f"{path}.{own}"[1:])
         parts = getattr(module, "parts", {own: len(parameter)})
@@ -155,6 +156,8 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 def load_weights(folder: Path, missing: dict[str, Tensor], read: Callable[..., Tensor]) -> None:
     """Copies the tensors of a checkpoint, sharded or not, to their targets, and fills all of them.
 
+    missing: the targets by name; each is removed when it is filled.
+
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
     twice, of another shape, or not of floating point.
     """
@@ -162,7 +165,7 @@ def load_weights(folder: Path, missing: dict[str, Tensor], read: Callable[..., T
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
             for full_name in list(safe_open(file, framework="pt").keys()):
                 name = full_name.removeprefix("model.")
-                if name.endswith("inv_freq") or name == "lm_head.weight" and name not in missing:
+                if name.endswith("inv_freq") or (name == "lm_head.weight" and name not in missing):
                     # computed here; tied to the embedding
                     continue
                 # opened for each tensor: pages of a mapped file count as memory until it is closed

@@ -30,6 +30,7 @@ SWITCHES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that this decoder cannot compute exactly."""
     rope = config.rope_parameters
+    # families whose layers can differ in their windows
     has_layer_types = config.model_type in ("qwen2", "qwen3")
     checks: Any = (
         ("architectures", config.architectures, [[name] for name in FAMILIES]),
@@ -55,6 +56,7 @@ def has_switch(config: PretrainedConfig, name: str) -> bool:
 def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
     """Returns how many keys the queries of a layer see; None for all."""
     kinds = getattr(config, "layer_types", None)
+    # Mistral has one window for all layers
     kind = kinds[layer_index] if kinds else config.model_type
     return config.sliding_window if kind in ("sliding_attention", "mistral") else None
 
@@ -92,7 +94,7 @@ def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
     """
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
-        # the same angles
+        # written into the config, which ROPE_INIT_FUNCTIONS reads; the angles stay the same
         rope |= {"rope_type": "linear", "factor": 1.0}
     # even if the user's default device is another one
     with torch.device("cpu") as cpu:
@@ -110,7 +112,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class FusedLinear(nn.Linear):
-    """Several projections of one input as one product: rows of `parts` (name: size)."""
+    """Several projections of one input as one product. parts: how many rows of the weight each has,
+    by its name."""
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
@@ -152,6 +155,7 @@ class Attention(nn.Module):
         query, key, value = qkv.split(self.num_heads, dim=1)
         query = rotate(self.q_norm(query), *angles)
         key = rotate(self.k_norm(key), *angles)
+        # all slots of all blocks in a row: the number of a slot is its index
         self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
         attended = self.backend(query, self.cache, self.window, step)
         return self.o_proj(attended.flatten(1)[rows])

@@ -81,11 +81,12 @@ class ModelRunner:
             raise rejected("batch_invariant", True, "False without packed weights and numba")
 
         limit = model_config.max_position_embeddings
+        # for now: size_cache may lower it
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.rope = rope_table(model_config, self.max_model_len).to(self.device)
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
 
-        # block 0 is enough for a trial step
+        # block 0 alone is enough for a trial step, and its bytes are those of one block
         self.allocate(num_blocks=0)
         self.block_bytes = self.caches.nbytes
         free_bytes = 0 if config.num_kv_blocks else self.measure_free_bytes()

@@ -91,9 +91,9 @@ class Completion:
         if found is not None:
             self.logprobs.append(found.read(self.tokenizer))
         num_letters = len(self.text)
-        # the token that ended it adds text if stop strings do
-        counts = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
-        if self.tokenizer and counts:
+        # an EOS or stop token adds its text only with include_stop_str_in_output
+        adds_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
+        if self.tokenizer and adds_text:
             self.text += self._decode()
         if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
             return None
@@ -172,7 +172,7 @@ class Request:
         """Returns the output of the request so far."""
         seq = self.seq
         prompt_logprobs = None
-        # near logits that are not finite, they would depend on the chunks of the prompt
+        # after an error there are none: what was found next to NaN depends on the prompt's chunks
         if seq.is_scored and seq.finish_reason != "error":
             tokenizer = self.completions[0].tokenizer
             found = [seq.logprobs.get(position) for position in range(seq.num_prompt_tokens)]

@@ -5,7 +5,7 @@ tokenizer or the size of the cache; no step runs here.
 """
 
 from collections.abc import Iterable
-from itertools import count
+from itertools import count, repeat
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ class InputProcessor:
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, stop strings and bad_words: there "
-                           "is none in the model's folder, or `skip_tokenizer_init=True`")
+            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
+                           "there is none in the model's folder, or `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Any, params: Any, priority: Any = None) -> list[Request]:
@@ -66,13 +66,13 @@ class InputProcessor:
             prompts = [prompts]
         params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
         priorities = one_for_each(len(prompts), "priority", priority, 0)
-        if len(set(priorities)) > 1 and self.config.scheduling_policy == "fcfs":
-            raise rejected("priority", priority,
-                           "the same for all unless scheduling_policy is 'priority'")
+        by_priority = self.config.scheduling_policy == "priority"
+        if len(set(priorities)) > 1 and not by_priority:
+            raise rejected("priority", priority, "the same unless scheduling_policy is 'priority'")
         prompts = [self._parse(*each) for each in enumerate(prompts)]
         params = [self._check(each) for each in params]
-        # only now, so that a refused call takes no numbers
-        checked = zip(count(), prompts, params, priorities)
+        # only now, so that a refused call takes no numbers (but a grammar is only refused below)
+        checked = zip(count(), prompts, params, priorities if by_priority else repeat(0))
         return [self._make_request(*each) for each in checked]
 
     def _parse(self, index: int, prompt: Any) -> tuple[str | None, list[int]]:
@@ -96,7 +96,7 @@ class InputProcessor:
 
     def _check(self, params: SamplingParams) -> SamplingParams:
         """Returns a copy, so that later changes by the user have no effect here."""
-        if params.stop or params.bad_words:
+        if params.stop or params.bad_words or params.structured_outputs is not None:
             self.get_tokenizer()
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
@@ -121,6 +121,7 @@ class InputProcessor:
         seq = Sequence(
             str(number), token_ids, len(token_ids), min(len(token_ids) + most, self.max_model_len),
             params, seed, stops if params.ignore_eos else ends, priority, metrics=RequestMetrics())
+        # ~seed: the hashes of seed itself are draws
         seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
         seqs = [seq, *seq.forks]
         if "constraints" in params.edits:
@@ -130,11 +131,11 @@ class InputProcessor:
         return Request(text, [Completion(each, self.tokenizer) for each in seqs], index)
 
 
-def one_for_each(count: int, name: str, value: Any, default: Any) -> list[Any]:
+def one_for_each(num_prompts: int, name: str, value: Any, default: Any) -> list[Any]:
     """Returns a value for each prompt, from one value, a list, or None (the default)."""
     kind = type(default)
     value = default if value is None else value
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
-    if len(values) != count or not all(isinstance(item, kind) for item in values):
-        raise rejected(name, value, f"one {kind.__name__}, or {count} of them")
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_prompts
+    if len(values) != num_prompts or not all(isinstance(item, kind) for item in values):
+        raise rejected(name, value, f"one {kind.__name__}, or {num_prompts} of them")
     return values

@@ -40,7 +40,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.choose_batch = BATCHING.get(config.scheduling, config.scheduling)
         self.choose_victim = VICTIMS.get(config.preemption_victim, config.preemption_victim)
-        self.num_held_tokens = KV_ALLOCATION.get(config.kv_allocation, config.kv_allocation)
+        self.tokens_to_hold = KV_ALLOCATION.get(config.kv_allocation, config.kv_allocation)
         self.num_steps = 0
         self.reset()
 
@@ -57,7 +57,7 @@ class Scheduler:
     def hold(self, seq: Sequence) -> int:
         """Sets the number of tokens for which a sequence holds blocks from its admission on, and
         returns the most tokens for which it can ever hold blocks."""
-        num_tokens = self.num_held_tokens(seq, self.max_model_len)
+        num_tokens = self.tokens_to_hold(seq, self.max_model_len)
         seq.num_held_tokens = min(num_tokens, self.max_model_len)
         return max(seq.num_held_tokens, seq.max_num_tokens)
 
@@ -77,6 +77,7 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Chooses the sequences of the next step, and gives them the blocks that they need."""
+        # a policy chooses candidates, and calls `build` with them
         batch = self.choose_batch(self)
         # empty if all runnable sequences wait for a token
         if batch:
@@ -196,6 +197,7 @@ class Scheduler:
         taken = []
         for row, token_id in zip(batch.sampled, token_ids):
             seq = row.seq
+            # still pending: the sequence did not end before
             if seq.token_ids[-1] < 0:
                 taken.append(seq)
                 seq.token_ids[-1] = token_id

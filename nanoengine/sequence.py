@@ -19,7 +19,8 @@ import xxhash
 
 from nanoengine.sampling_params import SamplingParams
 
-# what the sampler returns for a row without a token to sample
+# What the sampler returns for a row without a token to sample. In token_ids, negative numbers are
+# pending tokens, and `Scheduler.postprocess` leaves none of these codes there.
 NO_TOKEN = -1
 NONE_LEFT = -2
 FAILURES = {
@@ -32,12 +33,13 @@ two_words = struct.Struct("<QQ").pack
 
 
 def hash64(seed: int, number: int) -> int:
-    """A 64-bit hash of both: a request's seed from the engine's, a draw from a request's."""
+    """Returns a 64-bit hash. It derives a request's seed from the engine's seed, and a draw from
+    the request's."""
     return xxhash.xxh64_intdigest(two_words(seed % 2**64, number))
 
 
 def state(make: Any) -> Any:
-    """A field of the engine, which a fork does not copy: `make` returns its first value."""
+    """A field that only the engine sets. A new sequence, and so a fork, begins with `make()`."""
     return field(default_factory=make, init=False)
 
 
@@ -99,7 +101,7 @@ class Sequence:
     is_running = property(lambda self: len(self.block_table) > 0)
     # whether the next step has to wait for its last token
     is_awaited = property(lambda self: self.needs_tokens and self.token_ids[-1] < 0)
-    # then each step that computes a chunk of its prompt scores that chunk
+    # whether it wants prompt_logprobs: each step that computes a chunk of its prompt scores it
     is_scored = property(lambda self: self.params.prompt_logprobs is not None)
 
     def uniform(self, position: int) -> float:

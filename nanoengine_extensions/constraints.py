@@ -28,10 +28,10 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
 
     vocab_size: that of the model. Its tokenizer can know more tokens, which are never generated.
 
-    `seq.constraints` lists its forbidden words, as token ids, each with the number of tokens until
-    which it is forbidden: bad words for ever, and a token that would end the sequence before
-    `min_tokens`. Bad words and processors need all tokens of the sequence, so that its steps cannot
-    run ahead. A grammar becomes one more processor.
+    `seq.constraints` is a list of (word, until): a word as token ids, and the num_tokens from which
+    it is permitted: infinity for bad words, and for tokens that end the sequence, where
+    `min_tokens` ends. Bad words and processors need all tokens of the sequence, so that its steps
+    cannot run ahead. A grammar becomes one more processor.
     """
     p = seq.params
     if p.structured_outputs is not None:

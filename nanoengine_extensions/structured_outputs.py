@@ -27,7 +27,7 @@ def make_processor(wanted: dict[str, Any], *vocabulary: Any) -> Any:
         if kind == "json":
             # with any whitespace, a model could write spaces forever
             return LogitsProcessor(compiler.compile_json_schema(value, any_whitespace=False))
-        if kind == "choice":
+        if kind == "choice" and not isinstance(value, str):
             texts = [json.dumps(text, ensure_ascii=False) for text in value]
             kind, value = "grammar", "root ::= " + " | ".join(texts)
         return LogitsProcessor(getattr(compiler, f"compile_{kind}")(value))

@@ -27,7 +27,7 @@ OFF = {
     "generation_config", "hf_overrides", "kv_cache_dtype", "kv_cache_memory_bytes",
     "limit_mm_per_prompt", "logits_processors", "lora_request", "pipeline_parallel_size",
     "quantization", "runner", "speculative_config", "task", "tokenizer_mode", "tokenizer_revision"}
-# values that turn on nothing, as texts: the number 1 is not True
+# values that turn on nothing, as texts, since 1 == True
 NEUTRAL = {"None", "False", "0", "1", "{}", "auto", "generate", "mp", "uni", "vllm"}
 
 # vLLM's types of prompts and grammars: dicts with the same keys
@@ -37,7 +37,10 @@ RequestOutputKind = Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONL
 
 
 def without(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options without those that have no effect. Raises ValueError for other values."""
+    """Returns the options without those that have no effect.
+
+    Raises ValueError for an option in OFF that would turn something on.
+    """
     for name in OFF & options.keys():
         if str(options[name]) not in NEUTRAL:
             raise rejected(name, options[name], "left out: this engine has nothing like it")
@@ -49,7 +52,7 @@ class SamplingParams(nanoengine.SamplingParams):
 
     def __init__(self, output_kind: Any = None, guided_decoding: Any = None,
                  **options: Any) -> None:
-        options.setdefault("structured_outputs", guided_decoding)
+        options["structured_outputs"] = options.get("structured_outputs") or guided_decoding
         super().__init__(**options)
 
     @classmethod
@@ -65,7 +68,7 @@ class LLM(nanoengine.LLM):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **without(options))
         if options.get("generation_config") == "vllm":
-            self.inputs.default_params = SamplingParams()
+            self.inputs.default_params = nanoengine.SamplingParams()
         # those of `enqueue`, until `wait_for_completion`
         self.enqueued: list[Any] = []
 

@@ -587,6 +587,9 @@ def test_priorities(make_llm):
             llm.generate(prompts, GREEDY, priority=[0, 0, 0, 0, 0, 1])
         for same in (0, 1, [2] * 6):
             assert len(llm.generate(prompts, GREEDY, use_tqdm=False, priority=same)) == 6
+        calls = [*llm.add(prompts[0], GREEDY, 5), *llm.add(prompts[1], GREEDY, -1)]
+        assert [*llm.engine.scheduler.waiting] == [call.seq for call in calls], "first come, first served"
+        llm.abort(calls)
 
 
 def finishing_order(outputs) -> list[int]:

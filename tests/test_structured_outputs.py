@@ -81,12 +81,18 @@ def test_together_with_other_constraints(llm):
 
 @pytest.mark.parametrize("wanted", [
     {}, {"regex": "(("}, {"rgex": "a"}, {"json": "{"}, {"json": 5}, {"choice": []}, {"choice": 5},
-    {"choice": [5, None]}, {"regex": "a", "json": {}}, {"regex": None}, {"grammar": "root ="}])
+    {"choice": [5, None]}, {"choice": "yes"}, {"regex": "a", "json": {}}, {"regex": None}, {"grammar": "root ="}])
 def test_what_is_not_a_grammar_is_refused(llm, wanted):
     good = SamplingParams(max_tokens=3)
     with pytest.raises(ValueError, match=r"structured_outputs=\{.* it must be one of \{'json'"):
         llm.generate(["Once", "Once"], [good, SamplingParams(structured_outputs=wanted)])
     check_idle(llm)
+
+
+def test_a_grammar_needs_a_tokenizer(tiny):
+    with LLM(tiny, num_kv_blocks=8) as llm:
+        with pytest.raises(ValueError, match="tokenizer=None .* grammars"):
+            llm.generate([5, 6], SamplingParams(structured_outputs={"regex": "a"}))
 
 
 def test_another_type_is_refused():

@@ -108,8 +108,10 @@ def test_bad_keywords(bundled, name, value, accepted):
 
 def test_generation_config_of_vllm_gives_neutral_defaults(bundled):
     with LLM(bundled, num_kv_blocks=16, generation_config="vllm") as llm:
-        assert llm.get_default_sampling_params() == SamplingParams()
+        assert llm.get_default_sampling_params() == nanoengine.SamplingParams()
         assert len(llm.generate("Once", use_tqdm=False)[0].outputs[0].token_ids) <= 16
+        assert llm.generate("Once", nanoengine.SamplingParams(max_tokens=2), use_tqdm=False)
+        assert llm.beam_search("Once", vllm.BeamSearchParams(beam_width=2, max_tokens=2))
     with LLM(bundled, num_kv_blocks=16, generation_config="auto") as llm:
         assert llm.get_default_sampling_params() != nanoengine.SamplingParams()
 
@@ -187,8 +189,9 @@ def test_what_comes_back(llm):
 
 def test_structured_outputs(llm):
     digits = vllm.StructuredOutputsParams(regex="[0-9]{3}", json=None)
+    either = vllm.GuidedDecodingParams(choice=["12", "7"])
     for params in (SamplingParams(structured_outputs=digits, n=3),
-                   SamplingParams(guided_decoding=vllm.GuidedDecodingParams(choice=["12", "7"]))):
+                   SamplingParams(structured_outputs=None, guided_decoding=either)):
         for output in generate(llm, ["Once", "12 + 34 ="], params):
             for completion in output.outputs:
                 assert completion.text.isdigit() and completion.finish_reason == "stop"
