@@ -588,7 +588,7 @@ def test_priorities(make_llm):
         for same in (0, 1, [2] * 6):
             assert len(llm.generate(prompts, GREEDY, use_tqdm=False, priority=same)) == 6
         calls = [*llm.add(prompts[0], GREEDY, 5), *llm.add(prompts[1], GREEDY, -1)]
-        assert [*llm.engine.scheduler.waiting] == [call.seq for call in calls], "first come, first served"
+        assert [*llm.engine.scheduler.waiting] == [call.seq for call in calls], "fcfs"
         llm.abort(calls)
 
 
