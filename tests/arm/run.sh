@@ -4,8 +4,8 @@
 #     sudo PYTHON=/path/to/the/venv/bin/python tests/arm/run.sh [folder]
 #
 # The host is Debian or Ubuntu on x86-64; its PYTHON has what nanoengine needs, and pip. The folder,
-# /tmp/nanoengine-arm if none is given, gets 2 GB of files, which the next run uses again. All takes
-# about half an hour: an emulated CPU is 20 times slower, so that no time means anything.
+# /tmp/nanoengine-arm if none is given, gets 1.4 GB of files, which the next run uses again. All takes
+# a quarter of an hour. How long anything takes on an emulated CPU means nothing.
 set -euo pipefail
 
 # Mounts are for this script alone, and end with it.
