@@ -4,8 +4,8 @@
 #     sudo PYTHON=/path/to/the/venv/bin/python tests/arm/run.sh [folder]
 #
 # The host is Debian or Ubuntu on x86-64; its PYTHON has what nanoengine needs, and pip. The folder,
-# /tmp/nanoengine-arm if none is given, gets 1.3 GB of files, which the next run uses too. It all takes
-# a quarter of an hour. How long anything takes on an emulated CPU means nothing.
+# /tmp/nanoengine-arm if none is given, gets 1.3 GB of files, which the next run uses again. All
+# takes a quarter of an hour. How long anything takes on an emulated CPU means nothing.
 set -euo pipefail
 
 # Mounts are for this script alone, and end with it.
