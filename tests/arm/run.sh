@@ -1,11 +1,11 @@
 #!/bin/bash
-# Runs nanoengine on an emulated ARM (aarch64 Linux), and compares its greedy tokens with the host's.
+# Runs nanoengine on an emulated ARM (aarch64 Linux); compares its greedy tokens with the host's.
 #
 #     sudo PYTHON=/path/to/the/venv/bin/python tests/arm/run.sh [folder]
 #
 # The host is Debian or Ubuntu on x86-64; its PYTHON has what nanoengine needs, and pip. The folder,
-# /tmp/nanoengine-arm if none is given, gets 2 GB of files, which the next run uses again. All takes
-# about half an hour: an emulated CPU is 20 times slower, so that no time means anything.
+# /tmp/nanoengine-arm if none is given, gets 1.3 GB of files, which the next run uses again. All
+# takes a quarter of an hour. How long anything takes on an emulated CPU means nothing.
 set -euo pipefail
 
 # Mounts are for this script alone, and end with it.
