@@ -68,9 +68,9 @@ def check_process() -> None:
                            "hang: start it by multiprocessing's 'spawn'")
 
 
-# Libraries that are loaded from now on find torch's libgomp before any other: on ARM it has a name
-# of its own, and numba would compute in the threads of the system's. Another one is loaded by now
-# where it stands in for torch's (LD_PRELOAD), or where some other package has brought it.
+# Libraries that are loaded from now on find torch's libgomp before any other. On ARM it has a name
+# of its own, and numba would otherwise load the system's, with other threads. There can be another
+# one by now: one that replaces torch's (LD_PRELOAD), or one of some other package.
 files = set(re.findall(r"(?m)/.*/libgomp[-\w]*\.so[.\d]*$", read_system("self/maps")))
 torch_first = sorted(files, key=lambda file: not file.startswith(torch.__path__[0]))
 LIBGOMPS = [ctypes.CDLL(file, ctypes.RTLD_GLOBAL) for file in torch_first]
