@@ -15,7 +15,7 @@ SCRIPT = """if True:
     import nanoengine, sys
     from nanoengine import LLM, SamplingParams
     assert nanoengine.__file__.startswith(sys.argv[1]), nanoengine.__file__
-    with LLM(sys.argv[2], num_kv_blocks=24) as llm:
+    with LLM(sys.argv[2], dtype="float32", attention_backend="gather", num_kv_blocks=24) as llm:
         params = SamplingParams(temperature=0)
         print(llm.generate("47 + 85 =", params, use_tqdm=False)[0].outputs[0].text)
 """

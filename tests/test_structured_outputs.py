@@ -17,7 +17,8 @@ SCHEMA = {"type": "object", "additionalProperties": False, "required": ["age", "
 
 @pytest.fixture(scope="module")
 def llm(bundled):
-    with LLM(bundled, dtype="float32", num_kv_blocks=24, block_size=16) as llm:
+    with LLM(bundled, dtype="float32", attention_backend="gather", num_kv_blocks=24,
+             block_size=16) as llm:
         yield llm
         check_idle(llm)
 
