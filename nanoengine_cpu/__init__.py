@@ -1,4 +1,4 @@
-"""What flash-attn is on a GPU, for a CPU: tensors in, tensors out, no word of an engine.
+"""What flash-attn is on a GPU, for a CPU: tensors in, tensors out. It knows no engine.
 
     optimize(model)         fast modules in place of nn.Linear, nn.RMSNorm, MLPs and attention
     empty_cache(…)          memory for K and V in blocks, as `paged_attention` reads it
