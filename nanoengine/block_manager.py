@@ -108,10 +108,6 @@ class BlockManager:
             self.num_shared_blocks += len(shared)
         return len(shared) * self.block_size
 
-    def can_append(self, num_seqs: int) -> bool:
-        """Whether this many running sequences can get one more block each."""
-        return num_seqs <= len(self.free)
-
     def may_append(self, seq: Sequence) -> None:
         """Gives a running sequence the block that its newest token needs."""
         seq.block_table.append(self._take_fresh())

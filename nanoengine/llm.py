@@ -10,13 +10,13 @@ the new tokens into text.
 Calls of several threads share steps. A thread holds the engine for one step at a time, which is its
 turn.
 
-    thread A   add  step 1    look          step 3   look
-    thread B            add        step 2   look      …
-                                   └─ computes the requests of both
+    thread A   queue  step 1        look         step 3   look
+    thread B              queue          step 2   look      …
+                                         └─ computes the requests of both
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,14 +59,14 @@ class LLM(AbstractContextManager):
         except (MemoryError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"{model} cannot be run with these options: {error} Lower "
                              "max_num_batched_tokens or max_num_seqs if memory runs out") from error
-        finally:
-            end_threads()
+        end_threads()
         self.engine = Engine(config, runner)
         self.engine.metrics.log_room()
         self.inputs.max_model_len = runner.max_model_len
-        # the requests in the engine
+        # the requests that have not ended
         self.active: dict[str, Any] = {}
-        # the requests that the next turn ends
+        # of these, the ones that the next turn gives to the engine, and the ones that it ends
+        self.arrived: list[Any] = []
         self.dropped: list[Any] = []
         # held by the thread that has its turn
         self.lock: Any = threading.RLock()
@@ -173,6 +173,9 @@ class LLM(AbstractContextManager):
                 with self.turn():
                     if not inbox:
                         self._step()
+                        # with other calls, the next step can run in another thread
+                        if len(self.active) > num_left:
+                            end_threads()
                     updated = [inbox.pop(request_id) for request_id in [*inbox]]
                     num_left -= sum(request.is_finished for request in updated)
                     seen = [look(request) for request in updated]
@@ -190,12 +193,10 @@ class LLM(AbstractContextManager):
         Returns their inbox: each step adds the requests that have new tokens.
         """
         inbox: dict[str, Any] = {}
-        with self.turn():
-            for request in requests:
-                request.inbox = inbox
-                self.active[request.request_id] = request
-                self.engine.add(request.seq)
-        return inbox
+        for request in requests:
+            request.inbox = inbox
+        with self.turn(requests):
+            return inbox
 
     def _step(self) -> list[Any]:
         """Runs one step, in a turn; returns the requests with new tokens."""
@@ -214,21 +215,28 @@ class LLM(AbstractContextManager):
         return list(updated.values())
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self, requests: Sequence[Any] = ()) -> Iterator[None]:
         """Holds the engine for this thread alone, between two steps or for one step.
 
-        A turn first ends the requests that were dropped since the last turn. If an error or Ctrl-C
-        interrupted the last turn, the engine can be in any state, so that all requests are ended.
-        Raises RuntimeError within another turn of this thread.
+        New requests are given to it before it waits: the next turn of any thread queues them.
+
+        A turn first queues the requests that have arrived since the last turn, and ends those that
+        were dropped. If an error or Ctrl-C interrupted the last turn, the engine can be in any
+        state, so that all requests in it are ended. Raises RuntimeError within another turn of this
+        thread.
         """
         check_process()
         if self.lock._is_owned():
             raise RuntimeError("a call of this thread is running")
+        self.active |= {request.request_id: request for request in requests}
+        self.arrived += requests
         with self.lock:
             try:
                 if self.error:
                     self.engine.reset()
-                    self.dropped.extend(self.active.values())
+                    self.dropped += [r for r in [*self.active.values()] if r not in self.arrived]
+                while self.arrived:
+                    self.engine.add(self.arrived.pop(0).seq)
                 # other threads can drop more meanwhile
                 dropped = [self.dropped.pop() for _ in range(len(self.dropped))]
                 if dropped:

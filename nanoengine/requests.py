@@ -84,13 +84,13 @@ class InputProcessor:
         if token_ids is None and isinstance(text, str):
             with naming(name):
                 token_ids = self.get_tokenizer().encode(text)
-        is_known = prompt.keys() <= {"prompt", "prompt_token_ids"}
-        if not is_known or not isinstance(token_ids, (list, tuple)):
+        if {*prompt} - {"prompt", "prompt_token_ids"} or not isinstance(token_ids, (list, tuple)):
             raise rejected(name, prompt, FORMS)
         if not 0 < len(token_ids) < self.max_model_len:
             raise ValueError(
                 f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty, "
-                f"and must be shorter than max_model_len={self.max_model_len}")
+                f"and must be shorter than max_model_len={self.max_model_len}, since the "
+                f"maximum context length is only {self.max_model_len}")
         self._check_vocabulary(name, token_ids)
         return text, list(map(int, token_ids))
 

@@ -116,8 +116,7 @@ def truncate(scores: Tensor, draws: Tensor, kind: Iterable[str], largest_k: int)
         scores.masked_fill_(scores < min_p.log().float(), -math.inf)
     if "top_k" in kind:
         count = min(largest_k, vocab_size)
-        last = top_k.long().clamp(max=count) - 1
-        least = scores.topk(count).values.gather(1, last)
+        least = scores.topk(count).values.gather(1, top_k.long().clamp(max=count) - 1)
         scores.masked_fill_(scores < least, -math.inf)
     if "top_p" in kind:
         weights = scores.double().softmax(dim=-1)

@@ -119,8 +119,8 @@ class Scheduler:
         manager = self.block_manager
         size = manager.block_size
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
-        has_room = manager.can_append(len(lacking))
-        while not manager.can_append(len(lacking)):
+        has_room = len(lacking) <= manager.num_free_blocks
+        while len(lacking) > manager.num_free_blocks:
             self.preempt(self.choose_victim(self.running))
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
@@ -212,8 +212,7 @@ class Scheduler:
         and V can be NaN, too. code: the reason, in place of a token."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
-        cause = seq.error or f"request {seq.request_id}: {FAILURES[code]}"
-        self.finish(seq, "error", str(cause))
+        self.finish(seq, "error", str(seq.error or f"request {seq.request_id}: {FAILURES[code]}"))
 
     # ---------------------------------------------------------------------- one sequence
 

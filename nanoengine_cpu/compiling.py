@@ -7,7 +7,6 @@ the cores.
 
 import functools
 import logging
-import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,10 @@ import numba
 from numba import njit
 from numba.core.registry import cpu_target
 
-# once in a process: compiling one kernel raises an event for each function in it
+# Each message once in a process: compiling one kernel raises an event for each function in it, and
+# a model has many products.
 say_once = functools.cache(logging.getLogger(__name__).info)
+warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 # numba imports this when it first compiles. Ctrl-C in there would leave it half imported, and
 # nothing could be compiled any more.
@@ -54,7 +55,6 @@ def compile_kernel(kernel: Callable, signature: str) -> Callable:
             compiled.compile(signature)
     # a folder that is read-only, a full disk, a damaged file: all kinds of errors
     except Exception as error:
-        warnings.warn(f"numba cannot use {folder}: kernels are compiled anew in each process "
-                      f"({error})", stacklevel=2)
+        warn_once(f"numba cannot use {folder}: kernels are compiled anew in each process ({error})")
         compiled = jit(signature)(kernel)
     return compiled

@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-import warnings
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +11,7 @@ from numba import get_num_threads
 from torch import Tensor, nn
 
 from nanoengine_cpu import attention, products
+from nanoengine_cpu.compiling import warn_once
 from nanoengine_cpu.functions import paged_attention, rms_norm, swiglu
 from nanoengine_cpu.memory import keep_memory, limit_threads
 from nanoengine_cpu.tiles import HAS_TILES
@@ -96,7 +96,7 @@ class PackedLinear(nn.Linear):
             self.is_invariant = self.uses_own or not HAS_TILES or plain.dtype != torch.bfloat16
         except (AttributeError, RuntimeError) as error:
             self.weight = plain
-            warnings.warn(f"slower products, as weights can't be packed: {error}", stacklevel=2)
+            warn_once(f"slower products, as weights can't be packed: {error}")
 
     def zeros(self, rows: int) -> Tensor:
         """An input to try it with."""

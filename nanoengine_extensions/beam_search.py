@@ -29,7 +29,7 @@ from nanoengine.outputs import Request
 from nanoengine.sampling_params import STRICT, Count, Moderate, SamplingParams, explained, rejected
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.logprobs import Logprobs
+from nanoengine_extensions.logprobs import Logprob
 
 
 @explained
@@ -145,7 +145,7 @@ class BeamSearch(Request):
         # the summed log-probability of each beam; at the end, of the last beams
         self.scores = {seq: 0.0}
         # the log-probabilities of the next tokens of paused beams
-        self.found: dict[Sequence, Logprobs] = {}
+        self.found: dict[Sequence, dict[int, Logprob]] = {}
         self.finished: list[BeamSearchSequence] = []
 
     seqs = property(lambda self: [*self.scores])

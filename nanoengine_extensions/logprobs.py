@@ -28,10 +28,6 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# by token id
-Logprobs = dict[int, Logprob]
-
-
 @dataclass(eq=False)
 class RowLogprobs:
     """The log-probabilities of a row: of its drawn or scored token, then of the likeliest ones.
@@ -41,8 +37,8 @@ class RowLogprobs:
 
     entries: Tensor
 
-    def read(self, tokenizer: Any = None) -> Logprobs:
-        """Returns them; call this once their step is done (`Launched.wait`)."""
+    def read(self, tokenizer: Any = None) -> dict[int, Logprob]:
+        """Returns them by token id; call this once their step is done (`Launched.wait`)."""
         return {int(token_id): Logprob(
                     logprob, int(rank), tokenizer and tokenizer.decode([int(token_id)], False))
                 for token_id, logprob, rank in self.entries.tolist()}

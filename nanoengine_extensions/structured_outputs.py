@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoengine.sampling_params import naming, rejected
 
-ONE_OF = "one of {'json': schema}, {'regex': text}, {'choice': texts}, {'grammar': text in EBNF}"
+ONE_OF = "one of {'json': …}, {'json_object': True}, {'regex': …}, {'choice': […]}, {'grammar': …}"
 
 
 def make_processor(wanted: dict[str, Any], *vocabulary: Any) -> Any:
@@ -24,9 +24,10 @@ def make_processor(wanted: dict[str, Any], *vocabulary: Any) -> Any:
         from xgrammar.contrib.hf import LogitsProcessor
         compiler = make_compiler(*vocabulary)
         (kind, value), = [(kind, value) for kind, value in wanted.items() if value is not None]
-        if kind == "json":
+        if kind in ("json", "json_object"):
+            schema = value if kind == "json" else {"type": "object"}
             # with any whitespace, a model could write spaces forever
-            return LogitsProcessor(compiler.compile_json_schema(value, any_whitespace=False))
+            return LogitsProcessor(compiler.compile_json_schema(schema, any_whitespace=False))
         if kind == "choice" and not isinstance(value, str):
             texts = [json.dumps(text, ensure_ascii=False) for text in value]
             kind, value = "grammar", "root ::= " + " | ".join(texts)

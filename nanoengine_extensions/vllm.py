@@ -48,10 +48,11 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class SamplingParams(nanoengine.SamplingParams):
-    """nanoengine's parameters. `output_kind` has no effect, as in vLLM's own `LLM`."""
+    """nanoengine's parameters. `output_kind` has no effect, as in vLLM's own `LLM`, and neither has
+    `flat_logprobs`."""
 
     def __init__(self, output_kind: Any = None, guided_decoding: Any = None,
-                 **options: Any) -> None:
+                 flat_logprobs: bool = False, **options: Any) -> None:
         options["structured_outputs"] = options.get("structured_outputs") or guided_decoding
         super().__init__(**options)
 

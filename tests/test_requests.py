@@ -113,7 +113,7 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
     ([[1, None]], GREEDY, "token id None is out of vocabulary"),
     ([[1, [2]]], GREEDY, "token id .2. is out of vocabulary"),
     ([[1] * 2048], GREEDY, "prompts.0. has 2048 tokens.*max_model_len=2048"),
-    ([[1] * 9999], GREEDY, "prompts.0. has 9999 tokens.*max_model_len=2048"),
+    ([[1] * 9999], GREEDY, "prompts.0. has 9999 tokens.*maximum context length is only 2048"),
     (["a", 3], GREEDY, r"prompts\[1\]=.*must be a text, a list of token ids"),
     (None, GREEDY, "prompts=None.*must be a text"),
     ({"text": "a"}, GREEDY, r"prompts\[0\]=.*must be a text"),

@@ -242,6 +242,57 @@ def test_a_short_request_does_not_wait_for_long_ones(shared_llm, by_hand, num_th
     check_idle(shared_llm)
 
 
+@pytest.mark.parametrize("call", ["generate", "stream", "add"])
+def test_calls_that_arrive_during_a_turn_share_the_next_step(shared_llm, call):
+    """They need not have a turn each: that could take as many steps as there are threads."""
+    prompts = random_prompts([6] * 12)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = token_ids(generate(shared_llm, prompts, params))
+    shared_llm.reset_prefix_cache()
+    before = shared_llm.metrics()
+
+    def work(prompt):
+        if call == "stream":
+            return [*shared_llm.stream([prompt], params)][-1]
+        if call == "generate":
+            return shared_llm.generate([prompt], params, use_tqdm=False)[0]
+        (request,) = shared_llm.add([prompt], params)
+        while not request.is_finished:
+            shared_llm.step()
+        return request.output()
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        with shared_llm.turn():
+            calls = [pool.submit(work, prompt) for prompt in prompts]
+            wait_for(lambda: len(shared_llm.active) == len(prompts))
+        assert token_ids(call.result(timeout=60) for call in calls) == expected
+    after = shared_llm.metrics()
+    assert after["batched_sequences"] - before["batched_sequences"] == 8 * len(prompts)
+    assert after["num_steps"] - before["num_steps"] == 8
+    check_idle(shared_llm)
+
+
+def test_a_broken_step_ends_no_request_that_has_only_arrived(shared_llm, monkeypatch):
+    """Nor does it lose one: the call that broke has gone, and the next turn queues the others."""
+    prompts = random_prompts([6, 7])
+    expected = token_ids(generate(shared_llm, prompts[1:], GREEDY))
+
+    def broken_step(engine):
+        monkeypatch.undo()
+        future = pool.submit(generate, shared_llm, prompts[1:], GREEDY)
+        wait_for(lambda: len(shared_llm.active) == 2)
+        futures.append(future)
+        raise KeyboardInterrupt
+
+    futures = []
+    monkeypatch.setattr(Engine, "step", broken_step)
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            shared_llm.generate(prompts[:1], GREEDY, use_tqdm=False)
+        assert token_ids(futures[0].result(timeout=60)) == expected
+    check_idle(shared_llm)
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_stream_that_the_garbage_collector_finds_in_the_middle_of_a_step(shared_llm, monkeypatch):
     expected = token_ids(generate(shared_llm, random_prompts([5, 6]), GREEDY))

@@ -43,6 +43,14 @@ def test_every_text_fits(llm, wanted, fits):
     assert len(found) == 27 and all(map(fits, found)) and len({*found}) > 2
 
 
+def test_any_object_of_json(llm):
+    params = SamplingParams(n=6, max_tokens=100, structured_outputs={"json_object": True})
+    completions = llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs
+    assert all(completion.text.startswith("{") for completion in completions)
+    whole = [each.text for each in completions if each.finish_reason == "stop"]
+    assert whole and all(isinstance(json.loads(text), dict) for text in whole)
+
+
 def test_the_tokens_are_those_of_a_request_alone(llm):
     """With forks, beside others, and with preemptions."""
     wanted = [{"regex": "[a-f ]{30,40}"}, {"json": SCHEMA}, {"choice": CHOICES}, None] * 5

@@ -142,7 +142,8 @@ def test_sampling_params():
     assert (params.stop, copy.stop, type(copy)) == ([], ["b"], SamplingParams)
     with pytest.raises(ValueError, match="top_p"):
         SamplingParams(top_p=2)
-    final = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=5)
+    final = SamplingParams(
+        output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True, max_tokens=5)
     assert final == SamplingParams(max_tokens=5) and RequestOutputKind.DELTA.value == 1
     with pytest.raises(ValueError, match="temprature .*temperature"):
         SamplingParams(temprature=1)

@@ -37,7 +37,8 @@ def test_a_first_compilation_says_that_it_compiles(cache, caplog):
 @pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")
 @pytest.mark.parametrize("damage", ["", "index", "data", "empty index", "empty data", "full disk",
                                     "no folder"])
-def test_a_cache_that_cannot_be_used_is_named_in_a_warning(cache, monkeypatch, recwarn, damage):
+def test_a_cache_that_cannot_be_used_is_named_in_a_warning(cache, monkeypatch, caplog, damage):
+    compiling.warn_once.cache_clear()
     if damage == "full disk":
         def fail(*arguments):
             raise OSError(28, "No space left on device")
@@ -52,7 +53,7 @@ def test_a_cache_that_cannot_be_used_is_named_in_a_warning(cache, monkeypatch, r
         for file in cache.rglob("*.nbi" if "index" in damage else "*.nbc") if damage else ():
             file.write_bytes(b"" if "empty" in damage else file.read_bytes()[:-200])
     assert compile_double() == [2, 2, 2]
-    messages = [str(each.message) for each in recwarn if "numba cannot use" in str(each.message)]
+    messages = [message for message in caplog.messages if "numba cannot use" in message]
     assert len(messages) == bool(damage)
     folder = "__pycache__" if damage == "no folder" else str(cache)
     assert all(folder in message and "compiled anew" in message for message in messages)
