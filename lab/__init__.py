@@ -7,6 +7,8 @@
 
 `options.py` has the flags and the workloads, `figures.py` the measured figures of a run.
 `drawing.py` makes pictures of a trace, also of your own runs. `bench.py`, next to this folder,
-measures throughput. The lab is not part of the installed package: run its commands in the root of
-the repository.
+measures throughput. Run these commands in the root of the repository. Elsewhere, the installed lab
+is called nanoengine_lab, and has neither the shapes nor the bundled model of the repository:
+
+    python -m nanoengine_lab.film preemption --model Qwen/Qwen3-0.6B
 """

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from lab.drawing import draw_comparison, draw_timeline, write_perfetto
-from lab.figures import Figures, Runs, figures_of, report
-from lab.options import Parser, Workload, picture
+from .drawing import draw_comparison, draw_timeline, write_perfetto
+from .figures import Figures, Runs, figures_of, report
+from .options import Parser, Workload, picture
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine import Engine
 from nanoengine.policies import VICTIMS

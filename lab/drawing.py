@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.figures import Runs, Step, blocks_of, phase_of, spans
+from .figures import Runs, Step, blocks_of, phase_of, spans
 
 STATES = {"waiting": "#d9d9d9", "prefill": "#3b6fb6", "decode": "#74b66b", "paused": "#d5ecd0",
           "preempted": "#e8853a", "swapped": "#8e63a8"}

@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lab.compare import COMPARISONS, run_until
-from lab.options import Parser, Workload
-from lab.simulate import Cost, SimulatedRunner
+from .compare import COMPARISONS, run_until
+from .options import Parser, Workload
+from .simulate import Cost, SimulatedRunner
 from nanoengine.batch import Batch
 from nanoengine.engine import Engine
 from nanoengine.sequence import Sequence

@@ -19,9 +19,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from lab.drawing import draw_grid
-from lab.figures import write_json
-from lab.options import Parser, picture
+from .drawing import draw_grid
+from .figures import write_json
+from .options import Parser, picture
 from nanoengine import LLM, SamplingParams
 from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig

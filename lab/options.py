@@ -17,7 +17,7 @@ from nanoengine.loader import find_model, load_config, load_tokenizer
 from nanoengine.model_runner import choose_device
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = {folder.name: folder for folder in (ROOT / "configs").iterdir()}
+SHAPES = {folder.name: folder for folder in (ROOT / "configs").glob("*")}
 ENGINE_OPTIONS = [field.name for field in dataclasses.fields(EngineConfig)
                   if field.name not in ("model", "trace")]
 SIZES = "num_seqs min_input max_input min_output max_output prefix_length temperature".split()

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.compare import Options, compare, comparison_parser, run_until, run_variant
-from lab.figures import Figures, figures_of, report, spans
-from lab.options import Workload
+from .compare import Options, compare, comparison_parser, run_until, run_variant
+from .figures import Figures, figures_of, report, spans
+from .options import Workload
 from nanoengine import LLM
 from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig

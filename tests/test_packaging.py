@@ -1,6 +1,7 @@
 """The wheel: what is in it, and that it generates text far from this repository."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import zipfile
 import pytest
 from conftest import ROOT
 
-PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_extensions", "nanoengine_gpu")
+PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_extensions", "nanoengine_gpu", "lab")
 
 SCRIPT = """if True:
     import nanoengine, sys
@@ -39,7 +40,10 @@ def wheel(tmp_path_factory):
 def test_it_has_all_files_of_the_packages_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*")]
-    assert names == {str(file) for file in files if file.suffix == ".py" or file.name == "py.typed"}
+    wanted = [str(file) for file in files
+              if file.suffix in (".py", ".html") or file.name == "py.typed"]
+    # the lab has a name of its own there, since others can have a package of this name
+    assert names == {re.sub("^lab/", "nanoengine_lab/", name) for name in wanted}
 
 
 def test_it_generates_text_in_an_empty_folder(wheel, bundled, tmp_path):
@@ -50,3 +54,14 @@ def test_it_generates_text_in_an_empty_folder(wheel, bundled, tmp_path):
                           capture_output=True, env=os.environ | {"PYTHONPATH": str(site)})
     assert done.stdout == " 132\n", done.stderr
     assert not [*empty.iterdir()], "nothing is written where it runs"
+
+
+def test_the_lab_draws_in_an_empty_folder(wheel, bundled, tmp_path):
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    zipfile.ZipFile(wheel).extractall(site)
+    empty.mkdir()
+    command = [sys.executable, "-m", "nanoengine_lab.film", "preemption", "--model", bundled]
+    done = subprocess.run(command, text=True, cwd=empty, capture_output=True,
+                          env=os.environ | {"PYTHONPATH": str(site)})
+    assert done.returncode == 0, done.stderr
+    assert "<html" in (empty / "film.html").read_text()
