@@ -229,14 +229,15 @@ class LLM(AbstractContextManager):
         if self.lock._is_owned():
             raise RuntimeError("a call of this thread is running")
         self.active |= {request.request_id: request for request in requests}
-        self.arrived += requests
+        # the first to arrive is at the end
+        self.arrived[:0] = reversed(requests)
         with self.lock:
             try:
                 if self.error:
                     self.engine.reset()
                     self.dropped += [r for r in [*self.active.values()] if r not in self.arrived]
                 while self.arrived:
-                    self.engine.add(self.arrived.pop(0).seq)
+                    self.engine.add(self.arrived.pop().seq)
                 # other threads can drop more meanwhile
                 dropped = [self.dropped.pop() for _ in range(len(self.dropped))]
                 if dropped:
