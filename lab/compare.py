@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from .drawing import draw_comparison, draw_timeline, write_perfetto
-from .figures import Figures, Runs, figures_of, report
-from .options import Parser, Workload, picture
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine import Engine
 from nanoengine.policies import VICTIMS
 from nanoengine_extensions.policies import overtaking
+from .drawing import draw_comparison, draw_timeline, write_perfetto
+from .figures import Figures, Runs, figures_of, report
+from .options import Parser, Workload, picture
 
 Options = dict[str, Any]  # options of the engine, or of the sampling
 COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each, by name

@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .compare import COMPARISONS, run_until
-from .options import Parser, Workload
-from .simulate import Cost, SimulatedRunner
 from nanoengine.batch import Batch
 from nanoengine.engine import Engine
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.metrics import RequestMetrics
+from .compare import COMPARISONS, run_until
+from .options import Parser, Workload
+from .simulate import Cost, SimulatedRunner
 
 OPTIONS = {"scheduling": "mixed", "block_size": 4, "num_kv_blocks": 20, "max_num_seqs": 6,
            "max_num_batched_tokens": 16, "swap_space": 2**-8}  # GiB: 8 blocks of 4 tokens

@@ -19,13 +19,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .drawing import draw_grid
-from .figures import write_json
-from .options import Parser, picture
 from nanoengine import LLM, SamplingParams
 from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
 from nanoengine.sequence import Sequence
+from .drawing import draw_grid
+from .figures import write_json
+from .options import Parser, picture
 
 SIZES = {"batches": (1, 2, 4, 8, 16, 32, 64, 128, 256), "contexts": (128, 512, 2048, 8192),
          "prompts": (128, 256, 512, 1024, 2048, 4096, 8192)}

@@ -16,9 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .compare import Options, compare, comparison_parser, run_until, run_variant
-from .figures import Figures, figures_of, report, spans
-from .options import Workload
 from nanoengine import LLM
 from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig
@@ -26,6 +23,9 @@ from nanoengine.engine import Engine
 from nanoengine.model_runner import Launched
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.metrics import RequestMetrics
+from .compare import Options, compare, comparison_parser, run_until, run_variant
+from .figures import Figures, figures_of, report, spans
+from .options import Workload
 
 
 @dataclass

@@ -16,7 +16,7 @@ turn.
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ class LLM(AbstractContextManager):
 
     Any thread can call at any time, and the requests of all calls run in the same steps. An error
     of one request ends its own call only. An error that breaks a step, such as Ctrl-C or a lack of
-    memory, ends all requests and leaves an engine with all blocks free. The thread that ran the
-    step gets this error; all other waiting threads get a RuntimeError that names it.
+    memory, ends all requests in the engine and leaves it with all blocks free. The thread that ran
+    the step gets this error; the threads of the other requests get a RuntimeError that names it.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
@@ -173,11 +173,12 @@ class LLM(AbstractContextManager):
                 with self.turn():
                     if not inbox:
                         self._step()
-                        # with other calls, the next step can run in another thread
-                        if len(self.active) > num_left:
-                            end_threads()
                     updated = [inbox.pop(request_id) for request_id in [*inbox]]
                     num_left -= sum(request.is_finished for request in updated)
+                    # The next step can run in the thread of another call. It would be slower beside
+                    # the OpenMP threads of this one.
+                    if len(self.active) > num_left:
+                        end_threads()
                     seen = [look(request) for request in updated]
                 # the first error, if there is one
                 for seq in [seq for request in updated for seq in request.seqs if seq.error]:
@@ -215,7 +216,7 @@ class LLM(AbstractContextManager):
         return list(updated.values())
 
     @contextmanager
-    def turn(self, requests: Sequence[Any] = ()) -> Iterator[None]:
+    def turn(self, requests: list[Any] | tuple[()] = ()) -> Iterator[None]:
         """Holds the engine for this thread alone, between two steps or for one step.
 
         New requests are given to it before it waits: the next turn of any thread queues them.
@@ -235,6 +236,7 @@ class LLM(AbstractContextManager):
             try:
                 if self.error:
                     self.engine.reset()
+                    # a copy, since other threads add requests meanwhile
                     self.dropped += [r for r in [*self.active.values()] if r not in self.arrived]
                 while self.arrived:
                     self.engine.add(self.arrived.pop().seq)

@@ -23,7 +23,7 @@ def make_processor(wanted: dict[str, Any], *vocabulary: Any) -> Any:
     with naming(rejected("structured_outputs", wanted, ONE_OF)):
         from xgrammar.contrib.hf import LogitsProcessor
         compiler = make_compiler(*vocabulary)
-        (kind, value), = [(kind, value) for kind, value in wanted.items() if value is not None]
+        (kind, value), = [pair for pair in wanted.items() if pair[1] not in (None, False)]
         if kind in ("json", "json_object"):
             schema = value if kind == "json" else {"type": "object"}
             # with any whitespace, a model could write spaces forever

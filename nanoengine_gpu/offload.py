@@ -65,17 +65,17 @@ class Offload:
 
     def __init__(self, model: nn.Module, layers: list[nn.Module], device: str) -> None:
         self.weights = [parameters_to_vector(layer.parameters()).pin_memory() for layer in layers]
-        self.rooms = [torch.empty_like(weights, device=device) for weights in self.weights[:2]]
+        self.buffers = [torch.empty_like(weights, device=device) for weights in self.weights[:2]]
         self.stream = torch.cuda.Stream()
         model.register_forward_pre_hook(lambda *_: self.fetch(0))
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, number=number: self.turn(number))
-            self.move_in(layer, self.rooms[number % 2])
+            self.move_in(layer, self.buffers[number % 2])
 
-    def move_in(self, layer: nn.Module, room: Tensor) -> None:
+    def move_in(self, layer: nn.Module, buffer: Tensor) -> None:
         """Makes the parameters of a layer views of the buffer, in the order of its weights."""
         sizes = [parameter.numel() for parameter in layer.parameters()]
-        parts = iter(room.split(sizes))
+        parts = iter(buffer.split(sizes))
         replace_parameters(layer, lambda parameter: next(parts).view_as(parameter))
 
     def turn(self, number: int) -> None:
@@ -88,4 +88,4 @@ class Offload:
         if number < len(self.weights):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                self.rooms[number % 2].copy_(self.weights[number], non_blocking=True)
+                self.buffers[number % 2].copy_(self.weights[number], non_blocking=True)

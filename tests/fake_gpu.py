@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
@@ -243,8 +244,10 @@ class FakeGpu:
             stack.enter_context(device_guard())
             for owner, name, replacement in replacements(self):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
-            modules = {"flash_attn": flash_attn_module() if self.flash_attn else None}
-            stack.enter_context(mock.patch.dict(sys.modules, modules))
+            # mock.patch.dict would also forget every other module that is imported meanwhile
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            flash_attn = flash_attn_module() if self.flash_attn else None
+            patch.setitem(sys.modules, "flash_attn", flash_attn)
             # so that torch.tensor(…, device="cuda") begins on the host
             torch._C._set_only_lift_cpu_tensors(True)
             stack.callback(torch._C._set_only_lift_cpu_tensors, False)

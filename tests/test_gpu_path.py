@@ -591,7 +591,7 @@ def do_not_wait_for_the_room(patch: Patch) -> None:
     def fetch(self: Offload, number: int) -> None:
         if number < len(self.weights):
             with torch.cuda.stream(self.stream):
-                self.rooms[number % 2].copy_(self.weights[number], non_blocking=True)
+                self.buffers[number % 2].copy_(self.weights[number], non_blocking=True)
 
     patch.setattr(Offload, "fetch", fetch)
 
@@ -611,9 +611,9 @@ def use_one_room(patch: Patch) -> None:
 
     def init_with_one_room(self: Offload, model: Any, layers: list, device: str) -> None:
         init(self, model, layers, device)
-        self.rooms = self.rooms[:1] * 2
+        self.buffers = self.buffers[:1] * 2
         for layer in layers:
-            self.move_in(layer, self.rooms[0])
+            self.move_in(layer, self.buffers[0])
 
     patch.setattr(Offload, "__init__", init_with_one_room)
 

@@ -36,6 +36,7 @@ def texts(llm, prompts, **options) -> list[str]:
     ({"choice": CHOICES}, CHOICES.__contains__),
     ({"json": SCHEMA}, lambda text: json.loads(text).keys() == {"age", "kind"}),
     ({"json": json.dumps(SCHEMA), "regex": None}, lambda text: 0 <= json.loads(text)["age"] <= 99),
+    ({"regex": MONTH, "json_object": False}, re.compile(MONTH).fullmatch),
     ({"grammar": 'root ::= ("ab")+ "c"'}, re.compile("(ab)+c").fullmatch)])
 def test_every_text_fits(llm, wanted, fits):
     prompts = ["Once upon a time", "12 + 34 =", "sort d b e a ="] * 3
