@@ -82,8 +82,8 @@ class LLM(AbstractContextManager):
         prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
         sampling_params: one for all or one for each; None: `get_default_sampling_params()`.
         use_tqdm: show a progress bar.
-        priority: one for all or one for each, smaller numbers first; needs
-            scheduling_policy="priority".
+        priority: one for all or one for each, smaller numbers first; as in vLLM, it has an effect
+            only with scheduling_policy="priority".
 
         Raises ValueError for bad input before anything is generated.
         """

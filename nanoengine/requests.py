@@ -67,8 +67,6 @@ class InputProcessor:
         params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
         priorities = one_for_each(len(prompts), "priority", priority, 0)
         by_priority = self.config.scheduling_policy == "priority"
-        if len(set(priorities)) > 1 and not by_priority:
-            raise rejected("priority", priority, "the same unless scheduling_policy is 'priority'")
         prompts = [self._parse(*each) for each in enumerate(prompts)]
         params = [self._check(each) for each in params]
         # only now, so that a refused call takes no numbers (but a grammar is only refused below)

@@ -19,7 +19,6 @@ import math
 from collections import deque
 from contextlib import closing
 from heapq import nlargest
-from operator import attrgetter, itemgetter
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -170,7 +169,7 @@ class BeamSearch(Request):
             (self.scores[beam] + found.logprob, beam, token_id)
             for beam, logprobs in self.found.items()
             for token_id, found in logprobs.items() if math.isfinite(found.logprob))
-        candidates = nlargest(self.seq.params.logprobs or 0, continuations, key=itemgetter(0))
+        candidates = nlargest(self.seq.params.logprobs or 0, continuations, lambda each: each[0])
         length = next(iter(self.scores)).num_tokens + 1
         penalty = (length - self.seq.num_prompt_tokens) ** self.params.length_penalty
         ended = [] if candidates else [
@@ -185,7 +184,7 @@ class BeamSearch(Request):
                 ended.append((score, [*beam.token_ids, token_id], reason))
         self.finished += [BeamSearchSequence(tokens, score, score / penalty, reason)
                           for score, tokens, reason in ended]
-        self.finished = nlargest(width, self.finished, key=attrgetter("score"))
+        self.finished = nlargest(width, self.finished, lambda beam: beam.score)
         worst = self.finished[-1].score if len(self.finished) == width else -math.inf
         can_improve = chosen and chosen[0][0] / penalty > worst
         return chosen[:width] if can_improve else []

@@ -4,8 +4,6 @@ from typing import Any
 
 from nanoengine.sampling_params import naming, rejected
 
-TEXT_PARTS = ("text", "input_text", "output_text")
-
 
 def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
            add_generation_prompt: bool = True, continue_final_message: bool = False,
@@ -40,10 +38,8 @@ def is_chat(messages: Any) -> bool:
 def text_of(content: Any) -> str:
     """Returns the content of a message as one text, text parts joined by newlines, as in vLLM."""
     parts = content if isinstance(content, list) else [] if content is None else [content]
-    texts = []
-    for part in parts:
-        is_text_part = isinstance(part, dict) and part.get("type") in TEXT_PARTS
-        texts.append(part.get("text") if is_text_part else part)
-        if not isinstance(texts[-1], str):
-            raise rejected("content part", part, f"a text, or a text of a type in {TEXT_PARTS}")
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    for text, part in zip(texts, parts):
+        if not isinstance(text, str):
+            raise rejected("content part", part, 'a text, or {"type": "text", "text": …}')
     return "\n".join(texts)

@@ -24,7 +24,7 @@ class Logprob:
     """
 
     logprob: float
-    rank: int
+    rank: int | None = None
     decoded_token: str | None = None
 
 

@@ -180,7 +180,6 @@ class Metrics:
         """
         scheduler = self.engine.scheduler
         manager = scheduler.block_manager
-        counters = self.counters
         # by sequence, if there is a pool on the host
         host_tables = getattr(manager, "host_tables", {})
         # another thread can call this during a step
@@ -188,8 +187,8 @@ class Metrics:
         size = manager.block_size
         unused = [max(0, len(seq.block_table) * size - seq.num_tokens) for seq in running]
         internal_waste = sum(count % size for count in unused)
-        num_swapped = counters["swap_out_blocks"] + counters["swap_in_blocks"]
-        return Counter(counters | {
+        num_swapped = self.counters["swap_out_blocks"] + self.counters["swap_in_blocks"]
+        return Counter(self.counters | {
             "shared_blocks": manager.num_shared_blocks,
             "num_requests_running": len(running),
             "num_requests_waiting": len(scheduler.waiting),
@@ -200,6 +199,6 @@ class Metrics:
             "num_host_blocks_used": sum(map(len, host_tables.values())),
             "reserved_waste": sum(unused) - internal_waste,
             "internal_waste": internal_waste,
-            "mean_batch": counters["batched_sequences"] / max(1, counters["num_steps"]),
+            "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"]),
             "swapped_bytes": num_swapped * self.block_bytes,
             "attention_backend": self.backend})

@@ -5,7 +5,6 @@ tables do not have (`one_of` in nanoengine/config.py), so that `LLM(model, sched
 works. Import it to see all names in the tables.
 """
 
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, validate_call
@@ -42,7 +41,7 @@ def overtaking(base: Annotated[Any, one_of(BATCHING)] = "prefill-first",
     """
     def choose_batch(scheduler: Any) -> Any:
         # the base policy calls it in place of `Scheduler.build`
-        scheduler.build = partial(build, scheduler, max_waiting)
+        scheduler.build = lambda candidates, admit: build(scheduler, max_waiting, candidates, admit)
         return BATCHING.get(base, base)(scheduler)
     return choose_batch
 

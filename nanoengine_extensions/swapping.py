@@ -10,7 +10,6 @@ in `Batch.copies`. `ModelRunner` calls `add_host_pool`, which replaces its `copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import nanoengine_cpu
 from nanoengine.batch import Copies
@@ -34,17 +33,14 @@ def add_host_pool(runner: Any) -> None:
                        pin_memory=runner.device == "cuda")
 
     def copy_blocks(copies: Copies) -> None:
-        copy_all(copies.swap_out, blocks, pool)
-        copy_all(copies.copy_on_write, blocks, blocks)
-        copy_all(copies.swap_in, pool, blocks)
+        # asynchronous
+        for pairs, source, target in ((copies.swap_out, blocks, pool),
+                                      (copies.copy_on_write, blocks, blocks),
+                                      (copies.swap_in, pool, blocks)):
+            for to, origin in pairs.items():
+                target[to].copy_(source[origin], non_blocking=True)
 
     runner.copy_blocks = copy_blocks
-
-
-def copy_all(copies: dict[int, int], source: Tensor, target: Tensor) -> None:
-    """copies: for each block of the target its source; they are asynchronous."""
-    for to, origin in copies.items():
-        target[to].copy_(source[origin], non_blocking=True)
 
 
 class SwappingBlockManager(BlockManager):

@@ -3,64 +3,67 @@
     from nanoengine_extensions.vllm import LLM, SamplingParams
 
 nanoengine's own `LLM` uses vLLM's names for the same features. This file adds the rest: keywords
-that have no effect here, names of types, `output_kind`, `from_optional` and `enqueue`, in
+that have no effect here, names of types, and what `SamplingParams` and `LLM` have besides, in
 subclasses, which the engine does not know. Outputs are nanoengine's own.
 """
 
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import nanoengine
-from nanoengine import CompletionOutput, RequestOutput
+from nanoengine import (
+    BeamSearchOutput, BeamSearchParams, BeamSearchSequence, CompletionOutput, RequestOutput)
 from nanoengine.sampling_params import rejected
-from nanoengine_extensions.beam_search import (
-    BeamSearchOutput, BeamSearchParams, BeamSearchSequence)
 
 # vLLM's keywords that change no token here, whatever their value, …
 WITHOUT_EFFECT = {
-    "async_scheduling", "chat_template_content_format", "disable_custom_all_reduce",
-    "disable_log_stats", "enable_chunked_prefill", "hf_token", "max_logprobs",
-    "max_seq_len_to_capture", "trust_remote_code"}
+    "async_scheduling", "attention_config", "backend", "chat_template_content_format",
+    "compilation_config", "concurrency_limit", "disable_any_whitespace",
+    "disable_custom_all_reduce", "disable_log_stats", "enable_chunked_prefill", "flat_logprobs",
+    "hf_token", "kernel_config", "max_logprobs", "max_seq_len_to_capture", "output_kind",
+    "spaces_between_special_tokens", "structured_outputs_config", "trust_remote_code"}
 # … and those that must not turn on anything, since this engine has nothing like it.
 OFF = {
-    "compilation_config", "data_parallel_size", "distributed_executor_backend", "enable_lora",
-    "generation_config", "hf_overrides", "kv_cache_dtype", "kv_cache_memory_bytes",
-    "limit_mm_per_prompt", "logits_processors", "lora_request", "pipeline_parallel_size",
-    "quantization", "runner", "speculative_config", "task", "tokenizer_mode", "tokenizer_revision"}
+    "convert", "data_parallel_size", "distributed_executor_backend", "enable_lora",
+    "enable_prompt_embeds", "generation_config", "kv_cache_dtype", "kv_cache_memory_bytes",
+    "limit_mm_per_prompt", "logprobs_mode", "lora_request", "pipeline_parallel_size",
+    "quantization", "runner", "speculative_config", "task", "tokenizer_mode"}
 # values that turn on nothing, as texts, since 1 == True
-NEUTRAL = {"None", "False", "0", "1", "{}", "auto", "generate", "mp", "uni", "vllm"}
+NEUTRAL = {"False", "0", "1", "{}", "auto", "generate", "mp", "raw_logprobs", "uni", "vllm"}
 
 # vLLM's types of prompts and grammars: dicts with the same keys
 TextPrompt = TokensPrompt = StructuredOutputsParams = GuidedDecodingParams = dict
 # for `SamplingParams(output_kind=)`
 RequestOutputKind = Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"], start=0)
+VLLMValidationError = ValueError
 
 
 def without(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options without those that have no effect.
+    """Returns the options without those that have no effect, and without None, the default of all.
 
     Raises ValueError for an option in OFF that would turn something on.
     """
-    for name in OFF & options.keys():
-        if str(options[name]) not in NEUTRAL:
-            raise rejected(name, options[name], "left out: this engine has nothing like it")
-    return {name: options[name] for name in options.keys() - WITHOUT_EFFECT - OFF}
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in OFF & given.keys():
+        if str(given[name]) not in NEUTRAL:
+            raise rejected(name, given[name], "left out: this engine has nothing like it")
+    return {name: given[name] for name in given.keys() - WITHOUT_EFFECT - OFF}
 
 
 class SamplingParams(nanoengine.SamplingParams):
-    """nanoengine's parameters. `output_kind` has no effect, as in vLLM's own `LLM`, and neither has
-    `flat_logprobs`."""
+    """nanoengine's parameters. None stands for the default, except as `max_tokens`.
 
-    def __init__(self, output_kind: Any = None, guided_decoding: Any = None,
-                 flat_logprobs: bool = False, **options: Any) -> None:
-        options["structured_outputs"] = options.get("structured_outputs") or guided_decoding
-        super().__init__(**options)
+    `output_kind` has no effect, as in vLLM's own `LLM`.
+    """
 
-    @classmethod
-    def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Returns parameters in which None means the default, except for `max_tokens`."""
-        return cls(**{name: value for name, value in values.items()
-                      if value is not None or name == "max_tokens"})
+    def __init__(self, *, max_tokens: int | None = 16, guided_decoding: Any = None,
+                 **options: Any) -> None:
+        wanted = options.pop("structured_outputs", None) or guided_decoding
+        wanted = without(wanted) if isinstance(wanted, dict) else wanted
+        super().__init__(max_tokens=max_tokens, structured_outputs=wanted, **without(options))
+
+    from_optional = classmethod(lambda cls, **values: cls(**values))
 
 
 class LLM(nanoengine.LLM):
@@ -73,17 +76,27 @@ class LLM(nanoengine.LLM):
         # those of `enqueue`, until `wait_for_completion`
         self.enqueued: list[Any] = []
 
+    @property
+    def llm_engine(self) -> Any:
+        """What scripts and tests read of vLLM's engine."""
+        configs = SimpleNamespace(cache_config=self.config, model_config=self.inputs)
+        return SimpleNamespace(vllm_config=configs,
+                               get_num_unfinished_requests=lambda: len(self.active))
+
+    def get_metrics(self) -> list[Any]:
+        """Returns `metrics()` as objects with a `name` like vLLM's, and a `value`."""
+        return [SimpleNamespace(name=f"vllm:{name}", value=value)
+                for name, value in self.metrics().items()]
+
     def generate(self, *arguments: Any, **options: Any) -> list[Any]:
         return super().generate(*arguments, **without(options))
 
     def chat(self, *arguments: Any, **options: Any) -> list[Any]:
         return super().chat(*arguments, **without(options))
 
-    def beam_search(self, prompts: Any, params: Any, lora_request: None = None,
-                    use_tqdm: bool = False, concurrency_limit: int | None = None) -> list[Any]:
+    def beam_search(self, *arguments: Any, use_tqdm: bool = False, **options: Any) -> list[Any]:
         """Searches without a progress bar, and all prompts together."""
-        without({"lora_request": lora_request})
-        return super().beam_search(prompts, params)
+        return super().beam_search(*arguments, **without(options))
 
     def enqueue(self, *arguments: Any, use_tqdm: bool = True, **options: Any) -> list[str]:
         """Queues requests; `wait_for_completion` returns their outputs. There is no bar."""

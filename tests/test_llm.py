@@ -119,8 +119,8 @@ def test_chat_takes_what_the_template_takes(llm):
         with pytest.raises(ValueError, match="messages: "):
             llm.chat(messages, GREEDY, **bad)
     assert prompt(chat_template_kwargs={"tokenize": True, "tools": 1}) == prompt()
-    with pytest.raises(ValueError, match="priority=.* unless scheduling_policy"):
-        llm.chat([messages] * 2, GREEDY, priority=[0, 1])
+    answers = llm.chat([messages] * 2, GREEDY, False, priority=[0, 1])
+    assert token_ids(answers) == 2 * token_ids(llm.chat(messages, GREEDY, False))
 
 
 def test_streams_say_whose_text_it_is(llm):
@@ -583,10 +583,11 @@ def test_priorities(make_llm):
             with pytest.raises(ValueError, match="priority=.*must be one int, or 6 of them"):
                 llm.generate(prompts, GREEDY, priority=bad)
     with make_llm() as llm:
-        with pytest.raises(ValueError, match="priority=.*unless scheduling_policy is 'priority'"):
-            llm.generate(prompts, GREEDY, priority=[0, 0, 0, 0, 0, 1])
-        for same in (0, 1, [2] * 6):
-            assert len(llm.generate(prompts, GREEDY, use_tqdm=False, priority=same)) == 6
+        for bad in ([1, 2], ["high"] * 6):
+            with pytest.raises(ValueError, match="priority=.*must be one int, or 6 of them"):
+                llm.generate(prompts, GREEDY, priority=bad)
+        for without_effect in (0, 1, [2] * 6, [5, 4, 3, 2, 1, 0]):
+            assert len(llm.generate(prompts, GREEDY, False, priority=without_effect)) == 6
         calls = [*llm.add(prompts[0], GREEDY, 5), *llm.add(prompts[1], GREEDY, -1)]
         assert [*llm.engine.scheduler.waiting] == [call.seq for call in calls], "fcfs"
         llm.abort(calls)

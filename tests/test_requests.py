@@ -76,7 +76,7 @@ def test_the_sequences_of_a_request(llm):
 
 def test_nothing_is_counted_of_a_call_that_is_refused(llm):
     number = next_number(llm)
-    for prompts, priority in ((["a", []], None), (["a", "b"], [0, 1])):
+    for prompts, priority in ((["a", []], None), (["a", "b"], [0, 1, 2])):
         with pytest.raises(ValueError):
             llm.inputs.make_requests(prompts, GREEDY, priority)
     assert next_number(llm) == number

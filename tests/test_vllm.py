@@ -80,9 +80,10 @@ def test_it_changes_nothing_of_the_engines_own():
 
 
 def test_keywords_that_change_nothing_are_accepted(tiny):
-    assert {str(value) for value in (None, False, 0, 1, {}, "auto")} <= NEUTRAL
+    assert {str(value) for value in (False, 0, 1, {}, "auto")} <= NEUTRAL
     for value in (None, False, 0, 1, {}, "auto"):
         assert without(dict.fromkeys(OFF, value) | dict(seed=3)) == dict(seed=3)
+    assert without(dict(seed=None, tokenization_kwargs=None, dtype="auto")) == dict(dtype="auto")
     for value in (True, 2, "other", ["a"], {"a": 1}):
         assert without(dict.fromkeys(WITHOUT_EFFECT, value)) == {}
         for name in OFF:
@@ -126,7 +127,13 @@ def test_keywords_of_calls(llm):
         with pytest.raises(ValueError, match="lora_request='mine' .*nothing like it"):
             call("a" if call != llm.chat else chat, GREEDY, lora_request="mine")
         with pytest.raises(TypeError, match="lora_requests"):
-            call("a" if call != llm.chat else chat, GREEDY, lora_requests=None)
+            call("a" if call != llm.chat else chat, GREEDY, lora_requests="mine")
+    beams = vllm.BeamSearchParams(beam_width=2, max_tokens=2)
+    assert llm.beam_search("a", beams, lora_request=None, concurrency_limit=3) == llm.beam_search(
+        "a", beams)
+    for bad in (dict(lora_request="mine"), dict(lora_requests="mine")):
+        with pytest.raises((ValueError, TypeError), match=[*bad][0]):
+            llm.beam_search("a", beams, **bad)
 
 
 # ------------------------------------------------------------------- parameters and prompts
@@ -136,7 +143,11 @@ def test_sampling_params():
     params = SamplingParams.from_optional(n=2, temperature=None, stop=None, max_tokens=5)
     assert params == SamplingParams(n=2, max_tokens=5)
     assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
-    assert SamplingParams.from_optional() == SamplingParams()
+    assert SamplingParams.from_optional() == SamplingParams() == SamplingParams(
+        temperature=None, seed=None, extra_args=None, structured_outputs=None, skip_clone=None)
+    assert SamplingParams(max_tokens=None).max_tokens is None
+    with pytest.raises(ValueError, match="structured_outputs='json'"):
+        SamplingParams(structured_outputs="json")
     copy = params.clone()
     copy.stop.append("b")
     assert (params.stop, copy.stop, type(copy)) == ([], ["b"], SamplingParams)
@@ -172,6 +183,21 @@ def test_logprobs_have_no_limit(tiny):
         assert len(output.outputs[0].logprobs[0]) == 320
 
 
+def test_metrics_and_engine(llm):
+    requests = llm.add(["Once", "Twice"], GREEDY)
+    assert llm.llm_engine.get_num_unfinished_requests() == 2
+    llm.abort(requests)
+    assert llm.llm_engine.get_num_unfinished_requests() == 0
+    configs = llm.llm_engine.vllm_config
+    assert configs.cache_config.enable_prefix_caching
+    assert configs.model_config.max_model_len == llm.inputs.max_model_len
+    metrics = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert metrics["vllm:generation_tokens"] == llm.metrics()["generation_tokens"] > 0
+    assert metrics["vllm:num_requests_running"] == 0
+    with pytest.raises(vllm.VLLMValidationError, match="vocabulary"):
+        generate(llm, [[10**6]])
+
+
 # --------------------------------------------------------------------------- what comes back
 
 
@@ -190,7 +216,8 @@ def test_what_comes_back(llm):
 
 def test_structured_outputs(llm):
     digits = vllm.StructuredOutputsParams(regex="[0-9]{3}", json=None)
-    either = vllm.GuidedDecodingParams(choice=["12", "7"])
+    either = vllm.GuidedDecodingParams(
+        choice=["12", "7"], backend="xgrammar", disable_any_whitespace=True)
     for params in (SamplingParams(structured_outputs=digits, n=3),
                    SamplingParams(structured_outputs=None, guided_decoding=either)):
         for output in generate(llm, ["Once", "12 + 34 ="], params):
