@@ -39,7 +39,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numba import carray, prange
+from numba import carray
 
 from nanoengine_cpu.compiling import compile_kernel
 from nanoengine_cpu.rows import inverse_rms
@@ -47,7 +47,7 @@ from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, clear_sums, end_tiles, load_sums, store_sums)
 from nanoengine_cpu.vectors import (
     LANES, add_products, array_at, bits_of, copy_rows, exp2, fill, has, inlined, largest, load,
-    load_part, prefetch, stack, store, store_part, total, where_less)
+    load_part, numbers_at, prefetch, share, stack, store, store_part, total, where_less)
 
 # the keys of one step of the softmax, and the index of each
 SPAN = 128
@@ -330,7 +330,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
     """The kernel for a shape.
 
     kernel(qkv, kv, out, norms, rope, slot_mapping, block_tables, sequence_of_token, positions,
-           tokens, kv_heads, blocks, sequences, table_width, eps, window)
+           tokens, kv_heads, blocks, sequences, table_width, window, eps_bits)
 
     The first nine are addresses. uint: the bits of a number of `dtype`, float32 or bfloat16:
 
@@ -344,7 +344,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
         block_tables: (sequences, table_width) int32
         sequence_of_token: (tokens,) int32, rows of block_tables
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
-        eps: of the norms; -1 for a model that has none
+        eps_bits: of the norms' eps as float32; that of a model without norms is -1
     """
     uint = bits_of(dtype)
     per_word = 4 // dtype.itemsize
@@ -369,8 +369,11 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
     scratch_size = most_rows * pitch
     block_words = block_size * numbers_per_token(head_dim, block_size) // per_word
 
-    def kernel(qkv_at, kv_at, out_at, norms_at, rope_at, slots_at, tables_at, sequence_of_token_at,
-               positions_at, tokens, kv_heads, blocks, sequences, table_width, eps, window):
+    def kernel(phase, thread, threads, arguments_at):
+        (qkv_at, kv_at, out_at, norms_at, rope_at, slots_at, tables_at, sequence_of_token_at,
+         positions_at, tokens, kv_heads, blocks, sequences, table_width, window,
+         eps_bits) = numbers_at(arguments_at, 16)
+        eps = np.int32(eps_bits).view(np.float32)
         heads = group_size * kv_heads
         qkv = array_at(qkv_at, (tokens, heads + 2 * kv_heads, head_dim), uint)
         kv = array_at(kv_at, (2, blocks, kv_heads, block_words), np.uint32)
@@ -381,16 +384,17 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
         block_tables = array_at(tables_at, (sequences, table_width), np.int32)
         sequence_of_token = array_at(sequence_of_token_at, tokens, np.int32)
         positions = array_at(positions_at, tokens, np.int32)
-        starts = [0]
-        for token in range(1, tokens):
-            if (sequence_of_token[token] != sequence_of_token[token - 1]
+        starts = np.zeros(tokens + 1, np.int64)
+        tiles = 0
+        for token in range(1, tokens + 1):
+            if (token == tokens or sequence_of_token[token] != sequence_of_token[token - 1]
                     or slot_mapping[token] % block_size % most_tokens == 0):
-                starts.append(token)
-        starts.append(tokens)
-        tiles = len(starts) - 1
+                tiles += 1
+                starts[tiles] = token
+        first, last = share(tiles * kv_heads, thread, threads)
 
         # tile by tile: the heads of its tokens lie side by side in qkv
-        for task in prange(tiles * kv_heads):
+        for task in range(first, last if phase == 0 else first):
             tile = task // kv_heads
             kv_head = task % kv_heads
             # room for a rotated key
@@ -405,7 +409,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
                       kv[1, block, kv_head], offset, head_dim, width, per_word)
 
         # head by head: its keys and values stay near while its tiles read them
-        for task in prange(kv_heads * tiles):
+        for task in range(first, last if phase == 1 else first):
             begin, end = starts[task % tiles], starts[task % tiles + 1]
             tile = begin, end, positions[end - 1], task // tiles
             table = block_tables[sequence_of_token[begin]]
@@ -417,4 +421,4 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
                 attend(qkv, kv, out, norms[0], rope, eps, tile, table, window, scratch, shape,
                        panel, None)
 
-    return compile_kernel(kernel, f"({14 * 'int64, '}float64, int64)")
+    return compile_kernel(kernel, phases=2)

@@ -1,8 +1,10 @@
 """The kernels as functions of tensors. Where there is no kernel, PyTorch's operators compute."""
 
+import functools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,13 +20,19 @@ def has_kernel(x: Tensor) -> bool:
     return is_known and x.is_cpu and x.ndim == 2 and x.is_contiguous()
 
 
+@functools.cache
+def bits_of_number(number: float) -> int:
+    """The bits of a float32 number, as kernels take it."""
+    return int(np.float32(number).view(np.int32))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32."""
     if not has_kernel(x):
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     out = torch.empty_like(x)
     row_kernels.rms_norm(x.dtype)(
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, bits_of_number(eps))
     return out
 
 
@@ -77,7 +85,7 @@ def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cach
     kernel = attention_kernels.paged_attention(
         head_dim, num_queries // kv_heads, block_size, qkv.dtype)
     kernel(*[array.data_ptr() for array in arrays], num_tokens, kv_heads, num_blocks,
-           *block_tables.shape, eps, window or 2**31 - 1)
+           *block_tables.shape, window or 2**31 - 1, bits_of_number(eps))
     return out
 
 

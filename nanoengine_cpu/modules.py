@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from numba import get_num_threads
 from torch import Tensor, nn
 
 from nanoengine_cpu import attention, products
@@ -129,7 +128,7 @@ class PackedLinear(nn.Linear):
         out = x.new_empty(rows, outputs)
         weight = torch.ops.mkldnn.data_ptr(self.weight)
         products.product()(x.data_ptr(), weight, self.padded_bias.data_ptr(), out.data_ptr(),
-                           rows, inputs // 2, outputs, halves, get_num_threads())
+                           rows, inputs // 2, outputs, halves)
         return out
 
 

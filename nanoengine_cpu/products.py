@@ -34,15 +34,15 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, prange
+from numba import carray
 
 from nanoengine_cpu.compiling import compile_kernel
 from nanoengine_cpu.rows import silu
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine_cpu.vectors import (
-    LANES, add_products, array_at, copy_rows, fill, has, inlined, load, prefetch, prefetch_far,
-    stack, store, store_part, store_past)
+    LANES, add_products, array_at, copy_rows, fill, has, inlined, load, numbers_at, prefetch,
+    prefetch_far, share, stack, store, store_part, store_past)
 
 # whether this CPU has the instructions
 HAS_PRODUCTS = HAS_TILES or has("avx512bf16")
@@ -130,7 +130,7 @@ def write_block(out, row, first, outputs, sums, halves, is_large):
 
 @functools.cache
 def product() -> Callable:
-    """kernel(x, weight, bias, out, rows, words, outputs, halves, threads)
+    """kernel(x, weight, bias, out, rows, words, outputs, halves)
 
     out = x times weight + bias. With two halves it is SwiGLU of that: the first half are gates, the
     second one ups. The first four arguments are addresses. `x` is read as words, two bfloat16
@@ -142,7 +142,9 @@ def product() -> Callable:
         out: (rows, outputs) bfloat16, at a multiple of 64 bytes; is written; with two halves,
             outputs % BLOCK == 0
     """
-    def kernel(x_at, weight_at, bias_at, out_at, rows, words, outputs, halves, threads):
+    def kernel(phase, thread, threads, arguments_at):
+        x_at, weight_at, bias_at, out_at, rows, words, outputs, halves = numbers_at(
+            arguments_at, 8)
         blocks = -(-outputs // BLOCK)
         is_large = rows * outputs > CACHED and outputs % BLOCK == 0
         # about equal parts, each of whole steps if one fits
@@ -153,52 +155,50 @@ def product() -> Callable:
         line = words + LANES
         tasks, slices = parts * blocks, -(-words // SLICE)
 
-        for thread in prange(threads):
-            # made here, where numba sees that no one owns them, and counts no references
-            x = array_at(x_at, rows * words, np.float32)
-            weight = array_at(weight_at, halves * blocks * words * BLOCK, np.uint32)
-            bias = array_at(bias_at, halves * blocks * BLOCK, np.float32)
-            out = array_at(out_at, rows * outputs, np.uint16)
-            copy = carray(stack(COPY), COPY, np.float32)
-            sums = carray(stack(SUMS), (2, MOST_ROWS, BLOCK), np.float32)
-            copied = -1
-            begin_tiles(TILE_SIZES[min(LANES, rows)])
-            for task in range(tasks * thread // threads, tasks * (thread + 1) // threads):
-                block, begin = task % blocks, task // blocks * part
-                size = min(part, rows - begin)
-                if copied != begin:
-                    copied = begin
-                    copy_rows(x[begin * words:], words, copy, line, size, words // LANES)
-                is_few = size <= STEP
-                share = -(-BLOCK // -(-size // STEP))
-                for turn in range(halves * slices):
-                    half, first = turn // slices, turn % slices * SLICE
-                    depth = min(SLICE, words - first)
-                    number = block * halves * slices + turn
-                    place = place_of(number, halves, slices, blocks, words)
-                    ahead = (place + SOON if is_few
-                             else place_of(number + 1, halves, slices, blocks, words))
-                    for r in range(0, size, STEP):
-                        # rows behind the last one hold anything
-                        left, here, rest = copy[r * line + first:], sums[half, r:], size - r
-                        if first == 0:
-                            copy_rows(bias[(half * blocks + block) * BLOCK:], 0, here, BLOCK, STEP,
-                                      BLOCK // LANES)
-                        piece = place, depth, ahead + r // STEP * share * depth, share
-                        if HAS_TILES:
-                            below = LANES if rest > LANES else 0
-                            load_sums(here, BLOCK, below)
-                            add_slice(left, line, below, weight, piece, is_few)
-                            store_sums(here, BLOCK, below)
-                        elif rest > 4:
-                            add_rows(left, line, weight, piece, here, 6)
-                        elif rest > 2:
-                            add_rows(left, line, weight, piece, here, 4)
-                        else:
-                            add_rows(left, line, weight, piece, here, 2)
-                        if turn + 1 == halves * slices:
-                            write_block(out, begin + r, block * BLOCK, outputs,
-                                        sums[:, r:min(r + STEP, size)], halves, is_large)
-            end_tiles()
+        x = array_at(x_at, rows * words, np.float32)
+        weight = array_at(weight_at, halves * blocks * words * BLOCK, np.uint32)
+        bias = array_at(bias_at, halves * blocks * BLOCK, np.float32)
+        out = array_at(out_at, rows * outputs, np.uint16)
+        copy = carray(stack(COPY), COPY, np.float32)
+        sums = carray(stack(SUMS), (2, MOST_ROWS, BLOCK), np.float32)
+        copied = -1
+        begin_tiles(TILE_SIZES[min(LANES, rows)])
+        for task in range(*share(tasks, thread, threads)):
+            block, begin = task % blocks, task // blocks * part
+            size = min(part, rows - begin)
+            if copied != begin:
+                copied = begin
+                copy_rows(x[begin * words:], words, copy, line, size, words // LANES)
+            is_few = size <= STEP
+            asked = -(-BLOCK // -(-size // STEP))
+            for turn in range(halves * slices):
+                half, first = turn // slices, turn % slices * SLICE
+                depth = min(SLICE, words - first)
+                number = block * halves * slices + turn
+                place = place_of(number, halves, slices, blocks, words)
+                ahead = (place + SOON if is_few
+                         else place_of(number + 1, halves, slices, blocks, words))
+                for r in range(0, size, STEP):
+                    # rows behind the last one hold anything
+                    left, here, rest = copy[r * line + first:], sums[half, r:], size - r
+                    if first == 0:
+                        copy_rows(bias[(half * blocks + block) * BLOCK:], 0, here, BLOCK, STEP,
+                                  BLOCK // LANES)
+                    piece = place, depth, ahead + r // STEP * asked * depth, asked
+                    if HAS_TILES:
+                        below = LANES if rest > LANES else 0
+                        load_sums(here, BLOCK, below)
+                        add_slice(left, line, below, weight, piece, is_few)
+                        store_sums(here, BLOCK, below)
+                    elif rest > 4:
+                        add_rows(left, line, weight, piece, here, 6)
+                    elif rest > 2:
+                        add_rows(left, line, weight, piece, here, 4)
+                    else:
+                        add_rows(left, line, weight, piece, here, 2)
+                    if turn + 1 == halves * slices:
+                        write_block(out, begin + r, block * BLOCK, outputs,
+                                    sums[:, r:min(r + STEP, size)], halves, is_large)
+        end_tiles()
 
-    return compile_kernel(kernel, f"({8 * 'int64, '}int64)")
+    return compile_kernel(kernel)

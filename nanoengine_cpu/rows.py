@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numba import prange
 
 from nanoengine_cpu.compiling import compile_kernel
 from nanoengine_cpu.vectors import (
-    LANES, array_at, bits_of, exp2, fill, inlined, load_part, store_part, total, where_less)
+    LANES, array_at, bits_of, exp2, fill, inlined, load_part, numbers_at, share, store_part, total,
+    where_less)
 
 
 @inlined()
@@ -45,9 +45,11 @@ def rms_norm(dtype: torch.dtype) -> Callable:
     size) numbers of `dtype`, float32 or bfloat16."""
     uint = bits_of(dtype)
 
-    def kernel(x, weight, out, rows, size, eps):
-        for r in prange(rows):
-            weights = array_at(weight, size, uint)
+    def kernel(phase, thread, threads, arguments_at):
+        x, weight, out, rows, size, eps_bits = numbers_at(arguments_at, 6)
+        eps = np.int32(eps_bits).view(np.float32)
+        weights = array_at(weight, size, uint)
+        for r in range(*share(rows, thread, threads)):
             row = array_at(x, (rows, size), uint)[r]
             line = array_at(out, (rows, size), uint)[r]
             scale = fill(inverse_rms(row, size, eps))
@@ -55,7 +57,7 @@ def rms_norm(dtype: torch.dtype) -> Callable:
                 normed = load_part(row, i, size) * scale * load_part(weights, i, size)
                 store_part(line, i, size, normed)
 
-    return compile_kernel(kernel, "(int64, int64, int64, int64, int64, float64)")
+    return compile_kernel(kernel)
 
 
 @functools.cache
@@ -64,12 +66,13 @@ def swiglu(dtype: torch.dtype) -> Callable:
     before up, and of (rows, size)."""
     uint = bits_of(dtype)
 
-    def kernel(gate_up, out, rows, size):
-        for r in prange(rows):
+    def kernel(phase, thread, threads, arguments_at):
+        gate_up, out, rows, size = numbers_at(arguments_at, 4)
+        for r in range(*share(rows, thread, threads)):
             gate, up = array_at(gate_up, (rows, 2, size), uint)[r]
             line = array_at(out, (rows, size), uint)[r]
             for i in range(0, size, LANES):
                 activated = silu(load_part(gate, i, size), line)
                 store_part(line, i, size, activated * load_part(up, i, size))
 
-    return compile_kernel(kernel, "(int64, int64, int64, int64)")
+    return compile_kernel(kernel)

@@ -116,6 +116,24 @@ def array_at(address, shape, dtype):
 
 
 @intrinsic(prefer_literal=True)
+def numbers_at(context, address, count):
+    """So many int64 numbers, a constant, from an address on: the arguments of a kernel."""
+    kind = types.UniTuple(types.int64, count.literal_value)
+
+    def generate(context, builder, signature, values):
+        first = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        places = [builder.gep(first, [ir.IntType(64)(i)]) for i in range(kind.count)]
+        return context.make_tuple(builder, kind, [builder.load(place) for place in places])
+    return kind(address, count), generate
+
+
+@inlined()
+def share(tasks, thread, threads):
+    """The first task of a thread's share, and the first of the next one's."""
+    return tasks * thread // threads, tasks * (thread + 1) // threads
+
+
+@intrinsic(prefer_literal=True)
 def stack(context, size):
     """Room for so many 32-bit words, a constant. Where LLVM sees all uses, they are registers."""
     def generate(context, builder, signature, values):
