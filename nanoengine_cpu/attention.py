@@ -42,11 +42,10 @@ import torch
 from numba import carray
 
 from nanoengine_cpu.compiling import compile_kernel
-from nanoengine_cpu.rows import inverse_rms
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, clear_sums, end_tiles, load_sums, store_sums)
 from nanoengine_cpu.vectors import (
-    LANES, add_products, array_at, bits_of, copy_rows, exp2, fill, has, inlined, largest, load,
+    DTYPES, LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, largest, load,
     load_part, numbers_at, prefetch, share, stack, store, store_part, total, where_less)
 
 # the keys of one step of the softmax, and the index of each
@@ -94,6 +93,16 @@ def ask_for(head):
     """Asks for a head that is needed soon. There may be no such token."""
     for d in range(0, len(head), 64 // head.itemsize):
         prefetch(head, d)
+
+
+@inlined()
+def inverse_rms(row, size, eps):
+    """1 / sqrt(the mean of all squares + eps)."""
+    squares = fill(np.float32(0))
+    for i in range(0, size, LANES):
+        numbers = load_part(row, i, size)
+        squares = squares + numbers * numbers
+    return np.float32(1) / np.sqrt(total(squares) / np.float32(size) + np.float32(eps))
 
 
 @inlined()
@@ -346,7 +355,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
         eps_bits: of the norms' eps as float32; that of a model without norms is -1
     """
-    uint = bits_of(dtype)
+    uint = DTYPES[dtype]
     per_word = 4 // dtype.itemsize
     width = round_up.py_func(head_dim, LANES)
     # even, so that a pair of values is written within one task
@@ -395,8 +404,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
 
         # tile by tile: the heads of its tokens lie side by side in qkv
         for task in range(first, last if phase == 0 else first):
-            tile = task // kv_heads
-            kv_head = task % kv_heads
+            tile, kv_head = divmod(task, kv_heads)
             # room for a rotated key
             key = carray(stack(head_dim), head_dim, np.float32).view(uint)
             for token in range(starts[tile], starts[tile + 1]):

@@ -42,6 +42,8 @@ warn_once = functools.cache(logging.getLogger(__name__).warning)
 cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
 
+# of a kernel, and of the loop that runs it
+SIGNATURE = "void(int64, int64, int64, int64)"
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
 
 
@@ -89,17 +91,15 @@ def run_phases() -> Callable:
             for thread in prange(threads):
                 call_at(function, phase, thread, threads, arguments)
 
-    signature = "void(int64, int64, int64, int64)"
-    return compile_cached(functools.partial(njit, signature, parallel=True), run)
+    return compile_cached(functools.partial(njit, SIGNATURE, parallel=True), run)
 
 
 def compile_kernel(kernel: Callable, phases: int = 1) -> Callable[..., None]:
     """Returns the compiled kernel: a function of its arguments, which runs it on all threads."""
-    signature = "void(int64, int64, int64, int64)"
-    jit = functools.partial(cfunc, signature, error_model="numpy")
-    compiled = compile_cached(jit, kernel)
+    compiled = compile_cached(functools.partial(cfunc, SIGNATURE, error_model="numpy"), kernel)
     run = run_phases()
 
+    @functools.wraps(kernel)
     def launch(*arguments: int) -> None:
         # kept until the kernel has ended
         numbers = (ctypes.c_int64 * len(arguments))(*arguments)

@@ -1,7 +1,8 @@
-"""The kernels as functions of tensors. Where there is no kernel, PyTorch's operators compute."""
+"""The kernels as functions of tensors, and the smallest of the kernels, RMSNorm."""
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoengine_cpu import attention as attention_kernels
-from nanoengine_cpu import rows as row_kernels
+from nanoengine_cpu.attention import inverse_rms
+from nanoengine_cpu.compiling import compile_kernel
 from nanoengine_cpu.memory import in_huge_pages
+from nanoengine_cpu.vectors import (
+    DTYPES, LANES, array_at, fill, load_part, numbers_at, share, store_part)
 
 
-def has_kernel(x: Tensor) -> bool:
-    """Whether `rows.py` computes these rows."""
-    is_known = x.dtype in (torch.float32, torch.bfloat16)
-    return is_known and x.is_cpu and x.ndim == 2 and x.is_contiguous()
+@functools.cache
+def rms_norm_kernel(dtype: torch.dtype) -> Callable:
+    """kernel(x, weight, out, rows, size, eps_bits), with addresses of (rows, size), (size,) and
+    (rows, size) numbers of `dtype`, float32 or bfloat16."""
+    uint = DTYPES[dtype]
+
+    def kernel(phase, thread, threads, arguments_at):
+        x, weight, out, rows, size, eps_bits = numbers_at(arguments_at, 6)
+        eps = np.int32(eps_bits).view(np.float32)
+        weights = array_at(weight, size, uint)
+        for r in range(*share(rows, thread, threads)):
+            row = array_at(x, (rows, size), uint)[r]
+            line = array_at(out, (rows, size), uint)[r]
+            scale = fill(inverse_rms(row, size, eps))
+            for i in range(0, size, LANES):
+                normed = load_part(row, i, size) * scale * load_part(weights, i, size)
+                store_part(line, i, size, normed)
+
+    return compile_kernel(kernel)
 
 
 @functools.cache
@@ -28,21 +47,12 @@ def bits_of_number(number: float) -> int:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang & Sennrich, 2019, arXiv:1910.07467. In float32."""
-    if not has_kernel(x):
+    # all that the kernel cannot read
+    if x.dtype not in DTYPES or not x.is_cpu or x.ndim != 2 or not x.is_contiguous():
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     out = torch.empty_like(x)
-    row_kernels.rms_norm(x.dtype)(
+    rms_norm_kernel(x.dtype)(
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, bits_of_number(eps))
-    return out
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202), from both side by side."""
-    if not has_kernel(gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    row_kernels.swiglu(out.dtype)(gate_up.data_ptr(), out.data_ptr(), *out.shape)
     return out
 
 

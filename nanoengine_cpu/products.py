@@ -1,78 +1,101 @@
-"""Products with a weight that oneDNN has packed, and SwiGLU of them, on a CPU that multiplies pairs
-of bfloat16 numbers: on tiles (`tiles.py`), or on registers.
+"""Products with a packed weight, and SwiGLU of them: on tiles (`tiles.py`), or on registers.
 
     each thread, for its share of the parts and blocks:
         for each part of the rows:
             copy    of the part
             for each block of outputs, or of gates and then their ups:
-                for each slice of the inputs:
+                for each slice of the words of an input row:
                     for each few rows of the part:
                         sums    rows x outputs, which begin with the bias
-                        for each input of the slice:
+                        for each word of the slice:
                             sums += rows times weight
                             ask for a share of the next slice
-                        out     behind the last slice: the sums, or SwiGLU, as bfloat16
+                        out     behind the last slice: the sums, or SwiGLU
 
-                   outputs of a block    inputs of a slice    rows at a time
-    on tiles       32                    512                  32
-    on registers   64                    256                  6
+                                   outputs of a block    words of a slice    rows at a time
+    on tiles                       32                    256                 32
+    on registers of AVX-512        64                    128                 6
+    on registers of AVX2           16                    512                 4
 
 Rows are read from far away once, the weight once for each part. A part, at most 1 MiB, stays in the
-second cache while the blocks go by. The weight of a slice, 32 KiB, stays in the first one while the
-rows go by. Results that no cache could keep are written past them.
+caches while the blocks go by. The weight of a slice, 32 KiB, stays in the first one while the rows
+go by. Results that no cache could keep are written past them.
 
-A block of the packed weight is read as words, two inputs of an output in each:
+A word is one float32 number, or two of bfloat16. The packed weight is in blocks of outputs, and a
+line of a block is a word of each of its outputs. In bfloat16, with 32 outputs:
 
     w0[0:2] w1[0:2] … w31[0:2]        a line: the first two inputs of each output
     w0[2:4] w1[2:4] … w31[2:4]        …
 
 Each sum goes over the inputs in one order, so that a row has the same bits whatever rows are beside
-it. The plain versions that the tests compare with are PyTorch's, and `swiglu` in `functions.py`.
+it. SwiGLU (Shazeer, 2020, arXiv:2002.05202) is SiLU(gate) * up.
 """
 
 import functools
 from collections.abc import Callable
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numba import carray
+from torch import Tensor
 
 from nanoengine_cpu.compiling import compile_kernel
-from nanoengine_cpu.rows import silu
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine_cpu.vectors import (
-    LANES, add_products, array_at, copy_rows, fill, has, inlined, load, numbers_at, prefetch,
-    prefetch_far, share, stack, store, store_part, store_past)
+    DTYPES, LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, load, numbers_at,
+    prefetch, prefetch_far, share, stack, store, store_part, store_past, where_less)
 
-# whether this CPU has the instructions
-HAS_PRODUCTS = HAS_TILES or has("avx512bf16")
-# A packed weight is padded to a multiple of so many outputs, and of so many inputs.
-BLOCK, DEPTH = 2 * LANES if HAS_TILES else 4 * LANES, 2 * LANES
-# so many rows are multiplied at a time; their sums are in so many numbers
-STEP = 2 * LANES if HAS_TILES else 6
+# registers hold the sums of so many rows and outputs
+STEP, BLOCK = (6, 4 * LANES) if has("avx512f") else (4, LANES)
 HELD = STEP * BLOCK
+# the outputs in a block of weights, of all numbers that can be multiplied
+BLOCKS = {torch.float32: BLOCK, torch.bfloat16: 2 * LANES if HAS_TILES else BLOCK}
 # where in a line the two tiles begin
 ACROSS = np.array([0, LANES])
-# a slice and a part of the rows, in words
-SLICE, PART = 2**13 // BLOCK, 2**18
+# a slice of the weight and a part of the rows, in words
+SLICE, PART = 2**13, 2**18
 # so many rows are in a part, even if they are short
 MOST_ROWS = 512
-# so long may rows be: 16 of them are a part
-MOST_INPUTS = 2 * PART // LANES
+# so long may rows be, in words: 16 of them are a part
+MOST_WORDS = PART // LANES
 # both are on the stack of each thread: 1.3 MB at most
 COPY = PART + MOST_ROWS * LANES
 SUMS = 2 * MOST_ROWS * BLOCK
-# so many numbers may stay in a cache until they are read again
-CACHED = 2**18
+# So many results stay in a cache until they are read again. More of bfloat16 are written past it,
+# if the CPU has an instruction that rounds to it.
+CACHED = 2**18 if has("avx512bf16") else 2**62
 # few rows go by quickly: the weight is asked for so many words before it is needed
 SOON = 2**11 if HAS_TILES else 2**10
+# on registers, it is asked for every so many words of a row
+EVERY = 1 if has("avx512f") else LANES
+
+
+def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tensor]:
+    """Packs a weight, (outputs, inputs), as (blocks, words, numbers of a line), and its bias as
+    float32. Both are padded with zeros: each half to whole blocks, words to whole vectors.
+
+    Raises ValueError for a weight that no kernel can read.
+    """
+    outputs, inputs = len(weight) // halves, weight.shape[1]
+    if weight.dtype not in BLOCKS or inputs * weight.itemsize > 4 * MOST_WORDS:
+        raise ValueError(f"there is no kernel for {inputs} inputs of {weight.dtype}")
+    block_size, depth = BLOCKS[weight.dtype], LANES * 4 // weight.itemsize
+    more = -inputs % depth, 0, -outputs % block_size
+    if any(more):
+        weight = F.pad(weight.unflatten(0, (halves, -1)), (0, *more)).flatten(0, 1)
+    lines = weight.contiguous().view(torch.int32).unflatten(0, (-1, block_size)).transpose(1, 2)
+    bias = torch.zeros(halves * outputs, device="cpu") if bias is None else bias.float()
+    padded = F.pad(bias.unflatten(0, (halves, -1)), (0, more[-1])).flatten()
+    return lines.contiguous().view(weight.dtype), padded
 
 
 @inlined()
-def place_of(number, halves, slices, blocks, words):
+def place_of(number, halves, slices, depth, blocks, words, block_size):
     """Where a slice of the weight begins: they are read in blocks, a gate's before its up's."""
     half, block = number // slices % halves, number // slices // halves
-    return ((half * blocks + block) * words + number % slices * SLICE) * BLOCK
+    return ((half * blocks + block) * words + number % slices * depth) * block_size
 
 
 @inlined()
@@ -85,7 +108,7 @@ def add_slice(rows, line, below, weight, piece, is_few):
     """
     place, depth, ahead, share = piece
     for k in range(0, depth, LANES):
-        add_tiles(rows[k:], line, below, weight, place + k * BLOCK, ACROSS, BLOCK)
+        add_tiles(rows[k:], line, below, weight, place + k * 2 * LANES, ACROSS, 2 * LANES)
         for i in range(k * share, (k + LANES) * share, LANES):
             if is_few:
                 prefetch(weight, ahead + i)
@@ -94,73 +117,90 @@ def add_slice(rows, line, below, weight, piece, is_few):
 
 
 @inlined()
-def add_rows(rows, line, weight, piece, sums, count):
-    """The same on registers, for `count` rows, a constant: sums of six rows are 24 of the 32."""
+def add_rows(rows, line, weight, piece, sums, count, per_word):
+    """The same on registers, for `count` rows, a constant.
+
+    AVX-512 has 32, of which sums of 6 x 64 take 24. AVX2 has 16, of which sums of 4 x 16 take 8.
+    """
     place, depth, ahead, share = piece
     held = stack(HELD)
     copy_rows(sums, BLOCK, held, BLOCK, count, BLOCK // LANES)
-    for k in range(depth):
-        for i in range(k * share, (k + 1) * share, LANES):
+    for k in range(0, depth, EVERY):
+        for i in range(k * share, (k + EVERY) * share, LANES):
             prefetch_far(weight, ahead + i)
-        for c in range(0, BLOCK, LANES):
-            numbers = load(weight, place + k * BLOCK + c)
-            for r in range(count):
-                i = r * BLOCK + c
-                word = fill(rows[r * line + k])
-                store(held, i, add_products(word, numbers, load(held, i), 2))
+        for j in range(k, k + EVERY):
+            for c in range(0, BLOCK, LANES):
+                numbers = load(weight, place + j * BLOCK + c)
+                for r in range(count):
+                    i = r * BLOCK + c
+                    word = fill(rows[np.uint64(r * line + j)])
+                    store(held, i, add_products(word, numbers, load(held, i), per_word))
     copy_rows(held, BLOCK, sums, BLOCK, count, BLOCK // LANES)
+
+
+@inlined()
+def silu(x, out):
+    """x / (1 + e^-x) of 16 numbers, as exact as the numbers of `out` need it."""
+    # e^87 is near the largest float32; what is further below gives about 0, too
+    least = fill(np.float32(-87))
+    x = where_less(x, least, least, x)
+    return x / (fill(np.float32(1)) + exp2(x * fill(np.float32(-np.log2(np.e))), out))
 
 
 @inlined()
 def write_block(out, row, first, outputs, sums, halves, is_large):
     """Results of some rows, from `row` on, and a block of outputs, from `first` on."""
+    block_size = sums.shape[2]
     for i in range(sums.shape[1]):
         gates, ups = sums[0, i], sums[1, i]
         begin, end = (row + i) * outputs + first, (row + i + 1) * outputs
         if halves == 2:
-            for j in range(0, BLOCK, LANES):
+            for j in range(0, block_size, LANES):
                 store(gates, j, silu(load(gates, j), out) * load(ups, j))
         if is_large:
-            for j in range(0, BLOCK, 2 * LANES):
+            for j in range(0, block_size, 2 * LANES):
                 store_past(out, begin + j, load(gates, j), load(gates, j + LANES))
         else:
-            for j in range(0, min(BLOCK, end - begin), LANES):
+            for j in range(0, min(block_size, end - begin), LANES):
                 store_part(out, begin + j, end, load(gates, j))
 
 
 @functools.cache
-def product() -> Callable:
+def product(dtype: torch.dtype) -> Callable:
     """kernel(x, weight, bias, out, rows, words, outputs, halves)
 
     out = x times weight + bias. With two halves it is SwiGLU of that: the first half are gates, the
-    second one ups. The first four arguments are addresses. `x` is read as words, two bfloat16
-    numbers in each:
+    second one ups. The first four arguments are addresses, of numbers of `dtype` or words of them:
 
-        x: (rows, words) uint32; words % 16 == 0, at most MOST_INPUTS / 2
-        weight: (halves * outputs / BLOCK, rounded up, words, BLOCK) uint32
-        bias: (halves * outputs,) float32, padded as the weight is
-        out: (rows, outputs) bfloat16, at a multiple of 64 bytes; is written; with two halves,
-            outputs % BLOCK == 0
+        x: (rows, words) uint32; words % 16 == 0, at most MOST_WORDS
+        weight: (halves * blocks, words, outputs of a block) uint32, see `pack`
+        bias: (halves * blocks * outputs of a block,) float32
+        out: (rows, outputs) of `dtype`, at a multiple of 64 bytes; is written
     """
+    uint = DTYPES[dtype]
+    per_word = 4 // dtype.itemsize
+    on_tiles, block_size = HAS_TILES and dtype == torch.bfloat16, BLOCKS[dtype]
+    step = 2 * LANES if on_tiles else STEP
+    most_depth = SLICE // block_size
+
     def kernel(phase, thread, threads, arguments_at):
-        x_at, weight_at, bias_at, out_at, rows, words, outputs, halves = numbers_at(
-            arguments_at, 8)
-        blocks = -(-outputs // BLOCK)
-        is_large = rows * outputs > CACHED and outputs % BLOCK == 0
+        x_at, weight_at, bias_at, out_at, rows, words, outputs, halves = numbers_at(arguments_at, 8)
+        blocks = -(-outputs // block_size)
+        is_large = per_word == 2 and rows * outputs > CACHED and outputs % block_size == 0
         # about equal parts, each of whole steps if one fits
-        unit = STEP if PART // words >= STEP else LANES
+        unit = step if PART // words >= step else LANES
         parts = -(-rows // (min(MOST_ROWS, PART // words) // unit * unit))
         part = -(-rows // parts // unit) * unit
         # rows a power of two apart would share a few places of the first cache
         line = words + LANES
-        tasks, slices = parts * blocks, -(-words // SLICE)
+        tasks, slices = parts * blocks, -(-words // most_depth)
 
         x = array_at(x_at, rows * words, np.float32)
-        weight = array_at(weight_at, halves * blocks * words * BLOCK, np.uint32)
-        bias = array_at(bias_at, halves * blocks * BLOCK, np.float32)
-        out = array_at(out_at, rows * outputs, np.uint16)
+        weight = array_at(weight_at, halves * blocks * words * block_size, np.uint32)
+        bias = array_at(bias_at, halves * blocks * block_size, np.float32)
+        out = array_at(out_at, rows * outputs, uint)
         copy = carray(stack(COPY), COPY, np.float32)
-        sums = carray(stack(SUMS), (2, MOST_ROWS, BLOCK), np.float32)
+        sums = carray(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
         copied = -1
         begin_tiles(TILE_SIZES[min(LANES, rows)])
         for task in range(*share(tasks, thread, threads)):
@@ -169,36 +209,36 @@ def product() -> Callable:
             if copied != begin:
                 copied = begin
                 copy_rows(x[begin * words:], words, copy, line, size, words // LANES)
-            is_few = size <= STEP
-            asked = -(-BLOCK // -(-size // STEP))
+            is_few = size <= step
+            asked = -(-block_size // -(-size // step))
             for turn in range(halves * slices):
-                half, first = turn // slices, turn % slices * SLICE
-                depth = min(SLICE, words - first)
+                half, first = turn // slices, turn % slices * most_depth
+                depth = min(most_depth, words - first)
                 number = block * halves * slices + turn
-                place = place_of(number, halves, slices, blocks, words)
-                ahead = (place + SOON if is_few
-                         else place_of(number + 1, halves, slices, blocks, words))
-                for r in range(0, size, STEP):
+                place = place_of(number, halves, slices, most_depth, blocks, words, block_size)
+                ahead = place + SOON if is_few else place_of(
+                    number + 1, halves, slices, most_depth, blocks, words, block_size)
+                for r in range(0, size, step):
                     # rows behind the last one hold anything
                     left, here, rest = copy[r * line + first:], sums[half, r:], size - r
                     if first == 0:
-                        copy_rows(bias[(half * blocks + block) * BLOCK:], 0, here, BLOCK, STEP,
-                                  BLOCK // LANES)
-                    piece = place, depth, ahead + r // STEP * asked * depth, asked
-                    if HAS_TILES:
+                        copy_rows(bias[(half * blocks + block) * block_size:], 0, here, block_size,
+                                  step, block_size // LANES)
+                    piece = place, depth, ahead + r // step * asked * depth, asked
+                    if on_tiles:
                         below = LANES if rest > LANES else 0
-                        load_sums(here, BLOCK, below)
+                        load_sums(here, block_size, below)
                         add_slice(left, line, below, weight, piece, is_few)
-                        store_sums(here, BLOCK, below)
-                    elif rest > 4:
-                        add_rows(left, line, weight, piece, here, 6)
+                        store_sums(here, block_size, below)
+                    elif rest > STEP - 2:
+                        add_rows(left, line, weight, piece, here, STEP, per_word)
                     elif rest > 2:
-                        add_rows(left, line, weight, piece, here, 4)
+                        add_rows(left, line, weight, piece, here, 4, per_word)
                     else:
-                        add_rows(left, line, weight, piece, here, 2)
+                        add_rows(left, line, weight, piece, here, 2, per_word)
                     if turn + 1 == halves * slices:
-                        write_block(out, begin + r, block * BLOCK, outputs,
-                                    sums[:, r:min(r + STEP, size)], halves, is_large)
+                        write_block(out, begin + r, block * block_size, outputs,
+                                    sums[:, r:min(r + step, size)], halves, is_large)
         end_tiles()
 
     return compile_kernel(kernel)

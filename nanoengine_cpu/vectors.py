@@ -31,6 +31,8 @@ class BFloat16(ir.Type):
 # for instructions that are written as text
 binding.initialize_native_asmparser()
 
+# the numbers that kernels know, and the integers that they take for them
+DTYPES = {torch.float32: np.uint32, torch.bfloat16: np.uint16}
 LANES = 16
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
@@ -121,9 +123,7 @@ def numbers_at(context, address, count):
     kind = types.UniTuple(types.int64, count.literal_value)
 
     def generate(context, builder, signature, values):
-        first = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
-        places = [builder.gep(first, [ir.IntType(64)(i)]) for i in range(kind.count)]
-        return context.make_tuple(builder, kind, [builder.load(place) for place in places])
+        return builder.load(builder.inttoptr(values[0], context.get_value_type(kind).as_pointer()))
     return kind(address, count), generate
 
 
@@ -142,11 +142,6 @@ def stack(context, size):
         room.align = 64
         return room
     return types.CPointer(types.float32)(size), generate
-
-
-def bits_of(dtype: torch.dtype) -> type:
-    """The integers that kernels take for the numbers of a tensor."""
-    return {torch.float32: np.uint32, torch.bfloat16: np.uint16}[dtype]
 
 
 def is_half(array):
@@ -184,11 +179,14 @@ def store(builder, array, first, numbers):
 
 @instruction(types.void)
 def store_past(builder, array, first, left, right):
-    """32 numbers as bfloat16, past the caches into a line of memory: 64 bytes.
+    """32 numbers as bfloat16, past the caches into a line of memory: 64 bytes. Nothing without
+    AVX-512, where LLVM could not compile it.
 
     Other threads see them once the kernel ends: OpenMP's barrier waits for such writes. It is
     written as an instruction of the CPU, as LLVM would send bfloat16 through the caches.
     """
+    if not (has("avx512bf16") and is_half(array)):
+        return
     order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), list(range(2 * LANES)))
     halves = [builder.fptrunc(numbers, BFLOATS) for numbers in (left, right)]
     line = builder.bitcast(builder.shuffle_vector(*halves, order), FLOATS)
@@ -249,7 +247,7 @@ prefetch, prefetch_far = prefetching(3), prefetching(2)
 # ------------------------------------------------------------------------------ arithmetic
 
 
-def arithmetic(function, name):
+def let_compute(function, name):
     """Lets numba apply + or - or * or / to two vectors."""
     @instruction(vector)
     def compute(builder, left, right):
@@ -261,10 +259,9 @@ def arithmetic(function, name):
             return lambda left, right: compute(left, right)
 
 
-arithmetic(operator.add, "fadd")
-arithmetic(operator.sub, "fsub")
-arithmetic(operator.mul, "fmul")
-arithmetic(operator.truediv, "fdiv")
+for function, name in zip((operator.add, operator.sub, operator.mul, operator.truediv),
+                          ("fadd", "fsub", "fmul", "fdiv")):
+    let_compute(function, name)
 
 
 @instruction(vector)

@@ -1,21 +1,57 @@
-"""Compiled kernels, and how they are kept on the disk."""
+"""Compiled kernels, how they are run, and how they are kept on the disk."""
 
+import numpy as np
 import pytest
 import torch
 
 from nanoengine_cpu import compiling
+from nanoengine_cpu.memory import limit_threads
+from nanoengine_cpu.vectors import array_at, numbers_at, share
 
 
 def compile_double():
     """Compiles a small kernel; returns what it makes of an array."""
-    def double(numbers):
-        for i in range(len(numbers)):
+    def double(phase, thread, threads, arguments_at):
+        at, size = numbers_at(arguments_at, 2)
+        numbers = array_at(at, size, np.float32)
+        for i in range(*share(size, thread, threads)):
             numbers[i] *= 2
 
-    compiled = compiling.compile_kernel(double, "(float32[::1],)")
-    numbers = torch.ones(3).numpy()
-    compiled(numbers)
+    compiled = compiling.compile_kernel(double)
+    numbers = torch.ones(3)
+    compiled(numbers.data_ptr(), 3)
     return numbers.tolist()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_each_thread_runs_each_phase_after_all_have_ended_the_one_before(num_threads):
+    def kernel(phase, thread, threads, arguments_at):
+        (at,) = numbers_at(arguments_at, 1)
+        seen = array_at(at, (3, 2), np.int64)
+        total = 0
+        for before in range(phase):
+            for other in range(threads):
+                total += seen[before, other]
+        seen[phase, thread] = 1 + total
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        limit_threads()
+        seen = torch.zeros(3, 2, dtype=torch.int64)
+        compiling.compile_kernel(kernel, phases=3)(seen.data_ptr())
+    finally:
+        torch.set_num_threads(before)
+        limit_threads()
+    assert seen.tolist() == ([[1, 1], [3, 3], [9, 9]] if num_threads == 2 else
+                             [[1, 0], [2, 0], [4, 0]])
+
+
+@pytest.mark.parametrize("tasks, threads", [(0, 1), (1, 3), (7, 2), (100, 7)])
+def test_shares_are_about_equal_and_leave_nothing_out(tasks, threads):
+    shares = [range(*share.py_func(tasks, thread, threads)) for thread in range(threads)]
+    assert [task for each in shares for task in each] == list(range(tasks))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @pytest.fixture

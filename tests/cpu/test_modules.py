@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from cpu.reference import make_step, norm_and_rotate, plain_attention
 from nanoengine_cpu import empty_cache, optimize
 from nanoengine_cpu.compiling import warn_once
 from nanoengine_cpu.modules import PackedLinear
+from nanoengine_cpu.products import MOST_WORDS
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 48, 4, 2, 32
 
@@ -148,26 +148,26 @@ def test_a_row_has_the_same_bits_in_few_and_in_many(inputs, outputs, dtype):
     assert linear(x[:0]).shape == (0, outputs)
 
 
-def fail(*arguments):
-    raise RuntimeError("mkldnn_linear: bf16 path needs a newer CPU")
-
-
-@pytest.mark.parametrize("operators", [
-    SimpleNamespace(),
-    SimpleNamespace(_reorder_linear_weight=fail),
-    SimpleNamespace(_reorder_linear_weight=torch.ops.mkldnn._reorder_linear_weight,
-                    _linear_pointwise=SimpleNamespace(default=fail)),
-])
-def test_without_packed_weights_products_are_slower_and_the_same(monkeypatch, caplog, operators):
-    linear = nn.Linear(HIDDEN, 7).requires_grad_(False)
-    x = torch.randn(5, HIDDEN)
+@pytest.mark.parametrize("linear", [
+    nn.Linear(HIDDEN, 7).half(), nn.Linear(MOST_WORDS + 1, 7), nn.Linear(HIDDEN, 7).double()])
+def test_weights_that_no_kernel_knows_are_multiplied_by_pytorch(caplog, linear):
+    linear.requires_grad_(False)
+    x = torch.randn(5, linear.in_features).to(linear.weight.dtype)
     expected = linear(x)
-    monkeypatch.setattr(torch.ops, "mkldnn", operators)
     warn_once.cache_clear()
     assert not optimize(nn.Sequential(linear, nn.Linear(HIDDEN, 3).requires_grad_(False)))
     (message,) = caplog.messages
-    assert message.startswith("slower products, as weights can't be packed: ")
+    assert message.startswith("products are slower: there is no kernel for ")
     assert torch.equal(linear(x), expected) and isinstance(linear, PackedLinear)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_mlp_has_swiglu_whether_its_weight_is_packed_or_not(dtype):
+    mlp = MLP().to(dtype).requires_grad_(False)
+    x = torch.randn(5, HIDDEN).to(dtype)
+    expected = mlp(x)
+    optimize(mlp)
+    torch.testing.assert_close(mlp(x), expected, rtol=2**-6, atol=2**-6)
 
 
 LIMITS = """

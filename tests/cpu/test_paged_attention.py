@@ -17,8 +17,7 @@ from cpu.reference import (
     BF16, F32, NO_NORMS, attend_by_kernel, attend_in_tiles, cpu_cache, make_step, no_turn,
     norm_and_rotate, plain_attention, random_cache, random_norms)
 from nanoengine_cpu import attention as kernels
-from nanoengine_cpu import rms_norm, swiglu
-from nanoengine_cpu import rows as row_kernels
+from nanoengine_cpu import compiling, functions, rms_norm
 
 # of processes of their own: the packages, and the tests
 PATHS = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parents[1]}"
@@ -174,15 +173,16 @@ def test_other_cpus(name, features, tmp_path):
 def test_the_compiled_kernel_can_be_kept_on_disk():
     """numba finds it again only if what it closes over is the same in every process."""
     kernel = kernels.paged_attention(32, 2, 16, torch.bfloat16)
-    assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__} == {int, type, tuple}
+    closed_over = kernel.__wrapped__.__closure__
+    assert {type(cell.cell_contents) for cell in closed_over} == {int, type, tuple}
 
 
 @pytest.fixture
 def new_kernels(monkeypatch):
     """The kernels of attention that are called. No kernel is known from another test."""
     make, made = kernels.paged_attention.__wrapped__, []
-    for kernel in (row_kernels.rms_norm, row_kernels.swiglu):
-        kernel.cache_clear()
+    functions.rms_norm_kernel.cache_clear()
+    compiling.run_phases.cache_clear()
 
     @functools.cache
     def paged_attention(*shape, **named):
@@ -202,7 +202,7 @@ def bits_of_a_large_step():
     qkv = torch.randn(800, 32, 128).bfloat16()
     out = attend_in_tiles(qkv, norms, angles, cache, None, step)
     normed = rms_norm(torch.randn(9, 72).bfloat16(), torch.rand(72).bfloat16(), 1e-6)
-    results = qkv[:, :16], out, swiglu(normed)
+    results = qkv[:, :16], out, normed
     return hashlib.sha1(
         torch.cat([result.flatten() for result in results]).view(torch.int16).numpy()).hexdigest()
 

@@ -1,147 +1,142 @@
-"""Products of our own with weights that oneDNN has packed, against PyTorch's."""
+"""Products with packed weights, against PyTorch's in float64."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from nanoengine import LLM
-from nanoengine_cpu import modules as model
-from nanoengine_cpu import swiglu
-from nanoengine_cpu.modules import PackedLinear, is_in_blocks
-from nanoengine_cpu.products import BLOCK, HAS_PRODUCTS, HAS_TILES, MOST_INPUTS
+from nanoengine_cpu import compiling
+from nanoengine_cpu.modules import PackedLinear
+from nanoengine_cpu.products import BLOCKS, MOST_WORDS
 
-
-class Linear(PackedLinear):
-    def __init__(self, inputs, parts, bias=False):
-        super().__init__(inputs, sum(parts.values()), bias)
-
-
-class GatedLinear(Linear):
-    """The product and SwiGLU of it, as the MLP calls them."""
-
-    def __call__(self, x):
-        self.__class__ = Linear
-        try:
-            return self.gated(x)
-        finally:
-            self.__class__ = GatedLinear
+ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 15, 16, 17, 31, 32, 33, 47, 50, 128, 300, 513, 1024, 1056]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# relative errors: half a unit in the last place of a result, and what float32 sums differ by
+RTOL = {torch.float32: 1e-4, torch.bfloat16: 2**-8}
 
 
-pytestmark = pytest.mark.skipif(not HAS_PRODUCTS, reason="the CPU has no pairs of bf16")
-ROWS = [1, 2, 3, 5, 6, 7, 9, 15, 16, 17, 31, 32, 33, 47, 50, 128, 300, 513, 1024, 1056]
-
-
-def make_layer(inputs: int, outputs: int, bias: bool = False,
-               kind: type[Linear] = Linear) -> tuple[Linear, torch.Tensor]:
+def make_layer(inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False,
+               halves: int = 1) -> tuple[PackedLinear, torch.Tensor]:
     """A packed layer, and its weight as it was."""
     torch.manual_seed(inputs + outputs)
-    layer = kind(inputs, {"all": outputs}, bias).requires_grad_(False).bfloat16()
+    layer = PackedLinear(inputs, outputs, bias).requires_grad_(False).to(dtype)
+    layer.halves = halves
     plain = layer.weight.clone()
     layer.pack()
-    assert layer.uses_own
+    assert layer.is_packed
     return layer, plain
 
 
+def exact_product(x, plain, layer):
+    bias = None if layer.bias is None else layer.bias.double()
+    product = F.linear(x.double(), plain.double(), bias)
+    if layer.halves == 1:
+        return product
+    gate, up = product.chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+@DTYPES
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outputs", [1, 31, 32, 33, 100, 1008, 1024])
 @pytest.mark.parametrize("inputs", [2, 31, 32, 100, 1024])
-def test_products(inputs, outputs, bias):
-    layer, plain = make_layer(inputs, outputs, bias)
+def test_products(inputs, outputs, bias, dtype):
+    layer, plain = make_layer(inputs, outputs, dtype, bias)
     for num_rows in ROWS:
-        x = torch.randn(num_rows, inputs).bfloat16()
-        exact = torch.nn.functional.linear(
-            x.double(), plain.double(), layer.bias.double() if bias else None)
+        x = torch.randn(num_rows, inputs).to(dtype)
+        exact = exact_product(x, plain, layer)
         found = layer(x)
         assert found.dtype == x.dtype and found.shape == exact.shape
-        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
+        torch.testing.assert_close(found.double(), exact, rtol=RTOL[dtype], atol=1e-5)
 
 
-@pytest.mark.parametrize("inputs", [MOST_INPUTS // 2, MOST_INPUTS - 1])
-def test_long_rows(inputs):
+@DTYPES
+@pytest.mark.parametrize("words", [MOST_WORDS // 2, MOST_WORDS])
+def test_long_rows(words, dtype):
     """Of which only 32, or only 16, are in a part."""
-    layer, plain = make_layer(inputs, 70)
+    inputs = words * 4 // dtype.itemsize - 1
+    layer, plain = make_layer(inputs, 70, dtype)
     for num_rows in (1, 16, 17, 40, 100):
-        x = torch.randn(num_rows, inputs).bfloat16()
-        exact = torch.nn.functional.linear(x.double(), plain.double())
-        torch.testing.assert_close(layer(x).double(), exact, rtol=2**-8, atol=1e-4)
+        x = torch.randn(num_rows, inputs).to(dtype)
+        exact = exact_product(x, plain, layer)
+        torch.testing.assert_close(layer(x).double(), exact, rtol=RTOL[dtype], atol=1e-4)
 
 
-def test_longer_rows_are_left_to_onednn():
-    layer, plain = make_layer(MOST_INPUTS, 40)
-    longer = Linear(MOST_INPUTS + 1, {"all": 40}).requires_grad_(False).bfloat16()
-    longer.weight.copy_(torch.nn.functional.pad(plain, (0, 1)))
-    longer.pack()
-    assert not longer.uses_own
-    x = torch.randn(20, MOST_INPUTS + 1).bfloat16()
-    torch.testing.assert_close(longer(x), layer(x[:, :-1]), rtol=2**-7, atol=1e-4)
-
-
+@DTYPES
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("inputs, inner", [
-    (32, BLOCK), (100, 3 * BLOCK), (1024, 512), (64, 33), (64, 16)])
-def test_swiglu_behind_a_product(inputs, inner, bias):
-    """In the same pass where gates and ups are in whole blocks."""
-    layer, plain = make_layer(inputs, 2 * inner, bias, GatedLinear)
+    (32, 64), (100, 192), (1024, 512), (64, 33), (64, 16), (7, 1)])
+def test_swiglu_behind_a_product(inputs, inner, bias, dtype):
+    """In the same pass. Each half is in blocks of its own, whole or not."""
+    layer, plain = make_layer(inputs, 2 * inner, dtype, bias, halves=2)
     for num_rows in ROWS:
-        x = 10 * torch.randn(num_rows, inputs).bfloat16()
-        gate, up = torch.nn.functional.linear(
-            x.double(), plain.double(), layer.bias.double() if bias else None).chunk(2, dim=1)
-        exact = torch.nn.functional.silu(gate) * up
+        x = 10 * torch.randn(num_rows, inputs).to(dtype)
+        exact = exact_product(x, plain, layer)
         found = layer(x)
         assert found.dtype == x.dtype and found.shape == exact.shape
-        rtol = 2**-8 if inner % BLOCK == 0 else 2**-5
-        torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=1e-4)
+        torch.testing.assert_close(found.double(), exact, rtol=RTOL[dtype], atol=1e-4)
 
 
-def test_swiglu_behind_a_product_from_end_to_end():
-    """Gates from -300 to 300, and what lies beyond."""
-    layer = GatedLinear(32, {"all": 2 * BLOCK}).requires_grad_(False).bfloat16()
+@DTYPES
+def test_swiglu_behind_a_product_from_end_to_end(dtype):
+    """Gates from -88 to 88, where e^x is a number of float32; and what lies beyond."""
+    layer = PackedLinear(32, 64, bias=False).requires_grad_(False).to(dtype)
+    layer.halves = 2
     layer.weight.zero_()
-    layer.weight[:BLOCK, 0] = layer.weight[BLOCK:, 1] = 1
+    layer.weight[:32, 0] = layer.weight[32:, 1] = 1
     layer.pack()
-    gates = torch.cat([torch.linspace(-300, 300, 4001), torch.tensor([-1e4, 1e4, 1e30, torch.nan])])
-    x = torch.zeros(len(gates), 32).bfloat16()
+    gates = torch.cat([torch.linspace(-88, 88, 4001), torch.tensor([-1e4, 1e4, 1e30, torch.nan])])
+    x = torch.zeros(len(gates), 32).to(dtype)
     x[:, 0], x[:, 1] = gates, 1
-    both = torch.stack([x[:, 0], torch.ones(len(x)).bfloat16()], dim=1)
-    torch.testing.assert_close(layer(x), swiglu(both).expand(-1, BLOCK), rtol=2**-7, atol=1e-30,
+    expected = F.silu(x[:, :1].double()).expand(-1, 32)
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(layer(x).double(), expected, rtol=tolerance, atol=1e-30,
                                equal_nan=True)
 
 
 def test_tiny_results_have_the_same_bits_in_few_and_in_many_rows():
     """Many rows are written past the caches, by another instruction."""
-    layer = GatedLinear(32, {"all": 2048}).requires_grad_(False).bfloat16()
+    layer = PackedLinear(32, 2048, bias=False).requires_grad_(False).bfloat16()
+    layer.halves = 2
     layer.weight.zero_()
     layer.weight[:1024, 0] = layer.weight[1024:, 1] = 1
     layer.pack()
     x = torch.zeros(600, 32).bfloat16()
     x[:, 0], x[:, 1] = -80, 2.0 ** torch.arange(-30, 30).repeat(10)
     together = layer(x)
-    assert together.count_nonzero() and not together.all()
+    assert together.count_nonzero()
     for row in range(60):
         assert torch.equal(layer(x[row:row + 1]).view(torch.int16), together[row:row + 1].view(
             torch.int16))
 
 
-@pytest.mark.parametrize("kind", [Linear, GatedLinear])
-@pytest.mark.parametrize("inputs, outputs", [(1024, 192), (100, 66), (MOST_INPUTS, 64)])
+@DTYPES
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("inputs, outputs", [(1024, 192), (100, 66), (MOST_WORDS, 64)])
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(
-        monkeypatch, inputs, outputs, kind):
-    layer, _ = make_layer(inputs, outputs, kind=kind)
-    x = torch.randn(2048, inputs).bfloat16()
+        monkeypatch, inputs, outputs, halves, dtype):
+    layer, _ = make_layer(inputs, outputs, dtype, halves=halves)
+    x = torch.randn(2048, inputs).to(dtype)
     together = layer(x)
     for num_rows in ROWS:
         for first in {0, 1, 2048 - num_rows}:
             rows = slice(first, first + num_rows)
             assert torch.equal(layer(x[rows]), together[rows])
     for threads in (1, 3, 100):
-        monkeypatch.setattr(model, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(compiling, "get_num_threads", lambda threads=threads: threads)
         assert torch.equal(layer(x), together)
 
 
+@DTYPES
 @pytest.mark.parametrize("inputs", [64, 100])
-def test_rows_know_nothing_of_what_lies_around_them(inputs):
+def test_rows_know_nothing_of_what_lies_around_them(inputs, dtype):
     """Neither of other rows, of which some are multiplied twice, nor of memory behind the last."""
-    layer, _ = make_layer(inputs, 40)
-    memory = torch.randn(60, inputs).bfloat16()
+    layer, _ = make_layer(inputs, 40, dtype)
+    memory = torch.randn(60, inputs).to(dtype)
     expected = layer(memory[10:33])
     memory[:10] = memory[20] = memory[33:] = torch.nan
     found = layer(memory[10:33])
@@ -150,33 +145,49 @@ def test_rows_know_nothing_of_what_lies_around_them(inputs):
     assert torch.equal(found, expected)
 
 
-def test_rows_that_do_not_lie_in_one_piece():
-    layer, _ = make_layer(64, 40)
-    x = torch.randn(64, 20).bfloat16()
+@DTYPES
+def test_rows_that_do_not_lie_in_one_piece(dtype):
+    layer, _ = make_layer(64, 40, dtype)
+    x = torch.randn(64, 20).to(dtype)
     assert torch.equal(layer(x.T), layer(x.T.clone(memory_format=torch.contiguous_format)))
     assert layer(x.T[:0]).shape == (0, 40)
 
 
-def test_a_weight_in_another_order_is_recognised():
-    layer, plain = make_layer(96, 80)
-    assert is_in_blocks(plain, layer.weight)
-    for row, column in ((0, 0), (31, 95), (64, 1), (79, 95)):
-        other = plain.clone()
-        other[row, column] += 1
-        assert not is_in_blocks(other, layer.weight)
-    assert not is_in_blocks(plain[:64], layer.weight)
-    assert not is_in_blocks(plain.float(), layer.weight)
+@DTYPES
+@pytest.mark.parametrize("halves", [1, 2])
+def test_a_packed_weight_has_every_number_once(halves, dtype):
+    layer, plain = make_layer(37, 2 * 41, dtype, bias=True, halves=halves)
+    size, per_word = BLOCKS[dtype], 4 // dtype.itemsize
+    lines = layer.weight.unflatten(2, (size, per_word)).transpose(1, 2).flatten(2).flatten(0, 1)
+    of_half = lines.unflatten(0, (halves, -1))[:, :82 // halves]
+    assert torch.equal(of_half[:, :, :37].flatten(0, 1), plain)
+    assert layer.weight.count_nonzero() == plain.count_nonzero()
+    biases = layer.packed_bias.unflatten(0, (halves, -1))[:, :82 // halves].flatten()
+    assert torch.equal(biases.to(dtype), layer.bias)
 
 
-def test_a_weight_in_another_order_is_left_to_onednn(tiny, monkeypatch):
-    expected, plain = make_layer(96, 80)
-    monkeypatch.setattr(model, "is_in_blocks", lambda plain, packed: False)
-    layer = Linear(96, {"all": 80}).requires_grad_(False).bfloat16()
-    layer.weight.copy_(plain)
-    layer.pack()
-    assert not layer.uses_own
-    x = torch.randn(5, 96).bfloat16()
-    torch.testing.assert_close(layer(x), expected(x), rtol=2**-7, atol=1e-5)
-    if HAS_TILES:
-        with pytest.raises(ValueError, match="batch_invariant=True"):
-            LLM(tiny, batch_invariant=True, dtype="bfloat16")
+def largest_error(dtype):
+    """Of products and SwiGLU of them, also called in processes of their own."""
+    errors = []
+    for halves in (1, 2):
+        layer, plain = make_layer(200, 2 * 70, dtype, bias=True, halves=halves)
+        for num_rows in (1, 3, 5, 40):
+            x = torch.randn(num_rows, 200).to(dtype)
+            errors.append((layer(x).double() - exact_product(x, plain, layer)).abs().max().item())
+    return max(errors)
+
+
+@pytest.mark.parametrize("name, features", [("haswell", "+avx,+avx2,+fma"), ("generic", "")])
+def test_other_cpus(name, features, tmp_path):
+    """The instructions follow the CPU that numba compiles for, not the one it runs on."""
+    script = """if True:
+        import torch
+        from cpu.test_products import largest_error
+        print(largest_error(torch.float32), largest_error(torch.bfloat16))"""
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path),
+                   "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}",
+                   "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    printed = subprocess.check_output(
+        [sys.executable, "-c", script], env=environment, text=True).split()
+    assert float(printed[0]) < 2e-6 and float(printed[1]) < 2e-2
