@@ -393,6 +393,7 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
         block_tables = array_at(tables_at, (sequences, table_width), np.int32)
         sequence_of_token = array_at(sequence_of_token_at, tokens, np.int32)
         positions = array_at(positions_at, tokens, np.int32)
+        # every thread finds all tiles: consecutive tokens of a sequence, within a block
         starts = np.zeros(tokens + 1, np.int64)
         tiles = 0
         for token in range(1, tokens + 1):
@@ -402,22 +403,24 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
                 starts[tiles] = token
         first, last = share(tiles * kv_heads, thread, threads)
 
-        # tile by tile: the heads of its tokens lie side by side in qkv
-        for task in range(first, last if phase == 0 else first):
-            tile, kv_head = divmod(task, kv_heads)
-            # room for a rotated key
-            key = carray(stack(head_dim), head_dim, np.float32).view(uint)
-            for token in range(starts[tile], starts[tile + 1]):
-                block, offset = divmod(slot_mapping[token], block_size)
-                ask_for(qkv[token + AHEAD, heads + kv_head])
-                ask_for(qkv[token + AHEAD, heads + kv_heads + kv_head])
-                norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
-                                rope[1, token], key, eps, head_dim)
-                write(key, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
-                      kv[1, block, kv_head], offset, head_dim, width, per_word)
+        if phase == 0:
+            # tile by tile: the heads of its tokens lie side by side in qkv
+            for task in range(first, last):
+                tile, kv_head = divmod(task, kv_heads)
+                # room for a rotated key
+                key = carray(stack(head_dim), head_dim, np.float32).view(uint)
+                for token in range(starts[tile], starts[tile + 1]):
+                    block, offset = divmod(slot_mapping[token], block_size)
+                    ask_for(qkv[token + AHEAD, heads + kv_head])
+                    ask_for(qkv[token + AHEAD, heads + kv_heads + kv_head])
+                    norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
+                                    rope[1, token], key, eps, head_dim)
+                    write(key, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
+                          kv[1, block, kv_head], offset, head_dim, width, per_word)
+            return
 
         # head by head: its keys and values stay near while its tiles read them
-        for task in range(first, last if phase == 1 else first):
+        for task in range(first, last):
             begin, end = starts[task % tiles], starts[task % tiles + 1]
             tile = begin, end, positions[end - 1], task // tiles
             table = block_tables[sequence_of_token[begin]]

@@ -83,7 +83,6 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
     """
     if not isinstance(params, BeamSearchParams):
         raise rejected("params", params, "a BeamSearchParams")
-    tokenizer = llm.inputs.tokenizer
     sampling_params = SamplingParams(
         temperature=0, max_tokens=params.max_tokens, detokenize=False, ignore_eos=params.ignore_eos,
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
@@ -99,7 +98,7 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
                     make_way(searches, scheduler)
             num_steps = scheduler.num_steps
     for beam in [beam for search in searches for beam in search.finished]:
-        beam.text = tokenizer and tokenizer.decode(beam.tokens, True)
+        beam.text = llm.inputs.tokenizer and llm.inputs.tokenizer.decode(beam.tokens, True)
     return [BeamSearchOutput(search.finished) for search in searches]
 
 

@@ -7,8 +7,7 @@ from nanoengine.sampling_params import naming, rejected
 
 def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
            add_generation_prompt: bool = True, continue_final_message: bool = False,
-           tools: list[Any] | None = None,
-           chat_template_kwargs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+           tools: Any = None, chat_template_kwargs: Any = None) -> list[dict[str, Any]]:
     """Returns a prompt for each conversation.
 
     The options are those of `LLM.chat`.

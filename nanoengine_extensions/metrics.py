@@ -97,9 +97,8 @@ class Metrics:
                 self.counters["prompt_tokens"] += seq.num_prompt_tokens
         for seq, mode in batch.preempted:
             if not self.counters["num_preemptions"]:
-                logger.warning("the KV cache is full: request %s is preempted (%s). More "
-                               "num_kv_blocks, a higher gpu_memory_utilization or a lower "
-                               "max_num_seqs help", seq.request_id, mode)
+                logger.warning(f"the KV cache is full: request {seq.request_id} is preempted "
+                               f"({mode}). More num_kv_blocks or a lower max_num_seqs help")
             self.counters.update(["num_preemptions", f"{mode}_preemptions"])
             seq.metrics.num_preemptions += 1
 
@@ -121,29 +120,25 @@ class Metrics:
 
     def log_room(self) -> None:
         """Logs how many requests the KV cache can hold."""
-        config = self.engine.config
         runner = self.engine.runner
-        most = runner.num_kv_blocks * config.block_size / runner.max_model_len
-        logger.info(f"{config.model}: {runner.num_kv_blocks} KV blocks of {config.block_size} "
-                    f"tokens hold {most:.1f} requests of {runner.max_model_len} tokens at once")
+        num_tokens = runner.num_kv_blocks * runner.config.block_size
+        logger.info(f"{runner.config.model}: the KV cache holds {num_tokens} tokens, so "
+                    f"{num_tokens / runner.max_model_len:.1f} requests of {runner.max_model_len}")
 
-    def show_progress(self, steps: Generator, num_requests: int, is_shown: bool) -> None:
+    def show_progress(self, steps: Generator, total: int, is_shown: bool) -> None:
         """Runs the steps of a call to their end, with a progress bar.
 
         steps: yields, for each of the call's requests with new tokens, whether it has finished.
+        total: the number of these requests.
 
-        The bar shows how many tokens a second the engine computes for all calls together.
+        The bar shows how many tokens a second the engine generates for all calls together.
         """
-        before = self.counters.copy()
+        before = self.counters["generation_tokens"]
         start = time.perf_counter()
-        bar = tqdm(total=num_requests, desc="Generating", disable=not is_shown)
-        with bar, closing(steps):
+        with tqdm(total=total, desc="Generating", disable=not is_shown) as bar, closing(steps):
             for are_finished in steps:
-                new = self.counters - before
-                seconds = time.perf_counter() - start
-                bar.set_postfix_str(f"{new['prompt_tokens'] / seconds:.0f} prompt tokens/s, "
-                                    f"{new['generation_tokens'] / seconds:.0f} output tokens/s",
-                                    refresh=False)
+                rate = (self.counters["generation_tokens"] - before) / (time.perf_counter() - start)
+                bar.set_postfix_str(f"{rate:.0f} output tokens/s", refresh=False)
                 bar.update(sum(are_finished))
 
     def gauges(self) -> Counter:

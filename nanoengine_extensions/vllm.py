@@ -19,18 +19,20 @@ from nanoengine.sampling_params import rejected
 # vLLM's keywords that change no token here, whatever their value, …
 WITHOUT_EFFECT = {
     "async_scheduling", "attention_config", "backend", "chat_template_content_format",
-    "compilation_config", "concurrency_limit", "disable_any_whitespace",
-    "disable_custom_all_reduce", "disable_log_stats", "enable_chunked_prefill", "flat_logprobs",
-    "hf_token", "kernel_config", "max_logprobs", "max_seq_len_to_capture", "output_kind",
-    "spaces_between_special_tokens", "structured_outputs_config", "trust_remote_code"}
+    "compilation_config", "concurrency_limit", "config_format", "disable_additional_properties",
+    "disable_any_whitespace", "disable_cascade_attn", "disable_custom_all_reduce",
+    "disable_log_stats", "enable_chunked_prefill", "flat_logprobs", "hf_token", "kernel_config",
+    "limit_mm_per_prompt", "long_prefill_token_threshold", "max_logprobs", "max_seq_len_to_capture",
+    "output_kind", "served_model_name", "spaces_between_special_tokens",
+    "structured_outputs_config", "trust_remote_code"}
 # … and those that must not turn on anything, since this engine has nothing like it.
 OFF = {
     "convert", "data_parallel_size", "distributed_executor_backend", "enable_lora",
-    "enable_prompt_embeds", "generation_config", "kv_cache_dtype", "kv_cache_memory_bytes",
-    "limit_mm_per_prompt", "logprobs_mode", "lora_request", "pipeline_parallel_size",
-    "quantization", "runner", "speculative_config", "task", "tokenizer_mode"}
+    "enable_prompt_embeds", "extra_args", "generation_config", "hf_overrides", "kv_cache_dtype",
+    "kv_cache_memory_bytes", "logprobs_mode", "lora_request", "pipeline_parallel_size",
+    "quantization", "runner", "speculative_config", "task", "tokenization_kwargs", "tokenizer_mode"}
 # values that turn on nothing, as texts, since 1 == True
-NEUTRAL = {"False", "0", "1", "{}", "auto", "generate", "mp", "raw_logprobs", "uni", "vllm"}
+NEUTRAL = {"False", "0", "1", "{}", "auto", "generate", "hf", "mp", "raw_logprobs", "uni", "vllm"}
 
 # vLLM's types of prompts and grammars: dicts with the same keys
 TextPrompt = TokensPrompt = StructuredOutputsParams = GuidedDecodingParams = dict
@@ -45,9 +47,8 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
     Raises ValueError for an option in OFF that would turn something on.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    for name in OFF & given.keys():
-        if str(given[name]) not in NEUTRAL:
-            raise rejected(name, given[name], "left out: this engine has nothing like it")
+    for name in (each for each in OFF & given.keys() if str(given[each]) not in NEUTRAL):
+        raise rejected(name, given[name], "left out: this engine has nothing like it")
     return {name: given[name] for name in given.keys() - WITHOUT_EFFECT - OFF}
 
 
@@ -57,9 +58,8 @@ class SamplingParams(nanoengine.SamplingParams):
     `output_kind` has no effect, as in vLLM's own `LLM`.
     """
 
-    def __init__(self, *, max_tokens: int | None = 16, guided_decoding: Any = None,
-                 **options: Any) -> None:
-        wanted = options.pop("structured_outputs", None) or guided_decoding
+    def __init__(self, *, max_tokens: int | None = 16, **options: Any) -> None:
+        wanted = options.pop("structured_outputs", None) or options.pop("guided_decoding", None)
         wanted = without(wanted) if isinstance(wanted, dict) else wanted
         super().__init__(max_tokens=max_tokens, structured_outputs=wanted, **without(options))
 
@@ -73,14 +73,12 @@ class LLM(nanoengine.LLM):
         super().__init__(model, **without(options))
         if options.get("generation_config") == "vllm":
             self.inputs.default_params = nanoengine.SamplingParams()
-        # those of `enqueue`, until `wait_for_completion`
-        self.enqueued: list[Any] = []
 
     @property
     def llm_engine(self) -> Any:
         """What scripts and tests read of vLLM's engine."""
         configs = SimpleNamespace(cache_config=self.config, model_config=self.inputs)
-        return SimpleNamespace(vllm_config=configs,
+        return SimpleNamespace(vllm_config=configs, model_config=self.inputs,
                                get_num_unfinished_requests=lambda: len(self.active))
 
     def get_metrics(self) -> list[Any]:
@@ -97,16 +95,3 @@ class LLM(nanoengine.LLM):
     def beam_search(self, *arguments: Any, use_tqdm: bool = False, **options: Any) -> list[Any]:
         """Searches without a progress bar, and all prompts together."""
         return super().beam_search(*arguments, **without(options))
-
-    def enqueue(self, *arguments: Any, use_tqdm: bool = True, **options: Any) -> list[str]:
-        """Queues requests; `wait_for_completion` returns their outputs. There is no bar."""
-        requests = self.add(*arguments, **without(options))
-        self.enqueued += requests
-        return [request.request_id for request in requests]
-
-    def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Returns the outputs of all enqueued requests once they have finished. There is no bar."""
-        requests, self.enqueued = self.enqueued, []
-        while not all(request.is_finished for request in requests):
-            self.step()
-        return [request.output() for request in requests]

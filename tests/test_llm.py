@@ -161,15 +161,15 @@ def test_the_progress_bar_shows_tokens_per_second(llm, capsys):
     llm.generate(["Once upon a time"] * 3, GREEDY)
     last = capsys.readouterr().err.split("\r")[-1]
     assert "3/3" in last
-    found = re.search(r"(\d+) prompt tokens/s, (\d+) output tokens/s", last)
-    assert found and min(map(int, found.groups())) > 0
+    found = re.search(r"(\d+) output tokens/s", last)
+    assert found and int(found[1]) > 0
 
 
 def test_what_is_logged(make_llm, caplog):
     with caplog.at_level(logging.INFO, logger="nanoengine"):
         with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
             assert caplog.messages[-1].endswith(
-                "8 KV blocks of 16 tokens hold 2.0 requests of 64 tokens at once")
+                "the KV cache holds 128 tokens, so 2.0 requests of 64")
             params = SamplingParams(max_tokens=30, ignore_eos=True)
             for _ in range(2):
                 generate(llm, random_prompts([30] * 4), params)
@@ -201,7 +201,7 @@ def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
                             check=True)
     *logs, rest = result.stderr.split("the next one\n")
     assert not rest, result.stderr
-    assert [log.count("KV blocks of") for log in logs] == [*settings.values()], logs
+    assert [log.count("the KV cache holds") for log in logs] == [*settings.values()], logs
 
 
 def test_prompts_as_typed_dicts(llm):

@@ -56,6 +56,18 @@ def test_it_generates_text_in_an_empty_folder(wheel, bundled, tmp_path):
     assert not [*empty.iterdir()], "nothing is written where it runs"
 
 
+def test_it_streams_a_text_to_the_terminal(wheel, bundled, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    command = [sys.executable, "-m", "nanoengine", "47 + 85 =", "--model", bundled,
+               "--temperature", "0", "--max-tokens"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    for max_tokens, expected in (("20", " 132\n"), ("-1", None)):
+        done = subprocess.run([*command, max_tokens], text=True, cwd=tmp_path, capture_output=True,
+                              env=environment)
+        assert (done.stdout or None) == expected, done.stderr
+    assert "max_tokens=-1 is not accepted" in done.stderr
+
+
 def test_the_lab_draws_in_an_empty_folder(wheel, bundled, tmp_path):
     site, empty = tmp_path / "site", tmp_path / "empty"
     zipfile.ZipFile(wheel).extractall(site)

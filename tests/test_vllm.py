@@ -123,7 +123,7 @@ def test_keywords_of_calls(llm):
     assert token_ids(generate(llm, "47 + 85 =", **neutral)) == token_ids(generate(llm, "47 + 85 ="))
     assert token_ids(llm.chat(chat, GREEDY, False, **neutral)) == token_ids(
         llm.chat(chat, GREEDY, False))
-    for call in (llm.generate, llm.chat, llm.enqueue):
+    for call in (llm.generate, llm.chat):
         with pytest.raises(ValueError, match="lora_request='mine' .*nothing like it"):
             call("a" if call != llm.chat else chat, GREEDY, lora_request="mine")
         with pytest.raises(TypeError, match="lora_requests"):
@@ -214,6 +214,13 @@ def test_what_comes_back(llm):
                       RequestOutput)
 
 
+def test_a_complete_text_ends_before_min_tokens(llm):
+    """As in vLLM: the grammar permits only EOS, which `min_tokens` forbids."""
+    params = SamplingParams(structured_outputs={"regex": "[0-9]{2}"}, min_tokens=8, max_tokens=20)
+    (output,) = generate(llm, "Once", params)
+    assert output.outputs[0].text.isdigit() and output.outputs[0].finish_reason == "stop"
+
+
 def test_structured_outputs(llm):
     digits = vllm.StructuredOutputsParams(regex="[0-9]{3}", json=None)
     either = vllm.GuidedDecodingParams(
@@ -223,21 +230,6 @@ def test_structured_outputs(llm):
         for output in generate(llm, ["Once", "12 + 34 ="], params):
             for completion in output.outputs:
                 assert completion.text.isdigit() and completion.finish_reason == "stop"
-
-
-def test_requests_are_enqueued_and_waited_for(llm):
-    prompts = [f"{number} + {number} =" for number in range(12)]
-    expected = token_ids(generate(llm, prompts))
-    first = llm.enqueue(prompts[:5], GREEDY, use_tqdm=False)
-    second = llm.enqueue(prompts[5:], [GREEDY] * 7)
-    with pytest.raises(ValueError, match="prompts"):
-        llm.enqueue([[10**6]], GREEDY)
-    assert len({*first, *second}) == 12
-    outputs = llm.wait_for_completion(use_tqdm=False)
-    assert [output.request_id for output in outputs] == first + second
-    assert token_ids(outputs) == expected and all(output.finished for output in outputs)
-    assert llm.wait_for_completion() == []
-    check_idle(llm)
 
 
 def test_beam_search(tiny):
