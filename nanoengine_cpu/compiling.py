@@ -32,8 +32,8 @@ from numba.core.registry import cpu_target
 
 from nanoengine_cpu.vectors import instruction
 
-# Each message once in a process: compiling one kernel raises an event for each function in it, and
-# a model has many products.
+# Each message once in a process: compiling one kernel raises many events, and a model has many
+# products.
 say_once = functools.cache(logging.getLogger(__name__).info)
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 
@@ -67,7 +67,7 @@ def compile_cached(jit: Any, function: Any) -> Any:
     folder = f"{Path(__file__).parent}/__pycache__ or the user's cache folder"
     try:
         folder = FunctionCache(function).cache_path
-        with numba.core.event.install_listener("numba:compile", Announcement()):
+        with numba.core.event.install_listener("numba:run_pass", Announcement()):
             return jit(cache=True)(function)
     # a folder that is read-only, a full disk, a damaged file: all kinds of errors
     except Exception as error:

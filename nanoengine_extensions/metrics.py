@@ -120,10 +120,10 @@ class Metrics:
 
     def log_room(self) -> None:
         """Logs how many requests the KV cache can hold."""
-        runner = self.engine.runner
-        num_tokens = runner.num_kv_blocks * runner.config.block_size
-        logger.info(f"{runner.config.model}: the KV cache holds {num_tokens} tokens, so "
-                    f"{num_tokens / runner.max_model_len:.1f} requests of {runner.max_model_len}")
+        runner, config = self.engine.runner, self.engine.config
+        most = runner.num_kv_blocks * config.block_size / runner.max_model_len
+        logger.info(f"{config.model}: {runner.num_kv_blocks} KV blocks of {config.block_size} "
+                    f"tokens hold {most:.1f} requests of {runner.max_model_len} tokens at once")
 
     def show_progress(self, steps: Generator, total: int, is_shown: bool) -> None:
         """Runs the steps of a call to their end, with a progress bar.

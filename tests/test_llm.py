@@ -169,7 +169,7 @@ def test_what_is_logged(make_llm, caplog):
     with caplog.at_level(logging.INFO, logger="nanoengine"):
         with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
             assert caplog.messages[-1].endswith(
-                "the KV cache holds 128 tokens, so 2.0 requests of 64")
+                "8 KV blocks of 16 tokens hold 2.0 requests of 64 tokens at once")
             params = SamplingParams(max_tokens=30, ignore_eos=True)
             for _ in range(2):
                 generate(llm, random_prompts([30] * 4), params)
@@ -201,7 +201,7 @@ def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
                             check=True)
     *logs, rest = result.stderr.split("the next one\n")
     assert not rest, result.stderr
-    assert [log.count("the KV cache holds") for log in logs] == [*settings.values()], logs
+    assert [log.count("KV blocks of") for log in logs] == [*settings.values()], logs
 
 
 def test_prompts_as_typed_dicts(llm):
