@@ -26,9 +26,10 @@ from typing import Any
 
 import numba
 from llvmlite import ir
-from numba import cfunc, get_num_threads, njit, prange, types
+from numba import cfunc, njit, prange, types
 from numba.core.caching import FunctionCache
 from numba.core.registry import cpu_target
+from torch import get_num_threads
 
 from nanoengine_cpu.vectors import instruction
 
