@@ -56,6 +56,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def swiglu(gate_up: Tensor) -> Tensor:
+    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202), from both side by side, in PyTorch's
+    operators. A packed MLP has it within its product."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def empty_cache(layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int,
                 dtype: torch.dtype) -> Tensor:
     """K and V of all layers, (layers, 2, num_blocks, block_size, kv_heads, numbers).

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanoengine_cpu import attention, products
 from nanoengine_cpu.compiling import warn_once
-from nanoengine_cpu.functions import paged_attention, rms_norm
+from nanoengine_cpu.functions import paged_attention, rms_norm, swiglu
 from nanoengine_cpu.memory import keep_memory, limit_threads
 
 
@@ -99,10 +99,7 @@ class PackedLinear(nn.Linear):
 class GatedMLP(nn.Module):
     def forward(self: Any, x: Tensor) -> Tensor:
         activated = self.gate_up_proj(x)
-        if not self.gate_up_proj.is_packed:
-            gate, up = activated.chunk(2, dim=-1)
-            activated = F.silu(gate) * up
-        return self.down_proj(activated)
+        return self.down_proj(activated if self.gate_up_proj.is_packed else swiglu(activated))
 
 
 class PagedAttention(nn.Module):

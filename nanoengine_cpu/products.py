@@ -102,14 +102,14 @@ def place_of(number, halves, slices, depth, blocks, words, block_size):
 def add_slice(rows, line, below, weight, piece, is_few):
     """Adds products of 32 rows with a slice of the weight, on tiles.
 
-    piece: (place, depth, ahead, share): where the slice begins, and how deep it is, in words; where
+    piece: (place, depth, ahead, asked): where the slice begins, and how deep it is, in words; where
         words lie that are needed later, and for how many of them each word of depth asks
     is_few: whether they are needed soon
     """
-    place, depth, ahead, share = piece
+    place, depth, ahead, asked = piece
     for k in range(0, depth, LANES):
         add_tiles(rows[k:], line, below, weight, place + k * 2 * LANES, ACROSS, 2 * LANES)
-        for i in range(k * share, (k + LANES) * share, LANES):
+        for i in range(k * asked, (k + LANES) * asked, LANES):
             if is_few:
                 prefetch(weight, ahead + i)
             else:
@@ -122,11 +122,11 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
 
     AVX-512 has 32, of which sums of 6 x 64 take 24. AVX2 has 16, of which sums of 4 x 16 take 8.
     """
-    place, depth, ahead, share = piece
+    place, depth, ahead, asked = piece
     held = stack(HELD)
     copy_rows(sums, BLOCK, held, BLOCK, count, BLOCK // LANES)
     for k in range(0, depth, EVERY):
-        for i in range(k * share, (k + EVERY) * share, LANES):
+        for i in range(k * asked, (k + EVERY) * asked, LANES):
             prefetch_far(weight, ahead + i)
         for j in range(k, k + EVERY):
             for c in range(0, BLOCK, LANES):

@@ -1,10 +1,10 @@
-"""The kernel of RMSNorm, against PyTorch's."""
+"""The kernel of RMSNorm, against PyTorch's, and SwiGLU."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nanoengine_cpu import rms_norm
+from nanoengine_cpu import rms_norm, swiglu
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -51,3 +51,9 @@ def test_rows_that_no_kernel_takes():
     for rows in (x[:, :16], x.view(6, 2, 16), x.half()):
         weight = torch.ones(rows.shape[-1], dtype=rows.dtype)
         assert torch.equal(rms_norm(rows, weight, 1e-6), plain(rows, weight))
+
+
+def test_swiglu():
+    gate_up = torch.randn(5, 14)
+    gate, up = gate_up[:, :7], gate_up[:, 7:]
+    torch.testing.assert_close(swiglu(gate_up), gate / (1 + (-gate).exp()) * up)
