@@ -139,10 +139,6 @@ def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
         except ValueError as error:
             seq.error = error
             return torch.full_like(logits, math.nan)
-    # a grammar whose text is complete permits only the tokens that `min_tokens` forbids
-    if seq.end_tokens and seq.params.structured_outputs and scores.amax() == -math.inf:
-        # the tokenizer's EOS first
-        scores[0, min(seq.end_tokens, key=lambda token: seq.end_tokens[token] is not None)] = 0
     # some processors force a token with +inf
     scores = scores.float().clamp(max=torch.finfo(torch.float32).max)
     return torch.where(logits.amax() < math.inf, scores, math.nan)

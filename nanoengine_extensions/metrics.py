@@ -120,7 +120,8 @@ class Metrics:
 
     def log_room(self) -> None:
         """Logs how many requests the KV cache can hold."""
-        runner, config = self.engine.runner, self.engine.config
+        config = self.engine.config
+        runner = self.engine.runner
         most = runner.num_kv_blocks * config.block_size / runner.max_model_len
         logger.info(f"{config.model}: {runner.num_kv_blocks} KV blocks of {config.block_size} "
                     f"tokens hold {most:.1f} requests of {runner.max_model_len} tokens at once")

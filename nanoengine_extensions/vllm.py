@@ -47,8 +47,9 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
     Raises ValueError for an option in OFF that would turn something on.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    for name in (each for each in OFF & given.keys() if str(given[each]) not in NEUTRAL):
-        raise rejected(name, given[name], "left out: this engine has nothing like it")
+    for name in OFF & given.keys():
+        if str(given[name]) not in NEUTRAL:
+            raise rejected(name, given[name], "left out: this engine has nothing like it")
     return {name: given[name] for name in given.keys() - WITHOUT_EFFECT - OFF}
 
 

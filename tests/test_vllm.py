@@ -214,19 +214,6 @@ def test_what_comes_back(llm):
                       RequestOutput)
 
 
-def test_a_complete_text_ends_before_min_tokens(llm):
-    """As in vLLM: the grammar permits only EOS, which `min_tokens` forbids."""
-    params = SamplingParams(structured_outputs={"regex": "[0-9]{2}"}, min_tokens=8, max_tokens=20)
-    (output,) = generate(llm, "Once", params)
-    completion = output.outputs[0]
-    assert completion.text.isdigit() and completion.finish_reason == "stop"
-    assert completion.token_ids[-1] == llm.get_tokenizer().eos_token_id
-    # nothing may end this one
-    (output,) = generate(llm, "Once", dataclasses.replace(params, ignore_eos=True))
-    assert output.outputs[0].finish_reason == "error" and "leave no token" in str(output)
-    check_idle(llm)
-
-
 def test_structured_outputs(llm):
     digits = vllm.StructuredOutputsParams(regex="[0-9]{3}", json=None)
     either = vllm.GuidedDecodingParams(
