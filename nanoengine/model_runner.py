@@ -76,7 +76,7 @@ class ModelRunner:
             config.attention_backend, self.device, self.dtype, config.block_size)
         self.model = self.load_model(folder)
         is_invariant = self.device == "cpu" and nanoengine_cpu.optimize(
-            self.model, config.block_size, has_attention=BACKENDS[self.backend].attend is None)
+            self.model, has_attention=BACKENDS[self.backend].attend is None)
         if config.batch_invariant and not is_invariant:
             raise rejected("batch_invariant", True, "False without packed weights and numba")
 

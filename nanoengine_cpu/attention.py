@@ -40,8 +40,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numba import carray
+from torch import Tensor
 
-from nanoengine_cpu.compiling import compile_kernel
+from nanoengine_cpu.compiling import Program, addresses, bits_of_number, compile_kernel
+from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, clear_sums, end_tiles, load_sums, store_sums)
 from nanoengine_cpu.vectors import (
@@ -83,6 +85,18 @@ def numbers_per_token(head_dim: int, block_size: int) -> int:
 
 def largest_divisor(number: int, most: int) -> int:
     return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
+
+
+def empty_cache(layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int,
+                dtype: torch.dtype) -> Tensor:
+    """K and V of all layers, (layers, 2, num_blocks, block_size, kv_heads, numbers).
+
+    It becomes memory when it is written to. How the numbers of a head lie within a block, and are
+    padded, is the kernel's own business: only whole blocks can be copied.
+    """
+    shape = layers, 2, num_blocks, kv_heads, block_size, numbers_per_token(head_dim, block_size)
+    memory = in_huge_pages(math.prod(shape) * dtype.itemsize)
+    return memory.view(dtype).view(shape).transpose(3, 4)
 
 
 # --------------------------------------------------------------------- norm, rotation, cache
@@ -334,26 +348,27 @@ def attend(qkv, kv, out, norm, rope, eps, tile, table, window, scratch, shape, p
 
 
 @functools.cache
-def paged_attention(head_dim: int, group_size: int, block_size: int,
-                    dtype: torch.dtype) -> Callable:
+def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dtype) -> Callable:
     """The kernel for a shape.
 
-    kernel(qkv, kv, out, norms, rope, slot_mapping, block_tables, sequence_of_token, positions,
-           tokens, kv_heads, blocks, sequences, table_width, window, eps_bits)
+    kernel(kv, norms, kv_heads, blocks, window, eps_bits,
+           qkv, out, rope, slot_mapping, block_tables, sequence_of_token, positions,
+           tokens, sequences, table_width)
 
-    The first nine are addresses. uint: the bits of a number of `dtype`, float32 or bfloat16:
+    The first line is the same in all steps. Arrays are addresses. uint: the bits of a number of
+    `dtype`, float32 or bfloat16:
 
-        qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values
         kv: (2, blocks, kv_heads, words) uint32, the cache; K and V are written to it
-        out: (tokens, heads, head_dim) uint, is written
         norms: (2, head_dim) float32, the weights of the norms of queries and of keys
+        eps_bits: of the norms' eps as float32; that of a model without norms is -1
+        qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values
+        out: (tokens, heads, head_dim) uint, is written
         rope: (2, tokens, head_dim / 2) float32, cos and sin of a token's angles
         slot_mapping: (tokens,) int64, where in the cache a token's K and V go: block * block_size
             + offset
         block_tables: (sequences, table_width) int32
         sequence_of_token: (tokens,) int32, rows of block_tables
         positions: (tokens,) int32; a token sees keys 0 to its own, or the last `window` of them
-        eps_bits: of the norms' eps as float32; that of a model without norms is -1
     """
     uint = DTYPES[dtype]
     per_word = 4 // dtype.itemsize
@@ -379,9 +394,9 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
     block_words = block_size * numbers_per_token(head_dim, block_size) // per_word
 
     def kernel(phase, thread, threads, arguments_at):
-        (qkv_at, kv_at, out_at, norms_at, rope_at, slots_at, tables_at, sequence_of_token_at,
-         positions_at, tokens, kv_heads, blocks, sequences, table_width, window,
-         eps_bits) = numbers_at(arguments_at, 16)
+        (kv_at, norms_at, kv_heads, blocks, window, eps_bits, qkv_at, out_at, rope_at, slots_at,
+         tables_at, sequence_of_token_at, positions_at, tokens, sequences,
+         table_width) = numbers_at(arguments_at, 16)
         eps = np.int32(eps_bits).view(np.float32)
         heads = group_size * kv_heads
         qkv = array_at(qkv_at, (tokens, heads + 2 * kv_heads, head_dim), uint)
@@ -433,3 +448,44 @@ def paged_attention(head_dim: int, group_size: int, block_size: int,
                        panel, None)
 
     return compile_kernel(kernel, phases=2)
+
+
+# --------------------------------------------------------------------------- of tensors
+
+
+def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cache: Tensor,
+                    window: int | None, *step: Tensor) -> Tensor:
+    """All between two projections: head norms, rotation, cache and attention, for tokens of
+    prompts and decodes alike.
+
+    qkv: (T, heads + 2 * kv_heads, head_dim)
+    norms: (2, head_dim) float32, weights of the norms of query heads and key heads
+    eps: of these norms; -1 for a model without them
+    angles: (2, T, head_dim / 2), cos and sin, float32
+    cache: of a layer, from `empty_cache`; K and V are written to it
+    window: how many keys a token sees; None for all
+    step: slot_mapping, block_tables, sequence_of_token and positions, see `make_kernel`
+
+    Returns (T, heads, head_dim). All other tensors must be contiguous: the kernel gets addresses,
+    and can't check what lies there.
+    """
+    out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * cache.shape[3], qkv.shape[2])
+    Program(call_attention(
+        cache, out.shape[1], norms, eps, window, *step_numbers(qkv, out, angles, *step))).run()
+    return out
+
+
+def call_attention(cache: Tensor, num_queries: int, norms: Tensor, eps: float,
+                   window: int | None, *step: int) -> list[int]:
+    """The call of the kernel. step: see `step_numbers`"""
+    _, num_blocks, block_size, kv_heads, _ = cache.shape
+    kernel = make_kernel(norms.shape[1], num_queries // kv_heads, block_size, cache.dtype)
+    return kernel(cache.data_ptr(), norms.data_ptr(), kv_heads, num_blocks, window or 2**31 - 1,
+                  bits_of_number(eps), *step)
+
+
+def step_numbers(qkv: Tensor, out: Tensor, angles: Tensor, slot_mapping: Tensor,
+                 block_tables: Tensor, sequence_of_token: Tensor, positions: Tensor) -> list[int]:
+    """What the kernel needs of a step, in its order."""
+    tensors = qkv, out, angles, slot_mapping, block_tables, sequence_of_token, positions
+    return [*addresses(tensors), len(positions), *block_tables.shape]

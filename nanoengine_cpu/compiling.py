@@ -7,31 +7,32 @@ A kernel is what one thread does. All threads run it at the same time, and each 
         for r in range(*share(rows, thread, threads)):
             …
 
-In compiled form it is called as kernel(x, out, rows), with int64 numbers, most of them addresses.
-Where a kernel has several phases, each begins when all threads have ended the one before.
+In compiled form, kernel(x, out, rows) returns a call of it, a list of numbers, most of them
+addresses. A `Program` runs one call or many. Where a kernel has several phases, each begins when
+all threads have ended the one before.
 
 numba runs its loops on OpenMP where it can. On Linux that is the very libgomp that torch has
 loaded (`memory.py` sees to it, for ARM): there is one pool of threads, and the two never fight over
 the cores. numba compiles a loop over threads four times, with all that it calls. So there is one
-such loop, `run_phases`, which calls kernels by their addresses.
+such loop, `run_calls`, which calls kernels by their addresses.
 """
 
-import ctypes
 import functools
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, prange, types
 from numba.core.caching import FunctionCache
 from numba.core.registry import cpu_target
-from torch import get_num_threads
+from torch import Tensor, get_num_threads
 
-from nanoengine_cpu.vectors import instruction
+from nanoengine_cpu.vectors import instruction, numbers_at
 
 # Each message once in a process: compiling one kernel raises many events, and a model has many
 # products.
@@ -43,7 +44,7 @@ warn_once = functools.cache(logging.getLogger(__name__).warning)
 cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
 
-# of a kernel, and of the loop that runs it
+# of a kernel
 SIGNATURE = "void(int64, int64, int64, int64)"
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
 
@@ -85,24 +86,53 @@ def call_at(builder, function, phase, thread, threads, arguments):
 
 
 @functools.cache
-def run_phases() -> Callable:
-    """run(function, phases, threads, arguments): runs all phases of a kernel, by its address."""
-    def run(function, phases, threads, arguments):
-        for phase in range(phases):
-            for thread in prange(threads):
-                call_at(function, phase, thread, threads, arguments)
+def run_calls() -> Callable:
+    """run(at, end, threads): runs the calls of kernels that lie between two addresses."""
+    def run(at, end, threads):
+        while at < end:
+            function, phases, count = numbers_at(at, 3)
+            arguments = at + 3 * 8
+            for phase in range(phases):
+                for thread in prange(threads):
+                    call_at(function, phase, thread, threads, arguments)
+            at = arguments + count * 8
 
-    return compile_cached(functools.partial(njit, SIGNATURE, parallel=True), run)
+    return compile_cached(functools.partial(njit, "void(int64, int64, int64)", parallel=True), run)
 
 
-def compile_kernel(kernel: Callable, phases: int = 1) -> Callable[..., None]:
-    """Returns the compiled kernel: a function of its arguments, which runs it on all threads."""
+def compile_kernel(kernel: Callable, phases: int = 1) -> Callable[..., list[int]]:
+    """Returns the compiled kernel: a function of its arguments, which returns a call of it."""
     compiled = compile_cached(functools.partial(cfunc, SIGNATURE, error_model="numpy"), kernel)
-    run = run_phases()
+    run_calls()
 
-    @functools.wraps(kernel)
-    def launch(*arguments: int) -> None:
-        # kept until the kernel has ended
-        numbers = (ctypes.c_int64 * len(arguments))(*arguments)
-        run(compiled.address, phases, get_num_threads(), ctypes.addressof(numbers))
-    return launch
+    def call(*arguments: int) -> list[int]:
+        return [compiled.address, phases, len(arguments), *arguments]
+    return call
+
+
+class Program:
+    """Calls of kernels, one after the other, each on all threads.
+
+    It is for a CPU what a CUDA graph is for a GPU: Python makes the calls once, not in each step.
+    What changes from run to run has a negative number, -1 for the first of `run`'s arguments.
+    """
+
+    def __init__(self, *calls: list[int]) -> None:
+        self.numbers = np.concatenate(calls)
+        self.at = self.numbers.ctypes.data
+        # the bits of a negative number are further below
+        self.places = np.flatnonzero((self.numbers < 0) & (self.numbers > -100))
+        self.which = -1 - self.numbers[self.places]
+
+    def run(self, *arguments: int) -> None:
+        self.numbers[self.places] = np.array(arguments, np.int64)[self.which]
+        run_calls()(self.at, self.at + self.numbers.nbytes, get_num_threads())
+
+
+def bits_of_number(number: float) -> int:
+    """The bits of a float32 number, as kernels take it."""
+    return int(np.float32(number).view(np.int32))
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]

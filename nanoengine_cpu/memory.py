@@ -45,17 +45,6 @@ def in_huge_pages(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def keep_memory() -> None:
-    """Lets glibc keep what a step frees, for the next step: up to 1 GiB, in parts below 32 MiB, the
-    most that it allows. Larger parts go back to the system, as before. What goes back has to be
-    cleared when it is used again, which took 10 % of a step of prompts."""
-    with suppress(OSError, AttributeError):
-        trim_threshold, mmap_threshold = -1, -3
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(trim_threshold, 2**30)
-        libc.mallopt(mmap_threshold, 2**25)
-
-
 # the process that computed first: a fork of it inherits this number
 first_process = functools.cache(os.getpid)
 

@@ -40,12 +40,13 @@ import torch.nn.functional as F
 from numba import carray
 from torch import Tensor
 
+from nanoengine_cpu.attention import inverse_rms
 from nanoengine_cpu.compiling import compile_kernel
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine_cpu.vectors import (
-    DTYPES, LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, load, numbers_at,
-    prefetch, prefetch_far, share, stack, store, store_part, store_past, where_less)
+    DTYPES, LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, load, load_part,
+    numbers_at, prefetch, share, stack, store, store_part, where_less)
 
 # registers hold the sums of so many rows and outputs
 STEP, BLOCK = (6, 4 * LANES) if has("avx512f") else (4, LANES)
@@ -63,9 +64,6 @@ MOST_WORDS = PART // LANES
 # both are on the stack of each thread: 1.3 MB at most
 COPY = PART + MOST_ROWS * LANES
 SUMS = 2 * MOST_ROWS * BLOCK
-# So many results stay in a cache until they are read again. More of bfloat16 are written past it,
-# if the CPU has an instruction that rounds to it.
-CACHED = 2**18 if has("avx512bf16") else 2**62
 # few rows go by quickly: the weight is asked for so many words before it is needed
 SOON = 2**11 if HAS_TILES else 2**10
 # on registers, it is asked for every so many words of a row
@@ -99,21 +97,17 @@ def place_of(number, halves, slices, depth, blocks, words, block_size):
 
 
 @inlined()
-def add_slice(rows, line, below, weight, piece, is_few):
+def add_slice(rows, line, below, weight, piece):
     """Adds products of 32 rows with a slice of the weight, on tiles.
 
     piece: (place, depth, ahead, asked): where the slice begins, and how deep it is, in words; where
         words lie that are needed later, and for how many of them each word of depth asks
-    is_few: whether they are needed soon
     """
     place, depth, ahead, asked = piece
     for k in range(0, depth, LANES):
         add_tiles(rows[k:], line, below, weight, place + k * 2 * LANES, ACROSS, 2 * LANES)
         for i in range(k * asked, (k + LANES) * asked, LANES):
-            if is_few:
-                prefetch(weight, ahead + i)
-            else:
-                prefetch_far(weight, ahead + i)
+            prefetch(weight, ahead + i)
 
 
 @inlined()
@@ -127,7 +121,7 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
     copy_rows(sums, BLOCK, held, BLOCK, count, BLOCK // LANES)
     for k in range(0, depth, EVERY):
         for i in range(k * asked, (k + EVERY) * asked, LANES):
-            prefetch_far(weight, ahead + i)
+            prefetch(weight, ahead + i)
         for j in range(k, k + EVERY):
             for c in range(0, BLOCK, LANES):
                 numbers = load(weight, place + j * BLOCK + c)
@@ -148,8 +142,19 @@ def silu(x, out):
 
 
 @inlined()
-def write_block(out, row, first, outputs, sums, halves, is_large):
-    """Results of some rows, from `row` on, and a block of outputs, from `first` on."""
+def norm_row(row, weight, eps_bits):
+    """RMSNorm, in place."""
+    scale = fill(inverse_rms(row, len(row), np.int32(eps_bits).view(np.float32)))
+    for i in range(0, len(row), LANES):
+        store(row, i, load(row, i) * scale * load(weight, i))
+
+
+@inlined()
+def write_block(out, residual, row, first, outputs, sums, halves):
+    """Results of some rows, from `row` on, and a block of outputs, from `first` on.
+
+    residual: is added to them, unless it is empty
+    """
     block_size = sums.shape[2]
     for i in range(sums.shape[1]):
         gates, ups = sums[0, i], sums[1, i]
@@ -157,24 +162,30 @@ def write_block(out, row, first, outputs, sums, halves, is_large):
         if halves == 2:
             for j in range(0, block_size, LANES):
                 store(gates, j, silu(load(gates, j), out) * load(ups, j))
-        if is_large:
-            for j in range(0, block_size, 2 * LANES):
-                store_past(out, begin + j, load(gates, j), load(gates, j + LANES))
-        else:
-            for j in range(0, min(block_size, end - begin), LANES):
+        if len(residual):
+            for j in range(0, block_size, LANES):
+                # rounded before the sum, as if it were one of PyTorch's
                 store_part(out, begin + j, end, load(gates, j))
+                product = load_part(out, begin + j, end)
+                store(gates, j, product + load_part(residual, begin + j, end))
+        for j in range(0, min(block_size, end - begin), LANES):
+            store_part(out, begin + j, end, load(gates, j))
 
 
 @functools.cache
 def product(dtype: torch.dtype) -> Callable:
-    """kernel(x, weight, bias, out, rows, words, outputs, halves)
+    """kernel(norm, weight, bias, words, outputs, halves, eps_bits, x, residual, out, rows)
 
-    out = x times weight + bias. With two halves it is SwiGLU of that: the first half are gates, the
-    second one ups. The first four arguments are addresses, of numbers of `dtype` or words of them:
+    out = RMSNorm of x times weight + bias + residual. With two halves, the product becomes SwiGLU
+    before the last sum: its first half are gates, the second one ups. Arrays are addresses, of
+    numbers of `dtype` or words of them:
 
-        x: (rows, words) uint32; words % 16 == 0, at most MOST_WORDS
+        norm: (inputs,) of `dtype`, the weight of the norm; 0 for no norm
         weight: (halves * blocks, words, outputs of a block) uint32, see `pack`
         bias: (halves * blocks * outputs of a block,) float32
+        eps_bits: of the norm's eps as float32
+        x: (rows, words) uint32; words % 16 == 0, at most MOST_WORDS
+        residual: as `out`; 0 for none
         out: (rows, outputs) of `dtype`, at a multiple of 64 bytes; is written
     """
     uint = DTYPES[dtype]
@@ -184,9 +195,9 @@ def product(dtype: torch.dtype) -> Callable:
     most_depth = SLICE // block_size
 
     def kernel(phase, thread, threads, arguments_at):
-        x_at, weight_at, bias_at, out_at, rows, words, outputs, halves = numbers_at(arguments_at, 8)
+        (norm_at, weight_at, bias_at, words, outputs, halves, eps_bits, x_at, residual_at, out_at,
+         rows) = numbers_at(arguments_at, 11)
         blocks = -(-outputs // block_size)
-        is_large = per_word == 2 and rows * outputs > CACHED and outputs % block_size == 0
         # about equal parts, each of whole steps if one fits
         unit = step if PART // words >= step else LANES
         parts = -(-rows // (min(MOST_ROWS, PART // words) // unit * unit))
@@ -195,9 +206,11 @@ def product(dtype: torch.dtype) -> Callable:
         line = words + LANES
         tasks, slices = parts * blocks, -(-words // most_depth)
 
+        norm = array_at(norm_at, words * per_word, uint)
         x = array_at(x_at, rows * words, np.float32)
         weight = array_at(weight_at, halves * blocks * words * block_size, np.uint32)
         bias = array_at(bias_at, halves * blocks * block_size, np.float32)
+        residual = array_at(residual_at, rows * outputs if residual_at else 0, uint)
         out = array_at(out_at, rows * outputs, uint)
         copy = carray(stack(COPY), COPY, np.float32)
         sums = carray(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
@@ -209,14 +222,16 @@ def product(dtype: torch.dtype) -> Callable:
             if copied != begin:
                 copied = begin
                 copy_rows(x[begin * words:], words, copy, line, size, words // LANES)
-            is_few = size <= step
+                if norm_at:
+                    for r in range(size):
+                        norm_row(copy[r * line:][:words].view(uint), norm, eps_bits)
             asked = -(-block_size // -(-size // step))
             for turn in range(halves * slices):
                 half, first = turn // slices, turn % slices * most_depth
                 depth = min(most_depth, words - first)
                 number = block * halves * slices + turn
                 place = place_of(number, halves, slices, most_depth, blocks, words, block_size)
-                ahead = place + SOON if is_few else place_of(
+                ahead = place + SOON if size <= step else place_of(
                     number + 1, halves, slices, most_depth, blocks, words, block_size)
                 for r in range(0, size, step):
                     # rows behind the last one hold anything
@@ -228,17 +243,15 @@ def product(dtype: torch.dtype) -> Callable:
                     if on_tiles:
                         below = LANES if rest > LANES else 0
                         load_sums(here, block_size, below)
-                        add_slice(left, line, below, weight, piece, is_few)
+                        add_slice(left, line, below, weight, piece)
                         store_sums(here, block_size, below)
-                    elif rest > STEP - 2:
-                        add_rows(left, line, weight, piece, here, STEP, per_word)
                     elif rest > 2:
-                        add_rows(left, line, weight, piece, here, 4, per_word)
+                        add_rows(left, line, weight, piece, here, STEP, per_word)
                     else:
                         add_rows(left, line, weight, piece, here, 2, per_word)
                     if turn + 1 == halves * slices:
-                        write_block(out, begin + r, block * block_size, outputs,
-                                    sums[:, r:min(r + step, size)], halves, is_large)
+                        write_block(out, residual, begin + r, block * block_size, outputs,
+                                    sums[:, r:min(r + step, size)], halves)
         end_tiles()
 
     return compile_kernel(kernel)

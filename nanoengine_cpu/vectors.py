@@ -15,21 +15,11 @@ import operator
 
 import numpy as np
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import carray, njit, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, overload, register_model
 
-
-class BFloat16(ir.Type):
-    """LLVM has it, llvmlite does not."""
-
-    def _to_string(self):
-        return "bfloat"
-
-
-# for instructions that are written as text
-binding.initialize_native_asmparser()
 
 # the numbers that kernels know, and the integers that they take for them
 DTYPES = {torch.float32: np.uint32, torch.bfloat16: np.uint16}
@@ -37,11 +27,6 @@ LANES = 16
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
-BFLOATS = ir.VectorType(BFloat16(), LANES)
-
-# polynomials near 2^x for 0 <= x < 1, by their degree: good to 1e-4 and 1e-7
-NODES = (1 - np.cos(np.linspace(0, np.pi, 99))) / 2
-POWERS_OF_2 = {degree: np.polyfit(NODES, 2**NODES, degree, w=2**-NODES)[::-1] for degree in (3, 5)}
 
 # part of a kernel, and never called from Python
 inlined = functools.partial(njit, forceinline=True, error_model="numpy", no_cpython_wrapper=True,
@@ -162,37 +147,14 @@ def load(builder, array, first):
 
 @instruction(types.void)
 def store(builder, array, first, numbers):
-    """To an array of 32-bit words, or of bfloat16: the nearest, of two the even one.
-
-    A CPU's own instruction makes 0 of numbers below 2^-126.
-    """
+    """To an array of 32-bit words, or of bfloat16: the nearest, of two the even one."""
     place = builder.gep(array, [first])
-    if is_half(array) and has("avx512bf16"):
-        numbers = builder.fptrunc(numbers, BFLOATS)
-    elif is_half(array):
+    if is_half(array):
         bits = builder.bitcast(numbers, WORDS)
         is_odd = builder.and_(builder.lshr(bits, same(WORDS, 16)), same(WORDS, 1))
         rounded = builder.add(builder.add(bits, same(WORDS, 0x7FFF)), is_odd)
         numbers = builder.trunc(builder.lshr(rounded, same(WORDS, 16)), HALVES)
     builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=2)
-
-
-@instruction(types.void)
-def store_past(builder, array, first, left, right):
-    """32 numbers as bfloat16, past the caches into a line of memory: 64 bytes. Nothing without
-    AVX-512, where LLVM could not compile it.
-
-    Other threads see them once the kernel ends: OpenMP's barrier waits for such writes. It is
-    written as an instruction of the CPU, as LLVM would send bfloat16 through the caches.
-    """
-    if not (has("avx512bf16") and is_half(array)):
-        return
-    order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), list(range(2 * LANES)))
-    halves = [builder.fptrunc(numbers, BFLOATS) for numbers in (left, right)]
-    line = builder.bitcast(builder.shuffle_vector(*halves, order), FLOATS)
-    place = builder.gep(array, [first])
-    kind = ir.FunctionType(ir.VoidType(), [place.type, FLOATS])
-    builder.asm(kind, "vmovntps $1, ($0)", "r,v,~{memory}", [place, line], side_effect=True)
 
 
 @inlined()
@@ -227,21 +189,13 @@ def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
             store(target, r * to_pitch + c, load(source, r * from_pitch + c))
 
 
-def prefetching(nearest):
-    """Makes a function that asks for a number early. There may be no such number.
-
-    nearest: 3 asks for it into all caches, 2 into all but the first
-    """
-    @instruction(types.void)
-    def ask_for(builder, array, place):
-        pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
-        # to read, as data
-        options = [ir.IntType(32)(option) for option in (0, nearest, 1)]
-        call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, *options)
-    return ask_for
-
-
-prefetch, prefetch_far = prefetching(3), prefetching(2)
+@instruction(types.void)
+def prefetch(builder, array, place):
+    """Asks early for a number, into all caches but the first. There may be no such number."""
+    pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
+    # to read, into the second cache, as data
+    options = [ir.IntType(32)(option) for option in (0, 2, 1)]
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, *options)
 
 
 # ------------------------------------------------------------------------------ arithmetic
@@ -321,24 +275,12 @@ def polynomial(builder, x, terms):
     return power
 
 
-def avx512(builder, name, *operands):
-    """An instruction of AVX-512 that LLVM has with a mask and a way of rounding."""
-    mask, rounding = ir.IntType(16)(-1), ir.IntType(32)(4)
-    return call(builder, f"llvm.x86.avx512.mask.{name}.ps.512", FLOATS, *operands,
-                same(FLOATS, 0.0), mask, rounding)
-
-
 @instruction(vector)
 def exp2(builder, x, out):
     """2^x for x < 127, as 2^n * 2^(x - n), with n an integer next to x; about 0 for x < -127.
 
     It is as exact as the numbers of `out` need it.
     """
-    if has("avx512dq"):
-        # n is the integer below x: one instruction gives x - n, another one multiplies with 2^n
-        power = polynomial(builder, avx512(builder, "reduce", x, ir.IntType(32)(1)),
-                           POWERS_OF_2[3 if is_half(out) else 5])
-        return avx512(builder, "scalef", power, x)
     lowest = same(FLOATS, -127.0)
     x = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
     # Of so large a number the last bits count ones: n + 127 is there, the exponent of 2^n. For

@@ -19,7 +19,7 @@ def compile_double():
 
     compiled = compiling.compile_kernel(double)
     numbers = torch.ones(3)
-    compiled(numbers.data_ptr(), 3)
+    compiling.Program(compiled(numbers.data_ptr(), 3)).run()
     return numbers.tolist()
 
 
@@ -39,7 +39,8 @@ def test_each_thread_runs_each_phase_after_all_have_ended_the_one_before(num_thr
     try:
         limit_threads()
         seen = torch.zeros(3, 2, dtype=torch.int64)
-        compiling.compile_kernel(kernel, phases=3)(seen.data_ptr())
+        call = compiling.compile_kernel(kernel, phases=3)(seen.data_ptr())
+        compiling.Program(call).run()
     finally:
         torch.set_num_threads(before)
         limit_threads()

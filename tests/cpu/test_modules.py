@@ -1,5 +1,6 @@
 """`optimize`: modules of a decoder become fast in place, and compute what they did."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from torch import nn
 
 from cpu.reference import make_step, norm_and_rotate, plain_attention
 from nanoengine_cpu import empty_cache, optimize
-from nanoengine_cpu.compiling import warn_once
+from nanoengine_cpu.compiling import Program, warn_once
 from nanoengine_cpu.modules import PackedLinear
 from nanoengine_cpu.products import MOST_WORDS
 
@@ -22,8 +23,8 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 48, 4, 2, 32
 class MLP(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate_up_proj = nn.Linear(HIDDEN, 2 * 80)
-        self.down_proj = nn.Linear(80, HIDDEN, bias=False)
+        self.gate_up_proj = nn.Linear(HIDDEN, 2 * 96)
+        self.down_proj = nn.Linear(96, HIDDEN, bias=False)
 
     def forward(self, x):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -106,26 +107,12 @@ def test_attention_may_be_left_out():
     assert type(model.self_attn) is Attention and type(model.mlp) is not MLP
 
 
-@pytest.mark.parametrize("norm", [
-    nn.RMSNorm(8), nn.RMSNorm(8, eps=1e-6, elementwise_affine=False)])
-def test_norms_that_no_kernel_knows_stay_as_they_are(norm):
-    x = torch.randn(3, 8)
-    expected = norm(x)
-    assert optimize(norm) and type(norm) is nn.RMSNorm
-    assert torch.equal(norm(x), expected)
-
-
 def test_what_is_set_later_counts():
-    """What a forward needs lies in `__dict__`, beside where torch keeps it."""
     model = Model(torch.float32)
     optimize(model)
     x = torch.randn(5, HIDDEN)
-    for number in (1.0, 2.0):
-        model.norm.weight = nn.Parameter(torch.full((HIDDEN,), number), False)
-        torch.testing.assert_close(
-            model.norm(x), number * F.rms_norm(x, (HIDDEN,), eps=1e-5))
     model.mlp.down_proj = nn.Identity()
-    assert model.mlp(x).shape == (5, 80)
+    assert model.mlp(x).shape == (5, 96)
     plain = nn.Linear(HIDDEN, 7).requires_grad_(False)
     linear = model.mlp.gate_up_proj
     linear.weight, linear.bias = plain.weight, plain.bias
@@ -170,6 +157,156 @@ def test_an_mlp_has_swiglu_whether_its_weight_is_packed_or_not(dtype):
     torch.testing.assert_close(mlp(x), expected, rtol=2**-6, atol=2**-6)
 
 
+# ------------------------------------------------------------------------- all layers at once
+
+
+class Layer(nn.Module):
+    def __init__(self, has_norms):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.self_attn = Attention(has_norms)
+        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.mlp = MLP()
+
+    def forward(self, x, angles, step, rows):
+        x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, dtype, has_norms=True, num_layers=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(50, HIDDEN)
+        self.layers = nn.ModuleList(Layer(has_norms) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.to(dtype).requires_grad_(False)
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+        self.rope = torch.rand(2, 100, HEAD_DIM // 2)
+
+    def forward(self, token_ids, step):
+        x = self.embed_tokens(token_ids)
+        angles = self.rope[:, step.positions]
+        for layer in self.layers:
+            rows = step.sampled_rows if layer is self.layers[-1] else slice(None)
+            x = layer(x, angles, step, rows)
+        return self.norm(x)
+
+
+def give_caches(decoder, step, dtype, make):
+    num_blocks = int(step.block_tables.max()) + 1
+    caches = make(len(decoder.layers), num_blocks, 16, KV_HEADS, HEAD_DIM, dtype)
+    for layer, cache in zip(decoder.layers, caches):
+        layer.self_attn.cache = cache
+
+
+def fast_decoder(dtype, step, monkeypatch, hidden=64, **options):
+    """A decoder, optimized, and what it computed before."""
+    monkeypatch.setitem(globals(), "HIDDEN", hidden)
+    decoder = Decoder(dtype, **options)
+    token_ids = torch.randint(50, (len(step.positions),))
+    give_caches(decoder, step, dtype, zeros)
+    expected = decoder(token_ids, step)
+    assert optimize(decoder)
+    give_caches(decoder, step, dtype, empty_cache)
+    return decoder, token_ids, expected
+
+
+def counted_runs(monkeypatch):
+    runs = []
+    run = Program.run
+    monkeypatch.setattr(Program, "run", lambda *arguments: runs.append(1) or run(*arguments))
+    return runs
+
+
+@pytest.mark.parametrize("rows", [[0, 9, 10], [], [3] * 40, [10, 0]])
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 8e-2)])
+def test_all_layers_are_two_programs(
+        monkeypatch, dtype, tolerance, has_norms, num_layers, rows):
+    """For any rows, which can also repeat."""
+    step = make_step([1, 9, 1], [0, 0, 0], 16)
+    step.sampled_rows = torch.tensor(rows, dtype=torch.int32)
+    decoder, token_ids, expected = fast_decoder(
+        dtype, step, monkeypatch, has_norms=has_norms, num_layers=num_layers)
+    runs = counted_runs(monkeypatch)
+    found = decoder(token_ids, step)
+    assert len(runs) == 2 and found.dtype == dtype
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_programs_serve_steps_of_all_sizes_and_give_a_token_the_same_bits(monkeypatch):
+    step = make_step([40], [0], 16)
+    step.sampled_rows = torch.arange(40)
+    decoder, token_ids, expected = fast_decoder(torch.float32, step, monkeypatch)
+    together = decoder(token_ids, step)
+    torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
+    give_caches(decoder, step, torch.float32, empty_cache)
+    for start, count in ((0, 7), (7, 1), (8, 1), (9, 31)):
+        part = slice(start, start + count)
+        chunk = make_step([count], [start], 16)
+        chunk.block_tables = step.block_tables
+        chunk.slot_mapping = step.slot_mapping[part]
+        chunk.sampled_rows = torch.arange(count)
+        assert torch.equal(decoder(token_ids[part], chunk), together[part])
+
+
+def test_what_is_set_later_counts_in_all_layers(monkeypatch):
+    """Weights, modules and caches; and hooks, with which the layers are called one by one."""
+    step = make_step([1, 9, 1], [0, 0, 0], 16)
+    step.sampled_rows = torch.tensor([0, 9, 10])
+    decoder, token_ids, expected = fast_decoder(torch.float32, step, monkeypatch)
+    close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
+    close(decoder(token_ids, step), expected)
+
+    calls = []
+    hooks = [module.register_forward_hook(lambda *_, name=name: calls.append(name))
+             for name, module in decoder.named_modules()]
+    close(decoder(token_ids, step), expected)
+    names = {name for name, _ in decoder.named_modules()}
+    assert {name for name in names - {*calls}} == {"layers"} | {
+        f"layers.{index}.self_attn.{kind}_norm" for index in (0, 1) for kind in "qk"}
+    for hook in hooks:
+        hook.remove()
+
+    weight = decoder.layers[1].mlp.down_proj.weight
+    decoder.layers[1].mlp.down_proj.weight = nn.Parameter(weight * 0, False)
+    changed = decoder(token_ids, step)
+    assert not torch.allclose(changed, expected, atol=1e-2)
+    decoder.layers[1].mlp.down_proj.weight = nn.Parameter(weight, False)
+    give_caches(decoder, step, torch.float32, empty_cache)
+    runs = counted_runs(monkeypatch)
+    close(decoder(token_ids, step), expected)
+    assert len(runs) == 2
+    decoder.layers[0].mlp = decoder.layers[1].mlp
+    assert not torch.allclose(decoder(token_ids, step), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("change", ["padding", "norm", "dtype", "mlp"])
+def test_layers_that_no_program_knows_are_called_one_by_one(monkeypatch, change):
+    step = make_step([1, 9, 1], [0, 0, 0], 16)
+    step.sampled_rows = torch.tensor([0, 9, 10])
+    hidden = 40 if change == "padding" else 64
+    decoder, token_ids, expected = fast_decoder(torch.float32, step, monkeypatch, hidden)
+    if change == "norm":
+        decoder.layers[0].input_layernorm = nn.LayerNorm(hidden, elementwise_affine=False)
+    elif change == "dtype":
+        decoder.norm = decoder.norm.double()
+    elif change == "mlp":
+        decoder.layers[0].mlp = nn.Identity()
+    runs = counted_runs(monkeypatch)
+    found = decoder(token_ids, step)
+    assert len(runs) > 6
+    if change in ("padding", "dtype"):
+        torch.testing.assert_close(found.float(), expected, atol=1e-5, rtol=1e-5)
+
+
+# ----------------------------------------------------------------------------- the process
+
+
 LIMITS = """
 import numba, torch
 from nanoengine_cpu import optimize
@@ -187,7 +324,7 @@ def test_kernels_run_on_as_many_threads_as_pytorch_s_operators():
     assert printed == "1 1\n2 2\n1 1\n"
 
 
-def test_kernels_are_compiled_when_the_model_is_made_fast():
+def test_kernels_are_compiled_when_the_model_is_made_fast_and_gets_its_cache():
     """None when it computes, and none at all in a second process: all are kept on disk."""
     script = """if True:
         import numba, torch
@@ -203,9 +340,9 @@ def test_kernels_are_compiled_when_the_model_is_made_fast():
 
         numba.core.event.register("numba:compile", listener := Listener())
         model, step = Model(torch.bfloat16), make_step([1, 9], [0, 0], 16)
-        optimize(model, block_size=16)
-        at_start = listener.count
+        optimize(model)
         bind(model, step, torch.bfloat16, empty_cache)
+        at_start = listener.count
         x = torch.randn(10, HIDDEN).bfloat16()
         model(x, torch.rand(2, 10, HEAD_DIM // 2), step, torch.tensor([0, 9]))
         print(at_start, listener.count - at_start)"""

@@ -99,7 +99,6 @@ def test_swiglu_behind_a_product_from_end_to_end(dtype):
 
 
 def test_tiny_results_have_the_same_bits_in_few_and_in_many_rows():
-    """Many rows are written past the caches, by another instruction."""
     layer = PackedLinear(32, 2048, bias=False).requires_grad_(False).bfloat16()
     layer.halves = 2
     layer.weight.zero_()
@@ -112,6 +111,53 @@ def test_tiny_results_have_the_same_bits_in_few_and_in_many_rows():
     for row in range(60):
         assert torch.equal(layer(x[row:row + 1]).view(torch.int16), together[row:row + 1].view(
             torch.int16))
+
+
+def multiply(layer, x, norm=None, residual=None):
+    out = x.new_empty(len(x), layer.out_features // layer.halves)
+    residual_at = 0 if residual is None else residual.data_ptr()
+    compiling.Program(layer.call(x.data_ptr(), residual_at, out.data_ptr(), len(x), norm)).run()
+    return out
+
+
+@DTYPES
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("inputs, outputs", [(32, 100), (1024, 64), (64, 2)])
+def test_a_norm_before_a_product(inputs, outputs, halves, dtype):
+    """Of each row alone; its result is rounded, as if it were written."""
+    layer, plain = make_layer(inputs, outputs, dtype, halves=halves)
+    norm = torch.nn.RMSNorm(inputs, eps=1e-3).requires_grad_(False).to(dtype)
+    norm.weight.uniform_(0.5, 1.5)
+    for num_rows in ROWS:
+        x = (torch.randn(num_rows, inputs) * 10 ** torch.randn(num_rows, 1)).to(dtype)
+        before = x.clone()
+        normed = F.rms_norm(x.float(), (inputs,), norm.weight.float(), norm.eps).to(dtype)
+        found = multiply(layer, x, norm)
+        torch.testing.assert_close(
+            found.double(), exact_product(normed, plain, layer), rtol=4 * RTOL[dtype],
+            atol=1e-5 if dtype == torch.float32 else 2e-2)
+        assert torch.equal(x, before)
+        assert torch.equal(multiply(layer, x[-1:], norm), found[-1:])
+
+
+def test_nan_stays_in_its_row():
+    layer, _ = make_layer(32, 10, torch.float32)
+    x = torch.randn(3, 32)
+    x[1, 5] = torch.nan
+    norm = torch.nn.RMSNorm(32, eps=1e-6).requires_grad_(False)
+    found = multiply(layer, x, norm, residual=torch.randn(3, 10))
+    assert found.isnan().any(dim=1).tolist() == [False, True, False]
+
+
+@DTYPES
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("outputs", [2, 66, 1024])
+def test_a_residual_is_added_as_pytorch_adds_it(outputs, halves, dtype):
+    layer, _ = make_layer(64, outputs, dtype, halves=halves)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, 64).to(dtype)
+        residual = torch.randn(num_rows, outputs // halves).to(dtype)
+        assert torch.equal(multiply(layer, x, residual=residual), layer(x) + residual)
 
 
 @DTYPES
