@@ -86,9 +86,8 @@ class InputProcessor:
             raise rejected(name, prompt, FORMS)
         if not 0 < len(token_ids) < self.max_model_len:
             raise ValueError(
-                f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty, "
-                f"and must be shorter than max_model_len={self.max_model_len}, since the "
-                f"maximum context length is only {self.max_model_len}")
+                f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty, and must "
+                f"be shorter: the maximum context length is {self.max_model_len} (max_model_len)")
         self._check_vocabulary(name, token_ids)
         return text, list(map(int, token_ids))
 

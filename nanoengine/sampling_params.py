@@ -52,6 +52,7 @@ def explained(checked: Any) -> Any:
 
 # vLLM's shorthands: one text means a list of it, None an empty list
 AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
+DISTINCT = AfterValidator(lambda v: [*dict.fromkeys(v)])
 # numbers of NumPy, and of PyTorch, count as Python's
 NUMPY = BeforeValidator(lambda v: v.item() if hasattr(v, "item") else v)
 Int = Annotated[int, NUMPY]
@@ -64,7 +65,7 @@ Size = Annotated[Int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[Int, Field(ge=0)]
 EMPTY_LIST: Any = Field(default_factory=list, kw_only=True)
 NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST, DISTINCT]
 
 
 @explained
@@ -119,7 +120,7 @@ class SamplingParams:
     max_tokens: Count | None = 16
     min_tokens: Int = 0
     stop: Texts = EMPTY_LIST
-    stop_token_ids: Annotated[list[TokenId], AS_LIST] = EMPTY_LIST
+    stop_token_ids: Annotated[list[TokenId], AS_LIST, DISTINCT] = EMPTY_LIST
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: NumLogprobs | None = None

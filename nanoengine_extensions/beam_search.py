@@ -132,7 +132,11 @@ class BeamSearch(Request):
     def __init__(self, request: Request, params: BeamSearchParams, scheduler: Scheduler) -> None:
         super().__init__(request.prompt, request.completions)
         seq = self.seq
-        check_fits(seq, params.beam_width, scheduler)
+        manager = scheduler.block_manager
+        most = manager.num_blocks // manager.num_blocks_for(scheduler.hold(seq))
+        if params.beam_width > min(most, scheduler.config.max_num_seqs):
+            raise rejected("beam_width", params.beam_width, f"at most {most} with num_kv_blocks="
+                           f"{manager.num_blocks}, max_num_seqs={scheduler.config.max_num_seqs}")
         self.params = params
         self.scheduler = scheduler
         # a beam that samples one of these tokens need not end
@@ -206,14 +210,3 @@ class BeamSearch(Request):
             scores[beam] = score
         self.scores = scores or self.scores
         self.found = {}
-
-
-def check_fits(seq: Sequence, beam_width: int, scheduler: Scheduler) -> None:
-    """Raises ValueError for beams that would not fit the engine even if they were alone."""
-    manager = scheduler.block_manager
-    max_num_seqs = scheduler.config.max_num_seqs
-    num_tokens = scheduler.hold(seq)
-    num_blocks = beam_width * manager.num_blocks_for(num_tokens)
-    if beam_width > max_num_seqs or num_blocks > manager.num_blocks:
-        raise ValueError(f"{beam_width} x {num_tokens} tokens do not fit: {max_num_seqs=}, "
-                         f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")

@@ -24,8 +24,7 @@ def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
         texts = tokenizer.apply_chat_template(chats, **options)
         # The template has written the special tokens.
         ids = tokenizer(texts, add_special_tokens=False).input_ids
-    return [{"prompt": text, "prompt_token_ids": token_ids}
-            for text, token_ids in zip(texts, ids)]
+    return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids)]
 
 
 def is_chat(messages: Any) -> bool:
@@ -37,8 +36,5 @@ def is_chat(messages: Any) -> bool:
 def text_of(content: Any) -> str:
     """Returns the content of a message as one text, text parts joined by newlines, as in vLLM."""
     parts = content if isinstance(content, list) else [] if content is None else [content]
-    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    for text, part in zip(texts, parts):
-        if not isinstance(text, str):
-            raise rejected("content part", part, 'a text, or {"type": "text", "text": …}')
-    return "\n".join(texts)
+    with naming(rejected("content", content, 'a text, or parts {"type": "text", "text": …}')):
+        return "\n".join(part if isinstance(part, str) else part["text"] for part in parts)

@@ -31,17 +31,25 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
     `seq.constraints` is a list of (word, until): a word as token ids, and the num_tokens from which
     it is permitted: infinity for bad words, and for tokens that end the sequence, where
     `min_tokens` ends. Bad words and processors need all tokens of the sequence, so that its steps
-    cannot run ahead. A grammar becomes one more processor.
+    cannot run ahead. A grammar becomes one more processor, and `min_tokens` another one after it,
+    since it gives way where the text is complete.
     """
     p = seq.params
+    until = seq.num_prompt_tokens + p.min_tokens
+    ends = [token for token in end_tokens if token < vocab_size]
     if p.structured_outputs is not None:
         from nanoengine_extensions.structured_outputs import make_processor
         grammar = make_processor(p.structured_outputs, tokenizer, vocab_size, tuple(end_tokens))
-        p = seq.params = replace(p, logits_processors=[grammar, *p.logits_processors])
+
+        def delay_end(input_ids: Tensor, scores: Tensor) -> Tensor:
+            others = scores.index_fill(1, send(ends, scores.device).long(), -math.inf)
+            return others if seq.num_tokens < until and others.amax() > -math.inf else scores
+
+        p = seq.params = replace(p, logits_processors=[grammar, delay_end, *p.logits_processors])
     bad_words = encode_bad_words(p, tokenizer, vocab_size)
-    until = seq.num_prompt_tokens + p.min_tokens
     seq.constraints = [(word, math.inf) for word in bad_words]
-    seq.constraints += [([token], until) for token in end_tokens if token < vocab_size]
+    if p.structured_outputs is None:
+        seq.constraints += [([token], until) for token in ends]
     seq.needs_tokens = bool(bad_words or p.logits_processors)
 
 
@@ -62,9 +70,8 @@ def encode_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) ->
 
     A word with a token that the model does not know can never occur, and is left out.
     """
-    words = [word.lstrip() or word for word in params.bad_words]
-    encoded = [tokenizer.encode(space + word, add_special_tokens=False)
-               for word in words for space in ("", " ")]
+    encoded = [tokenizer.encode(space + (word.lstrip() or word), add_special_tokens=False)
+               for word in params.bad_words for space in ("", " ")]
     return [token_ids for token_ids in encoded if 0 <= max(token_ids, default=-1) < vocab_size]
 
 

@@ -60,10 +60,7 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
              if (count := num_logprobs(row)) is not None}
     found: dict[Row, RowLogprobs] = {}
     for (count, temperature), numbers, index in matrices(asked, logits):
-        values = logits.index_select(0, index).double()
-        if temperature:
-            values /= temperature
-        values = values.log_softmax(dim=-1)
+        values = logits.index_select(0, index).double().div(temperature or 1).log_softmax(dim=-1)
         most = values.shape[1]
         likeliest = values.topk(most if count == -1 else min(count, most)).indices
         token_ids = torch.cat([targets[index, None].clamp(min=0), likeliest], dim=1)

@@ -107,8 +107,7 @@ class Metrics:
         now = self.engine.clock()
         for seq in seqs:
             seq.metrics.finished_time = now
-            if not seq.metrics.first_token_time:
-                seq.metrics.first_token_time = now
+            seq.metrics.first_token_time = seq.metrics.first_token_time or now
         failed = [seq for seq in seqs if seq.finish_reason == "error"]
         self.counters["generation_tokens"] += len(seqs) - len(failed)
         for seq in failed:

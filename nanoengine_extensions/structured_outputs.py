@@ -1,7 +1,9 @@
 """`SamplingParams.structured_outputs`: texts that a grammar describes, by xgrammar (Dong et al.,
 2024, arXiv:2411.15100), which `pip install ".[grammar]"` installs.
 
-`constraints.constrain` asks for a logits processor for each completion.
+`constraints.constrain` asks for a logits processor for each completion. Keywords of a JSON schema
+that xgrammar would accept and ignore are refused. One exception: it takes `oneOf` for `anyOf`,
+unless it can prove that no value fits two of the schemas.
 """
 
 import json
@@ -11,6 +13,16 @@ from typing import Any
 from nanoengine.sampling_params import naming, rejected
 
 ONE_OF = "one of {'json': …}, {'json_object': True}, {'regex': …}, {'choice': […]}, {'grammar': …}"
+
+# The keywords that xgrammar ignores in a JSON schema: always, …
+IGNORED = {"contains", "dependencies", "dependentRequired", "dependentSchemas", "if",
+           "multipleOf", "not", "uniqueItems"}
+# … and beside others
+IGNORED_BESIDE = {
+    "format": {"maxLength", "minLength", "pattern"}, "pattern": {"maxLength", "minLength"},
+    "properties": {"patternProperties", "propertyNames"}, "patternProperties": {"propertyNames"}}
+# Schemas stand in these under names.
+NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 
 
 def make_processor(wanted: dict[str, Any], *vocabulary: Any) -> Any:
@@ -26,6 +38,7 @@ def make_processor(wanted: dict[str, Any], *vocabulary: Any) -> Any:
         (kind, value), = [pair for pair in wanted.items() if pair[1] not in (None, False)]
         if kind in ("json", "json_object"):
             schema = value if kind == "json" else {"type": "object"}
+            refuse_ignored(json.loads(schema) if isinstance(schema, str) else schema)
             # with any whitespace, a model could write spaces forever
             return LogitsProcessor(compiler.compile_json_schema(schema, any_whitespace=False))
         if kind == "choice" and not isinstance(value, str):
@@ -43,3 +56,18 @@ def make_compiler(tokenizer: Any, vocab_size: int, end_tokens: tuple[int, ...]) 
     import xgrammar
     return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocab_size, stop_token_ids=[*end_tokens] or None))
+
+
+def refuse_ignored(schema: Any) -> None:
+    """Raises ValueError for keywords of a JSON schema, or a list of them, that xgrammar ignores."""
+    if isinstance(schema, dict):
+        given = {name for name, value in schema.items() if value}
+        several = {name for name in given & {"allOf", "patternProperties"} if len(schema[name]) > 1}
+        beside = IGNORED.union(*(IGNORED_BESIDE.get(name, ()) for name in given))
+        if ignored := sorted(several | given & beside):
+            raise ValueError(f"xgrammar does not enforce {ignored} in {schema}")
+        # the schemas in it
+        schema = [[*schema[name].values()] if name in NAMED else schema[name]
+                  for name in given - {"const", "default", "enum", "examples"}]
+    for part in schema if isinstance(schema, list) else ():
+        refuse_ignored(part)

@@ -23,20 +23,19 @@ def add_host_pool(runner: Any) -> None:
 
     Raises ValueError for a pool that is larger than the memory.
     """
-    blocks = runner.blocks
     gibibytes = runner.config.swap_space
     _, total = nanoengine_cpu.mem_get_info()
     if gibibytes * 2**30 > total:
         raise rejected("swap_space", gibibytes, f"at most {total / 2**30:.1f} GiB of memory")
     runner.num_host_blocks = int(gibibytes * 2**30 // runner.block_bytes)
-    pool = torch.empty(runner.num_host_blocks, *blocks.shape[1:], dtype=blocks.dtype, device="cpu",
-                       pin_memory=runner.device == "cuda")
+    pool = torch.empty(runner.num_host_blocks, *runner.blocks.shape[1:], dtype=runner.dtype,
+                       device="cpu", pin_memory=runner.device == "cuda")
 
     def copy_blocks(copies: Copies) -> None:
         # asynchronous
-        for pairs, source, target in ((copies.swap_out, blocks, pool),
-                                      (copies.copy_on_write, blocks, blocks),
-                                      (copies.swap_in, pool, blocks)):
+        for pairs, source, target in ((copies.swap_out, runner.blocks, pool),
+                                      (copies.copy_on_write, runner.blocks, runner.blocks),
+                                      (copies.swap_in, pool, runner.blocks)):
             for to, origin in pairs.items():
                 target[to].copy_(source[origin], non_blocking=True)
 

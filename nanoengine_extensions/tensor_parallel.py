@@ -22,14 +22,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -79,10 +76,6 @@ class Group:
         """Returns the smallest of all ranks' numbers."""
         return int(self.join(torch.tensor([[number]], device=self.device)).min())
 
-    def share(self, x: Tensor) -> None:
-        """Copies rank 0's x to all ranks."""
-        self.backend.broadcast([x]).wait()
-
     def read_part(self, tensor: Any, target: Tensor) -> Tensor:
         """Reads this rank's part of a checkpoint's tensor that is larger than its target.
 
@@ -120,7 +113,7 @@ def parallelize(model: Decoder, group: Group) -> None:
     vocab_size = len(model.lm_head.weight)
     size = -(-vocab_size // group.size)
     rows = model.lm_head.weight[group.rank * size:][:size]
-    padded = F.pad(rows, (0, 0, 0, size - len(rows)))
+    padded = nn.functional.pad(rows, (0, 0, 0, size - len(rows)))
     model.lm_head.weight = nn.Parameter(padded, requires_grad=False)
     model.lm_head.register_forward_hook(
         lambda module, inputs, logits: group.join(logits)[:, :vocab_size])
@@ -149,14 +142,15 @@ class RankRunner(ModelRunner):
         return self.group.least(super().measure_free_bytes())
 
     @torch.inference_mode()
-    def follow(self, copies: Copies, numbers: np.ndarray, shape: StepShape) -> None:
+    def follow(self, copies: Copies, numbers: Any, shape: StepShape) -> None:
         """Does another rank's part of a step that rank 0 launches: everything except sampling."""
         _, parts = self.forward(copies, torch.from_numpy(numbers), shape)
         for part in parts:
             # skips an empty chunk, for which rank 0 computes no logits
             if len(part):
                 self.logits(part)
-        self.group.share(self.last_sampled)
+        # from rank 0
+        self.group.backend.broadcast([self.last_sampled]).wait()
 
 
 class TensorParallelRunner(RankRunner):
@@ -174,7 +168,10 @@ class TensorParallelRunner(RankRunner):
         options = {name: value for name, value in vars(config).items() if not callable(value)}
         self.ranks = Ranks(size)
         with self.ranks.together():
-            self.ranks.start(options, part, folder)
+            self.ranks.send(options, part, folder)
+            # `Group.connect` would not notice a rank that died before
+            while self.ranks.store.add("ranks", 0) < size - 1:
+                self.ranks.check(timeout=0.1)
             super().__init__(config, part, folder, self.ranks)
 
     @torch.inference_mode()
@@ -184,9 +181,11 @@ class TensorParallelRunner(RankRunner):
         with self.ranks.together():
             self.ranks.send(batch.copies, buffer.numpy(), shape)
             step, parts = self.forward(batch.copies, buffer, shape)
-            launched = self.sample(batch, step, parts)
-            self.group.share(self.last_sampled)
-        return LaunchedOnRanks(**vars(launched), ranks=self.ranks)
+            launched = LaunchedOnRanks(**vars(self.sample(batch, step, parts)))
+            # to the other ranks
+            self.group.backend.broadcast([self.last_sampled]).wait()
+        launched.ranks = self.ranks
+        return launched
 
     def close(self) -> None:
         self.ranks.close()
@@ -200,7 +199,6 @@ def on_device(kind: type[RankRunner], device: str) -> Any:
     return type(kind.__name__, (kind, GpuRunner), {})
 
 
-@dataclass
 class LaunchedOnRanks(Launched):
     """ranks: those that take part in it."""
 
@@ -242,15 +240,6 @@ class Ranks(Group):
         if self.backend and self.device == "cuda":
             self.backend.abort()
 
-    def start(self, *arguments: Any) -> None:
-        """Makes each rank create its `RankRunner` with these arguments.
-
-        Waits until all have started: `Group.connect` would not notice a rank that died before.
-        """
-        self.send(*arguments)
-        while self.store.add("ranks", 0) < len(self.processes):
-            self.check(timeout=0.1)
-
     def check(self, timeout: float = 0) -> None:
         """Raises the error of a rank that has ended, or ends within these seconds."""
         if self.have_ended.wait(timeout):
@@ -278,9 +267,8 @@ class Ranks(Group):
     def send(self, *message: Any) -> None:
         """Sends all ranks the same message."""
         self.check()
-        content = pickle.dumps(message)
         for process in self.processes:
-            process.stdin.write(content)
+            pickle.dump(message, process.stdin)
             process.stdin.flush()
 
     def close(self) -> None:

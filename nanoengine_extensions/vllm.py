@@ -21,16 +21,15 @@ WITHOUT_EFFECT = {
     "async_scheduling", "attention_config", "backend", "chat_template_content_format",
     "compilation_config", "concurrency_limit", "config_format", "disable_additional_properties",
     "disable_any_whitespace", "disable_cascade_attn", "disable_custom_all_reduce",
-    "disable_log_stats", "enable_chunked_prefill", "flat_logprobs", "hf_token", "kernel_config",
-    "limit_mm_per_prompt", "long_prefill_token_threshold", "max_logprobs", "max_seq_len_to_capture",
-    "output_kind", "served_model_name", "spaces_between_special_tokens",
+    "disable_log_stats", "enable_chunked_prefill", "extra_args", "flat_logprobs", "hf_token",
+    "kernel_config", "limit_mm_per_prompt", "long_prefill_token_threshold", "max_logprobs",
+    "max_seq_len_to_capture", "output_kind", "served_model_name", "spaces_between_special_tokens",
     "structured_outputs_config", "trust_remote_code"}
 # … and those that must not turn on anything, since this engine has nothing like it.
-OFF = {
-    "convert", "data_parallel_size", "distributed_executor_backend", "enable_lora",
-    "enable_prompt_embeds", "extra_args", "generation_config", "hf_overrides", "kv_cache_dtype",
-    "kv_cache_memory_bytes", "logprobs_mode", "lora_request", "pipeline_parallel_size",
-    "quantization", "runner", "speculative_config", "task", "tokenization_kwargs", "tokenizer_mode"}
+OFF = {"convert", "data_parallel_size", "distributed_executor_backend", "enable_lora", "runner",
+       "enable_prompt_embeds", "generation_config", "hf_overrides", "kv_cache_dtype", "task",
+       "kv_cache_memory_bytes", "logprobs_mode", "lora_request", "pipeline_parallel_size",
+       "quantization", "speculative_config", "tokenization_kwargs", "tokenizer_mode"}
 # values that turn on nothing, as texts, since 1 == True
 NEUTRAL = {"False", "0", "1", "{}", "auto", "generate", "hf", "mp", "raw_logprobs", "uni", "vllm"}
 
@@ -56,13 +55,15 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
 class SamplingParams(nanoengine.SamplingParams):
     """nanoengine's parameters. None stands for the default, except as `max_tokens`.
 
-    `output_kind` has no effect, as in vLLM's own `LLM`.
+    `output_kind` has no effect, as in vLLM's own `LLM`. Nor has `extra_args`, which is kept as an
+    attribute.
     """
 
     def __init__(self, *, max_tokens: int | None = 16, **options: Any) -> None:
         wanted = options.pop("structured_outputs", None) or options.pop("guided_decoding", None)
         wanted = without(wanted) if isinstance(wanted, dict) else wanted
         super().__init__(max_tokens=max_tokens, structured_outputs=wanted, **without(options))
+        vars(self)["extra_args"] = options.get("extra_args")
 
     from_optional = classmethod(lambda cls, **values: cls(**values))
 
@@ -84,8 +85,7 @@ class LLM(nanoengine.LLM):
 
     def get_metrics(self) -> list[Any]:
         """Returns `metrics()` as objects with a `name` like vLLM's, and a `value`."""
-        return [SimpleNamespace(name=f"vllm:{name}", value=value)
-                for name, value in self.metrics().items()]
+        return [SimpleNamespace(name=f"vllm:{name}", value=n) for name, n in self.metrics().items()]
 
     def generate(self, *arguments: Any, **options: Any) -> list[Any]:
         return super().generate(*arguments, **without(options))

@@ -234,9 +234,9 @@ def test_a_tiny_temperature_and_extreme_penalties_still_give_beams(bundled):
 
 def test_beams_that_might_not_fit_are_refused(small_llm):
     use_policies(small_llm, max_num_seqs=4)
-    with pytest.raises(ValueError, match="5 x 3 tokens .*max_num_seqs=4"):
+    with pytest.raises(ValueError, match="beam_width=5 .*max_num_seqs=4"):
         small_llm.beam_search([[1]], BeamSearchParams(5, 2))
-    with pytest.raises(ValueError, match="4 x 49 tokens .*num_kv_blocks=12, block_size=16"):
+    with pytest.raises(ValueError, match="beam_width=4 .* at most 3 with num_kv_blocks=12"):
         small_llm.beam_search([[1], [2]], BeamSearchParams(4, 48))
     for bad in (None, SamplingParams()):
         with pytest.raises(ValueError, match="params=.*must be a BeamSearchParams"):

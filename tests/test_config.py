@@ -84,6 +84,14 @@ def test_bad_beam_search_params(name, value, accepted):
     assert name in str(error.value) and accepted in str(error.value)
 
 
+def test_duplicates_are_removed_in_order():
+    params = SamplingParams(stop_token_ids=[42, 7, 42, 9, 7], bad_words=["b", "a", "b"])
+    assert (params.stop_token_ids, params.bad_words) == ([42, 7, 9], ["b", "a"])
+    for name, bad in (("stop_token_ids", [[1], [1]]), ("bad_words", [{}, {}])):
+        with pytest.raises(ValueError, match=name + r"\.0=.* is not accepted"):
+            SamplingParams(**{name: bad})
+
+
 def test_shorthands_and_numpy_numbers():
     params = SamplingParams(stop="a", stop_token_ids=None, max_tokens=np.int64(3),
                             temperature=np.float32(0.5))

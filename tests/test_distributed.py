@@ -176,8 +176,8 @@ def test_a_rank_that_dies_is_named_at_once(two_ranks, is_in_a_step, monkeypatch)
 
 
 def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch, capfd):
-    start = Ranks.start
-    monkeypatch.setattr(Ranks, "start", lambda ranks, options, part, folder: start(
+    send = Ranks.send
+    monkeypatch.setattr(Ranks, "send", lambda ranks, options, part, folder: send(
         ranks, options, part, tmp_path))  # where there are no weights
     with pytest.raises(ValueError, match="rank 1 of the engine has died: see stderr"):
         LLM(tiny, tensor_parallel_size=2, **SMALL)

@@ -109,3 +109,121 @@ def test_a_grammar_needs_a_tokenizer(tiny):
 def test_another_type_is_refused():
     with pytest.raises(ValueError, match="structured_outputs=5 is not accepted"):
         SamplingParams(structured_outputs=5)
+
+
+# --------------------------------------------------------------- what would not be enforced
+
+
+TEXT = {"type": "string"}
+IGNORED = [
+    ({"type": "array", "items": TEXT, "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "items": TEXT, "contains": {"const": "a"}}, "contains"),
+    ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 0}, "multipleOf"),
+    ({"type": "string", "pattern": "^a+$", "minLength": 2}, "minLength"),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, "maxLength"),
+    ({"type": "string", "format": "email", "maxLength": 9}, "maxLength"),
+    ({"type": "string", "format": "date", "pattern": "^2"}, "pattern"),
+    ({"not": TEXT}, "not"), ({"type": "integer", "if": {"minimum": 5}, "then": {}}, "if"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({"type": "object", "dependentSchemas": {"a": TEXT}}, "dependentSchemas"),
+    ({"type": "object", "properties": {"a": TEXT}, "propertyNames": {"enum": ["b"]}},
+     "propertyNames"),
+    ({"type": "object", "patternProperties": {"^a": TEXT}, "propertyNames": {"enum": ["b"]}},
+     "propertyNames"),
+    ({"type": "object", "patternProperties": {"^a": TEXT}, "properties": {"a": {"const": 1}}},
+     "patternProperties"),
+    ({"type": "object", "patternProperties": {"^a": TEXT, "b$": {"const": 1}}},
+     "patternProperties"),
+    ({"allOf": [TEXT, {"minLength": 2}]}, "allOf")]
+
+
+def nested(schema: dict) -> list:
+    """The schema in each place where a schema can be."""
+    return [
+        schema, {"type": "object", "properties": {"a": schema}}, {"type": "array", "items": schema},
+        {"type": "array", "prefixItems": [TEXT, schema]}, {"anyOf": [TEXT, schema]},
+        {"oneOf": [TEXT, schema]}, {"allOf": [schema]},
+        {"type": "object", "additionalProperties": schema},
+        {"type": "object", "patternProperties": {"^a": schema}},
+        {"$ref": "#/$defs/a", "$defs": {"a": schema}},
+        {"$ref": "#/definitions/a", "definitions": {"a": schema}},
+        {"anyOf": [{"type": "object", "properties": {"not": {"items": schema, "type": "array"}}}]}]
+
+
+@pytest.mark.parametrize("schema, name", IGNORED)
+def test_a_schema_that_would_not_be_enforced_is_refused(llm, schema, name):
+    good = SamplingParams(max_tokens=3)
+    for each in nested(schema):
+        for wanted in ({"json": each}, {"json": json.dumps(each)}):
+            params = SamplingParams(structured_outputs=wanted)
+            with pytest.raises(ValueError, match=rf"structured_outputs=.*not enforce \['{name}'\]"):
+                llm.generate(["Once", "Once"], [good, params])
+    check_idle(llm)
+
+
+def test_names_and_values_are_no_keywords(llm):
+    names = ["uniqueItems", "not", "if", "multipleOf", "allOf", "pattern", "minLength"]
+    value = dict.fromkeys(names, [1, 2])
+    schema = {"type": "object", "properties": dict.fromkeys(names, {"type": "boolean"}),
+              "required": names[:2], "default": value, "examples": [value], "title": "not",
+              "$defs": {"if": {"enum": [value], "default": value}, "not": {"const": value}}}
+    texts(llm, "Once", structured_outputs={"json": schema}, max_tokens=400)
+    without_effect = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": False,
+                      "maxItems": 2, "not": False}
+    found = texts(llm, "Once", structured_outputs={"json": without_effect}, n=3)
+    assert all(len(json.loads(text)) <= 2 for text in found)
+
+
+# -------------------------------------------------------------------------------- min_tokens
+
+
+def test_a_complete_text_ends_before_min_tokens(llm):
+    """The grammar permits only tokens that end the text. Others are awaited as far as it can go."""
+    wanted = [{"regex": "[0-9]{2}"}, {"regex": "[0-9]+"}, {"json": {"type": "boolean"}}, None] * 2
+    params = [SamplingParams(structured_outputs=each, min_tokens=8, max_tokens=40, n=2, seed=seed)
+              for seed, each in enumerate(wanted)]
+    outputs = llm.generate(["Once"] * len(params), params, use_tqdm=False)
+    ends = llm.inputs.eos_tokens
+    for output, each in zip(outputs, wanted):
+        for completion in output.outputs:
+            if each is None:
+                assert len(completion.token_ids) >= 8
+            elif each == {"regex": "[0-9]+"}:
+                assert completion.text.isdigit() and len(completion.token_ids) >= 8
+            else:
+                assert re.fullmatch("true|false|[0-9]{2}", completion.text)
+                assert completion.finish_reason == "stop" and completion.token_ids[-1] in ends
+                assert len(completion.token_ids) < 8
+
+
+def test_an_incomplete_text_does_not_end(llm):
+    """No token is permitted: neither by `allowed_token_ids`, nor EOS by the grammar."""
+    a, b = (llm.get_tokenizer().encode(letter)[0] for letter in "ab")
+    for allowed in ([a], [a, *llm.inputs.eos_tokens]):
+        for min_tokens in (0, 8):
+            params = SamplingParams(structured_outputs={"regex": "ab"}, min_tokens=min_tokens,
+                                    allowed_token_ids=allowed)
+            completion = llm.generate("Once", params, use_tqdm=False)[0].outputs[0]
+            assert (completion.text, completion.finish_reason) == ("a", "error")
+            assert "leave no token" in completion.stop_reason
+    # a text that is complete, where EOS is allowed, and where it is not
+    for allowed, reason in (([a, b, *llm.inputs.eos_tokens], "stop"), ([a, b], "error")):
+        params = SamplingParams(structured_outputs={"regex": "ab"}, min_tokens=8,
+                                allowed_token_ids=allowed)
+        completion = llm.generate("Once", params, use_tqdm=False)[0].outputs[0]
+        assert (completion.text, completion.finish_reason) == ("ab", reason)
+
+
+def test_an_own_processor_sees_no_end_before_min_tokens(llm):
+    seen = []
+
+    def note(input_ids, scores):
+        seen.append(bool(scores[0, list(llm.inputs.eos_tokens)].isfinite().any()))
+        return scores
+
+    params = SamplingParams(structured_outputs={"regex": "[0-9]{1,3}"}, min_tokens=2, max_tokens=9,
+                            logits_processors=[note], stop_token_ids=[5], bad_words=["7"])
+    completion = llm.generate("Once", params, use_tqdm=False)[0].outputs[0]
+    assert completion.finish_reason == "stop" and "7" not in completion.text
+    assert seen[:3] == [False, False, True]

@@ -160,6 +160,14 @@ def test_sampling_params():
         SamplingParams(temprature=1)
 
 
+def test_extra_args_are_kept(llm):
+    extra = {"mine": [object(), {"x": 2**64}]}
+    params = SamplingParams(extra_args=extra, temperature=0, max_tokens=9)
+    assert params.extra_args is extra and SamplingParams().extra_args is None
+    assert SamplingParams.from_optional(extra_args=extra).extra_args is extra
+    assert token_ids(generate(llm, "Once", params)) == token_ids(generate(llm, "Once"))
+
+
 def test_params_of_the_engine_serve_too(llm):
     own = nanoengine.SamplingParams(temperature=0, max_tokens=9)
     assert token_ids(generate(llm, "Once", own)) == token_ids(generate(llm, "Once"))
