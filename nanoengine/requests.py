@@ -75,7 +75,7 @@ class InputProcessor:
 
     def _parse(self, index: int, prompt: Any) -> tuple[str | None, list[int]]:
         """Returns the text (if there is one) and the token ids of a prompt in any form."""
-        name = f"prompts[{index}]"
+        name, most = f"prompts[{index}]", self.max_model_len
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
         text, token_ids = map(prompt.get, ("prompt", "prompt_token_ids"))
@@ -84,10 +84,10 @@ class InputProcessor:
                 token_ids = self.get_tokenizer().encode(text)
         if {*prompt} - {"prompt", "prompt_token_ids"} or not isinstance(token_ids, (list, tuple)):
             raise rejected(name, prompt, FORMS)
-        if not 0 < len(token_ids) < self.max_model_len:
+        if not 0 < len(token_ids) < most:
             raise ValueError(
-                f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty, and must "
-                f"be shorter: the maximum context length is {self.max_model_len} (max_model_len)")
+                f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty and must be "
+                f"shorter than max_model_len={most}, as the maximum context length is only {most}")
         self._check_vocabulary(name, token_ids)
         return text, list(map(int, token_ids))
 

@@ -169,7 +169,6 @@ class Layers(nn.Module):
     """
 
     version = -1
-    memory: Any = [()]
 
     def forward(self: Any, token_ids: Tensor, step: Any) -> Tensor:
         """From (T,) token ids to (rows, hidden_size), of the rows `step.sampled_rows`."""
@@ -192,16 +191,17 @@ class Layers(nn.Module):
         return self.norm(x)
 
     def make_programs(self: Any) -> None:
-        self.version = changes["all"]
         self.hooks = [hooks for module in [*self.modules()][1:]
                       for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self.programs = None
+        self.memory = [()]
         if len({p.dtype for p in self.parameters()}) == 1 and all(map(is_known, self.layers)):
             calls = [call for layer in self.layers for call in calls_of(layer)]
             self.programs = Program(*calls[:-3]), Program(*calls[-3:])
             attention, mlp = self.layers[0].self_attn, self.layers[0].mlp
             self.sizes = (mlp.gate_up_proj.in_features, mlp.down_proj.in_features,
                           attention.qkv_proj.out_features, attention.o_proj.in_features)
+        self.version = changes["all"]
 
 
 def is_known(layer: Any) -> bool:

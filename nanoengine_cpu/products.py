@@ -28,7 +28,9 @@ line of a block is a word of each of its outputs. In bfloat16, with 32 outputs:
     w0[2:4] w1[2:4] … w31[2:4]        …
 
 Each sum goes over the inputs in one order, so that a row has the same bits whatever rows are beside
-it. SwiGLU (Shazeer, 2020, arXiv:2002.05202) is SiLU(gate) * up.
+it. What comes before or after a product is part of it: RMSNorm (Zhang & Sennrich, 2019,
+arXiv:1910.07467), SwiGLU (Shazeer, 2020, arXiv:2002.05202), which is SiLU(gate) * up, and the sum
+with a residual.
 """
 
 import functools

@@ -31,11 +31,12 @@ def add_host_pool(runner: Any) -> None:
     pool = torch.empty(runner.num_host_blocks, *runner.blocks.shape[1:], dtype=runner.dtype,
                        device="cpu", pin_memory=runner.device == "cuda")
 
-    def copy_blocks(copies: Copies) -> None:
+    # a function that holds the runner would keep it alive
+    def copy_blocks(copies: Copies, blocks: Any = runner.blocks) -> None:
         # asynchronous
-        for pairs, source, target in ((copies.swap_out, runner.blocks, pool),
-                                      (copies.copy_on_write, runner.blocks, runner.blocks),
-                                      (copies.swap_in, pool, runner.blocks)):
+        for pairs, source, target in ((copies.swap_out, blocks, pool),
+                                      (copies.copy_on_write, blocks, blocks),
+                                      (copies.swap_in, pool, blocks)):
             for to, origin in pairs.items():
                 target[to].copy_(source[origin], non_blocking=True)
 
