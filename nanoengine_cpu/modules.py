@@ -151,12 +151,11 @@ def tensors_of(step: Any) -> tuple[Tensor, ...]:
     return step.slot_mapping, step.block_tables, step.sequence_of_token, step.positions
 
 
-# -------------------------------------------------------------------------- all layers in one call
+# ------------------------------------------------------------------------- all layers in two calls
 
 # What a program gets in each run: how many rows; where the hidden states lie, and what is computed
 # from them; and what attention needs of the step.
-ROWS, X, MIDDLE, ACTIVATED, *OF_STEP = range(-1, -15, -1)
-QKV, ATTENDED = OF_STEP[:2]
+ROWS, X, MIDDLE, ACTIVATED, QKV, ATTENDED, *OF_STEP = range(-1, -15, -1)
 
 
 class Layers(nn.Module):
@@ -217,8 +216,10 @@ def is_known(layer: Any) -> bool:
 def calls_of(layer: Any) -> list[list[int]]:
     """The calls of a layer: two that end with attention, and three after it."""
     attention, mlp = layer.self_attn, layer.mlp
+    # they may be others by now
+    attention.__dict__.pop("head_norms", None)
     return [attention.qkv_proj.call(X, 0, QKV, ROWS, layer.input_layernorm),
-            attention.call(*OF_STEP),
+            attention.call(QKV, ATTENDED, *OF_STEP),
             attention.o_proj.call(ATTENDED, X, MIDDLE, ROWS),
             mlp.gate_up_proj.call(MIDDLE, 0, ACTIVATED, ROWS, layer.post_attention_layernorm),
             mlp.down_proj.call(ACTIVATED, MIDDLE, X, ROWS)]

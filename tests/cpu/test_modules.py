@@ -281,6 +281,11 @@ def test_what_is_set_later_counts_in_all_layers(monkeypatch):
     runs = counted_runs(monkeypatch)
     close(decoder(token_ids, step), expected)
     assert len(runs) == 2
+    norm = decoder.layers[1].self_attn.q_norm
+    norm.weight = nn.Parameter(norm.weight * 3, False)
+    assert not torch.allclose(decoder(token_ids, step), expected, atol=1e-2)
+    norm.weight = nn.Parameter(norm.weight / 3, False)
+    close(decoder(token_ids, step), expected)
     decoder.layers[0].mlp = decoder.layers[1].mlp
     assert not torch.allclose(decoder(token_ids, step), expected, atol=1e-2)
 
