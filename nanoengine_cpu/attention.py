@@ -22,9 +22,9 @@ there are replaced, and values there reach no result; half a pair is set to 0 if
 
 Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are one of its tiles.
 
-A decode waits for memory. So while it reads keys, it asks for the keys of the next tiles, and for
-the values at the same places. A head in `qkv` lies far from that of the next token. So it is asked
-for some tokens ahead.
+A decode waits for memory. So while it reads the keys of a span, it asks for the values, and while
+it reads the values, for the keys of the next span, or of the next task. A head in `qkv` lies far
+from that of the next token. So it is asked for some tokens ahead.
 
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
@@ -42,13 +42,13 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from nanoengine_cpu.compiling import Program, addresses, bits_of_number, compile_kernel
+from nanoengine_cpu.compiling import Program, addresses, bits_of_number, compile_kernel, take_tasks
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.tiles import (
-    HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, clear_sums, end_tiles, load_sums, store_sums)
+    HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine_cpu.vectors import (
     DTYPES, LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, largest, load,
-    load_part, numbers_at, prefetch, share, stack, store, store_part, total, where_less)
+    load_part, numbers_at, prefetch, stack, store, store_part, total, where_less)
 
 # the keys of one step of the softmax, and the index of each
 SPAN = 128
@@ -153,8 +153,8 @@ def write(key, value, keys, values, offset, head_dim, width, per_word):
 
 
 @inlined()
-def multiply(left, right, starts, lines, columns, depth, out, pitch, adds, panel, soon):
-    """out[r, c] = the sum over k < depth of left[r, k] * right[k, c], in one order.
+def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon):
+    """out[r, c] += the sum over k < depth of left[r, k] * right[k, c], in one order.
 
                  left       a line of right                 a piece of lines    columns are in
         scores   queries    one word of each of 16 keys     all                 tiles of keys
@@ -164,42 +164,35 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, adds, panel
     right: words; each piece of its lines begins at one of `starts`
     lines: (how many are in a piece, how far a line begins behind the line before)
     columns: where each vector begins, in the first line
-    adds: the sum begins with what is in `out`
-    panel: (rows, vectors, per_word, is_tiled): so much is multiplied, a word holds 1 or 2 numbers,
-        and AMX multiplies, 16 lines at a time, which must all be numbers
-    soon: words that are needed soon, laid out as those of `right`, and asked for now, as is what
-        lies in `right` at the next columns; or None
+    panel: (rows, vectors, per_word, is_tiled, asks): so much is multiplied, a word holds 1 or 2
+        numbers, and AMX multiplies, 16 lines at a time, which must all be numbers
+    soon: (words, starts): what is needed soon, laid out as `right`; with each line that is
+        multiplied, a panel that asks requests one of these
     """
     in_piece, line = lines
-    rows, vectors, per_word, is_tiled = panel
+    words_soon, starts_soon = soon
+    rows, vectors, per_word, is_tiled, asks = panel
     if is_tiled:
         below = rows - min(rows, LANES)
-        if adds:
-            load_sums(out, pitch, below)
-        else:
-            clear_sums()
+        load_sums(out, pitch, below)
         for k in range(0, depth, LANES):
             start = starts[k // in_piece] + k % in_piece * line
             add_tiles(left[:, k:], pitch, below, right, start, columns, line)
-            if soon is not None:
-                for i in range(LANES * vectors):
-                    prefetch(soon, start + columns[i % vectors] + i // vectors * line)
+            start = starts_soon[k // in_piece] + k % in_piece * line
+            for i in range(LANES * vectors if asks else 0):
+                prefetch(words_soon, start + columns[i % vectors] + i // vectors * line)
         store_sums(out, pitch, below)
         return
     sums = stack(SUMS)
-    if adds:
-        copy_rows(out, pitch, sums, vectors * LANES, rows, vectors)
-    else:
-        for i in range(0, rows * vectors * LANES, LANES):
-            store(sums, i, fill(np.float32(0)))
+    copy_rows(out, pitch, sums, vectors * LANES, rows, vectors)
     for first in range(0, depth, in_piece):
         start = starts[first // in_piece]
+        ahead = starts_soon[first // in_piece] - start
         for k in range(first, min(first + in_piece, depth)):
             for c in range(vectors):
                 numbers = load(right, start + columns[c])
-                if soon is not None:
-                    prefetch(soon, start + columns[c])
-                    prefetch(right, start + columns[vectors + c])
+                if asks:
+                    prefetch(words_soon, start + columns[c] + ahead)
                 for r in range(rows):
                     i = (r * vectors + c) * LANES
                     word = fill(left[r, k])
@@ -246,26 +239,49 @@ def soften(scores, weights, totals, state, oldest, newest, scale):
 
 
 @inlined()
-def attend(qkv, kv, out, norm, rope, eps, tile, table, window, scratch, shape, panel, soon):
+def find_tile(task, starts, tiles, positions, sequence_of_token):
+    """(begin, end, last, kv_head, sequence): the tile of a task has the tokens from `begin` to
+    `end` of a step, the last one's position is `last`, and the task are their queries for a KV
+    head."""
+    begin, end = starts[task % tiles], starts[task % tiles + 1]
+    return begin, end, positions[end - 1], task // tiles, sequence_of_token[begin]
+
+
+@inlined()
+def find_keys(base, tile, block_tables, window, kv, shape):
+    """The first span at or behind `base` that a tile of tokens sees: its first key, and where its
+    tiles of keys begin in K, or V, of a layer. Behind the last key, that key's tile is repeated."""
+    begin, end, last, kv_head, sequence = tile
+    _, width, _, block_size, per_word, unit = shape
+    base = max(base, (last + 2 - (end - begin) - window) // unit * unit)
+    places = np.empty(SPAN // LANES, np.int64)
+    for t in range(len(places)):
+        index, offset = divmod(min(base + t * LANES, last), block_size)
+        block = np.int64(block_tables[sequence, index]) * kv.shape[2] + kv_head
+        places[t] = block * kv.shape[3] + offset // LANES * LANES * width // per_word
+    return base, places
+
+
+@inlined()
+def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, scratch,
+           shape, panel):
     """A tile of tokens of one sequence, whose queries for one KV head are the rows.
 
-    tile: (begin, end, last, kv_head): the tokens are those from `begin` to `end` of qkv, out and
-        rope, and the last one's position is `last`
-    table: the blocks of the sequence
+    tile, after: see `find_tile`; keys of the tile after this one are asked for
     scratch: for each row a query, the scores of a span, the weighted values so far, and a state,
         see WEIGHTS and MAXIMUM; weights take the place of the scores
-    shape: (head_dim, and that in whole vectors, group_size, block_size)
-    panel, soon: see `multiply`; `soon` is asked for while keys are read
+    shape: (head_dim, and that in whole vectors, group_size, block_size, per_word, unit): spans
+        begin anew after `unit` keys
+    panel: see `multiply`
     """
-    begin, end, last, kv_head = tile
-    head_dim, width, group_size, block_size = shape
-    rows, vectors, per_word, is_tiled = panel
-    if is_tiled:
-        begin_tiles(TILE_SIZES[min(rows, LANES)])
+    begin, end, last, kv_head, _ = tile
+    head_dim, width, group_size, _, per_word, unit = shape
+    rows, vectors, _, is_tiled, asks = panel
+    begin_tiles(TILE_SIZES[min(rows, LANES)])
+    keys, values = kv[0], kv[1]
     tail = stack(TAIL)
     words = head_dim // per_word
-    num_tokens = end - begin
-    num_rows = num_tokens * group_size
+    num_rows = (end - begin) * group_size
     pitch = scratch.shape[1]
     scratch = scratch[:round_up(num_rows, rows)]
     scores = scratch[:, words:]
@@ -285,60 +301,52 @@ def attend(qkv, kv, out, norm, rope, eps, tile, table, window, scratch, shape, p
         states[r, MAXIMUM] = LOWEST
 
     scale = np.float32(math.log2(math.e) / math.sqrt(head_dim))
-    first = last + 1 - num_tokens
-    # A tile of keys lies in one block. So spans begin anew with each block of other sizes.
-    unit = SPAN if block_size % LANES == 0 else block_size
+    first = last + 1 - (end - begin)
     # tiles of keys at a time
     together = 2 if is_tiled else min(2, MOST_VECTORS // rows)
-    key_panel = (rows, together, per_word, is_tiled)
-    # of the tiles of a span, and of the two behind it
-    tile_starts = np.empty(SPAN // LANES + 2, np.int64)
+    key_panel = (rows, together, per_word, is_tiled, asks)
     columns = np.arange(0, width, LANES)
-    for start in range(max(0, first + 1 - window) // unit * unit, last + 1, unit):
-        stop = min(start + unit, last + 1)
-        for base in range(start, stop, SPAN):
-            num_keys = min(SPAN, stop - base)
-            num_tiles = round_up(num_keys, LANES * per_word if is_tiled else LANES) // LANES
-            for t in range(len(tile_starts)):
-                key = min(base + t * LANES, last)
-                index, offset = divmod(key, block_size)
-                block = np.int64(table[index]) * kv.shape[2] + kv_head
-                tile_starts[t] = block * kv.shape[3] + offset // LANES * LANES * width // per_word
+    base, here = find_keys(0, tile, block_tables, window, kv, shape)
+    while base <= last:
+        stop = min(base + SPAN, (base // unit + 1) * unit)
+        num_keys = min(stop, last + 1) - base
+        num_tiles = round_up(num_keys, LANES * per_word if is_tiled else LANES) // LANES
+        _, later = (find_keys(stop, tile, block_tables, window, kv, shape) if stop <= last
+                    else find_keys(0, after, block_tables, window, kv, shape))
 
-            # scores: a line is a word of all keys of a tile
-            for t in range(0, num_tiles, together):
-                for r in range(0, num_rows, rows):
-                    multiply(scratch[r:], kv[0], ONE_PIECE, (words, LANES), tile_starts[t:], words,
-                             scores[r:, t * LANES:], pitch, False, key_panel, soon)
+        # scores: a line is a word of all keys of a tile
+        scores[:, :num_tiles * LANES] = 0
+        for t in range(0, num_tiles, together):
+            for r in range(0, num_rows, rows):
+                multiply(scratch[r:], keys, ONE_PIECE, (words, LANES), here[t:], words,
+                         scores[r:, t * LANES:], pitch, key_panel, (values, ONE_PIECE))
 
-            # softmax
-            for r in range(num_rows):
-                newest = first + r // group_size - base
-                soften(scores[r, :num_tiles * LANES], weights[r], totals[r], states[r],
-                       np.float32(newest + 1 - window), np.float32(min(newest, num_keys - 1)),
-                       scale)
+        # softmax
+        for r in range(num_rows):
+            newest = first + r // group_size - base
+            soften(scores[r, :num_tiles * LANES], weights[r], totals[r], states[r],
+                   np.float32(newest + 1 - window), np.float32(min(newest, num_keys - 1)), scale)
 
-            # values: a line is a word of one key, or two; with AMX, the last tile's lines that are
-            # unwritten become 0
-            depth = (num_keys + per_word - 1) // per_word
-            rest = depth % LANES if is_tiled else 0
-            if rest:
-                place = tile_starts[(depth - rest) // (LANES // per_word)]
-                for i in range(0, LANES * width, LANES):
-                    line = load(kv[1], place + i) if i < rest * width else fill(np.float32(0))
-                    store(tail, i, line)
-            for c in range(0, width, vectors * LANES):
-                for r in range(0, num_rows, rows):
-                    multiply(scores[r:], kv[1], tile_starts, (LANES // per_word, width),
-                             columns[c // LANES:], depth - rest, totals[r:, c:], pitch, True,
-                             panel, None)
-                    if rest:
-                        multiply(scores[r:, depth - rest:], tail, ONE_PIECE, (LANES, width),
-                                 columns[c // LANES:], rest, totals[r:, c:], pitch, True, panel,
-                                 None)
+        # values: a line is a word of one key, or two; with AMX, the last tile's lines that are
+        # unwritten become 0
+        depth = (num_keys + per_word - 1) // per_word
+        rest = depth % LANES if is_tiled else 0
+        whole = (depth - rest) // (LANES // per_word)
+        if rest:
+            for i in range(0, LANES * width, LANES):
+                line = load(values, here[whole] + i) if i < rest * width else fill(np.float32(0))
+                store(tail, i, line)
+        for c in range(0, width, vectors * LANES):
+            across = columns[c // LANES:]
+            for r in range(0, num_rows, rows):
+                multiply(scores[r:], values, here, (LANES // per_word, width), across, depth - rest,
+                         totals[r:, c:], pitch, panel, (keys, later))
+                if rest:
+                    multiply(scores[r:, depth - rest:], tail, ONE_PIECE, (LANES, width), across,
+                             rest, totals[r:, c:], pitch, panel, (keys, later[whole:]))
+        base, here = stop, later
 
-    if is_tiled:
-        end_tiles()
+    end_tiles()
     for r in range(num_rows):
         inverse = fill(np.float32(1) / total(load(states[r], WEIGHTS)))
         head = kv_head * group_size + r % group_size
@@ -378,22 +386,24 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     is_tiled = (HAS_TILES and per_word == 2 and head_dim in TILED_HEAD_DIMS
                 and block_size % (LANES * per_word) == 0)
 
-    def panel_of(rows: int) -> tuple[int, int, int, bool]:
+    def panel_of(rows: int, asks: bool) -> tuple[int, int, int, bool, bool]:
         vectors = 2 if is_tiled else largest_divisor(width // LANES, MOST_VECTORS // rows)
-        return rows, vectors, per_word, is_tiled
+        return rows, vectors, per_word, is_tiled, asks
 
     # LLVM unrolls and vectorises over these numbers. numba knows those in plain tuples when it
     # compiles a function; in named tuples they would be any numbers, and compiling take longer.
-    shape = (head_dim, width, group_size, block_size)
+    # A tile of keys lies in one block. So spans begin anew with each block of other sizes.
+    unit = SPAN if block_size % LANES == 0 else block_size
+    shape = (head_dim, width, group_size, block_size, per_word, unit)
     rows = 2 * LANES if is_tiled else MOST_ROWS
-    panel = panel_of(rows)
-    decode_panel = panel_of(largest_divisor(group_size, rows))
+    panel = panel_of(rows, asks=False)
+    decode_panel = panel_of(largest_divisor(group_size, rows), asks=True)
     most_rows = round_up.py_func(most_tokens * group_size, rows)
     pitch = head_dim // per_word + SPAN + width + STATE
     scratch_size = most_rows * pitch
     block_words = block_size * numbers_per_token(head_dim, block_size) // per_word
 
-    def kernel(phase, thread, threads, arguments_at):
+    def kernel(phase, threads, arguments_at):
         (kv_at, norms_at, kv_heads, blocks, window, eps_bits, qkv_at, out_at, rope_at, slots_at,
          tables_at, sequence_of_token_at, positions_at, tokens, sequences,
          table_width) = numbers_at(arguments_at, 16)
@@ -416,11 +426,13 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
                     or slot_mapping[token] % block_size % most_tokens == 0):
                 tiles += 1
                 starts[tiles] = token
-        first, last = share(tiles * kv_heads, thread, threads)
+        tasks = tiles * kv_heads
+        # decodes are small tasks, and read what the one before has asked for
+        size = 1 + tasks // (8 * threads) if tiles == tokens else 1
 
         if phase == 0:
             # tile by tile: the heads of its tokens lie side by side in qkv
-            for task in range(first, last):
+            for task in take_tasks(tasks, size, arguments_at):
                 tile, kv_head = divmod(task, kv_heads)
                 # room for a rotated key
                 key = carray(stack(head_dim), head_dim, np.float32).view(uint)
@@ -435,17 +447,16 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
             return
 
         # head by head: its keys and values stay near while its tiles read them
-        for task in range(first, last):
-            begin, end = starts[task % tiles], starts[task % tiles + 1]
-            tile = begin, end, positions[end - 1], task // tiles
-            table = block_tables[sequence_of_token[begin]]
+        for task in take_tasks(tasks, size, arguments_at):
+            tile = find_tile(task, starts, tiles, positions, sequence_of_token)
+            after = find_tile(min(task + 1, tasks - 1), starts, tiles, positions, sequence_of_token)
             scratch = carray(stack(scratch_size), (most_rows, pitch), np.float32)
-            if end - begin == 1:
-                attend(qkv, kv, out, norms[0], rope, eps, tile, table, window, scratch, shape,
-                       decode_panel, kv[1])
+            if tile[1] - tile[0] == 1:
+                attend(qkv, kv, out, norms[0], rope, eps, tile, after, block_tables, window,
+                       scratch, shape, decode_panel)
             else:
-                attend(qkv, kv, out, norms[0], rope, eps, tile, table, window, scratch, shape,
-                       panel, None)
+                attend(qkv, kv, out, norms[0], rope, eps, tile, after, block_tables, window,
+                       scratch, shape, panel)
 
     return compile_kernel(kernel, phases=2)
 

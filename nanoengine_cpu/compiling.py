@@ -1,10 +1,11 @@
 """Kernels: how numba compiles them, keeps them on disk, and runs them on all threads.
 
-A kernel is what one thread does. All threads run it at the same time, and each does its share:
+A kernel is what one thread does. All threads run it at the same time, and each takes some of the
+tasks, then some of those that are left. So a slow core does less than a fast one.
 
-    def kernel(phase, thread, threads, arguments_at):
+    def kernel(phase, threads, arguments_at):
         x, out, rows = numbers_at(arguments_at, 3)
-        for r in range(*share(rows, thread, threads)):
+        for r in take_tasks(rows, 1, arguments_at):
             …
 
 In compiled form, kernel(x, out, rows) returns a call of it, a list of numbers, most of them
@@ -28,11 +29,9 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, prange, types
-from numba.core.caching import FunctionCache
-from numba.core.registry import cpu_target
 from torch import Tensor, get_num_threads
 
-from nanoengine_cpu.vectors import instruction, numbers_at
+from nanoengine_cpu.vectors import add_atomic, array_at, inlined, instruction, numbers_at
 
 # Each message once in a process: compiling one kernel raises many events, and a model has many
 # products.
@@ -41,11 +40,11 @@ warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 # numba imports this when it first compiles. Ctrl-C in there would leave it half imported, and
 # nothing could be compiled any more.
-cpu_target.typing_context.refresh()
-cpu_target.target_context.refresh()
+numba.core.registry.cpu_target.typing_context.refresh()
+numba.core.registry.cpu_target.target_context.refresh()
 
-# of a kernel
-SIGNATURE = "void(int64, int64, int64, int64)"
+# of a kernel, and of what runs kernels
+SIGNATURE = "void(int64, int64, int64)"
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore
 
 
@@ -68,7 +67,7 @@ def compile_cached(jit: Any, function: Any) -> Any:
     function.__qualname__ = f"{function.__name__}-{zlib.crc32(sources):08x}"
     folder = f"{Path(__file__).parent}/__pycache__ or the user's cache folder"
     try:
-        folder = FunctionCache(function).cache_path
+        folder = numba.core.caching.FunctionCache(function).cache_path
         with numba.core.event.install_listener("numba:run_pass", Announcement()):
             return jit(cache=True)(function)
     # a folder that is read-only, a full disk, a damaged file: all kinds of errors
@@ -78,11 +77,20 @@ def compile_cached(jit: Any, function: Any) -> Any:
 
 
 @instruction(types.void)
-def call_at(builder, function, phase, thread, threads, arguments):
+def call_at(builder, function, phase, threads, arguments):
     """Calls a compiled kernel, whose address is `function`."""
-    numbers = phase, thread, threads, arguments
-    kind = ir.FunctionType(ir.VoidType(), [number.type for number in numbers])
-    builder.call(builder.inttoptr(function, kind.as_pointer()), numbers)
+    kind = ir.FunctionType(ir.VoidType(), [phase.type] * 3)
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [phase, threads, arguments])
+
+
+@inlined()
+def take_tasks(tasks, size, arguments_at):
+    """The tasks that one thread takes, `size` neighbours at a time, until none are left."""
+    first = add_atomic(arguments_at - 8, size)
+    while first < tasks:
+        for task in range(first, min(first + size, tasks)):  # noqa: UP028, numba can do no other
+            yield task
+        first = add_atomic(arguments_at - 8, size)
 
 
 @functools.cache
@@ -90,14 +98,15 @@ def run_calls() -> Callable:
     """run(at, end, threads): runs the calls of kernels that lie between two addresses."""
     def run(at, end, threads):
         while at < end:
-            function, phases, count = numbers_at(at, 3)
-            arguments = at + 3 * 8
+            function, phases, count, _ = numbers_at(at, 4)
+            arguments = at + 4 * 8
             for phase in range(phases):
-                for thread in prange(threads):
-                    call_at(function, phase, thread, threads, arguments)
+                array_at(arguments - 8, 1, np.int64)[0] = 0
+                for _ in prange(threads):
+                    call_at(function, phase, threads, arguments)
             at = arguments + count * 8
 
-    return compile_cached(functools.partial(njit, "void(int64, int64, int64)", parallel=True), run)
+    return compile_cached(functools.partial(njit, SIGNATURE, parallel=True), run)
 
 
 def compile_kernel(kernel: Callable, phases: int = 1) -> Callable[..., list[int]]:
@@ -106,7 +115,8 @@ def compile_kernel(kernel: Callable, phases: int = 1) -> Callable[..., list[int]
     run_calls()
 
     def call(*arguments: int) -> list[int]:
-        return [compiled.address, phases, len(arguments), *arguments]
+        # the 0 counts the tasks that threads have taken
+        return [compiled.address, phases, len(arguments), 0, *arguments]
     return call
 
 

@@ -176,16 +176,13 @@ class Layers(nn.Module):
         if not self.programs or any(self.hooks):
             return super().forward(token_ids, step)
         x = self.embed_tokens(token_ids)
-        rows = step.sampled_rows
         # rows can repeat
-        most = max(len(x), len(rows))
-        if most > len(self.memory[0]):
-            self.memory = [x.new_empty(most, size) for size in self.sizes]
-        middle, activated, qkv, attended = self.memory
+        most = max(len(x), len(step.sampled_rows))
+        middle, activated, qkv, attended = [x.new_empty(most, size) for size in self.sizes]
         angles = self.rope[:, step.positions]
         self.programs[0].run(len(x), *addresses((x, middle, activated)),
                              *attention.step_numbers(qkv, attended, angles, *tensors_of(step)))
-        x, attended = x[rows], attended[rows]
+        x, attended = x[step.sampled_rows], attended[step.sampled_rows]
         self.programs[1].run(len(x), *addresses((x, middle, activated, qkv, attended)))
         return self.norm(x)
 
@@ -193,7 +190,6 @@ class Layers(nn.Module):
         self.hooks = [hooks for module in [*self.modules()][1:]
                       for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self.programs = None
-        self.memory = [()]
         if len({p.dtype for p in self.parameters()}) == 1 and all(map(is_known, self.layers)):
             calls = [call for layer in self.layers for call in calls_of(layer)]
             self.programs = Program(*calls[:-3]), Program(*calls[-3:])

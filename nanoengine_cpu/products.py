@@ -1,6 +1,6 @@
 """Products with a packed weight, and SwiGLU of them: on tiles (`tiles.py`), or on registers.
 
-    each thread, for its share of the parts and blocks:
+    each thread, for the parts and blocks that it takes:
         for each part of the rows:
             copy    of the part
             for each block of outputs, or of gates and then their ups:
@@ -19,7 +19,7 @@
 
 Rows are read from far away once, the weight once for each part. A part, at most 1 MiB, stays in the
 caches while the blocks go by. The weight of a slice, 32 KiB, stays in the first one while the rows
-go by. Results that no cache could keep are written past them.
+go by.
 
 A word is one float32 number, or two of bfloat16. The packed weight is in blocks of outputs, and a
 line of a block is a word of each of its outputs. In bfloat16, with 32 outputs:
@@ -43,12 +43,13 @@ from numba import carray
 from torch import Tensor
 
 from nanoengine_cpu.attention import inverse_rms
-from nanoengine_cpu.compiling import compile_kernel
+from nanoengine_cpu.compiling import compile_kernel, take_tasks
+from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine_cpu.vectors import (
     DTYPES, LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, load, load_part,
-    numbers_at, prefetch, share, stack, store, store_part, where_less)
+    numbers_at, prefetch, stack, store, store_part, where_less)
 
 # registers hold the sums of so many rows and outputs
 STEP, BLOCK = (6, 4 * LANES) if has("avx512f") else (4, LANES)
@@ -88,7 +89,9 @@ def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tens
     lines = weight.contiguous().view(torch.int32).unflatten(0, (-1, block_size)).transpose(1, 2)
     bias = torch.zeros(halves * outputs, device="cpu") if bias is None else bias.float()
     padded = F.pad(bias.unflatten(0, (halves, -1)), (0, more[-1])).flatten()
-    return lines.contiguous().view(weight.dtype), padded
+    # the fewer pages, the more of them the CPU finds without looking them up
+    packed = in_huge_pages(lines.nbytes).view(torch.int32).view(lines.shape).copy_(lines)
+    return packed.view(weight.dtype), padded
 
 
 @inlined()
@@ -196,7 +199,7 @@ def product(dtype: torch.dtype) -> Callable:
     step = 2 * LANES if on_tiles else STEP
     most_depth = SLICE // block_size
 
-    def kernel(phase, thread, threads, arguments_at):
+    def kernel(phase, threads, arguments_at):
         (norm_at, weight_at, bias_at, words, outputs, halves, eps_bits, x_at, residual_at, out_at,
          rows) = numbers_at(arguments_at, 11)
         blocks = -(-outputs // block_size)
@@ -218,7 +221,7 @@ def product(dtype: torch.dtype) -> Callable:
         sums = carray(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
         copied = -1
         begin_tiles(TILE_SIZES[min(LANES, rows)])
-        for task in range(*share(tasks, thread, threads)):
+        for task in take_tasks(tasks, 1 + tasks // (8 * threads), arguments_at):
             block, begin = task % blocks, task // blocks * part
             size = min(part, rows - begin)
             if copied != begin:

@@ -96,12 +96,6 @@ def load_sums(builder, array, line, below):
 
 
 @instruction(types.void)
-def clear_sums(builder):
-    for tile in range(len(SUMS) * len(SUMS[0])):
-        emit(builder, "tilezero", tile)
-
-
-@instruction(types.void)
 def store_sums(builder, array, line, below):
     emit_sums(builder, "tilestored64", array, line, below)
 

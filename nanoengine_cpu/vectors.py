@@ -37,12 +37,7 @@ class Vector(types.Type):
     """What numba calls the type of a vector."""
 
 
-@register_model(Vector)
-class VectorModel(models.PrimitiveModel):
-    def __init__(self, manager, kind):
-        super().__init__(manager, kind, FLOATS)
-
-
+register_model(Vector)(lambda manager, kind: models.PrimitiveModel(manager, kind, FLOATS))
 vector = Vector("vector")
 
 
@@ -112,10 +107,11 @@ def numbers_at(context, address, count):
     return kind(address, count), generate
 
 
-@inlined()
-def share(tasks, thread, threads):
-    """The first task of a thread's share, and the first of the next one's."""
-    return tasks * thread // threads, tasks * (thread + 1) // threads
+@instruction(types.int64)
+def add_atomic(builder, at, number):
+    """Adds to the int64 number at an address, and returns what it was, in one step."""
+    place = builder.inttoptr(at, number.type.as_pointer())
+    return builder.atomic_rmw("add", place, number, "monotonic")
 
 
 @intrinsic(prefer_literal=True)
@@ -267,14 +263,6 @@ def add_products(builder, left, right, total, per_word):
     return builder.select(are_pairs, pairs, multiply_add(builder, left, right, total))
 
 
-def polynomial(builder, x, terms):
-    """terms[0] + terms[1] * x + …"""
-    *rest, power = [same(FLOATS, float(term)) for term in terms]
-    for term in reversed(rest):
-        power = multiply_add(builder, power, x, term)
-    return power
-
-
 @instruction(vector)
 def exp2(builder, x, out):
     """2^x for x < 127, as 2^n * 2^(x - n), with n an integer next to x; about 0 for x < -127.
@@ -289,6 +277,9 @@ def exp2(builder, x, out):
     shifted = builder.fadd(x, shift)
     fraction = builder.fsub(x, builder.fsub(shifted, shift))
     # the Taylor series for |x - n| <= 1/2, good to 4e-5 or 1e-7
-    terms = [math.log(2) ** k / math.factorial(k) for k in range(5 if is_half(out) else 7)]
+    *terms, power = [same(FLOATS, math.log(2) ** k / math.factorial(k))
+                     for k in range(5 if is_half(out) else 7)]
+    for term in reversed(terms):
+        power = multiply_add(builder, power, fraction, term)
     exponent = builder.shl(builder.bitcast(shifted, WORDS), same(WORDS, 23))
-    return builder.fmul(polynomial(builder, fraction, terms), builder.bitcast(exponent, FLOATS))
+    return builder.fmul(power, builder.bitcast(exponent, FLOATS))

@@ -6,15 +6,15 @@ import torch
 
 from nanoengine_cpu import compiling
 from nanoengine_cpu.memory import limit_threads
-from nanoengine_cpu.vectors import array_at, numbers_at, share
+from nanoengine_cpu.vectors import array_at, numbers_at
 
 
 def compile_double():
     """Compiles a small kernel; returns what it makes of an array."""
-    def double(phase, thread, threads, arguments_at):
+    def double(phase, threads, arguments_at):
         at, size = numbers_at(arguments_at, 2)
         numbers = array_at(at, size, np.float32)
-        for i in range(*share(size, thread, threads)):
+        for i in compiling.take_tasks(size, 1, arguments_at):
             numbers[i] *= 2
 
     compiled = compiling.compile_kernel(double)
@@ -23,36 +23,44 @@ def compile_double():
     return numbers.tolist()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_each_thread_runs_each_phase_after_all_have_ended_the_one_before(num_threads):
-    def kernel(phase, thread, threads, arguments_at):
-        (at,) = numbers_at(arguments_at, 1)
-        seen = array_at(at, (3, 2), np.int64)
-        total = 0
-        for before in range(phase):
-            for other in range(threads):
-                total += seen[before, other]
-        seen[phase, thread] = 1 + total
-
+@pytest.fixture(params=[1, 2])
+def num_threads(request):
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        limit_threads()
-        seen = torch.zeros(3, 2, dtype=torch.int64)
-        call = compiling.compile_kernel(kernel, phases=3)(seen.data_ptr())
-        compiling.Program(call).run()
-    finally:
-        torch.set_num_threads(before)
-        limit_threads()
-    assert seen.tolist() == ([[1, 1], [3, 3], [9, 9]] if num_threads == 2 else
-                             [[1, 0], [2, 0], [4, 0]])
+    torch.set_num_threads(request.param)
+    limit_threads()
+    yield request.param
+    torch.set_num_threads(before)
+    limit_threads()
 
 
-@pytest.mark.parametrize("tasks, threads", [(0, 1), (1, 3), (7, 2), (100, 7)])
-def test_shares_are_about_equal_and_leave_nothing_out(tasks, threads):
-    shares = [range(*share.py_func(tasks, thread, threads)) for thread in range(threads)]
-    assert [task for each in shares for task in each] == list(range(tasks))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+def test_a_phase_begins_after_all_tasks_of_the_one_before(num_threads):
+    def kernel(phase, threads, arguments_at):
+        (at,) = numbers_at(arguments_at, 1)
+        seen = array_at(at, (3, 50), np.int64)
+        for task in compiling.take_tasks(50, 1, arguments_at):
+            seen[phase, task] += 1 + seen[:phase].sum()
+
+    seen = torch.zeros(3, 50, dtype=torch.int64)
+    call = compiling.compile_kernel(kernel, phases=3)(seen.data_ptr())
+    program = compiling.Program(call, call)
+    program.run()
+    # each task is done once in each phase of each call; a second call sees what the first one left
+    first, second, third = seen[:, 0].tolist()
+    assert (seen == seen[:, :1]).all()
+    assert (first, second) == (2, 1 + 50 * 1 + 1 + 50 * 2)
+
+
+@pytest.mark.parametrize("tasks, size", [(0, 1), (1, 3), (7, 2), (100, 1), (100, 7), (96, 8)])
+def test_threads_take_each_task_once(num_threads, tasks, size):
+    def kernel(phase, threads, arguments_at):
+        at, tasks, size = numbers_at(arguments_at, 3)
+        seen = array_at(at, tasks, np.int64)
+        for task in compiling.take_tasks(tasks, size, arguments_at):
+            seen[task] += 1
+
+    seen = torch.zeros(tasks, dtype=torch.int64)
+    compiling.Program(compiling.compile_kernel(kernel)(seen.data_ptr(), tasks, size)).run()
+    assert seen.tolist() == [1] * tasks
 
 
 @pytest.fixture
