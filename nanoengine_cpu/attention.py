@@ -166,13 +166,14 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
     columns: where each vector begins, in the first line
     panel: (rows, vectors, per_word, is_tiled, asks): so much is multiplied, a word holds 1 or 2
         numbers, and AMX multiplies, 16 lines at a time, which must all be numbers
-    soon: (words, starts): what is needed soon, laid out as `right`; with each line that is
-        multiplied, a panel that asks requests one of these
+    soon: (words, starts): what is needed soon, laid out as `right`. A panel that asks requests a
+        line of it with each line that it multiplies.
     """
     in_piece, line = lines
     words_soon, starts_soon = soon
     rows, vectors, per_word, is_tiled, asks = panel
-    if is_tiled:
+    # where a global says that there are no tiles, numba leaves them out, and compiles faster
+    if HAS_TILES and is_tiled:
         below = rows - min(rows, LANES)
         load_sums(out, pitch, below)
         for k in range(0, depth, LANES):
@@ -240,17 +241,16 @@ def soften(scores, weights, totals, state, oldest, newest, scale):
 
 @inlined()
 def find_tile(task, starts, tiles, positions, sequence_of_token):
-    """(begin, end, last, kv_head, sequence): the tile of a task has the tokens from `begin` to
-    `end` of a step, the last one's position is `last`, and the task are their queries for a KV
-    head."""
+    """(begin, end, last, kv_head, sequence): a task computes the queries for one KV head of a tile,
+    the tokens from `begin` to `end` of a step. The last token's position is `last`."""
     begin, end = starts[task % tiles], starts[task % tiles + 1]
     return begin, end, positions[end - 1], task // tiles, sequence_of_token[begin]
 
 
 @inlined()
 def find_keys(base, tile, block_tables, window, kv, shape):
-    """The first span at or behind `base` that a tile of tokens sees: its first key, and where its
-    tiles of keys begin in K, or V, of a layer. Behind the last key, that key's tile is repeated."""
+    """The first key of the first span, at or behind `base`, that a tile of tokens sees, and where
+    the span's tiles of keys begin, in K or V of a layer. The last key's tile fills up the span."""
     begin, end, last, kv_head, sequence = tile
     _, width, _, block_size, per_word, unit = shape
     base = max(base, (last + 2 - (end - begin) - window) // unit * unit)
@@ -332,7 +332,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, scr
         depth = (num_keys + per_word - 1) // per_word
         rest = depth % LANES if is_tiled else 0
         whole = (depth - rest) // (LANES // per_word)
-        if rest:
+        if HAS_TILES and rest:
             for i in range(0, LANES * width, LANES):
                 line = load(values, here[whole] + i) if i < rest * width else fill(np.float32(0))
                 store(tail, i, line)
@@ -341,7 +341,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, scr
             for r in range(0, num_rows, rows):
                 multiply(scores[r:], values, here, (LANES // per_word, width), across, depth - rest,
                          totals[r:, c:], pitch, panel, (keys, later))
-                if rest:
+                if HAS_TILES and rest:
                     multiply(scores[r:, depth - rest:], tail, ONE_PIECE, (LANES, width), across,
                              rest, totals[r:, c:], pitch, panel, (keys, later[whole:]))
         base, here = stop, later
