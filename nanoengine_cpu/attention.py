@@ -160,9 +160,9 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
         scores   queries    one word of each of 16 keys     all                 tiles of keys
         values   weights    one word of each of head_dim    a tile of values    vectors of head_dim
 
-    left, out: words, and float32; a row begins `pitch` words behind the row before
+    left, out: words, and float32; a row begins `pitch` words after the row before
     right: words; each piece of its lines begins at one of `starts`
-    lines: (how many are in a piece, how far a line begins behind the line before)
+    lines: (how many are in a piece, how far a line begins after the line before)
     columns: where each vector begins, in the first line
     panel: (rows, vectors, per_word, is_tiled, asks): so much is multiplied, a word holds 1 or 2
         numbers, and AMX multiplies, 16 lines at a time, which must all be numbers
@@ -249,7 +249,7 @@ def find_tile(task, starts, tiles, positions, sequence_of_token):
 
 @inlined()
 def find_keys(base, tile, block_tables, window, kv, shape):
-    """The first key of the first span, at or behind `base`, that a tile of tokens sees, and where
+    """The first key of the first span, at or after `base`, that a tile of tokens sees, and where
     the span's tiles of keys begin, in K or V of a layer. The last key's tile fills up the span."""
     begin, end, last, kv_head, sequence = tile
     _, width, _, block_size, per_word, unit = shape
@@ -390,10 +390,10 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
         vectors = 2 if is_tiled else largest_divisor(width // LANES, MOST_VECTORS // rows)
         return rows, vectors, per_word, is_tiled, asks
 
-    # LLVM unrolls and vectorises over these numbers. numba knows those in plain tuples when it
-    # compiles a function; in named tuples they would be any numbers, and compiling take longer.
     # A tile of keys lies in one block. So spans begin anew with each block of other sizes.
     unit = SPAN if block_size % LANES == 0 else block_size
+    # LLVM unrolls and vectorises over these numbers. numba knows those in plain tuples when it
+    # compiles a function; in named tuples they would be any numbers, and compiling take longer.
     shape = (head_dim, width, group_size, block_size, per_word, unit)
     rows = 2 * LANES if is_tiled else MOST_ROWS
     panel = panel_of(rows, asks=False)

@@ -85,10 +85,13 @@ def call_at(builder, function, phase, threads, arguments):
 
 @inlined()
 def take_tasks(tasks, size, arguments_at):
-    """The tasks that one thread takes, `size` neighbours at a time, until none are left."""
+    """The tasks that one thread takes, `size` neighbours at a time, until none are left.
+
+    The number before a call's arguments counts those that are taken.
+    """
     first = add_atomic(arguments_at - 8, size)
     while first < tasks:
-        for task in range(first, min(first + size, tasks)):  # noqa: UP028, numba can do no other
+        for task in range(first, min(first + size, tasks)):  # noqa: UP028, not in numba
             yield task
         first = add_atomic(arguments_at - 8, size)
 

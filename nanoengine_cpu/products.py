@@ -10,7 +10,7 @@
                         for each word of the slice:
                             sums += rows times weight
                             ask for a share of the next slice
-                        out     behind the last slice: the sums, or SwiGLU
+                        out     after the last slice: the sums, or SwiGLU
 
                                    outputs of a block    words of a slice    rows at a time
     on tiles                       32                    256                 32
@@ -221,6 +221,7 @@ def product(dtype: torch.dtype) -> Callable:
         sums = carray(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
         copied = -1
         begin_tiles(TILE_SIZES[min(LANES, rows)])
+        # each thread takes blocks about eight times
         for task in take_tasks(tasks, 1 + tasks // (8 * threads), arguments_at):
             block, begin = task % blocks, task // blocks * part
             size = min(part, rows - begin)
@@ -239,7 +240,7 @@ def product(dtype: torch.dtype) -> Callable:
                 ahead = place + SOON if size <= step else place_of(
                     number + 1, halves, slices, most_depth, blocks, words, block_size)
                 for r in range(0, size, step):
-                    # rows behind the last one hold anything
+                    # rows after the last one hold anything
                     left, here, rest = copy[r * line + first:], sums[half, r:], size - r
                     if first == 0:
                         copy_rows(bias[(half * blocks + block) * block_size:], 0, here, block_size,

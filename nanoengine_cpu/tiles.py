@@ -59,7 +59,7 @@ def emit(builder, name, *operands):
 
 
 def at(builder, array, first, line):
-    """Where a tile lies, and how many bytes each of its lines begins behind the line before."""
+    """Where a tile lies, and how many bytes each of its lines begins after the line before."""
     place = builder.bitcast(builder.gep(array, [first]), ir.IntType(8).as_pointer())
     return place, builder.mul(line, line.type(4))
 
@@ -91,7 +91,7 @@ def emit_sums(builder, name, array, line, below):
 
 @instruction(types.void)
 def load_sums(builder, array, line, below):
-    """From an array of which a row begins `line` numbers behind the row before."""
+    """From an array of which a row begins `line` numbers after the row before."""
     emit_sums(builder, "tileloadd64", array, line, below)
 
 
