@@ -39,7 +39,6 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from nanoengine_cpu.compiling import Program, addresses, bits_of_number, compile_kernel, take_tasks
@@ -55,6 +54,8 @@ SPAN = 128
 INDICES = np.arange(SPAN, dtype=np.float32)
 # where lines begin that lie in one piece
 ONE_PIECE = np.zeros(1, np.int64)
+# where the vectors of a line of V begin, for any head_dim
+COLUMNS = np.arange(0, 4096, LANES)
 # Sums of so many rows, in so many vectors in all, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
@@ -133,9 +134,9 @@ def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim):
 
 
 @inlined()
-def write(key, value, keys, values, offset, head_dim, width, per_word):
-    """K and V, (head_dim,), go to their place in a block, (words,)."""
-    words = key.view(np.uint32)
+def write(room, value, keys, values, offset, head_dim, width, per_word):
+    """K, in `room`, and V, (head_dim,), go to their place in a block, (words,)."""
+    words = array_at(room, head_dim // per_word, np.uint32)
     tile, lane = divmod(offset, LANES)
     for w in range(head_dim // per_word):
         keys[tile * LANES * width // per_word + w * LANES + lane] = words[w]
@@ -263,13 +264,12 @@ def find_keys(base, tile, block_tables, window, kv, shape):
 
 
 @inlined()
-def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, scratch,
-           shape, panel):
+def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, room, shape, panel):
     """A tile of tokens of one sequence, whose queries for one KV head are the rows.
 
     tile, after: see `find_tile`; keys of the tile after this one are asked for
-    scratch: for each row a query, the scores of a span, the weighted values so far, and a state,
-        see WEIGHTS and MAXIMUM; weights take the place of the scores
+    room: for each row a query, the scores of a span, the weighted values so far, and a state, see
+        WEIGHTS and MAXIMUM; weights take the place of the scores
     shape: (head_dim, and that in whole vectors, group_size, block_size, per_word, unit): spans
         begin anew after `unit` keys
     panel: see `multiply`
@@ -282,12 +282,11 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, scr
     tail = stack(TAIL)
     words = head_dim // per_word
     num_rows = (end - begin) * group_size
-    pitch = scratch.shape[1]
-    scratch = scratch[:round_up(num_rows, rows)]
-    scores = scratch[:, words:]
+    pitch = words + SPAN + width + STATE
+    scratch = array_at(room, (round_up(num_rows, rows), pitch), np.float32)
     # the same memory, as numbers of the type of `qkv`
-    query_numbers = scratch.view(qkv.dtype)
-    weights = query_numbers[:, head_dim:]
+    numbers = array_at(room, (num_rows, pitch * per_word), qkv.dtype)
+    scores, weights = scratch[:, words:], numbers[:, head_dim:]
     totals = scratch[:, words + SPAN:][:, :width]
     states = scratch[:, words + SPAN + width:]
     totals[:] = 0
@@ -295,7 +294,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, scr
         token = begin + r // group_size
         head = kv_head * group_size + r % group_size
         ask_for(qkv[token + AHEAD, head])
-        norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], query_numbers[r],
+        norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], numbers[r],
                         eps, head_dim)
         store(states[r], WEIGHTS, fill(np.float32(0)))
         states[r, MAXIMUM] = LOWEST
@@ -305,14 +304,13 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, scr
     # tiles of keys at a time
     together = 2 if is_tiled else min(2, MOST_VECTORS // rows)
     key_panel = (rows, together, per_word, is_tiled, asks)
-    columns = np.arange(0, width, LANES)
-    base, here = find_keys(0, tile, block_tables, window, kv, shape)
+    base, here = find_keys(np.int64(0), tile, block_tables, window, kv, shape)
     while base <= last:
         stop = min(base + SPAN, (base // unit + 1) * unit)
         num_keys = min(stop, last + 1) - base
         num_tiles = round_up(num_keys, LANES * per_word if is_tiled else LANES) // LANES
         _, later = (find_keys(stop, tile, block_tables, window, kv, shape) if stop <= last
-                    else find_keys(0, after, block_tables, window, kv, shape))
+                    else find_keys(np.int64(0), after, block_tables, window, kv, shape))
 
         # scores: a line is a word of all keys of a tile
         scores[:, :num_tiles * LANES] = 0
@@ -337,7 +335,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, scr
                 line = load(values, here[whole] + i) if i < rest * width else fill(np.float32(0))
                 store(tail, i, line)
         for c in range(0, width, vectors * LANES):
-            across = columns[c // LANES:]
+            across = COLUMNS[c // LANES:]
             for r in range(0, num_rows, rows):
                 multiply(scores[r:], values, here, (LANES // per_word, width), across, depth - rest,
                          totals[r:, c:], pitch, panel, (keys, later))
@@ -399,8 +397,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     panel = panel_of(rows, asks=False)
     decode_panel = panel_of(largest_divisor(group_size, rows), asks=True)
     most_rows = round_up.py_func(most_tokens * group_size, rows)
-    pitch = head_dim // per_word + SPAN + width + STATE
-    scratch_size = most_rows * pitch
+    scratch_size = most_rows * (head_dim // per_word + SPAN + width + STATE)
     block_words = block_size * numbers_per_token(head_dim, block_size) // per_word
 
     def kernel(phase, threads, arguments_at):
@@ -420,7 +417,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
         positions = array_at(positions_at, tokens, np.int32)
         # every thread finds all tiles: consecutive tokens of a sequence, within a block
         starts = np.zeros(tokens + 1, np.int64)
-        tiles = 0
+        tiles = np.int64(0)
         for token in range(1, tokens + 1):
             if (token == tokens or sequence_of_token[token] != sequence_of_token[token - 1]
                     or slot_mapping[token] % block_size % most_tokens == 0):
@@ -435,14 +432,14 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
             for task in take_tasks(tasks, size, arguments_at):
                 tile, kv_head = divmod(task, kv_heads)
                 # room for a rotated key
-                key = carray(stack(head_dim), head_dim, np.float32).view(uint)
+                room = stack(head_dim)
                 for token in range(starts[tile], starts[tile + 1]):
                     block, offset = divmod(slot_mapping[token], block_size)
                     ask_for(qkv[token + AHEAD, heads + kv_head])
                     ask_for(qkv[token + AHEAD, heads + kv_heads + kv_head])
                     norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
-                                    rope[1, token], key, eps, head_dim)
-                    write(key, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
+                                    rope[1, token], array_at(room, head_dim, uint), eps, head_dim)
+                    write(room, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
                           kv[1, block, kv_head], offset, head_dim, width, per_word)
             return
 
@@ -450,13 +447,13 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
         for task in take_tasks(tasks, size, arguments_at):
             tile = find_tile(task, starts, tiles, positions, sequence_of_token)
             after = find_tile(min(task + 1, tasks - 1), starts, tiles, positions, sequence_of_token)
-            scratch = carray(stack(scratch_size), (most_rows, pitch), np.float32)
+            room = stack(scratch_size)
             if tile[1] - tile[0] == 1:
-                attend(qkv, kv, out, norms[0], rope, eps, tile, after, block_tables, window,
-                       scratch, shape, decode_panel)
+                attend(qkv, kv, out, norms[0], rope, eps, tile, after, block_tables, window, room,
+                       shape, decode_panel)
             else:
-                attend(qkv, kv, out, norms[0], rope, eps, tile, after, block_tables, window,
-                       scratch, shape, panel)
+                attend(qkv, kv, out, norms[0], rope, eps, tile, after, block_tables, window, room,
+                       shape, panel)
 
     return compile_kernel(kernel, phases=2)
 

@@ -39,7 +39,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import carray
 from torch import Tensor
 
 from nanoengine_cpu.attention import inverse_rms
@@ -148,9 +147,9 @@ def silu(x, out):
 
 @inlined()
 def norm_row(row, weight, eps_bits):
-    """RMSNorm, in place."""
-    scale = fill(inverse_rms(row, len(row), np.int32(eps_bits).view(np.float32)))
-    for i in range(0, len(row), LANES):
+    """RMSNorm, in place, of as many numbers as `weight` has."""
+    scale = fill(inverse_rms(row, len(weight), np.int32(eps_bits).view(np.float32)))
+    for i in range(0, len(weight), LANES):
         store(row, i, load(row, i) * scale * load(weight, i))
 
 
@@ -217,8 +216,9 @@ def product(dtype: torch.dtype) -> Callable:
         bias = array_at(bias_at, halves * blocks * block_size, np.float32)
         residual = array_at(residual_at, rows * outputs if residual_at else 0, uint)
         out = array_at(out_at, rows * outputs, uint)
-        copy = carray(stack(COPY), COPY, np.float32)
-        sums = carray(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
+        room = stack(COPY)
+        copy = array_at(room, COPY, np.float32)
+        sums = array_at(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
         copied = -1
         begin_tiles(TILE_SIZES[min(LANES, rows)])
         # each thread takes blocks about eight times
@@ -230,7 +230,8 @@ def product(dtype: torch.dtype) -> Callable:
                 copy_rows(x[begin * words:], words, copy, line, size, words // LANES)
                 if norm_at:
                     for r in range(size):
-                        norm_row(copy[r * line:][:words].view(uint), norm, eps_bits)
+                        row = array_at(room, COPY * per_word, uint)[r * line * per_word:]
+                        norm_row(row, norm, eps_bits)
             asked = -(-block_size // -(-size // step))
             for turn in range(halves * slices):
                 half, first = turn // slices, turn % slices * most_depth

@@ -16,9 +16,10 @@ import operator
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, overload, register_model
+from numba.np.arrayobj import np_cfarray
 
 
 # the numbers that kernels know, and the integers that they take for them
@@ -81,20 +82,20 @@ def same(kind, number):
 
 
 @intrinsic
-def pointer(context, address):
-    def generate(context, builder, signature, values):
-        return builder.inttoptr(values[0], context.get_value_type(types.voidptr))
-    return types.voidptr(address), generate
-
-
-@inlined()
-def array_at(address, shape, dtype):
-    """A contiguous array from its address, a number.
+def array_at(context, place, shape, dtype):
+    """A contiguous array at an address, or in `stack`.
 
     Kernels are called with addresses: to make an array of a tensor takes longer than a small kernel
-    runs, all the more where a matrix product has just swept the caches.
+    runs, all the more where a matrix product has just swept the caches. numba's own `carray` takes
+    longer to compile.
     """
-    return carray(pointer(address), shape, dtype)
+    kind = types.Array(dtype.dtype, getattr(shape, "count", 1), "C")
+
+    def generate(context, builder, signature, values):
+        change = builder.bitcast if isinstance(place, types.CPointer) else builder.inttoptr
+        start = change(values[0], context.get_value_type(types.voidptr))
+        return np_cfarray(context, builder, kind(types.voidptr, shape), (start, values[1]))
+    return kind(place, shape, dtype), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -158,7 +159,7 @@ def load_part(row, first, size):
     """The 16 numbers from `first` on, or those before `size` and then zeros."""
     if size - first >= LANES:
         return load(row, first)
-    part = carray(stack(LANES), LANES, np.float32).view(row.dtype)
+    part = array_at(stack(LANES), LANES, row.dtype)
     part[:] = 0
     for i in range(size - first):
         part[i] = row[first + i]
@@ -171,7 +172,7 @@ def store_part(row, first, size, numbers):
     if size - first >= LANES:
         store(row, first, numbers)
     else:
-        part = carray(stack(LANES), LANES, np.float32).view(row.dtype)
+        part = array_at(stack(LANES), LANES, row.dtype)
         store(part, 0, numbers)
         for i in range(size - first):
             row[first + i] = part[i]
