@@ -19,7 +19,6 @@ such loop, `run_calls`, which calls kernels by their addresses.
 """
 
 import functools
-import gc
 import logging
 import zlib
 from collections.abc import Callable, Iterable
@@ -69,16 +68,12 @@ def compile_cached(jit: Any, function: Any) -> Any:
     folder = f"{Path(__file__).parent}/__pycache__ or the user's cache folder"
     try:
         folder = numba.core.caching.FunctionCache(function).cache_path
-        # what exists by now need not be looked through again and again for garbage
-        gc.freeze()
         with numba.core.event.install_listener("numba:run_pass", Announcement()):
             return jit(cache=True)(function)
     # a folder that is read-only, a full disk, a damaged file: all kinds of errors
     except Exception as error:
         warn_once(f"numba cannot use {folder}: kernels are compiled anew in each process ({error})")
         return jit()(function)
-    finally:
-        gc.unfreeze()
 
 
 @instruction(types.void)

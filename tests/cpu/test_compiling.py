@@ -1,7 +1,5 @@
 """Compiled kernels, how they are run, and how they are kept on the disk."""
 
-import gc
-
 import numpy as np
 import pytest
 import torch
@@ -101,7 +99,6 @@ def test_a_cache_that_cannot_be_used_is_named_in_a_warning(cache, monkeypatch, c
         for file in cache.rglob("*.nbi" if "index" in damage else "*.nbc") if damage else ():
             file.write_bytes(b"" if "empty" in damage else file.read_bytes()[:-200])
     assert compile_double() == [2, 2, 2]
-    assert gc.get_freeze_count() == 0, "objects stay hidden from the garbage collector"
     messages = [message for message in caplog.messages if "numba cannot use" in message]
     assert len(messages) == bool(damage)
     folder = "__pycache__" if damage == "no folder" else str(cache)
