@@ -54,7 +54,7 @@ SPAN = 128
 INDICES = np.arange(SPAN, dtype=np.float32)
 # where lines begin that lie in one piece
 ONE_PIECE = np.zeros(1, np.int64)
-# where the vectors of a line of V begin, for any head_dim
+# where the vectors of a line of V begin, for a head_dim of up to 4,096
 COLUMNS = np.arange(0, 4096, LANES)
 # Sums of so many rows, in so many vectors in all, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
