@@ -304,6 +304,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
     # tiles of keys at a time
     together = 2 if is_tiled else min(2, MOST_VECTORS // rows)
     key_panel = (rows, together, per_word, is_tiled, asks)
+    # for a plain 0, numba would compile one more variant
     base, here = find_keys(np.int64(0), tile, block_tables, window, kv, shape)
     while base <= last:
         stop = min(base + SPAN, (base // unit + 1) * unit)
@@ -397,6 +398,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     panel = panel_of(rows, asks=False)
     decode_panel = panel_of(largest_divisor(group_size, rows), asks=True)
     most_rows = round_up.py_func(most_tokens * group_size, rows)
+    # see `attend`: a query, scores, values and a state
     scratch_size = most_rows * (head_dim // per_word + SPAN + width + STATE)
     block_words = block_size * numbers_per_token(head_dim, block_size) // per_word
 
@@ -417,6 +419,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
         positions = array_at(positions_at, tokens, np.int32)
         # every thread finds all tiles: consecutive tokens of a sequence, within a block
         starts = np.zeros(tokens + 1, np.int64)
+        # for a plain 0, numba would compile one more variant of `find_tile`
         tiles = np.int64(0)
         for token in range(1, tokens + 1):
             if (token == tokens or sequence_of_token[token] != sequence_of_token[token - 1]
