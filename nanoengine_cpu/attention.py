@@ -428,7 +428,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
                 starts[tiles] = token
         tasks = tiles * kv_heads
         # decodes are small tasks, and read what the one before has asked for
-        size = 1 + tasks // (8 * threads) if tiles == tokens else 1
+        size = -(-tasks // (8 * threads)) if tiles == tokens else 1
 
         if phase == 0:
             # tile by tile: the heads of its tokens lie side by side in qkv

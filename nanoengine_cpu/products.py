@@ -159,21 +159,18 @@ def write_block(out, residual, row, first, outputs, sums, halves):
 
     residual: is added to them, unless it is empty
     """
-    block_size = sums.shape[2]
     for i in range(sums.shape[1]):
         gates, ups = sums[0, i], sums[1, i]
         begin, end = (row + i) * outputs + first, (row + i + 1) * outputs
-        if halves == 2:
-            for j in range(0, block_size, LANES):
-                store(gates, j, silu(load(gates, j), out) * load(ups, j))
-        if len(residual):
-            for j in range(0, block_size, LANES):
+        for j in range(0, sums.shape[2], LANES):
+            numbers = load(gates, j)
+            if halves == 2:
+                numbers = silu(numbers, out) * load(ups, j)
+            if len(residual):
                 # rounded before the sum, as if it were one of PyTorch's
-                store_part(out, begin + j, end, load(gates, j))
-                product = load_part(out, begin + j, end)
-                store(gates, j, product + load_part(residual, begin + j, end))
-        for j in range(0, min(block_size, end - begin), LANES):
-            store_part(out, begin + j, end, load(gates, j))
+                store_part(out, begin + j, end, numbers)
+                numbers = load_part(out, begin + j, end) + load_part(residual, begin + j, end)
+            store_part(out, begin + j, end, numbers)
 
 
 @functools.cache
@@ -222,7 +219,7 @@ def product(dtype: torch.dtype) -> Callable:
         copied = -1
         begin_tiles(TILE_SIZES[min(LANES, rows)])
         # each thread takes blocks about eight times
-        for task in take_tasks(tasks, 1 + tasks // (8 * threads), arguments_at):
+        for task in take_tasks(tasks, -(-tasks // (8 * threads)), arguments_at):
             block, begin = task % blocks, task // blocks * part
             size = min(part, rows - begin)
             if copied != begin:
@@ -252,8 +249,10 @@ def product(dtype: torch.dtype) -> Callable:
                         load_sums(here, block_size, below)
                         add_slice(left, line, below, weight, piece)
                         store_sums(here, block_size, below)
-                    elif rest > 2:
+                    elif rest > STEP - 2:
                         add_rows(left, line, weight, piece, here, STEP, per_word)
+                    elif rest > 2:
+                        add_rows(left, line, weight, piece, here, 4, per_word)
                     else:
                         add_rows(left, line, weight, piece, here, 2, per_word)
                     if turn + 1 == halves * slices:
