@@ -108,10 +108,9 @@ class Metrics:
         for seq in seqs:
             seq.metrics.finished_time = now
             seq.metrics.first_token_time = seq.metrics.first_token_time or now
-        failed = [seq for seq in seqs if seq.finish_reason == "error"]
-        self.counters["generation_tokens"] += len(seqs) - len(failed)
-        for seq in failed:
-            logger.error(seq.stop_reason)
+            if seq.finish_reason == "error":
+                logger.error(seq.stop_reason)
+        self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for seq in seqs)
         if self.engine.config.trace:
             launched.ended = now
             launched.metrics = self.gauges()
@@ -119,8 +118,7 @@ class Metrics:
 
     def log_room(self) -> None:
         """Logs how many requests the KV cache can hold."""
-        config = self.engine.config
-        runner = self.engine.runner
+        config, runner = self.engine.config, self.engine.runner
         most = runner.num_kv_blocks * config.block_size / runner.max_model_len
         logger.info(f"{config.model}: {runner.num_kv_blocks} KV blocks of {config.block_size} "
                     f"tokens hold {most:.1f} requests of {runner.max_model_len} tokens at once")

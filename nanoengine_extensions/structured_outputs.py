@@ -2,8 +2,9 @@
 2024, arXiv:2411.15100), which `pip install ".[grammar]"` installs.
 
 `constraints.constrain` asks for a logits processor for each completion. Keywords of a JSON schema
-that xgrammar would accept and ignore are refused. One exception: it takes `oneOf` for `anyOf`,
-unless it can prove that no value fits two of the schemas.
+that xgrammar would accept and ignore are refused. Two exceptions: it takes `oneOf` for `anyOf`,
+unless it can prove that no value fits two of the schemas; and a limit, as `minLength`, counts only
+beside a `type`, which does not count beside `anyOf` and the like. So give each schema its type.
 """
 
 import json
@@ -14,13 +15,14 @@ from nanoengine.sampling_params import naming, rejected
 
 ONE_OF = "one of {'json': …}, {'json_object': True}, {'regex': …}, {'choice': […]}, {'grammar': …}"
 
-# The keywords that xgrammar ignores in a JSON schema: always, …
+# The keywords of a JSON schema that xgrammar ignores: always, …
 IGNORED = {"contains", "dependencies", "dependentRequired", "dependentSchemas", "if",
            "multipleOf", "not", "uniqueItems"}
-# … and beside others
-IGNORED_BESIDE = {
-    "format": {"maxLength", "minLength", "pattern"}, "pattern": {"maxLength", "minLength"},
-    "properties": {"patternProperties", "propertyNames"}, "patternProperties": {"propertyNames"}}
+# … and beside others: of each list, it enforces the first one that is given
+FIRST_COUNTS = [f"$ref const enum anyOf oneOf allOf {limits}".split() for limits in (
+    "format pattern minLength, format pattern maxLength, minimum, exclusiveMinimum, maximum, "
+    "exclusiveMaximum, properties patternProperties propertyNames, required, prefixItems, items, "
+    "additionalProperties, minProperties, maxProperties, minItems, maxItems").split(",")]
 # Schemas stand in these under names.
 NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 
@@ -61,10 +63,11 @@ def make_compiler(tokenizer: Any, vocab_size: int, end_tokens: tuple[int, ...]) 
 def refuse_ignored(schema: Any) -> None:
     """Raises ValueError for keywords of a JSON schema, or a list of them, that xgrammar ignores."""
     if isinstance(schema, dict):
-        given = {name for name, value in schema.items() if value}
+        given = {name for name, value in schema.items() if value or name not in IGNORED}
         several = {name for name in given & {"allOf", "patternProperties"} if len(schema[name]) > 1}
-        beside = IGNORED.union(*(IGNORED_BESIDE.get(name, ()) for name in given))
-        if ignored := sorted(several | given & beside):
+        beside = {name for names in FIRST_COUNTS for name in [n for n in names if n in given][1:]}
+        unknown = {*schema.get("required", ())} - {*schema.get("properties", ())}
+        if ignored := sorted(several | beside | given & IGNORED) + ["required"] * bool(unknown):
             raise ValueError(f"xgrammar does not enforce {ignored} in {schema}")
         # the schemas in it
         schema = [[*schema[name].values()] if name in NAMED else schema[name]

@@ -1,5 +1,6 @@
 """Structured outputs: texts that follow a grammar, whatever else the engine does meanwhile."""
 
+import itertools
 import json
 import re
 
@@ -115,6 +116,11 @@ def test_another_type_is_refused():
 
 
 TEXT = {"type": "string"}
+# xgrammar enforces the first of these, and then none of the others, and no limit
+DECIDING = {"$ref": "#/$defs/text", "const": "bb", "enum": ["bb"], "anyOf": [TEXT],
+            "oneOf": [TEXT], "allOf": [TEXT]}
+LIMITS = {"maxLength": 1, "pattern": "^a$", "format": "date", "minimum": 0, "maxItems": 0,
+          "properties": {"a": TEXT}, "additionalProperties": False}
 IGNORED = [
     ({"type": "array", "items": TEXT, "uniqueItems": True}, "uniqueItems"),
     ({"type": "array", "items": TEXT, "contains": {"const": "a"}}, "contains"),
@@ -135,7 +141,13 @@ IGNORED = [
      "patternProperties"),
     ({"type": "object", "patternProperties": {"^a": TEXT, "b$": {"const": 1}}},
      "patternProperties"),
-    ({"allOf": [TEXT, {"minLength": 2}]}, "allOf")]
+    ({"allOf": [TEXT, {"type": "string", "minLength": 2}]}, "allOf"),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 0}, "maxLength"),
+    ({"type": "object", "properties": {"a": TEXT}, "required": ["b"]}, "required"),
+    *(({name: value, limit: limits}, limit) for name, value in DECIDING.items()
+      for limit, limits in LIMITS.items()),
+    *(({name: DECIDING[name], other: DECIDING[other]}, other)
+      for name, other in itertools.combinations(DECIDING, 2))]
 
 
 def nested(schema: dict) -> list:
