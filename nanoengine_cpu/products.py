@@ -68,7 +68,7 @@ COPY = PART + MOST_ROWS * LANES
 SUMS = 2 * MOST_ROWS * BLOCK
 # few rows go by quickly: the weight is asked for so many words before it is needed
 SOON = 2**11 if HAS_TILES else 2**10
-# so few rows do not ask for it: the CPU foresees it well (measured on Zen 4)
+# at most so many rows do not ask for it: the CPU foresees what they read (measured on Zen 4)
 FEW = 4 if has("avx512f") and not HAS_TILES else 0
 # on registers, it is asked for every so many words of a row
 EVERY = 1 if has("avx512f") else LANES
@@ -251,6 +251,7 @@ def product(dtype: torch.dtype) -> Callable:
                         load_sums(here, block_size, below)
                         add_slice(left, line, below, weight, piece)
                         store_sums(here, block_size, below)
+                    # the last rows need not fill a step, which with AVX2 has four rows
                     elif rest > STEP - 2:
                         add_rows(left, line, weight, piece, here, STEP, per_word)
                     elif rest > 2:

@@ -3,8 +3,8 @@
 
 `constraints.constrain` asks for a logits processor for each completion. Keywords of a JSON schema
 that xgrammar would accept and ignore are refused. Two exceptions: it takes `oneOf` for `anyOf`,
-unless it can prove that no value fits two of the schemas; and a limit, as `minLength`, counts only
-beside a `type`, which does not count beside `anyOf` and the like. So give each schema its type.
+unless it can prove that no value fits two of the schemas; and a limit such as `minLength` counts
+only beside a `type`, and a `type` not beside `anyOf`. So give each schema its own type.
 """
 
 import json
@@ -67,7 +67,7 @@ def refuse_ignored(schema: Any) -> None:
         several = {name for name in given & {"allOf", "patternProperties"} if len(schema[name]) > 1}
         beside = {name for names in FIRST_COUNTS for name in [n for n in names if n in given][1:]}
         unknown = {*schema.get("required", ())} - {*schema.get("properties", ())}
-        if ignored := sorted(several | beside | given & IGNORED) + ["required"] * bool(unknown):
+        if ignored := sorted(several | beside | given & {*IGNORED, "required" if unknown else ""}):
             raise ValueError(f"xgrammar does not enforce {ignored} in {schema}")
         # the schemas in it
         schema = [[*schema[name].values()] if name in NAMED else schema[name]
