@@ -23,7 +23,7 @@ FIRST_COUNTS = [f"$ref const enum anyOf oneOf allOf {limits}".split() for limits
     "format pattern minLength, format pattern maxLength, minimum, exclusiveMinimum, maximum, "
     "exclusiveMaximum, properties patternProperties propertyNames, required, prefixItems, items, "
     "additionalProperties, minProperties, maxProperties, minItems, maxItems").split(",")]
-# Schemas stand in these under names.
+# These hold schemas by name.
 NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 
 
@@ -63,7 +63,8 @@ def make_compiler(tokenizer: Any, vocab_size: int, end_tokens: tuple[int, ...]) 
 def refuse_ignored(schema: Any) -> None:
     """Raises ValueError for keywords of a JSON schema, or a list of them, that xgrammar ignores."""
     if isinstance(schema, dict):
-        given = {name for name, value in schema.items() if value or name not in IGNORED}
+        # an empty value limits nothing, but 0 and False can
+        given = {name for name, v in schema.items() if v or v == 0 and name not in IGNORED}
         several = {name for name in given & {"allOf", "patternProperties"} if len(schema[name]) > 1}
         beside = {name for names in FIRST_COUNTS for name in [n for n in names if n in given][1:]}
         unknown = {*schema.get("required", ())} - {*schema.get("properties", ())}

@@ -185,6 +185,8 @@ def test_names_and_values_are_no_keywords(llm):
                       "maxItems": 2, "not": False}
     found = texts(llm, "Once", structured_outputs={"json": without_effect}, n=3)
     assert all(len(json.loads(text)) <= 2 for text in found)
+    empty = {"anyOf": [{"type": "boolean"}], "required": [], "properties": {}, "items": {}}
+    assert {*texts(llm, "Once", structured_outputs={"json": empty}, n=3)} <= {"true", "false"}
 
 
 # -------------------------------------------------------------------------------- min_tokens
