@@ -123,14 +123,15 @@ def inverse_rms(row, size, eps):
 @inlined()
 def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim):
     """RMSNorm (unless eps is negative) and RoPE of one head, (head_dim,)."""
-    scale = fill(inverse_rms(head, head_dim, eps) if eps >= 0 else np.float32(1))
-    half = head_dim // 2
+    # head_dim is a constant, `end` is none to numba: fewer variants, see `copy_rows`
+    half, end = head_dim // 2, head_dim // 2 * 2
+    scale = fill(inverse_rms(head, end, eps) if eps >= 0 else np.float32(1))
     for d in range(0, half, LANES):
         left = load_part(head, d, half) * load_part(weight, d, half) * scale
-        right = load_part(head, half + d, head_dim) * load_part(weight, half + d, head_dim) * scale
+        right = load_part(head, half + d, end) * load_part(weight, half + d, end) * scale
         c, s = load_part(cos, d, half), load_part(sin, d, half)
         store_part(out, d, half, left * c - right * s)
-        store_part(out, half + d, head_dim, right * c + left * s)
+        store_part(out, half + d, end, right * c + left * s)
 
 
 @inlined()
@@ -186,7 +187,7 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
         store_sums(out, pitch, below)
         return
     sums = stack(SUMS)
-    copy_rows(out, pitch, sums, vectors * LANES, rows, vectors)
+    copy_rows(out, pitch, sums, vectors * LANES, np.int64(rows), np.int64(vectors))
     for first in range(0, depth, in_piece):
         start = starts[first // in_piece]
         ahead = starts_soon[first // in_piece] - start
@@ -200,7 +201,7 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
                     word = fill(left[r, k])
                     store(sums, i, add_products(word, numbers, load(sums, i), per_word))
             start += line
-    copy_rows(sums, vectors * LANES, out, pitch, rows, vectors)
+    copy_rows(sums, vectors * LANES, out, pitch, np.int64(rows), np.int64(vectors))
 
 
 @inlined()
@@ -289,14 +290,14 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
     scores, weights = scratch[:, words:], numbers[:, head_dim:]
     totals = scratch[:, words + SPAN:][:, :width]
     states = scratch[:, words + SPAN + width:]
-    totals[:] = 0
+    # totals and states
+    scratch[:, words + SPAN:] = 0
     for r in range(num_rows):
         token = begin + r // group_size
         head = kv_head * group_size + r % group_size
         ask_for(qkv[token + AHEAD, head])
         norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], numbers[r],
                         eps, head_dim)
-        store(states[r], WEIGHTS, fill(np.float32(0)))
         states[r, MAXIMUM] = LOWEST
 
     scale = np.float32(math.log2(math.e) / math.sqrt(head_dim))
@@ -348,8 +349,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
     end_tiles()
     for r in range(num_rows):
         inverse = fill(np.float32(1) / total(load(states[r], WEIGHTS)))
-        head = kv_head * group_size + r % group_size
-        result = out[begin + r // group_size, head]
+        result = out[begin + r // group_size, kv_head * group_size + r % group_size]
         for d in range(0, head_dim, LANES):
             store_part(result, d, head_dim, load(totals[r], d) * inverse)
 

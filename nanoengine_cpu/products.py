@@ -124,7 +124,7 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
     """
     place, depth, ahead, asked = piece
     held = stack(HELD)
-    copy_rows(sums, BLOCK, held, BLOCK, count, BLOCK // LANES)
+    copy_rows(sums, BLOCK, held, BLOCK, np.int64(count), BLOCK // LANES)
     for k in range(0, depth, EVERY):
         for i in range(k * asked, (k + EVERY) * asked, LANES):
             prefetch(weight, ahead + i)
@@ -135,7 +135,7 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
                     i = r * BLOCK + c
                     word = fill(rows[np.uint64(r * line + j)])
                     store(held, i, add_products(word, numbers, load(held, i), per_word))
-    copy_rows(held, BLOCK, sums, BLOCK, count, BLOCK // LANES)
+    copy_rows(held, BLOCK, sums, BLOCK, np.int64(count), BLOCK // LANES)
 
 
 @inlined()

@@ -41,9 +41,9 @@ def tile_sizes(rows: int) -> np.ndarray:
     """The sizes of all eight tiles, as the CPU reads them: sums and lefts have so many lines."""
     sizes = np.zeros(64, np.uint8)
     sizes[0] = 1
-    bytes_of_a_line, lines = sizes[16:32:2], sizes[48:56]
-    bytes_of_a_line[:] = 4 * LANES
-    lines[:] = [*[rows] * 6, *[LANES] * 2]
+    # the bytes of a line, and how many lines
+    sizes[16:32:2] = 4 * LANES
+    sizes[48:56] = [*[rows] * 6, *[LANES] * 2]
     return sizes
 
 

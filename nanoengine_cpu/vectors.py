@@ -180,7 +180,10 @@ def store_part(row, first, size, numbers):
 
 @inlined()
 def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
-    """Rows of so many vectors. A pitch is how many numbers lie from one row to the next."""
+    """Rows of so many vectors. A pitch is how many numbers lie from one row to the next.
+
+    For each constant that it is called with, numba compiles a variant, but not for np.int64(6).
+    """
     for r in range(rows):
         for c in range(0, vectors * LANES, LANES):
             store(target, r * to_pitch + c, load(source, r * from_pitch + c))
