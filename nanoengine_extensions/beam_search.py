@@ -168,10 +168,9 @@ class BeamSearch(Request):
     def _choose(self) -> list[tuple[float, Sequence, int]]:
         """Returns the next beams, the best first: score, the beam to continue, its next token."""
         width = self.params.beam_width
-        continuations = (
-            (self.scores[beam] + found.logprob, beam, token_id)
-            for beam, logprobs in self.found.items()
-            for token_id, found in logprobs.items() if math.isfinite(found.logprob))
+        continuations = ((self.scores[beam] + found.logprob, beam, token_id)
+                         for beam, logprobs in self.found.items()
+                         for token_id, found in logprobs.items() if math.isfinite(found.logprob))
         candidates = nlargest(self.seq.params.logprobs or 0, continuations, lambda each: each[0])
         length = next(iter(self.scores)).num_tokens + 1
         penalty = (length - self.seq.num_prompt_tokens) ** self.params.length_penalty
@@ -189,8 +188,7 @@ class BeamSearch(Request):
                           for score, tokens, reason in ended]
         self.finished = nlargest(width, self.finished, lambda beam: beam.score)
         worst = self.finished[-1].score if len(self.finished) == width else -math.inf
-        can_improve = chosen and chosen[0][0] / penalty > worst
-        return chosen[:width] if can_improve else []
+        return chosen[:width] if chosen and chosen[0][0] / penalty > worst else []
 
     def _go_on(self, chosen: list[tuple[float, Sequence, int]]) -> None:
         """Drops the beams that do not continue, and forks those with several continuations."""

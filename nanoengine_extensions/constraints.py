@@ -39,7 +39,7 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
     ends = [token for token in end_tokens if token < vocab_size]
     if p.structured_outputs is not None:
         from nanoengine_extensions.structured_outputs import make_processor
-        grammar = make_processor(p.structured_outputs, tokenizer, vocab_size, tuple(end_tokens))
+        grammar = make_processor(p.structured_outputs, tokenizer, vocab_size, tuple(ends))
 
         def delay_end(input_ids: Tensor, scores: Tensor) -> Tensor:
             others = scores.index_fill(1, send(ends, scores.device).long(), -math.inf)

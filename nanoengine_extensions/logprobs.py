@@ -68,7 +68,6 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
         ranks = torch.arange(token_ids.shape[1], device=values.device).repeat(len(values), 1)
         # the last of equal ones
         ranks[:, 0] = (values >= picked[:, :1]).sum(dim=-1)
-        entries = torch.stack([token_ids, picked, ranks], dim=-1)
-        of_rows = map(RowLogprobs, entries.to("cpu", non_blocking=True))
-        found |= zip([rows[number] for number in numbers], of_rows)
+        entries = torch.stack([token_ids, picked, ranks], dim=-1).to("cpu", non_blocking=True)
+        found |= zip([rows[number] for number in numbers], map(RowLogprobs, entries))
     return found

@@ -2,9 +2,9 @@
 2024, arXiv:2411.15100), which `pip install ".[grammar]"` installs.
 
 `constraints.constrain` asks for a logits processor for each completion. Keywords of a JSON schema
-that xgrammar would accept and ignore are refused. Two exceptions: it takes `oneOf` for `anyOf`,
-unless it can prove that no value fits two of the schemas; and a limit such as `minLength` counts
-only beside a `type`, and a `type` not beside `anyOf`. So give each schema its own type.
+that xgrammar would accept and ignore are refused. So each schema with a limit needs its own `type`,
+and `anyOf` stands alone. One exception: xgrammar takes `oneOf` for `anyOf`, unless it can prove
+that no value fits two of the schemas.
 """
 
 import json
@@ -18,11 +18,14 @@ ONE_OF = "one of {'json': …}, {'json_object': True}, {'regex': …}, {'choice'
 # The keywords of a JSON schema that xgrammar ignores: always, …
 IGNORED = {"contains", "dependencies", "dependentRequired", "dependentSchemas", "if",
            "multipleOf", "not", "uniqueItems"}
-# … and beside others: of each list, it enforces the first one that is given
-FIRST_COUNTS = [f"$ref const enum anyOf oneOf allOf {limits}".split() for limits in (
+# … beside others: of each list, it enforces the first one that is given …
+FIRST_COUNTS = [f"untyped $ref const enum anyOf oneOf allOf {limits}".split() for limits in (
     "format pattern minLength, format pattern maxLength, minimum, exclusiveMinimum, maximum, "
     "exclusiveMaximum, properties patternProperties propertyNames, required, prefixItems, items, "
-    "additionalProperties, minProperties, maxProperties, minItems, maxItems").split(",")]
+    "propertyNames additionalProperties, minProperties, maxProperties, minItems, maxItems"
+    ).split(",")] + ["$ref anyOf oneOf allOf type".split()]
+# … and limits of an untyped schema, which has none of these
+TYPED = {*FIRST_COUNTS[0][1:7], *"additionalProperties items prefixItems properties type".split()}
 # These hold schemas by name.
 NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 
@@ -64,14 +67,16 @@ def refuse_ignored(schema: Any) -> None:
     """Raises ValueError for keywords of a JSON schema, or a list of them, that xgrammar ignores."""
     if isinstance(schema, dict):
         # an empty value limits nothing, but 0 and False can
-        given = {name for name, v in schema.items() if v or v == 0 and name not in IGNORED}
+        given = {n for n, v in schema.items() if v or n == "const" or v == 0 and n not in IGNORED}
+        given |= {"untyped"} if given.isdisjoint(TYPED) else set()
         several = {name for name in given & {"allOf", "patternProperties"} if len(schema[name]) > 1}
         beside = {name for names in FIRST_COUNTS for name in [n for n in names if n in given][1:]}
         unknown = {*schema.get("required", ())} - {*schema.get("properties", ())}
         if ignored := sorted(several | beside | given & {*IGNORED, "required" if unknown else ""}):
             raise ValueError(f"xgrammar does not enforce {ignored} in {schema}")
-        # the schemas in it
-        schema = [[*schema[name].values()] if name in NAMED else schema[name]
+        # the schemas in it; a name is a text
+        schema = [[*schema[name].values()] if name in NAMED else {"type": "string"} | schema[name]
+                  if name == "propertyNames" else schema.get(name)
                   for name in given - {"const", "default", "enum", "examples"}]
     for part in schema if isinstance(schema, list) else ():
         refuse_ignored(part)

@@ -19,16 +19,15 @@ from nanoengine.sampling_params import rejected
 # vLLM's keywords that change no token here, whatever their value, …
 WITHOUT_EFFECT = {
     "async_scheduling", "attention_config", "backend", "chat_template_content_format",
-    "compilation_config", "concurrency_limit", "config_format", "disable_additional_properties",
-    "disable_any_whitespace", "disable_cascade_attn", "disable_custom_all_reduce",
-    "disable_log_stats", "enable_chunked_prefill", "extra_args", "flat_logprobs", "hf_token",
-    "kernel_config", "limit_mm_per_prompt", "long_prefill_token_threshold", "max_logprobs",
-    "max_seq_len_to_capture", "output_kind", "served_model_name", "spaces_between_special_tokens",
-    "structured_outputs_config", "trust_remote_code"}
+    "compilation_config", "concurrency_limit", "disable_any_whitespace", "disable_cascade_attn",
+    "disable_custom_all_reduce", "disable_log_stats", "enable_chunked_prefill", "extra_args",
+    "flat_logprobs", "hf_token", "kernel_config", "limit_mm_per_prompt", "max_logprobs",
+    "long_prefill_token_threshold", "max_seq_len_to_capture", "output_kind", "served_model_name",
+    "spaces_between_special_tokens", "structured_outputs_config", "trust_remote_code"}
 # … and those that must not turn on anything, since this engine has nothing like it.
-OFF = {"convert", "data_parallel_size", "distributed_executor_backend", "enable_lora", "runner",
-       "enable_prompt_embeds", "generation_config", "hf_overrides", "kv_cache_dtype", "task",
-       "kv_cache_memory_bytes", "logprobs_mode", "lora_request", "pipeline_parallel_size",
+OFF = {"config_format", "convert", "data_parallel_size", "distributed_executor_backend", "task",
+       "enable_lora", "enable_prompt_embeds", "generation_config", "hf_overrides", "kv_cache_dtype",
+       "kv_cache_memory_bytes", "logprobs_mode", "lora_request", "pipeline_parallel_size", "runner",
        "quantization", "speculative_config", "tokenization_kwargs", "tokenizer_mode"}
 # values that turn on nothing, as texts, since 1 == True
 NEUTRAL = {"False", "0", "1", "{}", "auto", "generate", "hf", "mp", "raw_logprobs", "uni", "vllm"}

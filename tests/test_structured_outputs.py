@@ -144,6 +144,14 @@ IGNORED = [
     ({"allOf": [TEXT, {"type": "string", "minLength": 2}]}, "allOf"),
     ({"type": "string", "pattern": "^a+$", "maxLength": 0}, "maxLength"),
     ({"type": "object", "properties": {"a": TEXT}, "required": ["b"]}, "required"),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}, "additionalProperties": False},
+     "additionalProperties"),
+    ({"type": "object", "propertyNames": {"pattern": "^a", "minLength": 2}}, "minLength"),
+    ({"const": None, "anyOf": [TEXT]}, "anyOf"),
+    *(({limit: limits}, limit) for limit, limits in (LIMITS | {"required": ["a"]}).items()
+      if limit not in ("properties", "additionalProperties")),
+    *(({name: DECIDING[name], "type": "string"}, "type")
+      for name in ("$ref", "anyOf", "oneOf", "allOf")),
     *(({name: value, limit: limits}, limit) for name, value in DECIDING.items()
       for limit, limits in LIMITS.items()),
     *(({name: DECIDING[name], other: DECIDING[other]}, other)
@@ -185,6 +193,10 @@ def test_names_and_values_are_no_keywords(llm):
                       "maxItems": 2, "not": False}
     found = texts(llm, "Once", structured_outputs={"json": without_effect}, n=3)
     assert all(len(json.loads(text)) <= 2 for text in found)
+    named = {"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "minProperties": 1}
+    params = SamplingParams(structured_outputs={"json": named}, n=3, max_tokens=12)
+    for completion in llm.generate("Once", params, use_tqdm=False)[0].outputs:
+        assert re.match('{"[ab]": ', completion.text)
     empty = {"anyOf": [{"type": "boolean"}], "required": [], "properties": {}, "items": {}}
     assert {*texts(llm, "Once", structured_outputs={"json": empty}, n=3)} <= {"true", "false"}
 
