@@ -27,7 +27,7 @@ from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import choose_device, make_runner
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import InputProcessor, Params
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.sampling_params import SamplingParams, naming, rejected
 from nanoengine_cpu import check_process, end_threads
 
 
@@ -58,7 +58,7 @@ class LLM(AbstractContextManager):
         # a size of the model is 0, or needs more memory than is free, or than PyTorch can count
         except (MemoryError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"{model} cannot be run with these options: {error} Lower "
-                             "max_num_batched_tokens or max_num_seqs if memory runs out") from error
+                             "max_num_batched_tokens or num_kv_blocks to save memory") from error
         end_threads()
         self.engine = Engine(config, runner)
         self.engine.metrics.log_room()
@@ -151,10 +151,15 @@ class LLM(AbstractContextManager):
             return self._step()
 
     def abort(self, requests: list[Any]) -> None:
-        """Ends requests, waiting or running, and frees their blocks."""
-        self.dropped.extend(requests)
+        """Ends requests, waiting or running, and frees their blocks.
+
+        requests: what `add` returned; those that have finished stay as they are.
+        """
+        with naming(rejected("requests", requests, "a list of what `add` returned")):
+            running = [each for each in requests if self.active.get(each.request_id) is each]
+        self.dropped += running
         # not within a turn: the garbage collector can end a stream in the middle of one
-        if requests and not self.lock._is_owned():
+        if running and not self.lock._is_owned():
             with self.turn():
                 pass
 
@@ -185,7 +190,7 @@ class LLM(AbstractContextManager):
                     raise seq.error
                 yield seen
         finally:
-            self.abort([each for each in requests if each.request_id in self.active])
+            self.abort(requests)
             end_threads()
 
     def queue(self, requests: list[Any]) -> dict[str, Any]:

@@ -219,8 +219,7 @@ def choose_device(device: str) -> Any:
 
 def choose_dtype(dtype: str, device: str) -> torch.dtype:
     """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without bfloat16."""
-    has_bfloat16 = device == "cuda" or nanoengine_cpu.has_bfloat16()
-    fastest = torch.bfloat16 if has_bfloat16 else torch.float32
+    fastest = torch.bfloat16 if device == "cuda" or nanoengine_cpu.has_bfloat16() else torch.float32
     return fastest if dtype == "auto" else getattr(torch, dtype)
 
 

@@ -61,8 +61,7 @@ class InputProcessor:
         """
         if not isinstance(prompts, (str, dict, list, tuple)):
             raise rejected("prompts", prompts, FORMS)
-        first = next(iter(prompts), None)
-        if isinstance(prompts, (str, dict)) or isinstance(first, Integral):
+        if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
         params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
         priorities = one_for_each(len(prompts), "priority", priority, 0)

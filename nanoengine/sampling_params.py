@@ -22,7 +22,7 @@ STRICT = ConfigDict(strict=True, extra="forbid", validate_assignment=True)
 
 def rejected(name: str, value: Any, accepted: str) -> ValueError:
     """Returns the error for bad input: the argument, its value and what is accepted."""
-    return ValueError(f"{name}={value!r} is not accepted: it must be {accepted}")
+    return ValueError(f"{name}={value!r:.1000} is not accepted: it must be {accepted}")
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def explained(checked: Any) -> Any:
 AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
 DISTINCT = AfterValidator(lambda v: [*dict.fromkeys(v)])
 # numbers of NumPy, and of PyTorch, count as Python's
-NUMPY = BeforeValidator(lambda v: v.item() if hasattr(v, "item") else v)
+NUMPY = BeforeValidator(lambda v: v.item() if getattr(v, "ndim", None) == 0 else v)
 Int = Annotated[int, NUMPY]
 Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
 # 0, or between 1e-18 and 1e18 in size: no product or sum with a logit then leaves float32
@@ -113,10 +113,10 @@ class SamplingParams:
 
     n: Annotated[Count, Field(le=16384)] = 1
     temperature: Annotated[Moderate, Field(ge=0)] = 1.0
-    top_k: Annotated[Int, Field(ge=-1)] = 0
+    top_k: Annotated[Int, Field(ge=-1, lt=2**31)] = 0
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    seed: Annotated[Int | None, BeforeValidator(lambda v: None if v == -1 else v)] = None
+    seed: Annotated[Int | None, AfterValidator(lambda v: None if v == -1 else v)] = None
     max_tokens: Count | None = 16
     min_tokens: Int = 0
     stop: Texts = EMPTY_LIST

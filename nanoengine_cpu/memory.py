@@ -39,7 +39,7 @@ def in_huge_pages(num_bytes: int) -> torch.Tensor:
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"{num_bytes} bytes: {error}") from error
+        raise MemoryError(f"{num_bytes} bytes: {error}.") from error
     with suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

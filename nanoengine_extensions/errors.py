@@ -18,9 +18,9 @@ def explain(error: ValidationError, checked: Any) -> ValueError:
 def explain_one(found: Any, checked: Any) -> str:
     """Describes one mistake. For an unknown keyword, it names the nearest known one."""
     name = ".".join(map(str, found["loc"]))
-    if found["type"] == "unexpected_keyword_argument":
+    if found["type"] in ("unexpected_keyword_argument", "no_such_attribute"):
         nearest, = get_close_matches(name, signature(checked).parameters, 1, cutoff=0)
         return f"{name} is not known: the nearest is {nearest}"
     value = "nothing" if found["type"] == "missing" else repr(found["input"])
     message = found["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-    return f"{name}={value} is not accepted: {message}" if name else message
+    return f"{name}={value:.1000} is not accepted: {message}" if name else message

@@ -203,6 +203,32 @@ def test_requests_that_are_ended_by_hand(shared_llm):
     check_idle(shared_llm)
 
 
+@pytest.mark.parametrize("wrong", ["0", ["0"], [None], None, 5, "a request"])
+def test_what_is_no_request_ends_no_other(shared_llm, wrong):
+    running, = shared_llm.add([[1, 2]], GREEDY)
+    with pytest.raises(ValueError, match="requests=.* is not accepted: it must be a list of what"):
+        shared_llm.abort(running if wrong == "a request" else wrong)
+    shared_llm.step()
+    assert not running.is_finished
+    shared_llm.abort([running, running])
+    assert running.is_finished
+    check_idle(shared_llm)
+
+
+def test_a_request_of_another_engine_ends_none_of_this_one(make_llm):
+    """Each engine counts its own requests, so that two can have the same number."""
+    with make_llm() as llm, make_llm() as other_llm:
+        (mine,), (theirs,) = llm.add([[1, 2]], GREEDY), other_llm.add([[3, 4]], GREEDY)
+        assert mine.request_id == theirs.request_id
+        llm.abort([theirs])
+        assert not theirs.is_finished and not mine.is_finished
+        other_llm.abort([theirs])
+        assert theirs.is_finished and not mine.is_finished
+        llm.abort([mine])
+        check_idle(llm)
+        check_idle(other_llm)
+
+
 @pytest.mark.parametrize("num_threads", [1, 6])
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_short_request_does_not_wait_for_long_ones(shared_llm, by_hand, num_threads):
