@@ -136,7 +136,7 @@ def generate_hf(model: Any, tokenizer: Any, workload: Workload, batch_size: int)
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        # Set on the model: in a passed one, None would be replaced by the model's values, EOS too.
+        # Set on the model: in a passed config, None would become the model's value, even for EOS.
         model.generation_config = transformers.GenerationConfig(
             max_new_tokens=max(lengths), eos_token_id=None, pad_token_id=0, top_k=0, top_p=1.0,
             do_sample=workload.temperature > 0, temperature=workload.temperature or 1.0)

@@ -4,7 +4,7 @@
     python examples/json_grammar.py                      # two chats with the bundled model
     python examples/json_grammar.py "Describe a cat." --model Qwen/Qwen3-0.6B --seed 3
 
-The bundled model knows no JSON: the grammar produces the braces, and the model guesses the rest.
+The bundled model never saw JSON: the grammar produces the braces, and the model guesses the rest.
 """
 
 import argparse

@@ -76,7 +76,7 @@ class Replica:
         return pyarrow.table([*others.columns, *columns], [*others.column_names, *RESULT.names])
 
     def _ask(self, row: dict[str, Any]) -> Iterator[RequestOutput] | ValueError:
-        """Returns an iterator over the outputs of a row, of which the last one counts, or its
+        """Returns an iterator over the outputs of a row (the last one counts), or the row's
         error."""
         try:
             with naming("row"):

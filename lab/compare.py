@@ -4,8 +4,8 @@
     python -m lab.compare memory --true-lengths 0.5 --plot chart.png --timeline steps.png
     python -m lab.compare --trace steps.json    # no comparison: the engine as its options say
 
-Comparisons: batching, memory, preemption, victims, prefix, sampling. The default workload is 64
-prompts of 16 to 256 tokens that generate as many, in blocks for a third of them. A single run
+Comparisons: batching, memory, preemption, victims, prefix, sampling, overtaking. By default, 64
+prompts of 16 to 256 tokens generate 16 to 256 each, with blocks for a third of them. A single run
 misleads: the table has the medians of three runs, and the lowest and highest.
 """
 

@@ -74,7 +74,7 @@ def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
 
 def main(argv: list[str]) -> None:
     parser = Parser(__doc__, workload="film")
-    # without the last three: no token is sampled, a function is no text, and one variant is alone
+    # without the last three: one compares sampling, one holds a function, one has a single variant
     parser.add_argument("comparison", choices=[*COMPARISONS][:-3])
     parser.add_argument("--gap", type=float, default=2, help="steps between two requests")
     parser.add_argument("--n", type=int, default=2, help="completions of the second request")

@@ -50,7 +50,7 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
         is_finite = gathered.isfinite()
         is_nan = ~is_finite.all(dim=-1).all(dim=0).all(dim=0)
         keys, values = gathered.where(is_finite, 0)
-        # some queries at a time: the weights of all queries for all keys would be one float32
+        # 256 queries at a time: the weights of all queries for all keys would be a huge float32
         # tensor
         for first in range(starts[seq], starts[seq + 1], 256):
             rows = slice(first, min(first + 256, starts[seq + 1]))
@@ -86,7 +86,7 @@ def runs_on_cpu(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype != torch.float16
 
 
-# You can add backends: `LLM(attention_backend=…)` accepts every name in it. nanoengine_gpu adds
+# You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS. nanoengine_gpu adds
 # "flash-attn" and "varlen".
 BACKENDS = {
     "numba": Backend(None, runs_on_cpu, rank=3),

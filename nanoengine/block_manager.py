@@ -170,7 +170,7 @@ class BlockManager:
         return [next(iter(twins)) for twins in takewhile(bool, found)]
 
     def register(self, seq: Sequence, stop: int) -> None:
-        """Makes those blocks findable that the tokens from the computed ones up to `stop` fill.
+        """Makes blocks findable that become full when the tokens before `stop` are computed.
 
         Call this once K and V are written, or are sure to be written before any sequence admitted
         later reads them. The tokens of the step that is being scheduled qualify: each layer writes

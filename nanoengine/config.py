@@ -89,7 +89,7 @@ class EngineConfig:
     swap_space: GiB of the host's memory for the pool of "swap".
     batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
         request, and however it was chunked, preempted or cached. On a CPU with packed weights they
-        always have; where this is impossible, True is an error. All multiples of 32 as block_size
+        always do; where this is impossible, True is an error. All multiples of 32 as block_size
         give the same bits; other sizes may give others, because they group the sums differently.
     trace: keep a record of each step in `LLM.trace`: see `Launched` in model_runner.py.
     """

@@ -103,7 +103,7 @@ class LLM(AbstractContextManager):
         continue_final_message: leave the last message open, so that the model continues it; by
             default False, and True needs add_generation_prompt=False.
         tools: functions or JSON schemas, for templates that know tools.
-        chat_template_kwargs: what else the template asks for: {"enable_thinking": False} of Qwen3.
+        chat_template_kwargs: further template variables: {"enable_thinking": False} for Qwen3.
 
         The other arguments are those of `generate`. Raises ValueError if there is no template.
         """
@@ -119,7 +119,7 @@ class LLM(AbstractContextManager):
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         steps = self.run(requests, Request.output)
-        # Python closes only a generator that has started: its requests are then freed, read or not
+        # Python closes only a started generator; closing it frees its requests, read or not
         next(steps)
         return (output for outputs in steps for output in outputs)
 
@@ -216,7 +216,7 @@ class LLM(AbstractContextManager):
             if request.is_finished:
                 del self.active[request_id]
         if not self.active and self.engine.in_flight:
-            # all requests have ended, but one more step of them runs
+            # all requests have ended, but a step with their sequences is still in flight
             self.engine.step()
         return list(updated.values())
 
@@ -224,7 +224,7 @@ class LLM(AbstractContextManager):
     def turn(self, requests: list[Any] | tuple[()] = ()) -> Iterator[None]:
         """Holds the engine for this thread alone, between two steps or for one step.
 
-        New requests are given to it before it waits: the next turn of any thread queues them.
+        New requests are noted before the thread waits: the next turn of any thread queues them.
 
         A turn first queues the requests that have arrived since the last turn, and ends those that
         were dropped. If an error or Ctrl-C interrupted the last turn, the engine can be in any

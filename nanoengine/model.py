@@ -123,7 +123,7 @@ class FusedLinear(nn.Linear):
 class Attention(nn.Module):
     """Grouped-query attention to the keys and values in the KV cache.
 
-    cache: K and V of this layer, and backend: a function of attention.py's; see `Decoder.bind`.
+    cache: K and V of this layer; backend: a function of attention.py. `Decoder.bind` sets both.
     """
 
     cache: Tensor

@@ -29,7 +29,7 @@ def mixed(scheduler: Any) -> Any:
 
 
 def highest(rank: Callable[[Any], float]) -> Callable[[Any], Any]:
-    """Of the running sequences the one with the highest rank; of several, the youngest."""
+    """Picks the running sequence with the highest rank; the youngest if there are several."""
     return lambda running: max(reversed(running), key=rank)
 
 

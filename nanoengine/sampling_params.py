@@ -106,7 +106,7 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text at all.
 
-    Temperature, repetition_penalty and biases are clamped in size to 1e-18 … 1e18; 0 stays 0.
+    Temperature, repetition_penalty and biases are clamped in magnitude to 1e-18 … 1e18; 0 stays 0.
 
     Raises ValueError for a value out of range, with its name and what is accepted.
     """

@@ -139,7 +139,7 @@ class Scheduler:
             positions = range(start + 1, min(stop + 1, seq.num_prompt_tokens))
             batch.scored += [Row(index, seq, position) for position in positions]
         if stop == len(seq.token_ids):
-            # The parent comes last: it may finish at once, and its forks share its blocks before.
+            # The parent comes last: its forks must share its blocks before it can finish.
             for each in (*seq.forks, seq):
                 batch.sampled.append(Row(index, each, stop))
             seq.forks = []

@@ -1,4 +1,4 @@
-"""What flash-attn is on a GPU, for a CPU: tensors in, tensors out. It knows no engine.
+"""The counterpart of flash-attn for a CPU: tensors in, tensors out. It needs no engine.
 
     optimize(model)         fast products and attention, and all layers of a decoder in one call
     empty_cache(…)          memory for K and V in blocks, as `paged_attention` reads it

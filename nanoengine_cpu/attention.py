@@ -24,7 +24,7 @@ Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are 
 
 A decode waits for memory. So while it reads the keys of a span, it asks for the values, and while
 it reads the values, for the keys of the next span, or of the next task. A head in `qkv` lies far
-from that of the next token. So it is asked for some tokens ahead.
+from that of the next token, so each head is prefetched a few tokens ahead.
 
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
@@ -56,13 +56,13 @@ INDICES = np.arange(SPAN, dtype=np.float32)
 ONE_PIECE = np.zeros(1, np.int64)
 # where the vectors of a line of V begin, for a head_dim of up to 4,096
 COLUMNS = np.arange(0, 4096, LANES)
-# Sums of so many rows, in so many vectors in all, stay in registers.
+# The sums of this many rows, in this many vectors in all, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
 # AMX multiplies by two vectors, and 16 words of depth at a time. These heads leave nothing over.
 TILED_HEAD_DIMS = range(2 * LANES, 257, 2 * LANES)
 TAIL = LANES * max(TILED_HEAD_DIMS)
-# A head is asked for so many tokens ahead.
+# how many tokens ahead a head is prefetched
 AHEAD = 4
 # what a row has so far: 16 sums of its weights, and the maximum of its scores, scaled
 WEIGHTS, MAXIMUM, STATE = 0, LANES, 2 * LANES
@@ -79,7 +79,7 @@ def round_up(number, multiple):
 
 
 def numbers_per_token(head_dim: int, block_size: int) -> int:
-    """How many numbers K, or V, of a token take in a block, with what the block is padded by."""
+    """How many numbers the K, or the V, of a token takes in a block, padding included."""
     numbers = round_up.py_func(head_dim, LANES) * round_up.py_func(block_size, LANES)
     return round_up.py_func(-(-numbers // block_size), 2)
 
@@ -123,7 +123,7 @@ def inverse_rms(row, size, eps):
 @inlined()
 def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim):
     """RMSNorm (unless eps is negative) and RoPE of one head, (head_dim,)."""
-    # head_dim is a constant, `end` is none to numba: fewer variants, see `copy_rows`
+    # head_dim is a constant to numba, but `end` is not: fewer variants, see `copy_rows`
     half, end = head_dim // 2, head_dim // 2 * 2
     scale = fill(inverse_rms(head, end, eps) if eps >= 0 else np.float32(1))
     for d in range(0, half, LANES):
@@ -166,8 +166,8 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
     right: words; each piece of its lines begins at one of `starts`
     lines: (how many are in a piece, how far a line begins after the line before)
     columns: where each vector begins, in the first line
-    panel: (rows, vectors, per_word, is_tiled, asks): so much is multiplied, a word holds 1 or 2
-        numbers, and AMX multiplies, 16 lines at a time, which must all be numbers
+    panel: (rows, vectors, per_word, is_tiled, asks): how much is multiplied, how many
+        numbers a word holds, and whether AMX multiplies, 16 lines at a time, which must be finite
     soon: (words, starts): what is needed soon, laid out as `right`. A panel that asks requests a
         line of it with each line that it multiplies.
     """
@@ -427,7 +427,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
                 tiles += 1
                 starts[tiles] = token
         tasks = tiles * kv_heads
-        # decodes are small tasks, and read what the one before has asked for
+        # decodes are small tasks, and each reads what the one before it has prefetched
         size = -(-tasks // (8 * threads)) if tiles == tokens else 1
 
         if phase == 0:

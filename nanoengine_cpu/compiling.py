@@ -52,7 +52,7 @@ numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ign
 class Announcement(numba.core.event.Listener):
     """Says, once, that kernels are being compiled, which takes seconds.
 
-    Meanwhile Python does not look for garbage among all that was there before: 6 % less time.
+    Meanwhile Python's garbage collector skips all older objects, which saves 6 % of the time.
     """
 
     def on_start(self, event):

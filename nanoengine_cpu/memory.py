@@ -69,7 +69,7 @@ def limit_threads() -> None:
     """Lets the kernels that this thread starts run on as many threads as PyTorch's operators."""
     num_threads = torch.get_num_threads()
     numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore
-    # what numba, when it starts, tells the OpenMP that both share is every core
+    # when numba starts, it sets the OpenMP that both share to use every core
     torch.set_num_threads(num_threads)
 
 

@@ -57,11 +57,11 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
 
 class PackedLinear(nn.Linear):
     """Its weight is packed in the order in which `products.py` reads it. So a row has the same bits
-    whatever rows are beside it. Another weight is multiplied by PyTorch.
+    whatever rows are beside it. A weight that is not packed is multiplied by PyTorch.
 
     halves: 2 in an MLP, where the first half of the outputs are gates, the second one ups; a packed
         weight then gives SwiGLU of them.
-    padding: how many inputs, which are 0, the packed weight has besides.
+    padding: how many extra inputs the packed weight has; these inputs are 0.
     """
 
     halves = 1
@@ -160,7 +160,7 @@ ROWS, X, MIDDLE, ACTIVATED, QKV, ATTENDED, *OF_STEP = range(-1, -15, -1)
 
 class Layers(nn.Module):
     """Runs all layers of a decoder as two programs: up to the last attention, and what follows it,
-    for the rows of which an output is wanted.
+    for the rows that need an output.
 
     Python would take up to a fifth of the time of a decode to call kernel after kernel. A program
     has the addresses of weights and caches, and is made anew when they change. If a module has

@@ -50,7 +50,7 @@ from nanoengine_cpu.vectors import (
     DTYPES, LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, load, load_part,
     numbers_at, prefetch, stack, store, store_part, where_less)
 
-# registers hold the sums of so many rows and outputs
+# registers hold the sums of STEP rows and BLOCK outputs
 STEP, BLOCK = (6, 4 * LANES) if has("avx512f") else (4, LANES)
 HELD = STEP * BLOCK
 # the outputs in a block of weights, of all numbers that can be multiplied
@@ -59,18 +59,18 @@ BLOCKS = {torch.float32: BLOCK, torch.bfloat16: 2 * LANES if HAS_TILES else BLOC
 ACROSS = np.array([0, LANES])
 # a slice of the weight and a part of the rows, in words
 SLICE, PART = 2**13, 2**18
-# so many rows are in a part, even if they are short
+# the most rows of a part, even if they are short
 MOST_ROWS = 512
-# so long may rows be, in words: 16 of them are a part
+# the most words of a row: 16 rows of this length fill a part
 MOST_WORDS = PART // LANES
 # both are on the stack of each thread: 1.3 MB at most
 COPY = PART + MOST_ROWS * LANES
 SUMS = 2 * MOST_ROWS * BLOCK
-# few rows go by quickly: the weight is asked for so many words before it is needed
+# a few rows take little time: the weight is prefetched this many words before it is needed
 SOON = 2**11 if HAS_TILES else 2**10
-# at most so many rows do not ask for it: the CPU foresees what they read (measured on Zen 4)
+# up to this many rows do not prefetch it: the CPU predicts what they read (measured on Zen 4)
 FEW = 4 if has("avx512f") and not HAS_TILES else 0
-# on registers, it is asked for every so many words of a row
+# on registers, it is prefetched once every EVERY words of a row
 EVERY = 1 if has("avx512f") else LANES
 
 

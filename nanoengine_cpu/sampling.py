@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def first_max(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest number of each row of a matrix, and its place, of several the first.
+    """The largest number of each row of a matrix, and its place, the first if there are several.
 
     On a CPU PyTorch finds a maximum in vectors, but its place one number at a time. So this first
     takes the maximum of each group of neighbours, and looks for places in one group alone.

@@ -91,7 +91,7 @@ def emit_sums(builder, name, array, line, below):
 
 @instruction(types.void)
 def load_sums(builder, array, line, below):
-    """From an array of which a row begins `line` numbers after the row before."""
+    """Loads sums from an array whose rows begin `line` numbers apart."""
     emit_sums(builder, "tileloadd64", array, line, below)
 
 

@@ -180,7 +180,7 @@ def store_part(row, first, size, numbers):
 
 @inlined()
 def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
-    """Rows of so many vectors. A pitch is how many numbers lie from one row to the next.
+    """Copies rows of `vectors` vectors. A pitch is the distance between rows, in numbers.
 
     For each constant that it is called with, numba compiles a variant, but not for np.int64(6).
     """
@@ -233,7 +233,7 @@ def where_less(builder, left, right, then, otherwise):
 
 @instruction(types.float32)
 def largest(builder, numbers):
-    """Of 16 numbers, of which none is NaN."""
+    """The largest of 16 numbers; none of them may be NaN."""
     name = "llvm.vector.reduce.fmax.v16f32"
     return call(builder, name, ir.FloatType(), numbers, fastmath=["nnan"])
 
@@ -275,8 +275,8 @@ def exp2(builder, x, out):
     """
     lowest = same(FLOATS, -127.0)
     x = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
-    # Of so large a number the last bits count ones: n + 127 is there, the exponent of 2^n. For
-    # -127 that is 0, and so is then the number.
+    # In so large a number the last bits count units: they are n + 127, the exponent of 2^n. For
+    # x = -127 they are 0, and so is the result.
     shift = same(FLOATS, 1.5 * 2**23 + 127)
     shifted = builder.fadd(x, shift)
     fraction = builder.fsub(x, builder.fsub(shifted, shift))

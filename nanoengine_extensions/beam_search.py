@@ -4,8 +4,8 @@ A beam is a greedy sequence with `logprobs`. After each step that has sampled it
 taken back: the beam pauses, since all its tokens are computed. Once all beams of a prompt have
 paused, the search decides which of them continue, fork, end or are dropped.
 
-For `LLM` a search is a request as any other: `update` is called for each of its sequences that has
-a new token. For the scheduler its beams are sequences as any others. What this uses of them:
+To `LLM` a search is a request like any other: `update` is called for each of its sequences that has
+a new token. To the scheduler its beams are sequences like any others. This file uses:
 
     llm.run(searches, look), llm.turn()
     Scheduler.finish(seq, reason)

@@ -74,7 +74,7 @@ def refuse_ignored(schema: Any) -> None:
         unknown = {*schema.get("required", ())} - {*schema.get("properties", ())}
         if ignored := sorted(several | beside | given & {*IGNORED, "required" if unknown else ""}):
             raise ValueError(f"xgrammar does not enforce {ignored} in {schema}")
-        # the schemas in it; a name is a text
+        # the schemas inside it; a property name is always a string
         schema = [[*schema[name].values()] if name in NAMED else {"type": "string"} | schema[name]
                   if name == "propertyNames" else schema.get(name)
                   for name in given - {"const", "default", "enum", "examples"}]

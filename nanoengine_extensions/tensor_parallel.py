@@ -39,7 +39,7 @@ from nanoengine.step_inputs import StepShape
 
 
 class Group:
-    """The ranks of an engine, for one of them: what it does with the others, and what it reads.
+    """All ranks, as one rank sees them: its collective operations, and its part of a checkpoint.
 
     All ranks call the same collective operations in one order.
 
@@ -123,7 +123,7 @@ def parallelize(model: Decoder, group: Group) -> None:
 
 
 class RankRunner(ModelRunner):
-    """Runs the part of a rank in each batch. part: the config of its part of the model."""
+    """Runs one rank's part of each batch. part: the config of its part of the model."""
 
     def __init__(self, config: EngineConfig, part: PretrainedConfig, folder: Path,
                  group: Group) -> None:

@@ -19,8 +19,8 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
     """flash-attn 2 (Dao, 2023, arXiv:2307.08691).
 
     Its decode kernel splits the keys into a number of parts that depends on the width of the block
-    tables, which a CUDA graph fixes at `max_model_len`. It reads the keys once for all heads of a
-    group only without a window.
+    tables, which each CUDA graph fixes (`key_buckets` in runner.py). It reads the keys once for all
+    heads of a group only without a window.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
     keys, values = cache

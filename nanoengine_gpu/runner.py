@@ -85,7 +85,7 @@ class GpuRunner(ModelRunner):
                 # compiles and warms up
                 self.compute(step)
                 graph = torch.cuda.CUDAGraph()
-                # other threads may ask the device meanwhile: NCCL's does
+                # other threads, such as NCCL's, may query the device meanwhile
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     outputs = self.compute(step)
                 self.graphs[shape] = graph, step, outputs

@@ -4,8 +4,8 @@
 #     sudo PYTHON=/path/to/the/venv/bin/python tests/arm/run.sh [folder]
 #
 # The host is Debian or Ubuntu on x86-64; its PYTHON has what nanoengine needs, and pip. The folder,
-# /tmp/nanoengine-arm if none is given, gets 1.3 GB of files, which the next run uses again. All
-# takes a quarter of an hour. How long anything takes on an emulated CPU means nothing.
+# /tmp/nanoengine-arm if none is given, gets 1.3 GB of files, which the next run reuses. A run
+# takes a quarter of an hour. Times on an emulated CPU say nothing about a real one.
 set -euo pipefail
 
 # Mounts are for this script alone, and end with it.
@@ -17,7 +17,7 @@ python=${PYTHON:-python3}
 root=$folder/root
 mkdir -p "$folder"
 
-# --- the emulator: Linux gives it each program for aarch64, also those in a chroot
+# --- the emulator: Linux runs every aarch64 program in it, even inside a chroot
 apt-get install -y -q --no-install-recommends qemu-user-static binfmt-support debootstrap
 mountpoint -q /proc/sys/fs/binfmt_misc ||
     mount -t binfmt_misc binfmt_misc /proc/sys/fs/binfmt_misc
@@ -35,7 +35,7 @@ platforms=(--platform manylinux_2_27_aarch64 --platform manylinux_2_28_aarch64
            --platform manylinux2014_aarch64 --python-version 311 --only-binary=:all:)
 if [ ! -e "$folder/site/complete" ]; then
     rm -rf "$folder/wheels" "$folder/site"
-    # torch asks for libraries of GPUs, which are larger than all the rest
+    # without torch's dependencies: its GPU libraries are larger than everything else together
     "$python" -m pip download -q -d "$folder/wheels" "${platforms[@]}" --no-deps torch==2.9.1
     "$python" -m pip download -q -d "$folder/wheels" "${platforms[@]}" \
         filelock fsspec jinja2 networkx sympy typing_extensions \
@@ -51,7 +51,7 @@ mount --bind "$code" "$root/opt/code"
 mount -o remount,bind,ro "$root/opt/code"
 mountpoint -q "$root/proc" || mount -t proc proc "$root/proc"
 mountpoint -q "$root/sys" || mount --rbind /sys "$root/sys"
-# An emulator before QEMU 8.2 shows the host's. This is a Graviton3's, which has bfloat16.
+# QEMU before 8.2 shows the host's cpuinfo. This one is a Graviton3's, which has bfloat16.
 for number in 0 1; do
     printf 'processor\t: %d\n' "$number"
     printf 'Features\t: %s\n' "fp asimd aes sha2 crc32 atomics fphp asimdhp sve i8mm svebf16 bf16"
@@ -71,10 +71,10 @@ import platform, nanoengine_cpu
 assert platform.machine() == 'aarch64' and nanoengine_cpu.has_bfloat16()
 print('an', platform.machine(), 'with bfloat16')"
 
-# --- the libgomp that torch and numba share, and the kernels of rows
+# --- the libgomp that torch and numba share, and the kernels of matrix products
 on_arm -m pytest -q -c /opt/code/pyproject.toml --rootdir /opt/code -o addopts= \
     -p no:cacheprovider -k "not huge_pages and not what_a_step_frees" \
-    /opt/code/tests/cpu/test_memory.py /opt/code/tests/cpu/test_row_kernels.py
+    /opt/code/tests/cpu/test_memory.py /opt/code/tests/cpu/test_products.py
 
 # --- the same greedy tokens as on the host
 PYTHONPATH=$code "$python" "$code/tests/arm/tokens.py" > "$folder/tokens.host"
