@@ -75,8 +75,7 @@ def load_defaults(folder: Path, config: PretrainedConfig,
     As in vLLM, the tokenizer's own EOS gives None, and others give their ids. Warns of entries that
     have no effect here.
     """
-    file = folder / "generation_config.json"
-    with naming(file):
+    with naming(file := folder / "generation_config.json"):
         content = json.loads(file.read_text()) if file.is_file() else {}
         given = {name: value for name, value in content.items() if value is not None}
         params = SamplingParams(**{DEFAULTS[name]: given[name] for name in DEFAULTS.keys() & given})
@@ -177,4 +176,5 @@ def load_weights(folder: Path, missing: dict[str, Tensor], read: Callable[..., T
                     raise rejected(full_name, shown, f"floats of shape {tuple(target.shape)}")
                 target.copy_(loaded)
     if missing:
-        raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}")
+        raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}"
+                         ". Only model*.safetensors are read; .bin and .gguf files are not")

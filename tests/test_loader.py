@@ -74,6 +74,13 @@ def test_dummy_weights_need_only_a_config_and_are_always_the_same(copy, tmp_path
     assert outputs[0] == outputs[1] and len(outputs[0]) == 16
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "weights.safetensors"])
+def test_files_that_are_not_read_are_told(copy, name):
+    (copy / "model.safetensors").rename(copy / name)
+    with pytest.raises(ValueError, match=r"lack .* Only model\*.safetensors are read; .bin and .gguf"):
+        LLM(str(copy), num_kv_blocks=8)
+
+
 def test_tied_embeddings_may_or_may_not_be_in_the_file(make_model, tmp_path):
     folder, _ = make_model(tie_word_embeddings=True)
     expected = tokens(folder)
