@@ -43,7 +43,7 @@ def explained(checked: Any) -> Any:
             yield
         except ValidationError as error:
             from nanoengine_extensions.errors import explain
-            raise explain(error, checked) from None
+            raise ValueError("; ".join(explain(each, checked) for each in error.errors())) from None
 
     for name in ("__init__", "__setattr__"):
         setattr(checked, name, in_our_words()(getattr(checked, name)))

@@ -20,9 +20,10 @@ from nanoengine.sampling_params import rejected
 WITHOUT_EFFECT = {
     "async_scheduling", "attention_config", "backend", "chat_template_content_format",
     "compilation_config", "concurrency_limit", "disable_any_whitespace", "disable_cascade_attn",
-    "disable_custom_all_reduce", "disable_log_stats", "enable_chunked_prefill", "extra_args",
-    "flat_logprobs", "hf_token", "kernel_config", "limit_mm_per_prompt", "max_logprobs",
-    "long_prefill_token_threshold", "max_seq_len_to_capture", "output_kind", "served_model_name",
+    "disable_custom_all_reduce", "disable_log_requests", "disable_log_stats", "enable_sleep_mode",
+    "enable_chunked_prefill", "extra_args", "flat_logprobs", "guided_decoding_backend", "hf_token",
+    "kernel_config", "limit_mm_per_prompt", "long_prefill_token_threshold", "max_logprobs",
+    "max_seq_len_to_capture", "model_impl", "output_kind", "served_model_name", "use_tqdm_on_load",
     "spaces_between_special_tokens", "structured_outputs_config", "trust_remote_code"}
 # … and those that must not turn on anything, since this engine has nothing like it.
 OFF = {"config_format", "convert", "data_parallel_size", "distributed_executor_backend", "task",

@@ -56,6 +56,20 @@ def test_bad_sampling_params(name, value, accepted):
     with pytest.raises(ValueError) as error:
         SamplingParams(**{name: value})
     assert name in str(error.value) and accepted in str(error.value)
+    assert "should" not in str(error.value), "pydantic's words"
+
+
+def test_what_is_missing_or_unknown_is_named():
+    with pytest.raises(ValueError, match="^beam_width is missing; max_tokens is missing$"):
+        BeamSearchParams()
+    with pytest.raises(ValueError, match="^temprature is not known: the nearest is temperature$"):
+        SamplingParams().temprature = 1
+
+
+def test_a_long_value_is_cut():
+    with pytest.raises(ValueError) as error:
+        SamplingParams(top_k="5" * 10**6)
+    assert len(str(error.value)) < 1200
 
 
 def test_sampling_params_are_checked_when_changed_too():
