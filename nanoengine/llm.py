@@ -156,10 +156,10 @@ class LLM(AbstractContextManager):
         requests: what `add` returned; those that have finished stay as they are.
         """
         with naming(rejected("requests", requests, "a list of what `add` returned")):
-            running = [each for each in requests if self.active.get(each.request_id) is each]
-        self.dropped += running
+            active = [each for each in requests if self.active.get(each.request_id) is each]
+        self.dropped += active
         # not within a turn: the garbage collector can end a stream in the middle of one
-        if running and not self.lock._is_owned():
+        if active and not self.lock._is_owned():
             with self.turn():
                 pass
 

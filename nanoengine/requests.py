@@ -80,7 +80,7 @@ class InputProcessor:
         text, token_ids = map(prompt.get, ("prompt", "prompt_token_ids"))
         if token_ids is None and isinstance(text, str):
             with naming(name):
-                token_ids = self.get_tokenizer().encode(text)
+                token_ids = self.get_tokenizer().encode(text, verbose=False)
         if {*prompt} - {"prompt", "prompt_token_ids"} or not isinstance(token_ids, (list, tuple)):
             raise rejected(name, prompt, FORMS)
         if not 0 < len(token_ids) < most:

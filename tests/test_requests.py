@@ -33,6 +33,12 @@ def test_every_form_of_prompt(llm):
     assert generate(llm, []) == []
 
 
+def test_a_text_that_is_too_long_is_refused_without_a_warning(llm, capfd, caplog):
+    with pytest.raises(ValueError, match="^prompts.0. has 6001 tokens: .* max_model_len="):
+        llm.generate("a b " * 3000)
+    assert "indexing errors" not in capfd.readouterr().err + caplog.text
+
+
 def test_defaults_come_from_the_generation_config(llm, monkeypatch):
     seen = []
     add = llm.engine.add
