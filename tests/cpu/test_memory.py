@@ -54,9 +54,13 @@ needs_libgomp = pytest.mark.skipif(not memory.LIBGOMPS, reason="needs a torch wi
 @pytest.fixture
 def another_libgomp(tmp_path):
     """A copy of torch's, by another name; the name within, too, by which it would be found."""
-    library = Path(memory.LIBGOMPS[0]._name).read_bytes()
+    file = Path(memory.LIBGOMPS[0]._name)
+    library = file.read_bytes()
     copy = tmp_path / "libgomp-1d5a.so.1.0.0"
-    copy.write_bytes(library.replace(b"libgomp.so.1\0", b"another.so.1\0"))
+    # on ARM, the name within is that of the file
+    for name in (b"libgomp.so.1", file.name.encode()):
+        library = library.replace(name + b"\0", b"another".ljust(len(name), b"-") + b"\0")
+    copy.write_bytes(library)
     return str(copy)
 
 
