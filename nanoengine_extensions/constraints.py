@@ -46,11 +46,10 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
             return others if seq.num_tokens < until and others.amax() > -math.inf else scores
 
         p = seq.params = replace(p, logits_processors=[grammar, delay_end, *p.logits_processors])
-    bad_words = encode_bad_words(p, tokenizer, vocab_size)
-    seq.constraints = [(word, math.inf) for word in bad_words]
+    seq.constraints = [(word, math.inf) for word in encode_bad_words(p, tokenizer, vocab_size)]
+    seq.needs_tokens = bool(seq.constraints or p.logits_processors)
     if p.structured_outputs is None:
         seq.constraints += [([token], until) for token in ends]
-    seq.needs_tokens = bool(bad_words or p.logits_processors)
 
 
 def apply(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:

@@ -47,9 +47,10 @@ def make_processor(wanted: dict[str, Any], *vocabulary: Any) -> Any:
             # with any whitespace, a model could write spaces forever
             return LogitsProcessor(compiler.compile_json_schema(schema, any_whitespace=False))
         if kind == "choice" and not isinstance(value, str):
-            value = "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
-        grammar, regex = compiler.compile_grammar, compiler.compile_regex
-        return LogitsProcessor({"choice": grammar, "grammar": grammar, "regex": regex}[kind](value))
+            texts = [json.dumps(text, ensure_ascii=False) for text in value]
+            kind, value = "grammar", "root ::= " + " | ".join(texts)
+        compilers = {"grammar": compiler.compile_grammar, "regex": compiler.compile_regex}
+        return LogitsProcessor(compilers[kind](value))
 
 
 @lru_cache(maxsize=1)

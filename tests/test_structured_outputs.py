@@ -93,7 +93,7 @@ def test_together_with_other_constraints(llm):
 @pytest.mark.parametrize("wanted", [
     {}, {"regex": "(("}, {"rgex": "a"}, {"json": "{"}, {"json": 5}, {"choice": []}, {"choice": 5},
     {"choice": [5, None]}, {"choice": "yes"}, {"regex": "a", "json": {}}, {"regex": None},
-    {"grammar": "root ="}, {"structural_tag": "{}"},
+    {"grammar": "root ="}, {"choice": 'root ::= "a"'}, {"structural_tag": "{}"},
     {"json_schema": {"type": "integer", "multipleOf": 3}}])
 def test_what_is_not_a_grammar_is_refused(llm, wanted):
     good = SamplingParams(max_tokens=3)

@@ -5,7 +5,7 @@
 #
 # The host is Debian or Ubuntu on x86-64; its PYTHON has what nanoengine needs, and pip. The folder,
 # /tmp/nanoengine-arm if none is given, gets 1.3 GB of files, which the next run reuses. A run
-# takes a quarter of an hour. Times on an emulated CPU say nothing about a real one.
+# takes about ten minutes. Times on an emulated CPU say nothing about a real one.
 set -euo pipefail
 
 # Mounts are for this script alone, and end with it.
