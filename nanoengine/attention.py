@@ -82,14 +82,10 @@ class Backend:
     has_graphs: bool = False
 
 
-def runs_on_cpu(device: str, dtype: torch.dtype) -> bool:
-    return device == "cpu" and dtype != torch.float16
-
-
 # You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS. nanoengine_gpu adds
 # "flash-attn" and "varlen".
 BACKENDS = {
-    "numba": Backend(None, runs_on_cpu, rank=3),
+    "numba": Backend(None, lambda device, dtype: device == "cpu" and dtype != torch.half, rank=3),
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 

@@ -69,9 +69,7 @@ class Engine:
         """
         if self.runner is None:
             raise RuntimeError("the LLM is closed")
-        if self.config.run_ahead:
-            return self._step_ahead()
-        return self._take_in(self._launch())
+        return self._step_ahead() if self.config.run_ahead else self._take_in(self._launch())
 
     def _step_ahead(self) -> list[Sequence]:
         """Launches the next step before it waits for the tokens of the one in flight.

@@ -131,19 +131,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
         super().__init__()
-        has_bias = has_switch(config, "attention_bias")
-        has_qkv_bias = has_bias or config.model_type == "qwen2"
+        bias = has_switch(config, "attention_bias")
         self.window = window_of(config, layer_index)
         self.head_dim = config.head_dim
         # of queries, keys and values
         self.num_heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
         queries, keys, values = (self.head_dim * heads for heads in self.num_heads)
         qkv = {"q_proj": queries, "k_proj": keys, "v_proj": values}
-        self.qkv_proj = FusedLinear(config.hidden_size, qkv, has_qkv_bias)
+        self.qkv_proj = FusedLinear(config.hidden_size, qkv, bias or config.model_type == "qwen2")
         head_norm = RMSNorm if config.model_type == "qwen3" else nn.Identity
         self.q_norm = head_norm(self.head_dim, config.rms_norm_eps)
         self.k_norm = head_norm(self.head_dim, config.rms_norm_eps)
-        self.o_proj = nn.Linear(queries, config.hidden_size, has_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias)
 
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Any) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).

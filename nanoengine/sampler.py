@@ -10,7 +10,7 @@ seed of its sequence and on its position.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,8 +72,10 @@ def sample(logits: Tensor, draws: Tensor, seqs: list[Sequence], last_sampled: Te
             constraints.apply(scores, members, last_sampled)
         is_left = scores.amax(dim=-1) != -math.inf
         scale(scores, draws[index])
-        truncate(scores, draws[index], kind, max(seq.params.top_k for seq in members))
-        drawn[index] = draw(scores, draws[index]).where(is_left, NONE_LEFT)
+        largest_k = max(seq.params.top_k for seq in members)
+        tokens, scores = truncate(scores, draws[index], kind, largest_k)
+        places = draw(scores, draws[index])
+        drawn[index] = tokens[places].where(places >= 0, places).where(is_left, NONE_LEFT)
     return drawn[:len(seqs)]
 
 
@@ -104,32 +106,38 @@ def scale(scores: Tensor, draws: Tensor) -> Tensor:
     return scores.div_(temperature.clamp(min=1e-30))
 
 
-def truncate(scores: Tensor, draws: Tensor, kind: Iterable[str], largest_k: int) -> None:
-    """Sets truncated tokens to -inf. All rows need the truncations that `kind` names.
+def truncate(scores: Tensor, draws: Tensor, kind: tuple[str, ...],
+             largest_k: int) -> tuple[Tensor, Tensor]:
+    """Returns the tokens that some row can still draw, (few,), and their scores, (rows, few): -inf
+    where the token is truncated. All rows need the truncations that `kind` names.
 
     The order is vLLM's: temperature, min-p, top-k (with all tokens as likely as the k-th), then
     top-p of the rest, renormalised. largest_k: that of these rows, known without waiting.
     """
-    vocab_size = scores.shape[1]
     min_p, top_k, top_p = draws[:, 1:4, None].unbind(1)
-    if "min_p" in kind:
-        scores.masked_fill_(scores < min_p.log().float(), -math.inf)
+    # lower scores cannot be drawn
+    least = bound = min_p.log().float()
+    total = None
+    if "top_p" in kind and not {"min_p", "top_k"} & {*kind}:
+        total = scores.exp().cumsum(dim=-1, dtype=torch.float64)[:, -1:]
+        # together, all tokens with lower scores weigh less than half of 1 - top_p
+        bound = (total * (1 - top_p) / (2 * scores.shape[1])).log().float()
+    tokens = nanoengine_cpu.columns_above(scores, bound, largest_k)
+    scores = scores[:, tokens]
     if "top_k" in kind:
-        count = min(largest_k, vocab_size)
-        least = scores.topk(count).values.gather(1, top_k.long().clamp(max=count) - 1)
-        scores.masked_fill_(scores < least, -math.inf)
+        count = min(largest_k, len(tokens))
+        kth = scores.topk(count).values.gather(1, top_k.long().clamp(max=count) - 1)
+        least = least.maximum(kth)
+    scores = scores.masked_fill(scores < least, -math.inf)
     if "top_p" in kind:
-        weights = scores.double().softmax(dim=-1)
-        # together, all other tokens of a row weigh less than 1 - top_p
-        columns = nanoengine_cpu.columns_above(weights, (1 - top_p) / vocab_size)
         # The nucleus (Holtzman et al., 2019, arXiv:1904.09751): the fewest likeliest tokens that
         # together reach top_p, including the one that crosses it. Of equally likely tokens, the
         # first ones count.
-        ordered, order = weights[:, columns].sort(dim=-1, descending=True, stable=True)
-        is_kept = ordered.cumsum(dim=-1) - ordered < top_p
-        kept = is_kept.scatter(1, order, is_kept)
-        left = scores[:, columns].masked_fill(~kept, -math.inf)
-        scores.fill_(-math.inf)[:, columns] = left
+        ordered, order = scores.exp().sort(dim=-1, descending=True, stable=True)
+        cumulated = ordered.cumsum(dim=-1, dtype=torch.float64)
+        is_kept = cumulated - ordered < top_p * (cumulated[:, -1:] if total is None else total)
+        scores = scores.masked_fill(~is_kept.scatter(1, order, is_kept), -math.inf)
+    return tokens, scores
 
 
 def draw(scores: Tensor, draws: Tensor) -> Tensor:

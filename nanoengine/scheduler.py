@@ -33,9 +33,8 @@ class Scheduler:
     max_model_len: the most tokens of any sequence.
     """
 
-    def __init__(
-            self, block_manager: BlockManager, config: EngineConfig, max_model_len: int) -> None:
-        self.block_manager = block_manager
+    def __init__(self, manager: BlockManager, config: EngineConfig, max_model_len: int) -> None:
+        self.block_manager = manager
         self.config = config
         self.max_model_len = max_model_len
         self.choose_batch = BATCHING.get(config.scheduling, config.scheduling)

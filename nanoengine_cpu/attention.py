@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine_cpu.compiling import Program, addresses, bits_of_number, compile_kernel, take_tasks
+from nanoengine_cpu.compiling import Program, bits_of_number, compile_kernel, take_tasks
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
@@ -96,8 +96,7 @@ def empty_cache(layers: int, num_blocks: int, block_size: int, kv_heads: int, he
     padded, is the kernel's own business: only whole blocks can be copied.
     """
     shape = layers, 2, num_blocks, kv_heads, block_size, numbers_per_token(head_dim, block_size)
-    memory = in_huge_pages(math.prod(shape) * dtype.itemsize)
-    return memory.view(dtype).view(shape).transpose(3, 4)
+    return in_huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape).transpose(3, 4)
 
 
 # --------------------------------------------------------------------- norm, rotation, cache
@@ -499,4 +498,4 @@ def step_numbers(qkv: Tensor, out: Tensor, angles: Tensor, slot_mapping: Tensor,
                  block_tables: Tensor, sequence_of_token: Tensor, positions: Tensor) -> list[int]:
     """What the kernel needs of a step, in its order."""
     tensors = qkv, out, angles, slot_mapping, block_tables, sequence_of_token, positions
-    return [*addresses(tensors), len(positions), *block_tables.shape]
+    return [*map(Tensor.data_ptr, tensors), len(positions), *block_tables.shape]

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from nanoengine_cpu import attention, products
-from nanoengine_cpu.compiling import Program, addresses, bits_of_number, warn_once
+from nanoengine_cpu.compiling import Program, bits_of_number, warn_once
 from nanoengine_cpu.memory import limit_threads
 
 # Counts what was set in any module: parameters, modules, caches.
 changes = Counter[str]()
-for register in (torch_modules.register_module_parameter_registration_hook,
-                 torch_modules.register_module_module_registration_hook):
-    register(lambda *_: changes.update(all=1))
+torch_modules.register_module_parameter_registration_hook(lambda *_: changes.update(all=1))
+torch_modules.register_module_module_registration_hook(lambda *_: changes.update(all=1))
 
 
 def optimize(model: nn.Module, has_attention: bool = True) -> bool:
@@ -167,11 +166,9 @@ class Layers(nn.Module):
     hooks, or is of an unknown kind, the layers are called one by one, as before.
     """
 
-    version = -1
-
     def forward(self: Any, token_ids: Tensor, step: Any) -> Tensor:
         """From (T,) token ids to (rows, hidden_size), of the rows `step.sampled_rows`."""
-        if self.version != changes["all"]:
+        if getattr(self, "version", None) != changes["all"]:
             self.make_programs()
         if not self.programs or any(self.hooks):
             return super().forward(token_ids, step)
@@ -180,10 +177,10 @@ class Layers(nn.Module):
         most = max(len(x), len(step.sampled_rows))
         middle, activated, qkv, attended = [x.new_empty(most, size) for size in self.sizes]
         angles = self.rope[:, step.positions]
-        self.programs[0].run(len(x), *addresses((x, middle, activated)),
+        self.programs[0].run(len(x), *map(Tensor.data_ptr, (x, middle, activated)),
                              *attention.step_numbers(qkv, attended, angles, *tensors_of(step)))
         x, attended = x[step.sampled_rows], attended[step.sampled_rows]
-        self.programs[1].run(len(x), *addresses((x, middle, activated, qkv, attended)))
+        self.programs[1].run(len(x), *map(Tensor.data_ptr, (x, middle, activated, qkv, attended)))
         return self.norm(x)
 
     def make_programs(self: Any) -> None:

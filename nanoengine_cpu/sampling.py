@@ -1,26 +1,44 @@
-"""Parts of sampling that PyTorch's operators alone would do slowly on a CPU."""
+"""Parts of sampling that PyTorch's operators alone would do slowly on a CPU.
+
+They look at groups of neighbours first: most groups are ruled out by their largest number.
+"""
 
 import math
 
-from torch import Tensor
+import torch
 
 
-def first_max(x: Tensor) -> tuple[Tensor, Tensor]:
+def grouped(x: torch.Tensor) -> torch.Tensor:
+    """Divides each row of a matrix into groups of equal size: (rows, groups, size)."""
+    return x.unflatten(1, (-1, math.gcd(x.shape[1], 128)))
+
+
+def first_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest number of each row of a matrix, and its place, the first if there are several.
 
-    On a CPU PyTorch finds a maximum in vectors, but its place one number at a time. So this first
-    takes the maximum of each group of neighbours, and looks for places in one group alone.
+    On a CPU PyTorch finds a maximum in vectors, but its place one number at a time. So this looks
+    for places in one group alone.
     """
-    groups = x.unflatten(1, (-1, math.gcd(x.shape[1], 128)))
+    groups = grouped(x)
     largest, group = groups.amax(dim=-1).max(dim=-1, keepdim=True)
     place = groups.take_along_dim(group[:, :, None], dim=1).max(dim=-1).indices
     return largest[:, 0], (group * groups.shape[-1] + place)[:, 0]
 
 
-def columns_above(x: Tensor, thresholds: Tensor) -> Tensor | slice:
-    """The columns of a matrix where some row is not below its threshold, or is its maximum; on a
-    GPU all, as the host would have to wait for them."""
-    if not x.is_cpu:
-        return slice(None)
-    thresholds = x.amax(dim=-1, keepdim=True).minimum(thresholds)
-    return (~(x < thresholds)).any(dim=0).nonzero()[:, 0]
+def columns_above(x: torch.Tensor, thresholds: torch.Tensor, count: int) -> torch.Tensor:
+    """The columns of a matrix in which some row has a number that is not below its threshold and
+    can be among its `count` largest; on a GPU all columns, as the host would have to wait for them.
+    NaN is not below anything.
+
+    thresholds: (rows, 1); count: 0 or less for no limit.
+    """
+    if not x.is_cpu or count <= 0 and thresholds.amax() == -math.inf:
+        return torch.arange(x.shape[1], device=x.device)
+    groups = grouped(x)
+    largest = groups.amax(dim=-1)
+    if 0 < count <= largest.shape[1]:
+        # so many groups have a number that is not below this one
+        thresholds = thresholds.maximum(largest.topk(count).values[:, -1:])
+    near = (~(largest < thresholds)).any(dim=0).nonzero()
+    columns = (near * groups.shape[-1] + torch.arange(groups.shape[-1])).flatten()
+    return columns[(~(x[:, columns] < thresholds)).any(dim=0)]

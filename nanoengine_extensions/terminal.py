@@ -13,9 +13,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", default=256, type=int)
     parser.add_argument("--temperature", default=0.7, type=float, help="0 is greedy")
     args = parser.parse_args()
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    try:
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+        outputs = LLM(args.model).stream(args.prompt, params)
+    except ValueError as error:
+        parser.error(str(error))
     num_shown = 0
-    for output in LLM(args.model).stream(args.prompt, params):
+    for output in outputs:
         text = output.outputs[0].text
         print(text[num_shown:], end="", flush=True)
         num_shown = len(text)

@@ -51,8 +51,13 @@ def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
     p = SamplingParams(**params)
     columns = p.temperature, p.min_p, p.top_k, p.top_p, 0.0
     rows = torch.tensor([columns] * len(scores), dtype=torch.float64)
-    sampler.truncate(scores, rows, p.edits, p.top_k)
-    return scores
+    return truncate(scores, rows, p.edits, p.top_k)
+
+
+def truncate(scores: torch.Tensor, *others) -> torch.Tensor:
+    """All scores, -inf for the tokens that are truncated."""
+    tokens, left = sampler.truncate(scores, *others)
+    return torch.full_like(scores, -math.inf).index_copy(1, tokens, left)
 
 
 def draw(scores: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -427,20 +432,21 @@ def truncated_one_by_one(row: torch.Tensor, top_k: int, top_p: float, min_p: flo
 
 @pytest.mark.parametrize("is_cpu", [True, False])
 @pytest.mark.parametrize("levels", [3, 40, 10_000])  # few: many tokens are equally likely
-def test_truncations_are_those_of_the_definitions(monkeypatch, levels, is_cpu):
+@pytest.mark.parametrize("vocab_size", [64, 151, 1152])  # one group, no groups, nine
+def test_truncations_are_those_of_the_definitions(monkeypatch, vocab_size, levels, is_cpu):
     """For matrices of several rows too, and in the way of a GPU, which looks at all tokens."""
     if not is_cpu:
         monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     generator = torch.Generator().manual_seed(levels)
     for top_ks, top_ps, min_ps in itertools.product(
-            ([0] * 4, [1, 5, 30, 99], [7] * 4), ([1.0] * 4, [0.0513, 0.3719, 0.9021, 0.9993]),
+            ([0] * 4, [1, 5, 30, 99], [1, 5, 2, 9]), ([1.0] * 4, [0.0513, 0.3719, 0.9021, 0.9993]),
             ([0.0] * 4, [0.003, 0.11, 0.2, 0.9])):
-        logits = torch.randint(levels, (4, 64), generator=generator) * (6.0 / levels)
+        logits = torch.randint(levels, (4, vocab_size), generator=generator) * (6.0 / levels)
         scores = logits - logits.amax(dim=-1, keepdim=True)
         rows = torch.tensor([(1.0, m, k, p, 0.0) for k, p, m in zip(top_ks, top_ps, min_ps)],
                             dtype=torch.float64)
         kind = SamplingParams(top_k=top_ks[0], top_p=top_ps[0], min_p=min_ps[0]).edits
-        sampler.truncate(scores, rows, kind, max(top_ks))
+        scores = truncate(scores, rows, kind, max(top_ks))
         for row, found, *params in zip(logits, scores, top_ks, top_ps, min_ps):
             kept = found.isfinite().nonzero().flatten().tolist()
             assert kept == truncated_one_by_one(row, *params), params
