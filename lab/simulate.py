@@ -128,7 +128,8 @@ def simulate(args: Any, workload: Workload, cost: Cost,
         if args.reject and not can_start(engine):
             engine.finish(seq, "abort")
     run_until(engine, lengths)
-    accepted = [seq.metrics for seq in seqs if seq.finish_reason != "abort"]
+    accepted = [replace(seq.metrics, num_decoded_tokens=seq.num_tokens - seq.num_prompt_tokens - 1)
+                for seq in seqs if seq.finish_reason != "abort"]
     figures = figures_of(engine, runner.now, accepted)
     figures["rejected_percent"] = 100 * (1 - len(accepted) / len(seqs))
     figures["real_us_per_step"] = 1e6 * (time.perf_counter() - started) / figures["num_steps"]

@@ -66,11 +66,12 @@ class EngineConfig:
         included. Weights, the largest step and CUDA graphs are measured; the KV cache gets the
         rest.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
-        to the GPU in each step. If several GPUs share the model, it counts for each GPU.
+        to the GPU in each step. If several GPUs share the model, it counts for each GPU. On a CPU
+        only 0 is accepted.
     enforce_eager: no CUDA graphs for decode steps, and no torch.compile.
     tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.
     attention_backend: a name in the table `BACKENDS` of attention.py: "numba" on a CPU;
-        "flash-attn", "varlen" or "gather" on a GPU; "auto": the fastest that works here.
+        "flash-attn" or "varlen" on a GPU; "gather" on both; "auto": the fastest that works here.
     run_ahead: launch a step before the tokens of the step before it are known; the tokens are the
         same.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
@@ -86,11 +87,11 @@ class EngineConfig:
         pool on the host ("swap"); when the pool is full, they are dropped.
     preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority"; for
         comparison "least-recently-run" or "random".
-    swap_space: GiB of the host's memory for the pool of "swap".
+    swap_space: GiB of the host's memory for the pool of "swap", for each rank.
     batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
-        request, and however it was chunked, preempted or cached. On a CPU with packed weights they
-        always do; where this is impossible, True is an error. All multiples of 32 as block_size
-        give the same bits; other sizes may give others, because they group the sums differently.
+        request, and however it was chunked, preempted or cached. On a CPU with packed weights this
+        always holds; where it cannot hold, True is an error. All multiples of 32 as block_size give
+        the same bits; other sizes may give others, because they group the sums differently.
     trace: keep a record of each step in `LLM.trace`: see `Launched` in model_runner.py.
     """
 

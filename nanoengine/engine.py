@@ -115,8 +115,8 @@ class Engine:
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
-        """Ends sequences that wait or run, between two steps; the caller ends forks that have not
-        begun. Their full blocks stay in the prefix cache."""
+        """Ends waiting and running sequences, between two steps. The caller ends forks that have
+        not begun. Full blocks stay in the prefix cache."""
         for seq in [*self.scheduler.waiting, *self.scheduler.running]:
             if seq.request_id in request_ids:
                 self.finish(seq, "abort")

@@ -114,8 +114,8 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
                read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
     """Returns the model with its weights in `dtype`; "dummy": random ones, always the same.
 
-    place, read: for extensions: the device of the weights, and the part of a checkpoint's tensor to
-        copy to its target.
+    place, read: for extensions: allocates memory for the weights (see `place_on`), and reads the
+        part of a checkpoint's tensor that belongs in its target.
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)

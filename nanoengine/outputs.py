@@ -20,7 +20,8 @@ class CompletionOutput:
     token_ids: the generated tokens.
     cumulative_logprob: the sum of the log-probabilities of the tokens; None unless `logprobs`
         asked for them.
-    logprobs: for each token, a dict from token ids to log-probabilities; None likewise.
+    logprobs: for each token, a dict from token ids to `Logprob` (logprob, rank, decoded_token);
+        None likewise.
     finish_reason: "stop" (EOS, a stop token or string), "length", "abort", "error" (no token could
         be sampled), or None while it goes on.
     stop_reason: the stop string or token id that ended it, None for the tokenizer's EOS; after
@@ -48,8 +49,8 @@ class RequestOutput:
     num_cached_tokens: how many tokens of the prompt the prefix cache had.
     metrics: the timings of this request, a `RequestMetrics`.
     index: which of the call's prompts it is, from 0.
-    prompt_logprobs: for each token of the prompt, None for the first; None if not asked for, and
-        for a request that ended in an error.
+    prompt_logprobs: such a dict for each token of the prompt, None for the first; None if not asked
+        for, and for a request that ended in an error.
     """
 
     request_id: str

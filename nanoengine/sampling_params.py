@@ -73,19 +73,22 @@ Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST, DISTINCT]
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
-    n: the number of completions of a prompt, at most 16384; the prompt is computed once.
+    n: the number of completions of a prompt, at most 16384; the prompt is computed once. More than
+        1 needs a temperature above 0.
     temperature: divides the logits; 0 is greedy.
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: sample among the fewest likeliest tokens whose probabilities add up to at least p.
     min_p: drop tokens that are less likely than min_p times the likeliest.
-    seed: a draw depends on it and on the position; None or -1: derived from the engine's seed.
+    seed: a draw depends on it and on the position; None or -1: derived from the engine's seed and
+        the number of the request.
     max_tokens: the most tokens to generate; None: up to the engine's `max_model_len`.
     min_tokens: until this many tokens are generated, EOS and stop tokens are masked, and stop
         strings do not count.
     stop: strings that end the completion; they are cut from the text unless
         include_stop_str_in_output.
     stop_token_ids: tokens that end the completion, besides EOS.
-    include_stop_str_in_output: keep the stop string in the text.
+    include_stop_str_in_output: keep the stop string, or the text of the stop token or EOS, in the
+        text.
     ignore_eos: go on after EOS.
     logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
         likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
@@ -98,13 +101,13 @@ class SamplingParams:
     bad_words: texts that are never generated; the prompt does not count.
     allowed_token_ids: the only tokens that may be generated.
     logit_bias: numbers to add to logits, by token id.
-    logits_processors: functions `(input_ids, scores) -> scores` on tensors of shape (1, tokens so
-        far) and (1, vocab_size), as in transformers; they run after all of the above.
+    logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
+        tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
     structured_outputs: what the text must be, one of {"json": schema}, {"json_object": True},
         {"regex": text}, {"choice": list of texts} and {"grammar": text in EBNF}: see
         structured_outputs.py.
     skip_special_tokens: leave special tokens out of the text.
-    detokenize: turn tokens into text at all.
+    detokenize: turn tokens into text at all; stop strings need it.
 
     Temperature, repetition_penalty and biases are clamped in magnitude to 1e-18 … 1e18; 0 stays 0.
 
@@ -149,7 +152,7 @@ class SamplingParams:
 
     @cached_property
     def edits(self) -> tuple[str, ...]:
-        """Which edits its rows of logits need besides a temperature.
+        """The edits that its rows of logits need besides a temperature.
 
         Greedy rows need no truncation: the likeliest token is always kept.
         """

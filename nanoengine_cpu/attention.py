@@ -17,7 +17,8 @@ bfloat16. Keys and values are in tiles of 16 keys; each line is read as vectors 
         k0[2:4] k1[2:4] k2[2:4] …                       v2[0],v3[0]  v2[1],v3[1]  …
 
 Blocks are padded to whole tiles, head_dim to whole vectors. What is unwritten can hold NaN: scores
-there are replaced, and values there reach no result; half a pair is set to 0 if it is no number.
+there are replaced, and values there reach no result; the other half of a pair is set to 0 if it is
+NaN or infinity.
 (NaN or infinity that was written reaches all tokens of its tile: 0 times NaN is NaN.)
 
 Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are one of its tiles.
@@ -69,7 +70,8 @@ WEIGHTS, MAXIMUM, STATE = 0, LANES, 2 * LANES
 # a masked score, and the maximum before the first score: 2^(HIDDEN - LOWEST) is 0
 HIDDEN = np.float32(-1e30)
 LOWEST = np.float32(-1e20)
-# A row's sums shrink when its maximum is raised. So it stands until a weight would be above 2^8.
+# A row's sums shrink when its maximum is raised. So the maximum is kept until a weight would be
+# above 2^8.
 MOST_EXPONENT = np.float32(8)
 
 
@@ -104,7 +106,7 @@ def empty_cache(layers: int, num_blocks: int, block_size: int, kv_heads: int, he
 
 @inlined()
 def ask_for(head):
-    """Asks for a head that is needed soon. There may be no such token."""
+    """Prefetches a head that is needed soon. The token need not exist."""
     for d in range(0, len(head), 64 // head.itemsize):
         prefetch(head, d)
 
@@ -145,7 +147,7 @@ def write(room, value, keys, values, offset, head_dim, width, per_word):
     kept = np.uint32(0 if per_word == 1 else 0xFFFF if second else 0xFFFF0000)
     for d in range(head_dim):
         other = line[d] & kept
-        # a second half that is unwritten might be no number
+        # a second half that is unwritten can be NaN or infinity
         is_number = other & 0x7F800000 != 0x7F800000
         line[d] = (other if is_number else np.uint32(0)) | np.uint32(value[d]) << 16 * second
 
@@ -465,8 +467,8 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
 
 def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cache: Tensor,
                     window: int | None, *step: Tensor) -> Tensor:
-    """All between two projections: head norms, rotation, cache and attention, for tokens of
-    prompts and decodes alike.
+    """Everything between the two projections: head norms, rotation, cache and attention, for tokens
+    of prompts and decodes alike.
 
     qkv: (T, heads + 2 * kv_heads, head_dim)
     norms: (2, head_dim) float32, weights of the norms of query heads and key heads
@@ -474,10 +476,11 @@ def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cach
     angles: (2, T, head_dim / 2), cos and sin, float32
     cache: of a layer, from `empty_cache`; K and V are written to it
     window: how many keys a token sees; None for all
-    step: slot_mapping, block_tables, sequence_of_token and positions, see `make_kernel`
+    step: slot_mapping (T,) int64; block_tables (sequences, width), sequence_of_token (T,) and
+        positions (T,) int32
 
-    Returns (T, heads, head_dim). All other tensors must be contiguous: the kernel gets addresses,
-    and can't check what lies there.
+    Returns (T, heads, head_dim). All tensors except the cache must be contiguous: the kernel gets
+    addresses, and can't check what lies there.
     """
     out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * cache.shape[3], qkv.shape[2])
     Program(call_attention(

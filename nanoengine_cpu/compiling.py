@@ -39,7 +39,7 @@ from nanoengine_cpu.vectors import add_atomic, array_at, inlined, instruction, n
 say_once = functools.cache(logging.getLogger(__name__).info)
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 
-# numba imports this when it first compiles. Ctrl-C in there would leave it half imported, and
+# numba imports this when it first compiles. Ctrl-C during the import would leave it half done, and
 # nothing could be compiled any more.
 numba.core.registry.cpu_target.typing_context.refresh()
 numba.core.registry.cpu_target.target_context.refresh()
@@ -66,7 +66,7 @@ class Announcement(numba.core.event.Listener):
 def compile_cached(jit: Any, function: Any) -> Any:
     """Returns what `jit` makes of a function, from numba's cache on disk if it has it.
 
-    Where the cache cannot be read or written, it warns, and the function is compiled without.
+    Where the cache cannot be read or written, it warns, and compiles without a cache.
     """
     sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
     # numba looks for changes only in the function's own file, not in those of what it calls

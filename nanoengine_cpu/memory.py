@@ -19,7 +19,7 @@ def read_system(name: str) -> str:
 
 
 def has_bfloat16() -> bool:
-    """Whether the CPU computes in bfloat16 by itself, as Linux says: LLVM does not know for ARM."""
+    """Whether the CPU has instructions for bfloat16. Linux says so; LLVM does not, for ARM."""
     return bool(re.search(r"\b(avx512_|amx_)?bf16\b", read_system("cpuinfo")))
 
 
@@ -82,6 +82,6 @@ def end_threads() -> None:
     """
     if os.getpid() == first_process():
         for libgomp in LIBGOMPS:
-            # older ones than GCC 9's cannot do it
+            # libgomp before GCC 9 does not have this function
             with suppress(AttributeError):
                 libgomp.omp_pause_resource_all(1)  # omp_pause_soft

@@ -27,13 +27,12 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
         attention: a module with `qkv_proj`, `o_proj`, `q_norm` and `k_norm`, see `PagedAttention`
         a decoder: a module with `embed_tokens`, `layers`, `norm` and `rope`, see `Layers`
 
-    A module keeps its own attributes, and loses those of the class that it had. What is set later
-    by its name counts: `module.weight = …`, `module.down_proj = …`.
+    A module keeps its own attributes, and loses those of the class that it had. Attributes that are
+    set later take effect: `module.weight = …`, `module.down_proj = …`.
 
     has_attention: False for a cache that `empty_cache` has not made
 
-    Returns whether a row has the same bits whatever rows are beside it, which is so where all
-    weights are packed.
+    Returns whether a row has the same bits whatever rows are beside it: if all weights are packed.
     """
     limit_threads()
     modules: Any = [*model.modules()]
@@ -209,7 +208,7 @@ def is_known(layer: Any) -> bool:
 def calls_of(layer: Any) -> list[list[int]]:
     """The calls of a layer: two that end with attention, and three after it."""
     attention, mlp = layer.self_attn, layer.mlp
-    # they may be others by now
+    # the norms may have been replaced
     attention.__dict__.pop("head_norms", None)
     return [attention.qkv_proj.call(X, 0, QKV, ROWS, layer.input_layernorm),
             attention.call(QKV, ATTENDED, *OF_STEP),

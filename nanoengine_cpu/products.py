@@ -78,7 +78,8 @@ def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tens
     """Packs a weight, (outputs, inputs), as (blocks, words, numbers of a line), and its bias as
     float32. Both are padded with zeros: each half to whole blocks, words to whole vectors.
 
-    Raises ValueError for a weight that no kernel can read.
+    halves: 2 if the outputs are gates, then ups; otherwise 1. Raises ValueError for a weight that
+    no kernel can read.
     """
     outputs, inputs = len(weight) // halves, weight.shape[1]
     if weight.dtype not in BLOCKS or inputs * weight.itemsize > 4 * MOST_WORDS:
@@ -90,7 +91,7 @@ def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tens
     lines = weight.contiguous().view(torch.int32).unflatten(0, (-1, block_size)).transpose(1, 2)
     bias = torch.zeros(halves * outputs, device="cpu") if bias is None else bias.float()
     padded = F.pad(bias.unflatten(0, (halves, -1)), (0, more[-1])).flatten()
-    # the fewer pages, the more of them the CPU finds without looking them up
+    # fewer pages: the CPU keeps more of their addresses at hand
     packed = in_huge_pages(lines.nbytes).view(torch.int32).view(lines.shape).copy_(lines)
     return packed.view(weight.dtype), padded
 
@@ -240,7 +241,7 @@ def product(dtype: torch.dtype) -> Callable:
                 ahead = place + SOON if size <= step else place_of(
                     number + 1, halves, slices, most_depth, blocks, words, block_size)
                 for r in range(0, size, step):
-                    # rows after the last one hold anything
+                    # rows after the last one hold arbitrary numbers
                     left, here, rest = copy[r * line + first:], sums[half, r:], size - r
                     if first == 0:
                         copy_rows(bias[(half * blocks + block) * block_size:], 0, here, block_size,

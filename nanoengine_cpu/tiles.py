@@ -38,7 +38,7 @@ HAS_TILES = may_use_tiles()
 
 
 def tile_sizes(rows: int) -> np.ndarray:
-    """The sizes of all eight tiles, as the CPU reads them: sums and lefts have so many lines."""
+    """The sizes of all eight tiles, as the CPU reads them; sums and left have `rows` lines."""
     sizes = np.zeros(64, np.uint8)
     sizes[0] = 1
     # the bytes of a line, and how many lines

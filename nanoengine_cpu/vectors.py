@@ -100,7 +100,7 @@ def array_at(context, place, shape, dtype):
 
 @intrinsic(prefer_literal=True)
 def numbers_at(context, address, count):
-    """So many int64 numbers, a constant, from an address on: the arguments of a kernel."""
+    """Reads `count` int64 numbers, a constant, at an address: the arguments of a kernel."""
     kind = types.UniTuple(types.int64, count.literal_value)
 
     def generate(context, builder, signature, values):
@@ -117,7 +117,7 @@ def add_atomic(builder, at, number):
 
 @intrinsic(prefer_literal=True)
 def stack(context, size):
-    """Room for so many 32-bit words, a constant. Where LLVM sees all uses, they are registers."""
+    """Room for `size` 32-bit words, a constant. Where LLVM sees all uses, they become registers."""
     def generate(context, builder, signature, values):
         with builder.goto_entry_block():
             room = builder.alloca(ir.FloatType(), size.literal_value)
@@ -144,7 +144,7 @@ def load(builder, array, first):
 
 @instruction(types.void)
 def store(builder, array, first, numbers):
-    """To an array of 32-bit words, or of bfloat16: the nearest, of two the even one."""
+    """Stores to an array of 32-bit words, or rounds to bfloat16 (ties to even)."""
     place = builder.gep(array, [first])
     if is_half(array):
         bits = builder.bitcast(numbers, WORDS)
@@ -191,7 +191,7 @@ def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
 
 @instruction(types.void)
 def prefetch(builder, array, place):
-    """Asks early for a number, into all caches but the first. There may be no such number."""
+    """Prefetches a number into all caches but the first. The number need not exist."""
     pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
     # to read, into the second cache, as data
     options = [ir.IntType(32)(option) for option in (0, 2, 1)]
@@ -262,7 +262,7 @@ def add_products(builder, left, right, total, per_word):
         upper = [builder.bitcast(builder.and_(side, same(WORDS, 0xFFFF0000)), FLOATS)
                  for side in words]
         pairs = multiply_add(builder, *upper, multiply_add(builder, *lower, total))
-    # LLVM knows which, and drops the other
+    # LLVM knows per_word, and drops the other case
     are_pairs = builder.icmp_signed("==", per_word, per_word.type(2))
     return builder.select(are_pairs, pairs, multiply_add(builder, left, right, total))
 

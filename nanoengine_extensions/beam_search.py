@@ -58,7 +58,7 @@ class BeamSearchSequence:
     tokens: the tokens of prompt and completion; EOS is the last one where the beam ended by it.
     cum_logprob: the summed log-probability of the completion.
     score: cum_logprob divided by the length to the power length_penalty.
-    text: the text of prompt and completion.
+    text: the text of prompt and completion; None without a tokenizer.
     finish_reason: "stop" (EOS), "length", or "error" where no beam has finite log-probabilities.
     """
 
@@ -134,7 +134,8 @@ class BeamSearch(Request):
         seq = self.seq
         manager = scheduler.block_manager
         most = manager.num_blocks // manager.num_blocks_for(scheduler.hold(seq))
-        if params.beam_width > min(most, scheduler.config.max_num_seqs):
+        most = min(most, scheduler.config.max_num_seqs)
+        if params.beam_width > most:
             raise rejected("beam_width", params.beam_width, f"at most {most} with num_kv_blocks="
                            f"{manager.num_blocks}, max_num_seqs={scheduler.config.max_num_seqs}")
         self.params = params

@@ -31,8 +31,8 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
     `seq.constraints` is a list of (word, until): a word as token ids, and the num_tokens from which
     it is permitted: infinity for bad words, and for tokens that end the sequence, where
     `min_tokens` ends. Bad words and processors need all tokens of the sequence, so that its steps
-    cannot run ahead. A grammar becomes one more processor, and `min_tokens` another one after it,
-    since it gives way where the text is complete.
+    cannot run ahead. A grammar becomes one more processor. `min_tokens` becomes another one after
+    it, which does nothing once the text is complete.
     """
     p = seq.params
     until = seq.num_prompt_tokens + p.min_tokens
@@ -75,7 +75,7 @@ def encode_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) ->
 
 
 def biases(seq: Sequence) -> dict[int, float]:
-    """Returns what to add to the logits of which tokens in the next step; -inf forbids a token.
+    """Returns the biases for the next step, by token id; -inf forbids a token.
 
     If only some tokens are allowed, the result lists all of them, and all others are forbidden. The
     last token of a forbidden word is forbidden after the word's other tokens.

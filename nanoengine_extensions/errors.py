@@ -1,6 +1,7 @@
 """Errors of pydantic about a user's input, in the engine's words.
 
-`sampling_params.explained`, which decorates EngineConfig and SamplingParams, calls `explain`.
+`sampling_params.explained`, which decorates EngineConfig, SamplingParams and BeamSearchParams,
+calls `explain`.
 """
 
 from difflib import get_close_matches

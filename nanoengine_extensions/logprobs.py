@@ -19,8 +19,8 @@ from nanoengine.sampler import matrices
 class Logprob:
     """The log-probability of a token at a position, its rank there (1: the likeliest), its text.
 
-    Among equally likely tokens, the sampled one ranks last, unless it is one of the k likeliest
-    that were asked for: these rank from 1 to k.
+    The k likeliest tokens that were asked for rank from 1 to k. Otherwise, the sampled token ranks
+    last among equally likely ones.
     """
 
     logprob: float

@@ -1,8 +1,8 @@
 """Metrics, trace, log and progress bar.
 
-The engine calls `launched` before each step and `done` after it (`Engine.step`), and knows nothing
-else of this file. Counters and times come from the batch and its sequences; gauges are read between
-two steps. `LLM` calls `log_room` once, and `show_progress` in `generate`.
+The engine calls `launched` before each step and `done` after it, and knows nothing else of this
+file. Counters and times come from the batch and its sequences; gauges are read between two steps.
+`LLM` calls `log_room`, `show_progress` and `gauges`; each request has a `RequestMetrics`.
 """
 
 import logging

@@ -78,7 +78,7 @@ class LLM(nanoengine.LLM):
 
     @property
     def llm_engine(self) -> Any:
-        """What scripts and tests read of vLLM's engine."""
+        """The parts of vLLM's engine that scripts and tests read."""
         configs = SimpleNamespace(cache_config=self.config, model_config=self.inputs)
         return SimpleNamespace(vllm_config=configs, model_config=self.inputs,
                                get_num_unfinished_requests=lambda: len(self.active))

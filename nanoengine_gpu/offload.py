@@ -25,7 +25,7 @@ from nanoengine.model import Decoder
 def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
     """Returns a model that keeps layers of this many GiB on the host.
 
-    load: loads the model; its argument `place` is a function that returns where weights go.
+    load: loads the model; its argument `place` is a function that allocates memory for weights.
     """
     on_host: list[nn.Module] = []
 

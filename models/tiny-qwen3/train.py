@@ -309,7 +309,7 @@ model without a download; it knows a few stories and four small tasks, and nothi
 | training | {steps} steps of {tokens:,} tokens, contexts of {context} |
 | training time | {minutes:.0f} minutes on two CPU cores (shared with other work) |
 | tokenizer | byte-level BPE, {vocab} tokens, single digits, ChatML template |
-| end of text | `<|im_end|>` in chats, `<|endoftext|>` after plain text; both end a generation |
+| end of text | `<\\|im_end\\|>` in chats, `<\\|endoftext\\|>` after plain text; both end it |
 
 Unseen questions answered exactly right, greedy, out of {count}:
 
