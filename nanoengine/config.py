@@ -51,7 +51,8 @@ class EngineConfig:
         float32 on a CPU without instructions for bfloat16.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
     seed: the seeds of requests without one are derived from it; None is 0.
-    load_format: "dummy" makes random weights and needs only a config.json, for benchmarks.
+    load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
+        "hf" and "safetensors" read safetensors.
     max_model_len: the most tokens of a prompt and its output together; by default, and for -1, what
         the model and the cache allow.
     max_num_seqs: the most sequences that run at once; by default 256, or fewer where the token
@@ -104,7 +105,7 @@ class EngineConfig:
                      BY_NAME] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)] = 0
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    load_format: Literal["auto", "safetensors", "hf", "dummy"] = "auto"
     max_model_len: Annotated[Annotated[Int, Field(ge=2)] | None,
                              BeforeValidator(lambda v: None if v == -1 else v)] = None
     max_num_seqs: Annotated[Size, OR_NONE] = TO_FILL_IN

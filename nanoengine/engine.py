@@ -143,4 +143,4 @@ def make_block_manager(config: EngineConfig, runner: Any) -> BlockManager:
     if config.preemption_mode == "recompute":
         return BlockManager(*sizes)
     from nanoengine_extensions.swapping import SwappingBlockManager
-    return SwappingBlockManager(*sizes, runner.num_host_blocks)
+    return SwappingBlockManager(*sizes, num_host_blocks=runner.num_host_blocks)

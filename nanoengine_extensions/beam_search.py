@@ -38,17 +38,17 @@ class BeamSearchParams:
 
     beam_width: how many beams are kept, and returned.
     max_tokens: the most tokens to generate.
+    ignore_eos: go on after EOS.
     temperature: divides the logits; 0 leaves them as they are. No token is drawn at random.
     length_penalty: the score of a finished beam is its summed log-probability divided by its
         number of generated tokens to this power, -40 to 40; larger values favour longer beams.
-    ignore_eos: go on after EOS.
     """
 
     beam_width: Count
     max_tokens: Count
+    ignore_eos: bool = False
     temperature: Annotated[Moderate, Field(ge=0)] = 0.0
     length_penalty: Annotated[Moderate, Field(ge=-40, le=40)] = 1.0
-    ignore_eos: bool = False
 
 
 @dataclass
@@ -134,10 +134,9 @@ class BeamSearch(Request):
         seq = self.seq
         manager = scheduler.block_manager
         most = manager.num_blocks // manager.num_blocks_for(scheduler.hold(seq))
-        most = min(most, scheduler.config.max_num_seqs)
-        if params.beam_width > most:
+        if params.beam_width > min(most, scheduler.config.max_num_seqs):
             raise rejected("beam_width", params.beam_width, f"at most {most} with num_kv_blocks="
-                           f"{manager.num_blocks}, max_num_seqs={scheduler.config.max_num_seqs}")
+                           f"{manager.num_blocks}, or max_num_seqs={scheduler.config.max_num_seqs}")
         self.params = params
         self.scheduler = scheduler
         # a beam that samples one of these tokens need not end

@@ -112,8 +112,7 @@ class Metrics:
                 logger.error(seq.stop_reason)
         self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for seq in seqs)
         if self.engine.config.trace:
-            launched.ended = now
-            launched.metrics = self.gauges()
+            vars(launched).update(ended=now, metrics=self.gauges())
             self.trace.append(launched)
 
     def log_room(self) -> None:

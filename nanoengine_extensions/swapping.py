@@ -45,12 +45,11 @@ def add_host_pool(runner: Any) -> None:
 
 class SwappingBlockManager(BlockManager):
     """A block manager with a pool of `num_host_blocks` on the host. When that is full, the blocks
-    of preempted sequences are dropped."""
+    of preempted sequences are dropped. sizes: the arguments of `BlockManager`."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 num_host_blocks: int = 0) -> None:
+    def __init__(self, *sizes: Any, num_host_blocks: int) -> None:
         self.num_host_blocks = num_host_blocks
-        super().__init__(num_blocks, block_size, enable_prefix_caching)
+        super().__init__(*sizes)
 
     def reset(self) -> None:
         super().reset()

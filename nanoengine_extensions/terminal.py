@@ -10,17 +10,15 @@ def main() -> None:
     parser = ArgumentParser("python -m nanoengine", description="streams a text to the terminal")
     parser.add_argument("prompt", help="the beginning of the text")
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a folder or a Hugging Face id")
-    parser.add_argument("--max-tokens", default=256, type=int)
-    parser.add_argument("--temperature", default=0.7, type=float, help="0 is greedy")
+    parser.add_argument("--max-tokens", default=256, type=int, help="the most tokens to generate")
+    parser.add_argument("--temperature", default=0.7, type=float, help="0 is greedy; default: 0.7")
     args = parser.parse_args()
+    num_shown = 0
     try:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        outputs = LLM(args.model).stream(args.prompt, params)
+        for output in LLM(args.model).stream(args.prompt, params):
+            print(output.outputs[0].text[num_shown:], end="", flush=True)
+            num_shown = len(output.outputs[0].text)
     except ValueError as error:
         parser.error(str(error))
-    num_shown = 0
-    for output in outputs:
-        text = output.outputs[0].text
-        print(text[num_shown:], end="", flush=True)
-        num_shown = len(text)
     print()

@@ -17,21 +17,21 @@ from nanoengine import (
 from nanoengine.sampling_params import rejected
 
 # vLLM's keywords that change no token here, whatever their value, …
-WITHOUT_EFFECT = {
-    "async_scheduling", "attention_config", "backend", "chat_template_content_format",
-    "compilation_config", "concurrency_limit", "disable_any_whitespace", "disable_cascade_attn",
-    "disable_custom_all_reduce", "disable_log_requests", "disable_log_stats", "enable_sleep_mode",
-    "enable_chunked_prefill", "extra_args", "flat_logprobs", "guided_decoding_backend", "hf_token",
-    "kernel_config", "limit_mm_per_prompt", "long_prefill_token_threshold", "max_logprobs",
-    "max_seq_len_to_capture", "model_impl", "output_kind", "served_model_name", "use_tqdm_on_load",
-    "spaces_between_special_tokens", "structured_outputs_config", "trust_remote_code"}
+WITHOUT_EFFECT = {*"""async_scheduling attention_config backend chat_template_content_format
+    compilation_config concurrency_limit disable_any_whitespace disable_async_output_proc
+    disable_cascade_attn disable_custom_all_reduce disable_log_requests disable_log_stats
+    enable_chunked_prefill enable_log_requests enable_sleep_mode extra_args flat_logprobs
+    guided_decoding_backend hf_token kernel_config limit_mm_per_prompt long_prefill_token_threshold
+    max_logprobs max_seq_len_to_capture model_impl num_scheduler_steps optimization_level
+    output_kind prefix_caching_hash_algo served_model_name spaces_between_special_tokens
+    structured_outputs_config trust_remote_code use_tqdm_on_load use_v2_block_manager""".split()}
 # … and those that must not turn on anything, since this engine has nothing like it.
-OFF = {"config_format", "convert", "data_parallel_size", "distributed_executor_backend", "task",
-       "enable_lora", "enable_prompt_embeds", "generation_config", "hf_overrides", "kv_cache_dtype",
-       "kv_cache_memory_bytes", "logprobs_mode", "lora_request", "pipeline_parallel_size", "runner",
-       "quantization", "speculative_config", "tokenization_kwargs", "tokenizer_mode"}
+OFF = {*"""config_format convert data_parallel_size distributed_executor_backend
+    enable_expert_parallel enable_lora enable_prompt_embeds generation_config hf_overrides
+    kv_cache_dtype kv_cache_memory_bytes logprobs_mode lora_request pipeline_parallel_size
+    quantization runner speculative_config task tokenization_kwargs tokenizer_mode""".split()}
 # values that turn on nothing, as texts, since 1 == True
-NEUTRAL = {"False", "0", "1", "{}", "auto", "generate", "hf", "mp", "raw_logprobs", "uni", "vllm"}
+NEUTRAL = {*"False 0 1 {} auto generate hf mp raw_logprobs uni vllm".split()}
 
 # vLLM's types of prompts and grammars: dicts with the same keys
 TextPrompt = TokensPrompt = StructuredOutputsParams = GuidedDecodingParams = dict

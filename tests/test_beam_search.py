@@ -175,7 +175,7 @@ def test_a_search_that_is_broken_off_is_an_error(small_llm, undisturbed, monkeyp
 def test_temperature_divides_the_logits(llm, model):
     use_policies(llm)
     sharp, plain, also_plain = (
-        llm.beam_search(PROMPTS[0], BeamSearchParams(2, 1, temperature))[0].sequences
+        llm.beam_search(PROMPTS[0], BeamSearchParams(2, 1, temperature=temperature))[0].sequences
         for temperature in (0.5, 0.0, 1.0))
     logits = model[1](torch.tensor([PROMPTS[0]])).logits[0, -1].double()
     for beams, scale in ((sharp, 0.5), (plain, 1.0), (also_plain, 1.0)):

@@ -135,8 +135,8 @@ def test_arrivals_and_rejections(tmp_path):
 
 def test_a_token_takes_a_few_steps_of_the_simulation(tmp_path):
     found = run(simulate, tmp_path, *SMALL, "--min-output", 40, "--max-output", 40)["medians"]
-    for figures in found.values():
-        assert 0.9 < figures["per_token_ms"] / figures["decode_step_ms"] < 3
+    for medians in found.values():
+        assert 0.9 < medians["per_token_ms"] / medians["decode_step_ms"] < 3
 
 
 def test_a_simulation_says_of_what(tmp_path, capsys):

@@ -94,7 +94,8 @@ def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens,
                    num_host_blocks=0, max_model_len=1000, **policies) -> Scheduler:
     manager = BlockManager(num_blocks, block_size, caching)
     if policies.get("preemption_mode") == "swap":
-        manager = SwappingBlockManager(num_blocks, block_size, caching, num_host_blocks)
+        manager = SwappingBlockManager(
+            num_blocks, block_size, caching, num_host_blocks=num_host_blocks)
     config = EngineConfig(model="none", device="cpu", max_num_seqs=max_num_seqs,
                           max_num_batched_tokens=max_num_batched_tokens, **policies)
     return ObservedScheduler(manager, config, max_model_len)
