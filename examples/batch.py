@@ -325,7 +325,7 @@ def main(arguments: list[str] | None = None) -> None:
     except BlockingIOError:
         sys.exit(f"{output}: another job is writing to this file")
     except (OSError, KeyboardInterrupt) as error:
-        sys.exit(f"Stopped by {error!r}. What is done is in {output}; the same command goes on.")
+        sys.exit(f"Stopped by {error!r}. {output} has the results; the same command continues.")
 
 
 if __name__ == "__main__":

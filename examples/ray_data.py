@@ -5,8 +5,8 @@
         -o s3://bucket/answers --replicas 64 --address auto --model Qwen/Qwen3-0.6B
 
 A row has a `prompt` (a text or a list of token ids) or `messages` (a conversation), and optionally
-`sampling_params`, such as {"max_tokens": 8}. The output has all columns of the row, and those of
-RESULT. A bad row comes out with its `error`.
+`sampling_params`, such as {"max_tokens": 8}, and `chat_template_kwargs`. The output has all columns
+of the row, and those of RESULT. A bad row comes out with its `error`.
 
 Ray reads and writes the files, and starts the replicas. It replaces a replica that dies, and
 repeats its rows. Each replica has its own engine. It gets new rows before the last ones have
@@ -87,7 +87,7 @@ class Replica:
     def _request(self, row: dict[str, Any]) -> tuple[list[Any], SamplingParams]:
         """Returns prompt and parameters of a row. Raises an error for unsupported ones."""
         if ("prompt" in row) == ("messages" in row):
-            raise ValueError("must be an object with a prompt or messages, one of both")
+            raise ValueError("must be an object with either a prompt or messages")
         params = self.sampling | row.get("sampling_params", {})
         if names := NO_COLUMN & params.keys():
             raise ValueError(f"sampling_params: {', '.join(names)} has no column in the output")
@@ -113,7 +113,7 @@ def row_of(line: bytes) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Arrow gives every object all names of its column; missing ones are null."""
+    """Drops nulls: Arrow gives every object all keys of its column."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [*map(without_nulls, value)] if isinstance(value, list) else value
@@ -151,7 +151,7 @@ class LineSink(BlockBasedFileDatasink):
 
 
 def read(path: str, input_format: str, output_format: str) -> ray.data.Dataset:
-    """From JSONL to Parquet, each column must have one type: there, a bad line ends the job."""
+    """From JSONL to Parquet, each column needs one type, so a bad line ends the job."""
     if input_format == "parquet":
         return ray.data.read_parquet(path, file_extensions=["parquet"])
     if output_format == "parquet":
@@ -170,7 +170,7 @@ def main() -> None:
                         metavar="N or MIN,MAX")
     parser.add_argument("--address", default="local", help="auto, or that of a cluster")
     parser.add_argument("--cpus", type=int, help="of a replica; default: its share")
-    parser.add_argument("--gpus", type=float, help="of a replica; default: its ranks, where any is")
+    parser.add_argument("--gpus", type=float, help="of a replica; default: one a rank, if any")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of a replica")
     parser.add_argument("--batch-size", type=int, default=32, help="rows that Ray sends at once")
     parser.add_argument("--rows-per-file", type=int, default=1000)

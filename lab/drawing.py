@@ -3,6 +3,7 @@
 A trace is what `LLM(model, trace=True)` keeps, so a run of your own can be drawn too:
 
     from lab.drawing import draw_timeline, write_perfetto
+    from nanoengine import LLM, SamplingParams
 
     llm = LLM("models/tiny-qwen3", trace=True, num_kv_blocks=8)
     llm.generate(["Once upon a time"] * 20, SamplingParams(max_tokens=200, ignore_eos=True))

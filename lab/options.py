@@ -36,7 +36,8 @@ WORKLOADS = {
 
 @dataclasses.dataclass
 class Workload:
-    """Prompts as token ids; the most tokens that each can generate, and its true number.
+    """Prompts as token ids; the most tokens that each can generate, and how many it does
+    generate.
 
     An engine is not told `lengths`: a request ends there as if it had sampled EOS.
     """
@@ -53,7 +54,7 @@ class Workload:
     def check(self, generated: list[int]) -> None:
         """Stops the program if requests have generated fewer tokens than asked for."""
         if generated != self.lengths:
-            raise SystemExit(f"not all is generated, but {sum(generated)}: raise --max-model-len?")
+            raise SystemExit(f"only {sum(generated)} tokens were generated: raise --max-model-len?")
 
 
 class Parser(argparse.ArgumentParser):

@@ -85,7 +85,8 @@ class LLM(AbstractContextManager):
         priority: one for all or one for each, smaller numbers first; as in vLLM, it has an effect
             only with scheduling_policy="priority".
 
-        Raises ValueError for bad input before anything is generated.
+        Raises ValueError for bad input before anything is generated, and RuntimeError if the engine
+        is closed or if an error in another thread breaks a shared step.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         steps = self.run(requests, lambda request: request.is_finished)
@@ -124,7 +125,10 @@ class LLM(AbstractContextManager):
         return (output for outputs in steps for output in outputs)
 
     def beam_search(self, prompts: Any, params: Any) -> list[Any]:
-        """Returns the `params.beam_width` best completions of each prompt: see beam_search.py."""
+        """Returns a `BeamSearchOutput` for each prompt: its `params.beam_width` best completions.
+
+        Raises ValueError if `params` is not a `BeamSearchParams`, or if the beams might not fit.
+        """
         from nanoengine_extensions.beam_search import beam_search
         return beam_search(self, prompts, params)
 
@@ -224,11 +228,12 @@ class LLM(AbstractContextManager):
     def turn(self, requests: list[Any] | tuple[()] = ()) -> Iterator[None]:
         """Holds the engine for this thread alone, between two steps or for one step.
 
-        New requests are noted before the thread waits: the next turn of any thread queues them.
+        New requests are registered before the thread waits: the next turn of any thread queues
+        them.
 
         A turn first queues the requests that have arrived since the last turn, and ends those that
-        were dropped. If an error or Ctrl-C interrupted the last turn, the engine can be in any
-        state, so that all requests in it are ended. Raises RuntimeError within another turn of this
+        were dropped. If an error or Ctrl-C interrupted the last turn, the engine may be
+        inconsistent, so all its requests are ended. Raises RuntimeError within another turn of this
         thread.
         """
         check_process()

@@ -21,8 +21,8 @@ from nanoengine.model import Decoder, check_supported
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-# The entries of generation_config.json that are used, as in vLLM, with our names. Others are
-# ignored, with a warning unless they are False or 0, or have the value in HARMLESS (None: any).
+# The entries of generation_config.json that are used, as in vLLM, with our names. Other entries are
+# ignored, with a warning unless they are False, 0 or as in HARMLESS (None: any value).
 DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
 HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None,

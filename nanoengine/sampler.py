@@ -72,7 +72,8 @@ def sample(logits: Tensor, draws: Tensor, seqs: list[Sequence], last_sampled: Te
             constraints.apply(scores, members, last_sampled)
         is_left = scores.amax(dim=-1) != -math.inf
         scale(scores, draws[index])
-        largest_k = max(seq.params.top_k for seq in members)
+        # greedy rows are not truncated, whatever their top_k
+        largest_k = max(seq.params.top_k for seq in members) if "top_k" in kind else 0
         tokens, scores = truncate(scores, draws[index], kind, largest_k)
         places = draw(scores, draws[index])
         drawn[index] = tokens[places].where(places >= 0, places).where(is_left, NONE_LEFT)
@@ -111,8 +112,9 @@ def truncate(scores: Tensor, draws: Tensor, kind: tuple[str, ...],
     """Returns the tokens that some row can still draw, (few,), and their scores, (rows, few): -inf
     where the token is truncated. All rows need the truncations that `kind` names.
 
-    The order is vLLM's: temperature, min-p, top-k (with all tokens as likely as the k-th), then
-    top-p of the rest, renormalised. largest_k: that of these rows, known without waiting.
+    The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
+    al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p of the rest,
+    renormalised. largest_k: that of these rows, known without waiting; 0 without top-k.
     """
     min_p, top_k, top_p = draws[:, 1:4, None].unbind(1)
     # lower scores cannot be drawn
@@ -124,7 +126,7 @@ def truncate(scores: Tensor, draws: Tensor, kind: tuple[str, ...],
         bound = (total * (1 - top_p) / (2 * scores.shape[1])).log().float()
     tokens = nanoengine_cpu.columns_above(scores, bound, largest_k)
     scores = scores[:, tokens]
-    if "top_k" in kind:
+    if largest_k:
         count = min(largest_k, len(tokens))
         kth = scores.topk(count).values.gather(1, top_k.long().clamp(max=count) - 1)
         least = least.maximum(kth)

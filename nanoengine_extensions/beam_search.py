@@ -105,9 +105,9 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
 def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     """Lets the first of these searches continue, if nothing can run.
 
-    In that case all sequences with blocks are paused beams, which wait for other beams of their
-    prompts that do not fit. All lose their blocks, and the beams of the first search become the
-    next ones of their priority.
+    Then all sequences with blocks are paused beams, which wait for other beams of their prompts
+    that do not fit. All lose their blocks, and the beams of the first search come first in their
+    priority.
 
     So the search always ends. The head of the queue fits now: it is either not a beam, and gets a
     token, or a beam of the first search, and then all beams of this search fit and continue.

@@ -200,7 +200,7 @@ def on_device(kind: type[RankRunner], device: str) -> Any:
 
 
 class LaunchedOnRanks(Launched):
-    """ranks: those that take part in it."""
+    """ranks: the ranks that compute this step."""
 
     ranks: "Ranks"
 
@@ -219,7 +219,7 @@ class Ranks(Group):
 
     The processes end with this process, however it ends.
 
-    error: why they have ended.
+    error: why the ranks have ended.
     """
 
     def __init__(self, size: int) -> None:
@@ -249,7 +249,7 @@ class Ranks(Group):
     @contextmanager
     def together(self) -> Iterator[None]:
         """Wraps work together with the other ranks. If it fails, or Ctrl-C interrupts it, they are
-        ended, since they would wait.
+        ended, since they would wait forever.
 
         An error that could be the consequence of another rank's end is replaced by a RuntimeError
         that names this rank.

@@ -79,7 +79,7 @@ class Offload:
         replace_parameters(layer, lambda parameter: next(parts).view_as(parameter))
 
     def turn(self, number: int) -> None:
-        """A layer waits for its weights; those of the next begin to cross."""
+        """Makes a layer wait for its weights, and starts the copy of the next layer's."""
         torch.cuda.current_stream().wait_stream(self.stream)
         self.fetch(number + 1)
 

@@ -321,7 +321,7 @@ def test_interrupted(job, llm, monkeypatch):
             return add(*arguments)
 
         monkeypatch.setattr(llm, "add", interrupt)
-        with pytest.raises(SystemExit, match="the same command goes on"):
+        with pytest.raises(SystemExit, match="the same command continues"):
             job(rows)
     monkeypatch.setattr(llm, "add", add)
     stopped = without_times(job(rows))

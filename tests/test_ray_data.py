@@ -91,7 +91,7 @@ def test_a_seed_is_made_of_the_row(replica):
 
 
 BAD = [(b"{", "prompt"), (b"\xff", "prompt"), (b"[" * 99999, "prompt"), ([], "prompt"),
-       ({}, "prompt"), ({"prompt": "a", "messages": chat("a")}, "one of both"),
+       ({}, "prompt"), ({"prompt": "a", "messages": chat("a")}, "either"),
        ({"prompt": 5}, "prompt"), ({"prompt": ""}, "empty"), ({"prompt": ["a"]}, "vocabulary"),
        ({"prompt": [99999]}, "vocabulary"), ({"prompt": [5] * 5000}, "max_model_len"),
        ({"prompt": "\ud800"}, "prompt"), ({"messages": "x"}, "messages"),

@@ -402,6 +402,17 @@ def test_an_infinite_score_forces_a_token(temperature):
         assert sample(torch.randn(1, 20), [seq])[0] == [7]
 
 
+def test_a_greedy_row_with_a_top_k_truncates_no_other():
+    """Both have constraints, and so are rows of one matrix."""
+    logits = torch.randn(2, 1280, generator=torch.Generator().manual_seed(0))
+    logits[0, 7] = 9
+    greedy = make(temperature=0, top_k=2, logit_bias={3: 0.1})
+    for number in range(20):
+        seq = make(temperature=1.0, logit_bias={3: 0.1}, seed=number)
+        (first, second), _ = sample(logits, [greedy, seq])
+        assert first == 7 and [second] == sample(logits[1:], [seq])[0]
+
+
 def test_top_p_keeps_the_nucleus_of_a_large_vocabulary():
     torch.manual_seed(0)
     for spread, top_p in [(1.0, 0.5), (3.0, 0.95), (8.0, 0.999)]:
