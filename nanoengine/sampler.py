@@ -94,11 +94,11 @@ def likeliest(logits: Tensor) -> Tensor:
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
-# ------------------------------------------------------------------- steps, in place on float32
+# ----------------------------------------------------------------------------- steps, on float32
 
 
 def scale(scores: Tensor, draws: Tensor) -> Tensor:
-    """Shifts each row to a maximum of 0, then divides it by its temperature.
+    """Shifts each row to a maximum of 0, then divides it by its temperature, in place.
 
     Greedy rows are divided by 1e-30: only the maximum keeps weight, and float32 has this number.
     """
@@ -110,7 +110,7 @@ def scale(scores: Tensor, draws: Tensor) -> Tensor:
 def truncate(scores: Tensor, draws: Tensor, kind: tuple[str, ...],
              largest_k: int) -> tuple[Tensor, Tensor]:
     """Returns the tokens that some row can still draw, (few,), and their scores, (rows, few): -inf
-    where the token is truncated. All rows need the truncations that `kind` names.
+    where the token is truncated. All rows need the truncations in `kind`.
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
     al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p of the rest,
@@ -143,10 +143,10 @@ def truncate(scores: Tensor, draws: Tensor, kind: tuple[str, ...],
 
 
 def draw(scores: Tensor, draws: Tensor) -> Tensor:
-    """Inverse-CDF sampling: returns for each row the first token whose cumulated weight exceeds u *
-    total, or NO_TOKEN if the total is NaN or 0.
+    """Inverse-CDF sampling: returns for each row the first place whose cumulated weight exceeds u *
+    total, or NO_TOKEN if the total is NaN or 0. A place is a token, unless `truncate` has left few.
 
-    scores: (rows, vocab_size) float32 with maximum 0, overwritten.
+    scores: (rows, tokens) float32 with maximum 0, overwritten.
 
     All sums are float64, which loses nothing with 152k tokens. u is at most 1 - 2**-52: total times
     that is rounded to less than total, so that a token exceeds it. Rows do not depend on each
