@@ -40,5 +40,5 @@ def columns_above(x: torch.Tensor, thresholds: torch.Tensor, count: int) -> torc
         # so many groups have a number that is not below this one
         thresholds = thresholds.maximum(largest.topk(count).values[:, -1:])
     near = (~(largest < thresholds)).any(dim=0).nonzero()
-    columns = (near * groups.shape[-1] + torch.arange(groups.shape[-1])).flatten()
+    columns = (near * groups.shape[-1] + torch.arange(groups.shape[-1], device="cpu")).flatten()
     return columns[(~(x[:, columns] < thresholds)).any(dim=0)]
