@@ -15,9 +15,8 @@ from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, explaine
 
 # Options whose default depends on the device: the default on a CPU, and on a GPU. A new config
 # replaces None by it.
-DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "block_size": (32, 256), "max_num_batched_tokens": (2048, 8192),
-    "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
+DEFAULTS: dict[str, Any] = {"block_size": (32, 256), "max_num_batched_tokens": (2048, 8192),
+                            "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
 TO_FILL_IN: Any = None
 
 OR_NONE = WrapValidator(lambda value, check: value if value is None else check(value))

@@ -25,10 +25,9 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 # ignored, with a warning unless they are False, 0 or as in HARMLESS (None: any value).
 DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
-            "transformers_version": None, "use_cache": None, "_from_model_config": None,
-            "do_sample": True, "num_beams": 1, "num_return_sequences": 1, "typical_p": 1,
-            "length_penalty": 1}
+HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None, "use_cache": None,
+            "transformers_version": None, "_from_model_config": None, "do_sample": True,
+            "num_beams": 1, "num_return_sequences": 1, "typical_p": 1, "length_penalty": 1}
 
 
 def find_model(model: str | Path, revision: str | None = None,

@@ -110,12 +110,14 @@ def scale(scores: Tensor, draws: Tensor) -> Tensor:
 def truncate(scores: Tensor, draws: Tensor, kind: tuple[str, ...],
              largest_k: int) -> tuple[Tensor, Tensor]:
     """Returns the tokens that some row can still draw, (few,), and their scores, (rows, few): -inf
-    where the token is truncated. All rows need the truncations in `kind`.
+    where the token is truncated. All rows need the truncations in `kind`, if there are any.
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
     al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p of the rest,
     renormalised. largest_k: that of these rows, known without waiting; 0 without top-k.
     """
+    if kind == ("constraints",):
+        return torch.arange(scores.shape[1], device=scores.device), scores
     min_p, top_k, top_p = draws[:, 1:4, None].unbind(1)
     # lower scores cannot be drawn
     least = bound = min_p.log().float()

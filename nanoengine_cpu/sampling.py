@@ -30,9 +30,9 @@ def columns_above(x: torch.Tensor, thresholds: torch.Tensor, count: int) -> torc
     can be among its `count` largest; on a GPU all columns, as the host would have to wait for them.
     NaN is not below anything.
 
-    thresholds: (rows, 1); count: 0 or less for no limit.
+    thresholds: (rows, 1); count: 0 for no limit.
     """
-    if not x.is_cpu or count <= 0 and thresholds.amax() == -math.inf:
+    if not x.is_cpu:
         return torch.arange(x.shape[1], device=x.device)
     groups = grouped(x)
     largest = groups.amax(dim=-1)

@@ -57,6 +57,7 @@ def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
 def truncate(scores: torch.Tensor, *others) -> torch.Tensor:
     """All scores, -inf for the tokens that are truncated."""
     tokens, left = sampler.truncate(scores, *others)
+    assert left.shape == (len(scores), len(tokens))
     return torch.full_like(scores, -math.inf).index_copy(1, tokens, left)
 
 
