@@ -4,36 +4,21 @@ What depends on the model is decided elsewhere: `model_runner.py` works out how 
 how long a sequence can be. Nothing writes to a config once it is made.
 """
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine.sampling_params import STRICT, Count, Float, Int, Size, explained, rejected
+from nanoengine.sampling_params import rejected
+from nanoengine_extensions.checks import (
+    BY_NAME, FOLDER, OR_NONE, STRICT, Count, Float, Int, Size, explained, one_of)
 
 # Options whose default depends on the device: the default on a CPU, and on a GPU. A new config
 # replaces None by it.
 DEFAULTS: dict[str, Any] = {"block_size": (32, 256), "max_num_batched_tokens": (2048, 8192),
                             "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
 TO_FILL_IN: Any = None
-
-OR_NONE = WrapValidator(lambda value, check: value if value is None else check(value))
-FOLDER = BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)
-BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def one_of(table: dict[str, Any]) -> AfterValidator:
-    """Checks for a name in a table of policies, or a function."""
-    def check(policy: Any) -> Any:
-        if not callable(policy) and policy not in [*table]:
-            # adds the names of policies for comparison
-            import nanoengine_extensions.policies  # noqa: F401
-        if not callable(policy) and policy not in [*table]:
-            raise ValueError(f"it must be one of {[*table]}, or a function like these")
-        return policy
-    return AfterValidator(check)
 
 
 @explained

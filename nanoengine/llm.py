@@ -16,6 +16,7 @@ turn.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import InputProcessor, Params
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 from nanoengine_cpu import check_process, end_threads
+from nanoengine_extensions.checks import advising
 
 
 class LLM(AbstractContextManager):
@@ -53,21 +55,18 @@ class LLM(AbstractContextManager):
         folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder)
         self.inputs = InputProcessor(config, self.model_config, folder)
-        try:
-            runner = make_runner(config, self.model_config, folder)
         # a size of the model is 0, or needs more memory than is free, or than PyTorch can count
-        except (MemoryError, RuntimeError, ZeroDivisionError) as error:
-            raise ValueError(f"{model} cannot be run with these options: {error} Lower "
-                             "max_num_batched_tokens or num_kv_blocks to save memory") from error
+        with advising(config.model):
+            runner = make_runner(config, self.model_config, folder)
         end_threads()
         self.engine = Engine(config, runner)
         self.engine.metrics.log_room()
         self.inputs.max_model_len = runner.max_model_len
-        # the requests that have not ended
-        self.active: dict[str, Any] = {}
-        # of these, the ones that the next turn gives to the engine, and the ones that it ends
-        self.arrived: list[Any] = []
-        self.dropped: list[Any] = []
+        # what the next turn of any thread gives to the engine, and what it ends
+        self.arrived: deque[Any] = deque()
+        self.dropped: deque[Any] = deque()
+        # the requests that the engine has, changed only in a turn
+        self.entered: dict[str, Any] = {}
         # held by the thread that has its turn
         self.lock: Any = threading.RLock()
         # names what interrupted the last turn
@@ -109,7 +108,7 @@ class LLM(AbstractContextManager):
         The other arguments are those of `generate`. Raises ValueError if there is no template.
         """
         from nanoengine_extensions.chat import render
-        prompts = render(self.get_tokenizer(), messages, **options)
+        prompts = render(self.inputs.get_tokenizer(), messages, **options)
         return self.generate(prompts, sampling_params, use_tqdm, priority)
 
     def stream(self, prompts: Any, sampling_params: Params = None,
@@ -160,10 +159,10 @@ class LLM(AbstractContextManager):
         requests: what `add` returned; those that have finished stay as they are.
         """
         with naming(rejected("requests", requests, "a list of what `add` returned")):
-            active = [each for each in requests if self.active.get(each.request_id) is each]
-        self.dropped += active
+            unfinished = [each for each in requests if not each.is_finished]
+        self.dropped += unfinished
         # not within a turn: the garbage collector can end a stream in the middle of one
-        if active and not self.lock._is_owned():
+        if unfinished and not self.lock._is_owned():
             with self.turn():
                 pass
 
@@ -186,7 +185,7 @@ class LLM(AbstractContextManager):
                     num_left -= sum(request.is_finished for request in updated)
                     # The next step can run in the thread of another call. It would be slower beside
                     # the OpenMP threads of this one.
-                    if len(self.active) > num_left:
+                    if len(self.entered) > num_left:
                         end_threads()
                     seen = [look(request) for request in updated]
                 # the first error, if there is one
@@ -198,38 +197,39 @@ class LLM(AbstractContextManager):
             end_threads()
 
     def queue(self, requests: list[Any]) -> dict[str, Any]:
-        """Queues requests of one call, or other objects with the same interface.
+        """Queues requests of one call, or other objects with the same interface, for the next turn
+        of any thread.
 
         Returns their inbox: each step adds the requests that have new tokens.
         """
+        check_process()
+        if self.engine.runner is None:
+            raise RuntimeError("the LLM is closed")
         inbox: dict[str, Any] = {}
         for request in requests:
             request.inbox = inbox
-        with self.turn(requests):
-            return inbox
+        self.arrived += requests
+        return inbox
 
     def _step(self) -> list[Any]:
         """Runs one step, in a turn; returns the requests with new tokens."""
         updated = {}
         for seq in self.engine.step():
-            request = updated[seq.request_id] = self.active[seq.request_id]
+            request = updated[seq.request_id] = self.entered[seq.request_id]
             if stop := request.update(seq):
                 self.engine.finish(seq, "stop", stop)
         for request_id, request in updated.items():
             request.inbox[request_id] = request
             if request.is_finished:
-                del self.active[request_id]
-        if not self.active and self.engine.in_flight:
+                del self.entered[request_id]
+        if not self.entered and self.engine.in_flight:
             # all requests have ended, but a step with their sequences is still in flight
             self.engine.step()
         return list(updated.values())
 
     @contextmanager
-    def turn(self, requests: list[Any] | tuple[()] = ()) -> Iterator[None]:
+    def turn(self) -> Iterator[None]:
         """Holds the engine for this thread alone, between two steps or for one step.
-
-        New requests are registered before the thread waits: the next turn of any thread queues
-        them.
 
         A turn first queues the requests that have arrived since the last turn, and ends those that
         were dropped. If an error or Ctrl-C interrupted the last turn, the engine may be
@@ -239,23 +239,22 @@ class LLM(AbstractContextManager):
         check_process()
         if self.lock._is_owned():
             raise RuntimeError("a call of this thread is running")
-        self.active |= {request.request_id: request for request in requests}
-        # the first to arrive is at the end
-        self.arrived[:0] = reversed(requests)
         with self.lock:
             try:
                 if self.error:
                     self.engine.reset()
-                    # a copy, since other threads add requests meanwhile
-                    self.dropped += [r for r in [*self.active.values()] if r not in self.arrived]
+                    self.dropped += self.entered.values()
                 while self.arrived:
-                    self.engine.add(self.arrived.pop().seq)
-                # other threads can drop more meanwhile
-                dropped = [self.dropped.pop() for _ in range(len(self.dropped))]
+                    # it is always in one of both: a request that was lost would never end
+                    self.entered[self.arrived[0].request_id] = self.arrived[0]
+                    self.engine.add(self.arrived.popleft().seq)
+                # other threads can drop more meanwhile; requests of another engine stay there
+                dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+                dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
                 if dropped:
                     self.engine.abort({request.request_id for request in dropped})
                 for request in dropped:
-                    self.active.pop(request.request_id, None)
+                    self.entered.pop(request.request_id, None)
                     request.end(self.error)
                 self.error = None
                 yield
@@ -265,6 +264,9 @@ class LLM(AbstractContextManager):
 
     # -------------------------------------------------------------------------- the rest
 
+    # the requests that have not ended, by number
+    active = property(lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})
+
     # with trace=True: a record of each step, see `Launched` in model_runner.py
     trace = property(lambda self: self.engine.metrics.trace)
 
@@ -273,8 +275,10 @@ class LLM(AbstractContextManager):
         return self.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Any:
-        """Returns the transformers tokenizer. Raises ValueError if the model has none."""
-        return self.inputs.get_tokenizer()
+        """Returns the transformers tokenizer, a copy of the engine's own.
+
+        Raises ValueError if the model has none."""
+        return self.inputs.tokenizer_of_user
 
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache; blocks in use stay in use. Returns True, as in vLLM."""

@@ -18,17 +18,11 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 import nanoengine_cpu
 from nanoengine.model import Decoder, check_supported
-from nanoengine.sampling_params import SamplingParams, naming, rejected
+from nanoengine.sampling_params import naming, rejected
 
-FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-# The entries of generation_config.json that are used, as in vLLM, with our names. Other entries are
-# ignored, with a warning unless they are False, 0 or as in HARMLESS (None: any value).
-DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-            "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None, "use_cache": None,
-            "transformers_version": None, "_from_model_config": None, "do_sample": True,
-            "num_beams": 1, "num_return_sequences": 1, "typical_p": 1, "length_penalty": 1}
-
+# what is downloaded: no weights that are never read
+FILES = ["*.json", "*.model", "*.jinja", "*.txt",
+         "model.safetensors", "model-?????-of-?????.safetensors"]
 
 def find_model(model: str | Path, revision: str | None = None,
                download_dir: str | Path | None = None, name: str = "model") -> Path:
@@ -56,40 +50,36 @@ def load_config(folder: Path) -> PretrainedConfig:
     return config
 
 
+def context_length(config: PretrainedConfig) -> int:
+    """Returns how many tokens the model can see, by the rule of vLLM (`_get_and_verify_max_len`):
+
+        default, llama3   max_position_embeddings
+        linear            factor * max_position_embeddings
+        yarn              factor * original_max_position_embeddings
+
+    For llama3, max_position_embeddings is the length after the scaling. For yarn it can be either,
+    and only counts where the length before the scaling is not given. Without a factor, it is the
+    length after the scaling, as in transformers.
+    """
+    rope = config.rope_parameters
+    length = config.max_position_embeddings
+    if rope["rope_type"] in ("default", "llama3") or rope["factor"] is None:
+        return length
+    # transformers fills in max_position_embeddings
+    if rope["rope_type"] == "yarn":
+        length = rope["original_max_position_embeddings"]
+    return int(length * rope["factor"])
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Returns the tokenizer of a folder, or None without one: then prompts are token ids."""
-    if not [*folder.glob("tokenizer.*"), *folder.glob("vocab.json")]:
+    if not [*folder.glob("tokenizer*"), *folder.glob("vocab.json")]:
         return None
     with naming(f"{folder}, tokenizer.json or another file of the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # some mistakes in its files only show with a text
         tokenizer.encode("a")
     return tokenizer
-
-
-def load_defaults(folder: Path, config: PretrainedConfig,
-                  tokenizer: Any) -> tuple[SamplingParams, dict[int, int | None]]:
-    """Returns the parameters of generation_config.json, and every EOS with its `stop_reason`.
-
-    As in vLLM, the tokenizer's own EOS gives None, and others give their ids. Warns of entries that
-    have no effect here.
-    """
-    with naming(file := folder / "generation_config.json"):
-        content = json.loads(file.read_text()) if file.is_file() else {}
-        given = {name: value for name, value in content.items() if value is not None}
-        params = SamplingParams(**{DEFAULTS[name]: given[name] for name in DEFAULTS.keys() & given})
-        eos = given.get("eos_token_id", config.eos_token_id)
-        eos_ids = eos if isinstance(eos, list) else {eos} - {None}
-        if not all(type(token_id) is int for token_id in eos_ids):
-            raise rejected("eos_token_id", eos, "a token id, or a list of them")
-    ignored = [name for name in given.keys() - DEFAULTS.keys()
-               if HARMLESS.get(name, False) not in (given[name], None)]
-    if ignored:
-        logging.getLogger("nanoengine").warning(f"{file}: {sorted(ignored)} have no effect here")
-    own = tokenizer and tokenizer.eos_token_id
-    # some files say -1 for none, and some tokenizers know more tokens than the model
-    known = [i for i in {*eos_ids, own} - {None} if i in range(config.vocab_size)]
-    return params, {i: None if i == own else i for i in known}
 
 
 # --------------------------------------------------------------------------------- weights
@@ -119,17 +109,11 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)
     place(device, model)
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
     if load_format == "dummy":
-        generator = torch.Generator(device).manual_seed(0)
-        for weights in model.parameters():
-            drawn = torch.empty_like(weights, device=device)
-            # about the spread of trained weights; norms are around 1
-            drawn.uniform_(-0.03, 0.03, generator=generator).add_(weights.ndim == 1)
-            weights.copy_(drawn)
+        from nanoengine_extensions.dummy import fill
+        fill(model, config, device)
     else:
-        load_weights(folder, checkpoint_tensors(model), read)
+        load_weights(folder, config, model, read)
     return model
 
 
@@ -151,20 +135,31 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     return targets
 
 
-def load_weights(folder: Path, missing: dict[str, Tensor], read: Callable[..., Tensor]) -> None:
-    """Copies the tensors of a checkpoint, sharded or not, to their targets, and fills all of them.
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the files that transformers would read: model.safetensors, or else those that the
+    index names. Files that are absent are left out."""
+    names = ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / names[0]).is_file():
+        with naming(index):
+            names = sorted({*json.loads(index.read_text())["weight_map"].values()})
+    return [folder / name for name in names if (folder / name).is_file()]
 
-    missing: the targets by name; each is removed when it is filled.
+
+def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
+                 read: Callable[..., Tensor]) -> None:
+    """Copies the tensors of a checkpoint to the parameters of the model, and fills all of them.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
     twice, of another shape, or not of floating point.
     """
-    for file in sorted(folder.glob("model*.safetensors")):
+    missing = checkpoint_tensors(model)
+    for file in weight_files(folder):
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
             for full_name in list(safe_open(file, framework="pt").keys()):
                 name = full_name.removeprefix("model.")
-                if name.endswith("inv_freq") or (name == "lm_head.weight" and name not in missing):
-                    # computed here; tied to the embedding
+                if name.endswith("inv_freq"):
+                    # computed here
                     continue
                 # opened for each tensor: pages of a mapped file count as memory until it is closed
                 tensor = safe_open(file, framework="pt").get_slice(full_name)
@@ -174,6 +169,23 @@ def load_weights(folder: Path, missing: dict[str, Tensor], read: Callable[..., T
                     shown = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
                     raise rejected(full_name, shown, f"floats of shape {tuple(target.shape)}")
                 target.copy_(loaded)
+    if config.tie_word_embeddings:
+        tie(model.embed_tokens, model.lm_head, missing)
     if missing:
         raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}"
                          ". Only model*.safetensors are read; .bin and .gguf files are not")
+
+
+def tie(embedding: nn.Module, head: nn.Module, missing: dict[str, Tensor]) -> None:
+    """Gives both modules one matrix, whichever of its two names the checkpoint has.
+
+    As in transformers: if the checkpoint has two that differ, both are used, with a warning.
+    """
+    if missing.pop("embed_tokens.weight", None) is not None:
+        embedding.weight = head.weight
+    elif (missing.pop("lm_head.weight", None) is not None
+          or torch.equal(head.weight, embedding.weight)):
+        head.weight = embedding.weight
+    else:
+        logging.getLogger("nanoengine").warning(
+            "tie_word_embeddings: lm_head.weight and embed_tokens.weight differ, both are used")

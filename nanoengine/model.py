@@ -23,8 +23,6 @@ from nanoengine.step_inputs import StepInputs
 
 # the classes of transformers with this architecture
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# options that a family has, by its model_type
-SWITCHES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -46,11 +44,6 @@ def check_supported(config: PretrainedConfig) -> None:
             raise rejected(f"the model's {name}", value, f"one of {supported}")
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
-
-
-def has_switch(config: PretrainedConfig, name: str) -> bool:
-    """Whether an option is on in the config of a family that has the option."""
-    return name in SWITCHES.get(config.model_type, ()) and getattr(config, name)
 
 
 def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
@@ -131,7 +124,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
         super().__init__()
-        bias = has_switch(config, "attention_bias")
+        # other families ignore such an entry of their config
+        bias = config.model_type in ("llama", "qwen3") and config.attention_bias
         self.window = window_of(config, layer_index)
         self.head_dim = config.head_dim
         # of queries, keys and values
@@ -164,7 +158,7 @@ class MLP(nn.Module):
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         inner = config.intermediate_size
-        bias = has_switch(config, "mlp_bias")
+        bias = config.model_type == "llama" and config.mlp_bias
         gate_up = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = FusedLinear(config.hidden_size, gate_up, bias)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias)

@@ -26,7 +26,7 @@ import nanoengine_cpu
 from nanoengine.attention import BACKENDS, choose_backend, make_caches
 from nanoengine.batch import Batch, Copies, Row
 from nanoengine.config import EngineConfig
-from nanoengine.loader import load_model
+from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
 from nanoengine.sampler import sample
 from nanoengine.sampling_params import rejected
@@ -80,10 +80,12 @@ class ModelRunner:
         if config.batch_invariant and not is_invariant:
             raise rejected("batch_invariant", True, "False without packed weights and numba")
 
-        limit = model_config.max_position_embeddings
+        limit = context_length(model_config)
         # for now: size_cache may lower it
         self.max_model_len = min(config.max_model_len or limit, limit)
-        self.rope = rope_table(model_config, self.max_model_len).to(self.device)
+        # a CPU measures its memory without a step of the longest sequence
+        longest = self.max_model_len if self.device == "cuda" else min(self.max_model_len, 2**16)
+        self.rope = rope_table(model_config, longest)
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
 
         # block 0 alone is enough for a trial step, and its bytes are those of one block
@@ -92,6 +94,7 @@ class ModelRunner:
         free_bytes = 0 if config.num_kv_blocks else self.measure_free_bytes()
         self.num_kv_blocks, self.max_model_len = size_cache(
             config, limit, self.block_bytes, free_bytes)
+        self.rope = rope_table(model_config, self.max_model_len)
         self.allocate(self.num_kv_blocks)
         if config.preemption_mode == "swap":
             from nanoengine_extensions import swapping
@@ -114,7 +117,7 @@ class ModelRunner:
         """
         self.caches = make_caches(self.model_config, num_blocks + 1, self.config.block_size,
                                   self.dtype, self.device, self.backend)
-        self.model.bind(self.rope, self.caches, BACKENDS[self.backend].attend)
+        self.model.bind(self.rope.to(self.device), self.caches, BACKENDS[self.backend].attend)
         self.blocks = self.caches.movedim(2, 0)
 
     def measure_free_bytes(self) -> int:
@@ -226,7 +229,7 @@ def choose_dtype(dtype: str, device: str) -> torch.dtype:
 def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) -> tuple[int, int]:
     """Returns the number of blocks of the KV cache, and the most tokens of a sequence.
 
-    limit: the model's max_position_embeddings; block_bytes: K and V of a block in all layers;
+    limit: the model's own, see `context_length`; block_bytes: K and V of a block in all layers;
     free: the bytes available for all blocks.
 
     Raises ValueError if an explicit max_model_len is more than the model or the cache allows.

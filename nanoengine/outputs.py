@@ -6,6 +6,7 @@ complete.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from nanoengine.sequence import Sequence
@@ -72,9 +73,11 @@ class Completion:
         self.text = ""
         self.logprobs: list[Any] = []
         has_text = tokenizer is not None and seq.params.detokenize
-        self.tokenizer: Any = tokenizer.backend_tokenizer if has_text else None
+        # tokenizers that are written in Python have no backend
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        self.tokenizer: Any = (fast or tokenizer) if has_text else None
         # the tokens before the next ones, which are decoded together with them
-        self.context = seq.token_ids[-6:]
+        self.context = self._last_seen(seq.token_ids) if has_text else []
         # tokens in the middle of a character
         self.pending: list[int] = []
         # letters at the end that could become a stop string
@@ -114,16 +117,29 @@ class Completion:
         # of many pending tokens only the last ones matter: a character cut before them leaves at
         # most three replacement letters
         if len(self.pending) > 8:
-            if self.tokenizer.decode(self.pending[-8:], skip).endswith("\ufffd", 3):
+            tail = self.tokenizer.decode(self.pending[-8:], skip)
+            # or all are special tokens
+            if not tail or tail.endswith("\ufffd", 3):
                 return ""
         before = self.tokenizer.decode(self.context, skip)
         piece = self.tokenizer.decode(self.context + self.pending, skip)[len(before):]
         if piece.endswith("\ufffd"):
             return ""
-        # a special token can have no text
-        self.context = self.pending if piece else self.context
+        if piece:
+            self.context = self.pending
+        elif not before:
+            # a decoder can cut a space, but only the one at the beginning of a text
+            self.context = self._last_seen(self.context + self.pending)
         self.pending = []
         return piece
+
+    def _last_seen(self, token_ids: list[int]) -> list[int]:
+        """Returns the last six tokens that the decoder sees; it can leave out special tokens."""
+        decode = self.tokenizer.decode
+        skip = self.seq.params.skip_special_tokens
+        seen = (token_id for token_id in reversed(token_ids)
+                if decode([token_id], skip) == decode([token_id], False))
+        return [*islice(seen, 6)][::-1]
 
     def output(self) -> CompletionOutput:
         """Returns the completion so far, without letters that could become a stop string."""
@@ -173,11 +189,9 @@ class Request:
         """Returns the output of the request so far."""
         seq = self.seq
         prompt_logprobs = None
-        # after an error there are none: what was found next to NaN depends on the prompt's chunks
-        if seq.is_scored and seq.finish_reason != "error":
-            tokenizer = self.completions[0].tokenizer
-            found = [seq.logprobs.get(position) for position in range(seq.num_prompt_tokens)]
-            prompt_logprobs = [each and each.read(tokenizer) for each in found]
+        if seq.is_scored:
+            from nanoengine_extensions.logprobs import of_prompt
+            prompt_logprobs = of_prompt(seq, self.completions[0].tokenizer)
         outputs = [completion.output() for completion in self.completions]
         num_decoded = max(0, max(len(each.token_ids) for each in outputs) - 1)
         return RequestOutput(

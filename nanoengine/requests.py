@@ -5,6 +5,8 @@ tokenizer or the size of the cache; no step runs here.
 """
 
 from collections.abc import Iterable
+from copy import deepcopy
+from functools import cached_property
 from itertools import count, repeat
 from numbers import Integral
 from pathlib import Path
@@ -13,10 +15,11 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.loader import find_model, load_defaults, load_tokenizer
+from nanoengine.loader import find_model, load_tokenizer
 from nanoengine.outputs import Completion, Request
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 from nanoengine.sequence import Sequence, hash64
+from nanoengine_extensions.generation_config import load_defaults
 from nanoengine_extensions.metrics import RequestMetrics
 
 Params = SamplingParams | list[SamplingParams] | None
@@ -53,6 +56,11 @@ class InputProcessor:
             raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
                            "there is none in its folder, or `skip_tokenizer_init=True`")
         return self.tokenizer
+
+    @cached_property
+    def tokenizer_of_user(self) -> Any:
+        """A copy: a call with truncation=True changes a tokenizer, also for other threads."""
+        return deepcopy(self.get_tokenizer())
 
     def make_requests(self, prompts: Any, params: Any, priority: Any = None) -> list[Request]:
         """Returns a request for each prompt; the arguments are those of `LLM.generate`.
@@ -102,7 +110,8 @@ class InputProcessor:
         """Raises ValueError for a token id out of the vocabulary. NumPy's integers count, too."""
         last = self.vocab_size - 1
         for token_id in token_ids:
-            if not isinstance(token_id, Integral) or not 0 <= int(token_id) <= last:
+            is_id = isinstance(token_id, Integral) and type(token_id) is not bool
+            if not is_id or not 0 <= int(token_id) <= last:
                 raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
 
     def _make_request(self, index: int, prompt: tuple[str | None, list[int]],
@@ -132,6 +141,7 @@ def one_for_each(num_prompts: int, name: str, value: Any, default: Any) -> list[
     kind = type(default)
     value = default if value is None else value
     values = list(value) if isinstance(value, (list, tuple)) else [value] * num_prompts
-    if len(values) != num_prompts or not all(isinstance(item, kind) for item in values):
+    is_right = [isinstance(item, kind) and not isinstance(item, bool) for item in values]
+    if len(values) != num_prompts or not all(is_right):
         raise rejected(name, value, f"one {kind.__name__}, or {num_prompts} of them")
     return values

@@ -6,18 +6,18 @@ keyword. Nothing here knows a model: `requests.py` makes the checks that need a 
 tokenizer.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import ValidationError
 
-STRICT = ConfigDict(strict=True, extra="forbid", validate_assignment=True)
+from nanoengine_extensions.checks import (
+    AS_LIST, DISTINCT, EMPTY_LIST, STRICT, Count, Float, Int, Moderate, NumLogprobs, Texts, TokenId,
+    explained, is_from_signal)
 
 
 def rejected(name: str, value: Any, accepted: str) -> ValueError:
@@ -28,44 +28,14 @@ def rejected(name: str, value: Any, accepted: str) -> ValueError:
 @contextmanager
 def naming(what: object) -> Iterator[None]:
     """Turns an error that a library or a user's function raises for some input into a ValueError
-    that names the input. The first error is its cause."""
+    that names the input. The first error is its cause. What the handler of a signal raises, such as
+    a time limit, is not about the input."""
     try:
         yield
     except Exception as error:
+        if is_from_signal(error):
+            raise
         raise ValueError(f"{what}: {str(error) or repr(error)}") from error
-
-
-def explained(checked: Any) -> Any:
-    """Decorates a dataclass of pydantic: its errors get our words."""
-    @contextmanager
-    def in_our_words() -> Iterator[None]:
-        try:
-            yield
-        except ValidationError as error:
-            from nanoengine_extensions.errors import explain
-            raise ValueError("; ".join(explain(each, checked) for each in error.errors())) from None
-
-    for name in ("__init__", "__setattr__"):
-        setattr(checked, name, in_our_words()(getattr(checked, name)))
-    return checked
-
-
-# vLLM's shorthands: one text means a list of it, None an empty list
-AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
-DISTINCT = AfterValidator(lambda v: [*dict.fromkeys(v)])
-# numbers of NumPy, and of PyTorch, count as Python's
-NUMPY = BeforeValidator(lambda v: v.item() if getattr(v, "ndim", None) == 0 else v)
-Int = Annotated[int, NUMPY]
-Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
-# 0, or between 1e-18 and 1e18 in size: no product or sum with a logit then leaves float32
-Moderate = Annotated[
-    Float, AfterValidator(lambda v: v and math.copysign(min(max(abs(v), 1e-18), 1e18), v))]
-Count = Annotated[Int, Field(ge=1)]
-Size = Annotated[Int, Field(ge=1, lt=2**31)]
-TokenId = Annotated[Int, Field(ge=0)]
-EMPTY_LIST: Any = Field(default_factory=list, kw_only=True)
-NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST, DISTINCT]
 
 
 @explained

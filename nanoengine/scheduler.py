@@ -20,6 +20,7 @@ from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
+from nanoengine.sampling_params import rejected
 from nanoengine.sequence import FAILURES, Sequence
 
 BY_PRIORITY = attrgetter("priority")
@@ -41,6 +42,7 @@ class Scheduler:
         self.choose_victim = VICTIMS.get(config.preemption_victim, config.preemption_victim)
         self.tokens_to_hold = KV_ALLOCATION.get(config.kv_allocation, config.kv_allocation)
         self.num_steps = 0
+        self.num_idle = 0
         self.reset()
 
     def reset(self) -> None:
@@ -53,17 +55,16 @@ class Scheduler:
         self.preempted: list[tuple[Sequence, str]] = []
         self.block_manager.reset()
 
-    def hold(self, seq: Sequence) -> int:
-        """Sets the number of tokens for which a sequence holds blocks from its admission on, and
-        returns the most tokens for which it can ever hold blocks."""
-        num_tokens = self.tokens_to_hold(seq, self.max_model_len)
-        seq.num_held_tokens = min(num_tokens, self.max_model_len)
+    def most_tokens(self, seq: Sequence) -> int:
+        """Returns the most tokens for which a sequence can ever hold blocks. From now on, it holds
+        blocks for `num_held_tokens` when it is admitted."""
+        seq.num_held_tokens = min(self.tokens_to_hold(seq, self.max_model_len), self.max_model_len)
         return max(seq.num_held_tokens, seq.max_num_tokens)
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence and its forks. Raises ValueError if one of them could never run."""
         manager = self.block_manager
-        num_tokens = max(map(self.hold, (seq, *seq.forks)))
+        num_tokens = max(map(self.most_tokens, (seq, *seq.forks)))
         if manager.num_blocks_for(num_tokens) > manager.num_blocks:
             raise ValueError(f"request {seq.request_id}: {num_tokens} tokens do not fit: "
                              f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
@@ -83,6 +84,12 @@ class Scheduler:
             batch.copies = self.block_manager.take_copies()
             batch.preempted, self.preempted = self.preempted, []
             self.num_steps += 1
+        # a step can preempt all its sequences; after it, a policy has to run something
+        self.num_idle = 0 if batch else self.num_idle + 1
+        if self.num_idle > 2 and (self.can_admit_head() or any(
+                seq.num_uncomputed_tokens and not seq.is_awaited for seq in self.running)):
+            raise RuntimeError(f"scheduling={self.config.scheduling!r} runs nothing, although "
+                               f"{len(self.waiting)} sequences wait, {len(self.running)} run")
         return batch
 
     def build(self, candidates: list[Sequence], admit: bool) -> Batch:
@@ -120,7 +127,11 @@ class Scheduler:
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            self.preempt(self.choose_victim(self.running))
+            victim = self.choose_victim(self.running)
+            if victim not in self.running:
+                raise rejected("preemption_victim", self.config.preemption_victim,
+                               f"one that returns a running sequence, not {victim!r}")
+            self.preempt(victim)
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
             manager.may_append(seq)

@@ -3,7 +3,6 @@
 All numbers cross to the device in one buffer, in one asynchronous copy.
 """
 
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +95,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         "sampled_rows": sampled_rows,
         "next_tokens": [-1] * len(draws) + known}
     return {
-        "draws": np.fromiter(chain.from_iterable(draws), float).reshape(-1, 5),
+        "draws": np.array(draws, float).reshape(-1, 5),
         "slot_mapping": blocks * block_size + positions % block_size,
     } | {name: np.asarray(array, np.int32) for name, array in in_32_bits.items()}
 

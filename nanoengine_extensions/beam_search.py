@@ -25,9 +25,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from nanoengine.outputs import Request
-from nanoengine.sampling_params import STRICT, Count, Moderate, SamplingParams, explained, rejected
+from nanoengine.sampling_params import SamplingParams, rejected
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
+from nanoengine_extensions.checks import STRICT, Count, Moderate, explained
 from nanoengine_extensions.logprobs import Logprob
 
 
@@ -133,7 +134,7 @@ class BeamSearch(Request):
         super().__init__(request.prompt, request.completions)
         seq = self.seq
         manager = scheduler.block_manager
-        most = manager.num_blocks // manager.num_blocks_for(scheduler.hold(seq))
+        most = manager.num_blocks // manager.num_blocks_for(scheduler.most_tokens(seq))
         if params.beam_width > min(most, scheduler.config.max_num_seqs):
             raise rejected("beam_width", params.beam_width, f"at most {most} with num_kv_blocks="
                            f"{manager.num_blocks}, or max_num_seqs={scheduler.config.max_num_seqs}")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanoengine.batch import Row
 from nanoengine.sampler import matrices
+from nanoengine.sequence import Sequence
 
 
 @dataclass
@@ -71,3 +72,12 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
         entries = torch.stack([token_ids, picked, ranks], dim=-1).to("cpu", non_blocking=True)
         found |= zip([rows[number] for number in numbers], map(RowLogprobs, entries))
     return found
+
+
+def of_prompt(seq: Sequence, tokenizer: Any) -> list[dict[int, Logprob] | None] | None:
+    """Returns the log-probabilities of a prompt's tokens, as far as they are known."""
+    # after an error there are none: what was found next to NaN depends on the prompt's chunks
+    if seq.finish_reason == "error":
+        return None
+    found = [seq.logprobs.get(position) for position in range(seq.num_prompt_tokens)]
+    return [each and each.read(tokenizer) for each in found]

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, validate_call
 
-from nanoengine.config import one_of
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, highest
-from nanoengine.sampling_params import STRICT, Int
+from nanoengine_extensions.checks import STRICT, Int, one_of
 
 
 def static(scheduler: Any) -> Any:

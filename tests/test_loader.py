@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import (
-    checkpoint_tensors, find_model, load_config, load_defaults, load_model)
+    checkpoint_tensors, find_model, load_config, load_model)
 from nanoengine_cpu import optimize
+from nanoengine_extensions.generation_config import load_defaults
 from nanoengine_cpu.modules import PackedLinear
 
 PROMPTS = random_prompts([5, 30])

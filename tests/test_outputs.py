@@ -147,6 +147,106 @@ def test_a_character_that_never_ends_takes_no_more_time_with_each_token(byte_tok
     assert completion.output().text == "\ufffd" * 500 + "b"
 
 
+def test_special_tokens_within_a_character_take_no_more_time_with_each_token(byte_tokenizer):
+    seq = Sequence("0", byte_tokenizer.encode("a"), 1, 10_000, SamplingParams())
+    completion = Completion(seq, byte_tokenizer)
+    decode, lengths = completion.tokenizer.decode, []
+    completion.tokenizer = SimpleNamespace(
+        decode=lambda ids, skip: lengths.append(len(ids)) or decode(ids, skip))
+    first, second = byte_tokenizer.encode("é")
+    for token_id in [first, *[byte_tokenizer.eos_token_id] * 500]:
+        seq.token_ids.append(token_id)
+        completion.update()
+    assert completion.text == "" and max(lengths) < 16 and len(lengths) < 520
+    seq.token_ids.append(second)
+    completion.update()
+    assert completion.text == "é"
+
+
+# ---------------------------------------------------------- spaces at the beginning of a text
+
+WORDS = ["▁", "▁▁", "▁▁▁▁", "▁a", "a", "▁cat", "dog", ".", "▁.", "日", "▁日"]
+
+
+def spaced_tokenizer(decoder) -> PreTrainedTokenizerFast:
+    """Three special tokens, a token for each byte, and words with and without spaces (U+2581)."""
+    vocabulary = {f"<0x{i:02X}>": i for i in range(256)}
+    vocabulary |= {word: 256 + i for i, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+DECODERS = {
+    "one space is cut": decoders.Sequence([*LLAMA, decoders.Strip(" ", 1, 0)]),
+    "none is cut": decoders.Sequence(LLAMA),
+    "all of a token are cut": decoders.Metaspace(prepend_scheme="first"),
+    "all are cut, with bytes": decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])}
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", DECODERS)
+def test_spaces_after_special_tokens(name, skip):
+    """A text is the whole text without the prompt's, whatever is special in the two."""
+    tokenizer = spaced_tokenizer(DECODERS[name])
+    words = range(256, 256 + len(WORDS))
+    special = tokenizer.all_special_ids
+    assert len(special) == 3
+    rng = random.Random(0)
+    for _ in range(300):
+        prompt_ids = rng.choice([
+            [special[0]], special * rng.randint(1, 4), rng.choices(words, k=9),
+            [special[0], *rng.choices(words, k=rng.randint(1, 4)), *special * rng.randint(1, 4)]])
+        ids = rng.choices([*words, *special], [1] * len(words) + [rng.choice([0, 3])] * 3, k=12)
+        if rng.random() < 0.5:
+            # spaces only, with special tokens between
+            ids[:8] = rng.choices([256, *special], k=8)
+        seq = Sequence("0", [*prompt_ids], len(prompt_ids), 100,
+                       SamplingParams(skip_special_tokens=skip))
+        completion = Completion(seq, tokenizer)
+        decode = tokenizer.backend_tokenizer.decode
+        for number, token_id in enumerate(ids, start=1):
+            seq.token_ids.append(token_id)
+            completion.update()
+            whole = decode(prompt_ids + ids[:number], skip)
+            assert completion.text == whole[len(decode(prompt_ids, skip)):], (prompt_ids, ids)
+
+
+def test_a_stop_string_begins_with_a_space_after_special_tokens():
+    tokenizer = spaced_tokenizer(DECODERS["one space is cut"])
+    cat, dog = (256 + WORDS.index(word) for word in ("▁cat", "dog"))
+    prompt_ids = [cat, *tokenizer.all_special_ids * 3]
+    seq = Sequence("0", prompt_ids[:], len(prompt_ids), 100, SamplingParams(stop=" catd"))
+    completion = Completion(seq, tokenizer)
+    for token_id in (dog, cat):
+        seq.token_ids.append(token_id)
+        assert completion.update() is None
+    seq.token_ids.append(dog)
+    assert completion.update() == " catd" and completion.text == "dog"
+    seq = Sequence("0", prompt_ids[:], len(prompt_ids), 100, SamplingParams(stop=" cat"))
+    completion = Completion(seq, tokenizer)
+    seq.token_ids.append(cat)
+    assert completion.update() == " cat" and completion.text == ""
+
+
+def test_special_tokens_without_end_take_no_more_time_with_each_token():
+    tokenizer = spaced_tokenizer(DECODERS["one space is cut"])
+    prompt_ids = tokenizer.all_special_ids * 100
+    seq = Sequence("0", prompt_ids, len(prompt_ids), 10_000, SamplingParams())
+    completion = Completion(seq, tokenizer)
+    decode, lengths = completion.tokenizer.decode, []
+    completion.tokenizer = SimpleNamespace(
+        decode=lambda ids, skip: lengths.append(len(ids)) or decode(ids, skip))
+    for token_id in [256, *tokenizer.all_special_ids * 100, 256]:
+        seq.token_ids.append(token_id)
+        completion.update()
+    assert max(lengths) < 16 and sum(lengths) < 20 * 302
+    assert completion.text == " ", "of two spaces the first is cut"
+
+
 @pytest.mark.parametrize("stop, expected, reason", [
     ("wor", "hello ", "wor"),
     (["xyz", "lo w"], "hel", "lo w"),

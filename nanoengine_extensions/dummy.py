@@ -1,0 +1,20 @@
+"""Random weights, for benchmarks with nothing to download: `load_format="dummy"`.
+
+It plugs into `loader.load_model`, in place of `load_weights`.
+"""
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+
+def fill(model: nn.Module, config: PretrainedConfig, device: str) -> None:
+    """Fills all parameters with random numbers, always the same on a device."""
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight  # type: ignore
+    generator = torch.Generator(device).manual_seed(0)
+    for weights in model.parameters():
+        drawn = torch.empty_like(weights, device=device)
+        # about the spread of trained weights; norms are around 1
+        drawn.uniform_(-0.03, 0.03, generator=generator).add_(weights.ndim == 1)
+        weights.copy_(drawn)
