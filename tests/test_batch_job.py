@@ -471,7 +471,7 @@ def test_what_is_finished_is_a_number_and_a_small_set(batch, tmp_path):
 
 def test_lines_end_at_newlines_alone(job):
     """A byte order mark, Windows' newlines, blank lines, and what only Python calls a newline."""
-    texts_of_prompts = ["one\u2028two", "three\x0cfour", "five\x85six", "seven\x1ceight", "nine\rten"]
+    texts_of_prompts = ["one\u2028two", "three\x0cfour", "five\x85six", "sev\x1cen", "nine\rten"]
     lines = [json.dumps({"prompt": text, "max_tokens": 1}, ensure_ascii=False).encode()
              for text in texts_of_prompts[:-1]]
     lines += [json.dumps({"prompt": texts_of_prompts[-1], "max_tokens": 1}).encode()]

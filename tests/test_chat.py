@@ -108,7 +108,8 @@ TAKE_PARTS = [
     each("{% if m.content is string %}{{ m.content }}{% else %}" + loop("m.content")
          + "{% endif %}"),
     "{% set all = messages[0:] %}{% for m in all %}" + loop("m.content") + "{% endfor %}",
-    "{% macro show(content) %}" + loop("content") + "{% endmacro %}" + each("{{ show(m.content) }}"),
+    "{% macro show(content) %}" + loop("content") + "{% endmacro %}"
+    + each("{{ show(m.content) }}"),
     each("{% set parts = m.content %}" + loop("parts")),
     each("{% generation %}" + loop("m.content") + "{% endgeneration %}{% continue %}")]
 TAKE_TEXTS = [
