@@ -13,8 +13,10 @@ memory, whatever its size.
 """
 
 import argparse
+import codecs
 import fcntl
 import json
+import math
 import os
 import sys
 import time
@@ -39,7 +41,7 @@ SAMPLING = {each.name for each in fields(SamplingParams)} - {
     "detokenize", "logits_processors", "prompt_logprobs"}
 TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
             "continue_final_message", "tools"}
-OF_CHATS = {"messages", "documents", "max_completion_tokens", "top_logprobs"}
+OF_CHATS = {"messages", "max_completion_tokens", "top_logprobs"}
 KNOWN = {CHAT: SAMPLING | TEMPLATE | OF_CHATS | {"response_format"},
          COMPLETION: SAMPLING | {"prompt", "response_format"}}
 IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
@@ -67,7 +69,7 @@ class Request:
 
     def read(self, line: bytes, llm: LLM) -> Any:
         """Reads the line; returns the prompt. Raises an error for unsupported options."""
-        row = json.loads(line)
+        row = json.loads(line, parse_float=finite, parse_constant=finite)
         if not isinstance(row, dict):
             raise ValueError("a request must be a JSON object")
         self.custom_id = row.pop("custom_id", None)
@@ -87,8 +89,6 @@ class Request:
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:
             options = {name: body[name] for name in TEMPLATE & body.keys()}
-            documents = {name: body[name] for name in {"documents"} & body.keys()}
-            options["chat_template_kwargs"] = body.get("chat_template_kwargs", {}) | documents
             prompt, = render(llm.get_tokenizer(), body.get("messages"), **options)
             return prompt
         prompt = body.get("prompt")
@@ -128,31 +128,35 @@ class Request:
             "choices": [self._choice(completion) for completion in output.outputs], "usage": usage}
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        pairs = [*zip(completion.logprobs or [], completion.token_ids)]
-        logprobs: dict[str, Any]
+        pairs = zip(completion.logprobs or [], completion.token_ids)
+        entries = [self._logprob(*pair) for pair in pairs]
+        content: dict[str, Any] = {"text": completion.text}
+        tokens = [entry["token"] for entry in entries]
+        logprobs: dict[str, Any] = {
+            "tokens": tokens, "text_offset": [0, *accumulate(map(len, tokens))][:-1],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [entry["top_logprobs"] for entry in entries]}
         if self.url == CHAT:
             message = {"role": "assistant", "content": completion.text, "refusal": None}
-            content: dict[str, Any] = {"message": message}
-            logprobs = {"content": [self._chat_logprob(*pair) for pair in pairs]}
-        else:
-            content = {"text": completion.text}
-            tokens = [described(found[token_id])["token"] for found, token_id in pairs]
-            logprobs = {
-                "tokens": tokens, "text_offset": [0, *accumulate(map(len, tokens))][:-1],
-                "token_logprobs": [described(found[token_id])["logprob"]
-                                   for found, token_id in pairs],
-                "top_logprobs": [{each["token"]: each["logprob"]
-                                  for each in map(described, found.values())}
-                                 for found, _ in pairs]}
+            content, logprobs = {"message": message}, {"content": entries}
         return content | {
-            "index": completion.index, "logprobs": logprobs if pairs else None,
+            "index": completion.index, "logprobs": logprobs if entries else None,
             "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
-    def _chat_logprob(self, found: dict[int, Any], token_id: int) -> dict[str, Any]:
+    def _logprob(self, found: dict[int, Any], token_id: int) -> dict[str, Any]:
+        """Returns OpenAI's entry for a token of a chat. Several likeliest tokens can have the same
+        text, so that they are a list for completions, too."""
         count = self.params.logprobs
         likeliest = sorted(found.values(), key=lambda each: each.rank)
         top = [described(each) for each in likeliest if count == -1 or each.rank <= count]
         return described(found[token_id]) | {"top_logprobs": top}
+
+
+def finite(text: str) -> float:
+    """Returns the number in a text. Raises an error for what cannot be written as JSON: 1e999."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number of JSON, or too large")
+    return number
 
 
 def grammar_of(response_format: Any) -> dict[str, Any] | None:
@@ -179,7 +183,8 @@ def described(logprob: Any) -> dict[str, Any]:
 
 def numbered(file: BinaryIO) -> Lines:
     """Returns the lines of a file that are not blank, with their numbers from 1."""
-    return ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    return ((number, line) for number, line in enumerate(file, 1)
+            if line.removeprefix(codecs.BOM_UTF8).strip())
 
 
 def number_of(result: bytes) -> int:
@@ -241,9 +246,7 @@ class Job:
     results: BinaryIO
     bar: tqdm
     active: dict[str, tuple[Request, Any]] = field(default_factory=dict)
-    num_tokens: int = 0
     num_errors: int = 0
-    began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         try:
@@ -273,7 +276,6 @@ class Job:
                 self._write(request, 400, error=str(error))
 
     def _finish(self, request: Request, output: RequestOutput) -> None:
-        self.num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         failed = [each.stop_reason for each in output.outputs if each.finish_reason == "error"]
         if failed:
             self._write(request, 500, error=f"line {request.number}: {failed[0]}")
@@ -292,8 +294,7 @@ class Job:
         while data:
             data = data[self.results.write(data):]
         self.num_errors += bool(error)
-        speed = self.num_tokens / (time.monotonic() - self.began)
-        self.bar.set_postfix_str(f"{speed:.0f} output tokens/s, {self.num_errors} errors", False)
+        self.bar.set_postfix_str(f"{self.num_errors} errors", refresh=False)
         self.bar.update()
 
 

@@ -15,8 +15,10 @@ that its tokens depend neither on the replica nor on the order.
 """
 
 import argparse
+import codecs
 import io
 import json
+import math
 import os
 import traceback
 from collections import deque
@@ -69,7 +71,7 @@ class Replica:
             traceback.print_exc()
             os._exit(1)
         if self.output_format == "jsonl":
-            lines = [json.dumps(row | result, default=str) for row, result in zip(rows, results)]
+            lines = [json_of(row | result) for row, result in zip(rows, results)]
             return pyarrow.table({"line": map(str.encode, lines)})
         others = batch.drop_columns([name for name in RESULT.names if name in batch.column_names])
         columns = pyarrow.Table.from_pylist(results, RESULT).columns
@@ -106,10 +108,23 @@ class Replica:
 def row_of(line: bytes) -> dict[str, Any]:
     """Returns the row in a line. Anything else becomes a row without a prompt."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError):
         row = None
     return row if isinstance(row, dict) else {"line": line.decode(errors="replace")}
+
+
+def finite(text: str) -> float:
+    """Returns the number in a text. Raises an error for what cannot be written as JSON: 1e999."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number of JSON, or too large")
+    return number
+
+
+def json_of(row: dict[str, Any]) -> str:
+    """Returns JSON; columns of Parquet can hold NaN and infinity, which become null."""
+    text = json.dumps(row, default=str)
+    return json.dumps(json.loads(text, parse_constant=lambda _: None))
 
 
 def without_nulls(value: Any) -> Any:
@@ -139,7 +154,8 @@ class LineSource(FileBasedDatasource):
     def _read_stream(self, f: pyarrow.NativeFile, path: str) -> Iterator[pyarrow.Table]:
         file = io.BufferedReader(f)
         while lines := [*islice(file, 1000)]:
-            yield pyarrow.table({"line": [line for line in lines if line.strip()]})
+            yield pyarrow.table({"line": [
+                line for line in lines if line.removeprefix(codecs.BOM_UTF8).strip()]})
 
 
 class LineSink(BlockBasedFileDatasink):

@@ -2,9 +2,9 @@
 
     python examples/resumable.py prompts.txt answers.jsonl
 
-prompts.txt has a prompt in each line. The number of the line, from 0, is the prompt's id. Each
-finished prompt becomes a line of answers.jsonl, in the order in which they finish. The id is also
-the seed, so that an answer does not depend on where the job was stopped.
+prompts.txt, in UTF-8, has a prompt in each line that is not blank. The number of the line, from 0,
+is the prompt's id. Each finished prompt becomes a line of answers.jsonl, in the order in which they
+finish. The id is also the seed, so that an answer does not depend on where the job was stopped.
 """
 
 import argparse
@@ -17,6 +17,12 @@ from nanoengine import LLM, SamplingParams
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
 
 
+def read_prompts(file: Path) -> dict[int, str]:
+    """Returns the prompts by id. Only newlines, perhaps after carriage returns, end a line."""
+    lines = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+    return {i: line for i, line in enumerate(lines) if line.strip()}
+
+
 def finished_ids(answers: Path) -> set[int]:
     """Returns the ids in the file. Removes an incomplete last line."""
     if not answers.exists():
@@ -24,13 +30,13 @@ def finished_ids(answers: Path) -> set[int]:
     content = answers.read_bytes()
     whole = content[:content.rfind(b"\n") + 1]
     os.truncate(answers, len(whole))
-    return {json.loads(line)["id"] for line in whole.splitlines()}
+    return {json.loads(line)["id"] for line in whole.splitlines() if line}
 
 
-def run(llm: LLM, prompts: list[str], answers: Path, max_tokens: int) -> None:
+def run(llm: LLM, prompts: dict[int, str], answers: Path, max_tokens: int) -> None:
     """Writes an answer for each prompt that has none in the file."""
     finished = finished_ids(answers)
-    missing = [i for i in range(len(prompts)) if i not in finished]
+    missing = [i for i in prompts if i not in finished]
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=max_tokens) for i in missing]
     with answers.open("a") as file:
         for output in llm.stream([prompts[i] for i in missing], params):
@@ -51,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     flags = parser.parse_args(arguments)
     with LLM(flags.model) as llm:
-        run(llm, flags.prompts.read_text().splitlines(), flags.answers, flags.max_tokens)
+        run(llm, read_prompts(flags.prompts), flags.answers, flags.max_tokens)
 
 
 if __name__ == "__main__":

@@ -162,9 +162,14 @@ def draw_length(rng: random.Random, low: int, high: int, kind: str) -> int:
 
 
 def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
-    """Returns the prompts in a file, one in each line: a text, or JSON with a text or token ids."""
+    """Returns the prompts in a file, one in each line: a text, or JSON with a text or token ids.
+
+    Lines end with a newline, or carriage return and newline; other separators belong to a prompt.
+    """
     prompts = []
-    for line in filter(str.strip, file.read_text().splitlines()):
+    for line in file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n"):
+        if not line.strip():
+            continue
         prompt: dict[str, Any] = json.loads(line) if line.startswith("{") else {"prompt": line}
         if "prompt_token_ids" not in prompt and tokenizer is None:
             raise SystemExit(f"{file}: the model has no tokenizer, give prompt_token_ids")

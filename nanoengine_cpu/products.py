@@ -89,8 +89,9 @@ def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tens
     if any(more):
         weight = F.pad(weight.unflatten(0, (halves, -1)), (0, *more)).flatten(0, 1)
     lines = weight.contiguous().view(torch.int32).unflatten(0, (-1, block_size)).transpose(1, 2)
-    bias = torch.zeros(halves * outputs, device="cpu") if bias is None else bias.float()
-    padded = F.pad(bias.unflatten(0, (halves, -1)), (0, more[-1])).flatten()
+    if bias is None:
+        bias = torch.zeros(halves * outputs, dtype=torch.float32, device="cpu")
+    padded = F.pad(bias.float().unflatten(0, (halves, -1)), (0, more[-1])).flatten()
     # fewer pages: the CPU keeps more of their addresses at hand
     packed = in_huge_pages(lines.nbytes).view(torch.int32).view(lines.shape).copy_(lines)
     return packed.view(weight.dtype), padded

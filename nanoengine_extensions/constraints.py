@@ -5,20 +5,29 @@ need any, and the sampler first calls `apply` on its rows:
 
     logits ── biases ──▶ penalties ──▶ own processors ──▶ temperature, truncations, draw
 
+A bad word is forbidden as a text, whatever tokens spell it: a token is forbidden if its own text,
+after the text that was generated before it, completes the word.
+
 The changes of a matrix of rows are data: the host sends numbers, and the device applies them, so
 that nothing waits for a GPU. Only processors (a user's own, or of structured_outputs.py) are
 functions, called row by row.
 """
 
 import math
+import re
+from bisect import bisect
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanoengine.sampling_params import SamplingParams, naming
+from nanoengine.sampling_params import naming, rejected
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import known_ids, send
 
@@ -28,11 +37,12 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
 
     vocab_size: that of the model. Its tokenizer can know more tokens, which are never generated.
 
-    `seq.constraints` is a list of (word, until): a word as token ids, and the num_tokens from which
-    it is permitted: infinity for bad words, and for tokens that end the sequence, where
-    `min_tokens` ends. Bad words and processors need all tokens of the sequence, so that its steps
-    cannot run ahead. A grammar becomes one more processor. `min_tokens` becomes another one after
-    it, which does nothing once the text is complete.
+    `seq.constraints` is what tokens spell, and a list of (word, completing, until): a word, the
+    result of `tokens_completing` for it, and the num_tokens from which it is permitted: infinity
+    for bad words; tokens that end the sequence complete an empty word, until `min_tokens` are
+    there. Bad words and processors need all tokens of the sequence, so that its steps cannot run
+    ahead. A grammar becomes one more processor. `min_tokens` becomes another one after it, which
+    does nothing once the text is complete.
     """
     p = seq.params
     until = seq.num_prompt_tokens + p.min_tokens
@@ -46,10 +56,18 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
             return others if seq.num_tokens < until and others.amax() > -math.inf else scores
 
         p = seq.params = replace(p, logits_processors=[grammar, delay_end, *p.logits_processors])
-    seq.constraints = [(word, math.inf) for word in encode_bad_words(p, tokenizer, vocab_size)]
-    seq.needs_tokens = bool(seq.constraints or p.logits_processors)
+    words: list[Any] = []
+    texts: list[bytes] = []
+    if p.bad_words:
+        texts, *_ = spellings(tokenizer, vocab_size)
+        with naming(rejected("bad_words", p.bad_words, "texts in Unicode")):
+            found = [(word, tokens_completing(word, tokenizer, vocab_size))
+                     for word in map(str.encode, p.bad_words)]
+        words = [(*each, math.inf) for each in found if any(map(len, each[1]))]
+    seq.needs_tokens = bool(words or p.logits_processors)
     if p.structured_outputs is None:
-        seq.constraints += [([token], until) for token in ends]
+        words.append((b"", [np.array(ends, np.int64)], until))
+    seq.constraints = texts, words
 
 
 def apply(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
@@ -64,35 +82,85 @@ def apply(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
             scores[row] = run_processors(scores[row, None], seq)[0]
 
 
-def encode_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) -> list[list[int]]:
-    """Returns the tokens of each bad word, at the beginning of a text and after a space.
+@lru_cache(maxsize=2)
+def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list[int]]:
+    """Returns what each token adds to a text, in UTF-8; for some, it is a part of a character.
 
-    A word with a token that the model does not know can never occur, and is left out.
+    Then all of it in one, each after a byte 0xFF, which is in no text, and where each begins. A
+    special token spells nothing.
     """
-    encoded = [tokenizer.encode(space + (word.lstrip() or word), add_special_tokens=False)
-               for word in params.bad_words for space in ("", " ")]
-    return [token_ids for token_ids in encoded if 0 <= max(token_ids, default=-1) < vocab_size]
+    backend = tokenizer.backend_tokenizer
+    # what a token adds after itself: some decoders strip spaces where a text begins
+    once, twice = (backend.decode_batch([[number] * count for number in range(vocab_size)])
+                   for count in (1, 2))
+    added = [both[len(first):] for first, both in zip(once, twice)]
+    texts = [bytes_of(backend.id_to_token(number), text) if "\ufffd" in text else text.encode()
+             for number, text in enumerate(added)]
+    starts = accumulate((len(text) + 1 for text in texts), initial=0)
+    return texts, b"".join(b"\xff" + text for text in texts), [*starts]
+
+
+def bytes_of(piece: str, text: str) -> bytes:
+    """Returns the bytes of a token that has a part of a character, from its name in the vocabulary.
+
+    text: with a replacement letter; it holds if the name does not stand for bytes.
+    """
+    # byte fallback
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return bytes.fromhex(piece[3:5])
+    # byte-level BPE: a letter for each byte
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    is_spelled = byte_of.keys() >= {*piece}
+    return bytes(byte_of[letter] for letter in piece) if is_spelled else text.encode()
+
+
+@lru_cache(maxsize=10_000)
+def tokens_completing(word: bytes, tokenizer: Any, vocab_size: int) -> list[np.ndarray]:
+    """Returns the tokens that complete a word after its first i bytes, by i.
+
+    For i = 0, the word is anywhere in a token, or it is the name of a special token.
+    """
+    _, joined, starts = spellings(tokenizer, vocab_size)
+    rests = [b"\xff" + word[i:] for i in range(1, len(word))]
+    found = [{bisect(starts, match.start()) - 1 for match in re.finditer(re.escape(part), joined)}
+             for part in [word, *rests]]
+    names = {token.content.encode(): number
+             for number, token in tokenizer.added_tokens_decoder.items() if number < vocab_size}
+    found[0] |= {names[word]} if word in names else set()
+    return [np.array(sorted(each), np.int64) for each in found]
 
 
 def biases(seq: Sequence) -> dict[int, float]:
-    """Returns the biases for the next step, by token id; -inf forbids a token.
+    """Returns the biases for the next step, by token id.
 
-    If only some tokens are allowed, the result lists all of them, and all others are forbidden. The
-    last token of a forbidden word is forbidden after the word's other tokens.
+    If only some tokens are allowed, the result lists all of them, and all others are forbidden.
     """
     p = seq.params
     found = dict(p.logit_bias or {})
     if p.allowed_token_ids:
         found = {token_id: found.get(token_id, 0.0) for token_id in p.allowed_token_ids}
-    for (*beginning, last), until in seq.constraints or ():
-        start = max(seq.num_prompt_tokens, seq.num_tokens - len(beginning))
-        if seq.num_tokens < until and seq.token_ids[start:] == beginning:
-            found[last] = -math.inf
     return found
 
 
+def forbidden(seq: Sequence) -> Iterator[np.ndarray]:
+    """Yields the token ids that are forbidden in the next step, in several arrays."""
+    texts, words = seq.constraints or ([], [])
+    # as much of the text as the beginning of a word can take
+    longest = max((len(word) for word, *_ in words), default=0)
+    text = b""
+    place = seq.num_tokens
+    while place > seq.num_prompt_tokens and len(text) + 1 < longest:
+        place -= 1
+        text = texts[seq.token_ids[place]] + text
+    for word, completing, until in words:
+        for i, token_ids in enumerate(completing):
+            if seq.num_tokens < until and text.endswith(word[:i]):
+                yield token_ids
+
+
 def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
-    """Applies the result of `biases` in place, and -inf to tokens that are not allowed."""
+    """Applies the result of `biases` in place, and -inf to tokens that are not allowed, or that are
+    forbidden."""
     found = [(row, *each) for row, seq in enumerate(seqs) for each in biases(seq).items()]
     if found:
         others = [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs]
@@ -100,6 +168,12 @@ def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
         rows, token_ids, added = (send(each, scores.device) for each in zip(*found))
         bias[rows, token_ids] = added.float()
         scores += bias
+    not_next = [(row, token_ids) for row, seq in enumerate(seqs) for token_ids in forbidden(seq)]
+    if not_next:
+        numbers, arrays = zip(*not_next)
+        owners = np.repeat(numbers, [len(token_ids) for token_ids in arrays])
+        rows, token_ids = send(owners, scores.device), send(np.concatenate(arrays), scores.device)
+        scores[rows, token_ids] = -math.inf
 
 
 def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
@@ -133,7 +207,7 @@ def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
     infinity from the model. If a processor raises, or returns another shape or type, the row
     becomes NaN, which ends this sequence only. `seq.error` says why.
     """
-    input_ids = torch.tensor([seq.token_ids], device=logits.device)
+    input_ids = torch.tensor([seq.token_ids], dtype=torch.int64, device=logits.device)
     scores = logits
     for processor in seq.params.logits_processors:
         try:

@@ -5,7 +5,8 @@ that need any, and the engine keeps the result, by position, in `Sequence.logpro
 calls `RowLogprobs.read` once the step is done.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -34,15 +35,48 @@ class RowLogprobs:
     """The log-probabilities of a row: of its drawn or scored token, then of the likeliest ones.
 
     entries: (1 + count, 3) float64: token id, log-probability, rank; on their way to the host.
+    token_ids: those of its sequence.
+    position, start: the place of this token, and of the first one of its prompt or output.
     """
 
     entries: Tensor
+    token_ids: list[int] = field(default_factory=list)
+    position: int = 0
+    start: int = 0
 
     def read(self, tokenizer: Any = None) -> dict[int, Logprob]:
-        """Returns them by token id; call this once their step is done (`Launched.wait`)."""
+        """Returns them by token id; call this once their step is done (`Launched.wait`).
+
+        tokenizer: that of the library `tokenizers`; without one, tokens have no text.
+        """
+        before = self.token_ids[max(self.start, self.position - 4):self.position]
         return {int(token_id): Logprob(
-                    logprob, int(rank), tokenizer and tokenizer.decode([int(token_id)], False))
+                    logprob, int(rank), tokenizer and text_of(tokenizer, int(token_id), before))
                 for token_id, logprob, rank in self.entries.tolist()}
+
+
+def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
+    """Returns the text of a single token, as vLLM does: with the space that it begins with.
+
+    The token that completes a character has all of it, and the tokens that began it have none.
+
+    before: the tokens before it; a character has at most four bytes.
+    """
+    def decode(token_ids: list[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    # what it adds after itself: some decoders strip spaces where a text begins
+    text = decode([token_id] * 2)[len(decode([token_id])):]
+    if not text.endswith("\ufffd"):
+        return text
+    for start in range(len(before) - 1, -1, -1):
+        whole = decode(before[start:] + [token_id])
+        if not whole.endswith("\ufffd"):
+            clean = before[start:]
+            while clean and decode(clean[-1:]).endswith("\ufffd"):
+                clean.pop()
+            return whole[len(commonprefix([whole, decode(clean)])):]
+    return ""
 
 
 def num_logprobs(row: Row) -> int | None:
@@ -70,7 +104,11 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
         # the last of equal ones
         ranks[:, 0] = (values >= picked[:, :1]).sum(dim=-1)
         entries = torch.stack([token_ids, picked, ranks], dim=-1).to("cpu", non_blocking=True)
-        found |= zip([rows[number] for number in numbers], map(RowLogprobs, entries))
+        for number, row_entries in zip(numbers, entries):
+            row = rows[number]
+            start = row.seq.num_prompt_tokens
+            found[row] = RowLogprobs(row_entries, row.seq.token_ids, row.position,
+                                     start if row.position >= start else 0)
     return found
 
 

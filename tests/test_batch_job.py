@@ -464,3 +464,64 @@ def test_what_is_finished_is_a_number_and_a_small_set(batch, tmp_path):
     assert num_finished == len(finished)
     assert len(rest.gi_frame.f_locals["behind"]) < 100
     assert [number for number, _ in rest] == sorted(missing + kept[-50:])
+
+
+# ------------------------------------------------------------------------------- odd characters
+
+
+def test_lines_end_at_newlines_alone(job):
+    """A byte order mark, Windows' newlines, blank lines, and what only Python calls a newline."""
+    texts_of_prompts = ["one\u2028two", "three\x0cfour", "five\x85six", "sev\x1cen", "nine\rten"]
+    lines = [json.dumps({"prompt": text, "max_tokens": 1}, ensure_ascii=False).encode()
+             for text in texts_of_prompts[:-1]]
+    lines += [json.dumps({"prompt": texts_of_prompts[-1], "max_tokens": 1}).encode()]
+    job.source.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([lines[0], b"", *lines[1:]]))
+    assert job().keys() == {1, 3, 4, 5, 6}
+    job.target.unlink()
+    job.source.write_bytes(b"\xef\xbb\xbf\r\n" + lines[0])
+    assert job().keys() == {2}, "a blank first line with a byte order mark"
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"NaN", b"Infinity", b"-Infinity"])
+def test_results_are_json_whatever_comes_in(job, number):
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    lines = [b'{"custom_id": %s, "prompt": "a"}', b'{"custom_id": {"x": [%s]}, "prompt": "a"}',
+             b'{"custom_id": "a", "prompt": "a", "metadata": {"x": %s}}']
+    found = job([line % number for line in lines] + [{"custom_id": 1.5, "prompt": "a"}])
+    assert [found[i]["custom_id"] for i in found] == [None, None, None, 1.5]
+    assert all(number.decode() in found[i]["error"]["message"] for i in (1, 2, 3))
+    for line in job.target.read_text().split("\n")[:-1]:
+        json.loads(line, parse_constant=refuse)
+
+
+def test_tokens_with_the_same_text_are_different_entries(job, llm):
+    found = job([{"prompt": "日", "logprobs": -1, "max_tokens": 2, "ignore_eos": True},
+                 {"prompt": "Once", "logprobs": 20, "max_tokens": 2},
+                 chat(logprobs=True, top_logprobs=20, max_tokens=2)])
+    vocab_size = llm.model_config.vocab_size
+    tops = [body_of(found[i])["choices"][0]["logprobs"]["top_logprobs"] for i in (1, 2)]
+    tops += [[each["top_logprobs"] for each in
+              body_of(found[3])["choices"][0]["logprobs"]["content"]]]
+    for top, count in zip(tops, (vocab_size, 20, 20)):
+        assert {len(entries) for entries in top} == {count}
+        for each in [each for entries in top for each in entries]:
+            assert each.keys() == {"token", "logprob", "bytes"}
+            assert bytes(each["bytes"]).decode() == each["token"]
+    assert len({each["token"] for each in tops[0][0]}) < vocab_size, "halves have no text"
+
+
+def test_tool_calls_in_openais_format(job, llm, batch, monkeypatch):
+    seen = []
+    add = llm.add
+    monkeypatch.setattr(llm, "add", lambda prompts, params: (
+        seen.append(prompts[0]["prompt"]) or add(prompts, params)))
+    template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
+    for arguments in ('{"city": "Oslo"}', "", '{"city"'):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "user", "content": "a"},
+                    {"role": "assistant", "content": None, "tool_calls": [call]}]
+        record = job([of_api({"messages": messages, "chat_template": template}, CHAT)])[1]
+        job.target.unlink()
+    assert seen == ['{"city": "Oslo"}', "{}"] and "tool_calls=" in record["error"]["message"]

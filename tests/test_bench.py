@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -11,6 +12,8 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT))
 
 import bench  # noqa: E402
+from lab.options import read_prompts  # noqa: E402
+from nanoengine.loader import load_tokenizer  # noqa: E402
 
 SMALL = ("--num-seqs", 8, "--min-input", 8, "--max-input", 40, "--min-output", 8,
          "--max-output", 40)
@@ -87,6 +90,20 @@ def test_own_prompts(tmp_path):
     found = run(tmp_path, "--prompts", file, "--min-output", 2, "--max-output", 4)
     assert found["medians"]["nanoengine"]["prefix_cache_queries"] == sum(
         map(len, workload.prompts))
+
+
+def test_lines_of_prompts_end_at_newlines_alone(tmp_path, bundled):
+    prompts = ["one\u2028two", "three\x0cfour", "five\x85six", "sev\x1cen", "nine\rten", "ø"]
+    tokenizer = load_tokenizer(Path(bundled))
+    file = tmp_path / "prompts.txt"
+    as_json = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    for lines in (prompts, as_json):
+        for newline in ("\n", "\r\n"):
+            for mark in ("", "\ufeff"):
+                text = mark + newline.join([*lines[:2], "", *lines[2:]]) + newline
+                file.write_bytes(text.encode())
+                found = [tokenizer.decode(ids) for ids in read_prompts(file, tokenizer)]
+                assert found == prompts
 
 
 def test_prompts_of_text_need_a_tokenizer(tmp_path, tiny):

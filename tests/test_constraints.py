@@ -4,24 +4,21 @@ What constraints do to logits is tested in test_sampler.py.
 """
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from conftest import GREEDY, check_idle, generate, random_prompts, token_ids, use_policies
+from test_logprobs import KINDS, sentencepiece
+from transformers import AutoTokenizer
 
-from nanoengine import SamplingParams
+from nanoengine import LLM, SamplingParams
 from nanoengine.sequence import Sequence
 from nanoengine_extensions import constraints
-from nanoengine_extensions.constraints import encode_bad_words
+from nanoengine_extensions.constraints import constrain, forbidden, spellings
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
-
-
-class Letters:
-    """A tokenizer with one token for each letter; a space has none."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [ord(letter) - ord("a") + 1 for letter in text if letter != " "]
 
 
 def make(prompt: list[int], output=(), **params) -> Sequence:
@@ -29,20 +26,6 @@ def make(prompt: list[int], output=(), **params) -> Sequence:
 
 
 # --------------------------------------------------------------------- tokens of another vocabulary
-
-
-def test_a_bad_word_that_cannot_be_generated_is_left_out():
-    params = SamplingParams(bad_words=["ab", "abz", "zab", "y", "z"])
-    assert encode_bad_words(params, Letters(), 26) == [[1, 2]] * 2 + [[25]] * 2
-    seq = Sequence("7", [1], 1, 9, params)
-    constraints.constrain(seq, [3, 26, 25], Letters(), 26)
-    bad_words, end_tokens = [[1, 2]] * 2 + [[25]] * 2, [[3], [25]]
-    assert seq.constraints == [(word, math.inf) for word in bad_words] + [
-        (word, 1) for word in end_tokens]
-    assert seq.needs_tokens
-    seq = Sequence("7", [1], 1, 9, SamplingParams(bad_words=["z"]))
-    constraints.constrain(seq, [], Letters(), 26)
-    assert not seq.needs_tokens, "nothing is left that looks at its tokens"
 
 
 @pytest.mark.parametrize("beyond", [5, 6, 9])
@@ -58,7 +41,7 @@ def test_no_token_id_reaches_another_row(options, beyond):
     first, second = make([1, beyond], [beyond], **options), make([1], presence_penalty=1.0)
     if not options.keys() & {"repetition_penalty", "presence_penalty"}:
         first.token_ids = [1, 1, 1]
-    first.constraints = [([beyond], math.inf)]
+    first.constraints = [], [(b"", [np.array([beyond])], math.inf)]
     scores = torch.ones(3, 5)
     with pytest.raises(IndexError):
         constraints.apply(scores, [first, second, second], NONE_PENDING)
@@ -78,6 +61,109 @@ def test_tokens_that_only_the_tokenizer_knows_change_nothing(wide_llm):
     assert wide_llm.inputs.eos_tokens.keys() == {0, 2}
     with pytest.raises(ValueError, match=r"prompts\[0\]: token id 1203 is out of vocabulary"):
         wide_llm.generate("<extra336>")
+
+
+# ------------------------------------------------------------------------------------ bad words
+
+
+@pytest.fixture(scope="module", params=["bundled", *KINDS])
+def tokenizer(request, bundled):
+    kind = request.param
+    return AutoTokenizer.from_pretrained(bundled) if kind == "bundled" else sentencepiece(kind)
+
+
+def test_what_tokens_spell(tokenizer):
+    """After any beginning, the decoder gives the bytes that tokens spell."""
+    rng = random.Random(0)
+    texts, joined, starts = spellings(tokenizer, len(tokenizer) + 3)
+    assert texts[len(tokenizer):] == [b""] * 3
+    assert not any(texts[i] for i in tokenizer.all_special_ids)
+    assert {bytes([byte]) for byte in range(256)} <= {*texts}
+    assert all(joined[start:].startswith(b"\xff" + text) for start, text in zip(starts, texts))
+    decode = tokenizer.backend_tokenizer.decode
+    for _ in range(300):
+        ids = rng.choices(range(len(tokenizer)), k=6)
+        letters = [*ids, *tokenizer.encode("日", add_special_tokens=False)[-3:]]
+        for tokens in (ids, letters):
+            begin = tokenizer.encode("dog", add_special_tokens=False)
+            spelled = b"".join(texts[token] for token in begin + tokens)
+            # the decoders replace what is no character by different numbers of letters
+            if "\ufffd" not in (text := decode(begin + tokens)):
+                assert text.lstrip(" ") == spelled.decode().lstrip(" ")
+
+
+WORDS = ["the", "a", " ", "fox", "o", " cat", "日", "é", "cat.", "Once upon", "s d", "\n"]
+
+
+def test_exactly_what_completes_a_word_is_forbidden(tokenizer):
+    """Against the definition, over the whole vocabulary."""
+    rng = random.Random(1)
+    vocab_size = len(tokenizer)
+    texts, *_ = spellings(tokenizer, vocab_size)
+    prompt = tokenizer.encode("o the ca", add_special_tokens=False)
+    for _ in range(60):
+        words = rng.sample(WORDS, k=rng.randint(1, 3))
+        word = rng.choice(words).encode()
+        cut = rng.randrange(len(word) + 1)
+        # the beginning of a word, byte by byte, behind something else
+        output = [rng.randrange(vocab_size), *(texts.index(bytes([byte])) for byte in word[:cut])]
+        seq = make(prompt, output, bad_words=words)
+        constrain(seq, [2], tokenizer, vocab_size)
+        before = b"".join(texts[token] for token in output)
+        expected = {token for token, text in enumerate(texts) if text and any(
+            word in (before + text)[max(0, len(before) - len(word) + 1):]
+            for word in map(str.encode, words))}
+        found = {token for tokens in forbidden(seq) for token in tokens.tolist()}
+        assert found == expected and 2 not in found
+        assert seq.needs_tokens
+
+
+def test_bad_words_of_prompts_and_of_other_vocabularies(tokenizer):
+    prompt = tokenizer.encode("the ca", add_special_tokens=False)
+    seq = make(prompt, bad_words=["a cat"])
+    constrain(seq, [], tokenizer, len(tokenizer))
+    (alone,) = forbidden(seq)
+    seq.num_prompt_tokens = 0
+    assert len([*forbidden(seq)]) > 1 and len(alone) == 0, "the prompt does not count"
+    # a special token, which has no text, by its name alone
+    end = tokenizer.eos_token_id
+    for word, is_there in ((tokenizer.eos_token, True), (tokenizer.eos_token[:-1], False)):
+        seq = make(prompt, bad_words=[word])
+        constrain(seq, [end], tokenizer, len(tokenizer))
+        assert is_there == any(end in tokens for tokens in forbidden(seq))
+    # nothing of it is in the vocabulary of the model
+    seq = make([1], bad_words=["q"])
+    constrain(seq, [], tokenizer, 3)
+    assert not seq.needs_tokens and [len(tokens) for tokens in forbidden(seq)] == []
+
+
+def test_min_tokens_and_bad_words_together(tokenizer):
+    for num_output, expected in ((0, [[5, 6]]), (1, [[5, 6]]), (2, [])):
+        seq = make([1, 2], [3] * num_output, min_tokens=2)
+        constrain(seq, [5, 6, len(tokenizer)], tokenizer, len(tokenizer))
+        assert [tokens.tolist() for tokens in forbidden(seq)] == expected and not seq.needs_tokens
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(run_ahead=True), dict(num_kv_blocks=10, block_size=16, max_model_len=128)])
+def test_a_bad_word_is_in_no_text(bundled, options):
+    """Whatever tokens spell it: single letters, its own, halves of letters."""
+    options = dict(dtype="float32", num_kv_blocks=256) | options
+    with LLM(bundled, **options) as llm:
+        letters = [ids[0] for ids in map(llm.get_tokenizer().encode, "fox the日a")]
+        params = []
+        for words in (["the"], ["fox", " a"], [" "], ["was a", "e"], ["日"]):
+            for allowed in (None, letters + llm.get_tokenizer().encode("日")):
+                params.append(SamplingParams(
+                    n=5, seed=3, max_tokens=30, temperature=1.5, bad_words=words,
+                    allowed_token_ids=allowed, ignore_eos=True, min_tokens=3))
+        for output, each in zip(generate(llm, ["Once upon a time"] * len(params), params), params):
+            for completion in output.outputs:
+                assert not any(word in completion.text for word in each.bad_words)
+                assert len(completion.token_ids) == 30
+        check_idle(llm)
+        with pytest.raises(ValueError, match="bad_words"):
+            llm.generate("a", SamplingParams(bad_words=["\ud800"]))
 
 
 # ----------------------------------------------------------------------------------- processors

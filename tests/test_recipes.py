@@ -297,6 +297,20 @@ def test_ray_data(tmp_path, ray_job):
     assert "prompt or messages" in rows[1]["error"]
 
 
+def test_lines_of_a_resumable_job(tmp_path):
+    """Blank lines have a number, but no prompt; other separators than newlines are text."""
+    module = example("resumable")
+    source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    source.write_bytes("\ufeffone\u2028two\r\n\n \nthree\x0cfour\nfive\x85six\rø".encode())
+    expected = {0: "one\u2028two", 3: "three\x0cfour", 4: "five\x85six\rø"}
+    assert module.read_prompts(source) == expected
+    for _ in range(2):
+        module.main([str(source), str(target), "--max-tokens", "1"])
+        found = [json.loads(line) for line in target.read_text().split("\n")[:-1]]
+        assert {record["id"]: record["prompt"] for record in found} == expected
+        assert len(found) == 3
+
+
 def test_resumable(monkeypatch, tmp_path):
     module = example("resumable")
     prompts = ["Once upon a time", "12 + 34 =", "sort d b e a =", "count 17 to 23 =",

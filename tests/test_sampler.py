@@ -344,25 +344,6 @@ def test_a_processor_gets_copies():
     assert all(input_ids.tolist() == [[1, 2, 3]] for input_ids, _ in kept)
 
 
-class Words:
-    """A tokenizer with a token for each letter."""
-
-    def encode(self, text, add_special_tokens):
-        return [ord(letter) - ord("a") + 1 for letter in text if letter != " "]
-
-
-@pytest.mark.parametrize("output, banned", [
-    ("", ""), ("a", "b"), ("c", ""), ("xa", "b"), ("ab", "c"), ("cab", "c"), ("bc", ""),
-    ("aa", "b")])
-def test_bad_words_look_at_what_was_generated_alone(output, banned):
-    params = SamplingParams(bad_words=["ab", "abc", "z"])
-    prompt = Words().encode("xxab", False)
-    seq = Sequence("7", prompt + Words().encode(output, False), len(prompt), 100, params)
-    constrain(seq, [], Words(), 99)
-    found = constraints.biases(seq)
-    assert found == dict.fromkeys(Words().encode(banned + "z", False), -math.inf)
-
-
 # ----------------------------------------------------------------------------------- logprobs
 
 

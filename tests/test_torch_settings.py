@@ -1,0 +1,107 @@
+"""Settings of PyTorch that belong to the user's process change no token."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from conftest import generate
+
+from nanoengine import LLM, SamplingParams
+
+PROMPTS = ["47 + 85 =", "Once upon a time", "sort d b e a =", "A cat"]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=5, max_tokens=12, logprobs=2, n=2),
+    SamplingParams(temperature=0.7, min_p=0.05, repetition_penalty=1.1, presence_penalty=0.5,
+                   seed=3, max_tokens=12, prompt_logprobs=1),
+    SamplingParams(seed=4, max_tokens=12, min_tokens=3, logit_bias={3: 1.0}, bad_words=["the"],
+                   logits_processors=[lambda input_ids, scores: scores / 2])]
+# kernels for a CPU and plain PyTorch, in both precisions; the paths that copy blocks
+ENGINES: list[dict[str, Any]] = [
+    dict(dtype="float32"), dict(dtype="bfloat16", run_ahead=True),
+    dict(dtype="float32", attention_backend="gather"),
+    dict(dtype="float32", num_kv_blocks=7, block_size=16, max_model_len=64, preemption_mode="swap")]
+
+
+@contextmanager
+def changed(change: Any, get: Any, value: Any) -> Iterator[None]:
+    """Changes a setting, and changes it back."""
+    before = get()
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager:
+    return changed(torch.set_default_dtype, torch.get_default_dtype, dtype)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Deterministic algorithms also fill new memory with NaN."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SETTINGS = {
+    "nothing": nullcontext,
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "float64": lambda: default_dtype(torch.float64),
+    "meta": lambda: torch.device("meta"),
+    "cpu": lambda: torch.device("cpu"),
+    "gradients": lambda: torch.set_grad_enabled(True),
+    "no gradients": lambda: torch.set_grad_enabled(False),
+    "inference": torch.inference_mode,
+    "anomalies": torch.autograd.detect_anomaly,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "deterministic": deterministic,
+    "one thread": lambda: changed(torch.set_num_threads, torch.get_num_threads, 1),
+    "three threads": lambda: changed(torch.set_num_threads, torch.get_num_threads, 3)}
+
+
+def results(llm: LLM) -> list:
+    """Tokens, texts and log-probabilities."""
+    return [(output.outputs, output.prompt_logprobs) for output in generate(llm, PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=str)
+def engine(request, bundled) -> tuple:
+    """Options, an engine that was made without any settings, and its results."""
+    options = dict(num_kv_blocks=64) | request.param
+    with LLM(bundled, **options) as llm:
+        yield options, llm, results(llm)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_change_no_token(engine, bundled, name, request):
+    """Neither before an engine is made, nor after."""
+    options, llm, expected = engine
+    if name == "autocast" and options.get("attention_backend") == "gather":
+        # strict: this fails, and has to go, once `ModelRunner.launch` turns autocast off
+        request.applymarker(pytest.mark.xfail(strict=True, reason="products in bfloat16"))
+    with SETTINGS[name]():
+        llm.reset_prefix_cache()
+        assert results(llm) == expected
+        with LLM(bundled, **options) as own:
+            assert results(own) == expected
+    assert results(llm) == expected, "what a setting left behind"
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float64", "meta"])
+def test_random_weights_are_the_same(tiny, name):
+    prompts, params = [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=9)
+    found = []
+    for setting in (nullcontext, SETTINGS[name]):
+        with setting(), LLM(tiny, load_format="dummy", num_kv_blocks=16) as llm:
+            found.append(generate(llm, prompts, params)[0].outputs[0].token_ids)
+    assert found[0] == found[1]
