@@ -271,13 +271,12 @@ class LLM(AbstractContextManager):
     trace = property(lambda self: self.engine.metrics.trace)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what `sampling_params=None` stands for: see `loader.load_defaults`."""
+        """Returns what `sampling_params=None` stands for: see generation_config.py."""
         return self.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Any:
-        """Returns the transformers tokenizer, a copy of the engine's own.
-
-        Raises ValueError if the model has none."""
+        """Returns the transformers tokenizer, a copy of the engine's own. Raises ValueError if the
+        model has none."""
         return self.inputs.tokenizer_of_user
 
     def reset_prefix_cache(self) -> bool:

@@ -72,13 +72,16 @@ def context_length(config: PretrainedConfig) -> int:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Returns the tokenizer of a folder, or None without one: then prompts are token ids."""
-    if not [*folder.glob("tokenizer*"), *folder.glob("vocab.json")]:
+    """Returns the tokenizer of a folder, or None without one: then prompts are token ids.
+
+    Raises ValueError for one that transformers has in Python only.
+    """
+    if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
-    with naming(f"{folder}, tokenizer.json or another file of the tokenizer"):
+    with naming(f"{folder}, tokenizer.json or other files of a tokenizer (not one in Python)"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # some mistakes in its files only show with a text
-        tokenizer.encode("a")
+        tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
     return tokenizer
 
 

@@ -73,9 +73,7 @@ class Completion:
         self.text = ""
         self.logprobs: list[Any] = []
         has_text = tokenizer is not None and seq.params.detokenize
-        # tokenizers that are written in Python have no backend
-        fast = getattr(tokenizer, "backend_tokenizer", None)
-        self.tokenizer: Any = (fast or tokenizer) if has_text else None
+        self.tokenizer: Any = tokenizer.backend_tokenizer if has_text else None
         # the tokens before the next ones, which are decoded together with them
         self.context = self._last_seen(seq.token_ids) if has_text else []
         # tokens in the middle of a character

@@ -80,6 +80,23 @@ def test_sampling_params_are_checked_when_changed_too():
         SamplingParams(stop="a", detokenize=False)
 
 
+@pytest.mark.parametrize("made, name, value", [
+    (dict(n=2), "temperature", 0), (dict(temperature=0), "n", 2), (dict(), "min_tokens", 17),
+    (dict(min_tokens=9), "max_tokens", 8), (dict(stop="a"), "detokenize", False),
+    (dict(detokenize=False), "stop", "a"), (dict(), "top_p", 2)])
+def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
+    params = SamplingParams(**made)
+    with pytest.raises(ValueError):
+        setattr(params, name, value)
+    assert params == SamplingParams(**made)
+
+
+def test_a_keyword_that_is_near_none_gets_no_suggestion():
+    with pytest.raises(ValueError, match="^quantization is not known: .*'temperature'") as error:
+        SamplingParams(quantization="awq")
+    assert "nearest" not in str(error.value)
+
+
 def test_several_greedy_completions_would_be_the_same():
     with pytest.raises(ValueError, match="n must be 1 when using greedy sampling, got 2"):
         SamplingParams(n=2, temperature=0)

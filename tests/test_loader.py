@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import random_prompts
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Qwen3Config
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import (
-    checkpoint_tensors, find_model, load_config, load_model)
+    FILES, checkpoint_tensors, context_length, find_model, load_config, load_model)
 from nanoengine_cpu import optimize
 from nanoengine_extensions.generation_config import load_defaults
 from nanoengine_cpu.modules import PackedLinear
@@ -88,6 +90,113 @@ def test_tied_embeddings_may_or_may_not_be_in_the_file(make_model, tmp_path):
     rewrite(Path(folder), lambda t: t.update(
         {"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert tokens(folder) == expected
+
+
+def reference(folder) -> list[list[int]]:
+    """What transformers generates greedily."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return [model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8,
+                           eos_token_id=None)[0, len(prompt):].tolist() for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tied_or_not_is_decided_as_in_transformers(make_model, architecture, is_tied, caplog):
+    """By config.json, unless the checkpoint has two matrices that differ."""
+    options = dict(head_dim=None) if architecture == "Qwen2" else {}
+    folder = Path(make_model(architecture, tie_word_embeddings=is_tied, **options)[0])
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    others = {"none": None, "same": embedding.clone(), "different": torch.roll(embedding, 1, 0)}
+    for name, head in others.items():
+        if head is None and not is_tied:
+            continue
+        rewrite(folder, lambda t, head=head: t.pop("lm_head.weight", None) if head is None
+                else t.update({"lm_head.weight": head}))
+        caplog.clear()
+        assert tokens(folder) == reference(folder)
+        is_contradiction = is_tied and name == "different"
+        assert any("tie_word_embeddings" in m for m in caplog.messages) == is_contradiction
+    if is_tied:
+        # only the other name
+        rewrite(folder, lambda t: t.pop("model.embed_tokens.weight"))
+        assert tokens(folder) == reference(folder)
+
+
+def test_only_files_that_count_are_read(make_model, tmp_path):
+    """model.safetensors, or those that the index names, as in transformers."""
+    model = make_model()[1]
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
+    expected = tokens(tmp_path / "sharded")
+    make_model(seed=1)[1].save_pretrained(tmp_path / "other", max_shard_size="100KB")
+    for file in (tmp_path / "other").glob("model-*.safetensors"):
+        shutil.copy(file, tmp_path / "sharded")
+    (tmp_path / "sharded" / "model.fp16.safetensors").write_bytes(b"not read")
+    assert tokens(tmp_path / "sharded") == expected
+    model.save_pretrained(tmp_path / "whole")
+    for file in (tmp_path / "other").glob("model*"):
+        shutil.copy(file, tmp_path / "whole")
+    assert tokens(tmp_path / "whole") == expected
+
+
+def test_an_index_of_files_with_other_names(copy):
+    expected = tokens(copy)
+    (copy / "model.safetensors").rename(copy / "weights.safetensors")
+    names = dict.fromkeys(load_file(copy / "weights.safetensors"), "weights.safetensors")
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    assert tokens(copy) == expected
+    for wrong in ("{}", "no JSON"):
+        index.write_text(wrong)
+        with pytest.raises(ValueError, match="model.safetensors.index.json"):
+            LLM(str(copy), num_kv_blocks=8)
+
+
+def test_downloads_fetch_what_is_read():
+    wanted = ["model.safetensors", "model-00001-of-00002.safetensors", "config.json",
+              "model.safetensors.index.json", "tokenizer.model", "merges.txt",
+              "chat_template.jinja"]
+    unwanted = ["consolidated.safetensors", "original/model.safetensors", "model.fp16.safetensors",
+                "model.fp16-00001-of-00002.safetensors", "pytorch_model.bin", "onnx/model.onnx"]
+    assert [*filter_repo_objects(wanted + unwanted, allow_patterns=FILES)] == wanted
+
+
+@pytest.mark.parametrize("rope, length", [
+    ({"rope_type": "default"}, 64),
+    ({"rope_type": "linear", "factor": 4.0}, 256),
+    ({"rope_type": "yarn", "factor": 4.0}, 256),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+    ({"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 64}, 160),
+    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 16}, 64)])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_a_scaled_rope_lengthens_the_context_as_in_vllm(kind, rope, length):
+    config = kind(max_position_embeddings=64, rope_parameters={"rope_theta": 10000.0, **rope})
+    assert context_length(config) == length
+
+
+def test_a_prompt_in_the_lengthened_context(make_model):
+    folder, _ = make_model("Llama", max_position_embeddings=64, rope_parameters={
+        "rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0})
+    prompt = random_prompts([200])
+    with LLM(folder, dtype="float32", block_size=16, num_kv_blocks=20, max_model_len=256) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6)
+        found = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert found == model.generate(torch.tensor(prompt), do_sample=False, max_new_tokens=6,
+                                   eos_token_id=None)[0, 200:].tolist()
+
+
+def test_the_rope_table_is_as_long_as_the_context_that_fits(make_model):
+    folder, _ = make_model("Llama", max_position_embeddings=4_000_000)
+    with LLM(folder, dtype="float32", block_size=16, num_kv_blocks=8) as llm:
+        assert llm.inputs.max_model_len == 128
+        assert llm.engine.runner.rope.shape[1] == llm.engine.runner.model.rope.shape[1] == 128
+
+
+def test_a_tokenizer_in_python_is_refused_at_the_start(copy):
+    ByT5Tokenizer().save_pretrained(copy)
+    with pytest.raises(ValueError, match="tokenizer.*not one in Python"):
+        LLM(str(copy), num_kv_blocks=8)
 
 
 @pytest.mark.parametrize("change, message", [

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 
 import pytest
-from conftest import GREEDY, ROOT, check_blocks, generate, random_prompts, token_ids
+from conftest import GREEDY, ROOT, check_blocks, check_idle, generate, random_prompts, token_ids
 from test_scheduler import ShadowCache, make_engine, make_sequence
 
 import nanoengine_extensions.policies as extension
@@ -96,6 +96,36 @@ def test_a_function_that_fails_ends_the_call_and_leaves_an_engine(make_llm, expe
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         broken = False
         assert token_ids(generate(llm, PROMPTS)) == expected
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("policy", [
+    lambda scheduler: None, lambda scheduler: scheduler.build([], admit=False),
+    lambda scheduler: scheduler.build([*scheduler.running], admit=False)])
+def test_a_policy_that_runs_nothing_ends_the_call(make_llm, policy, run_ahead):
+    with make_llm(num_kv_blocks=8, scheduling=policy, run_ahead=run_ahead) as llm:
+        with pytest.raises(RuntimeError, match="scheduling=<function .* runs nothing, although"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        check_idle(llm)
+
+
+def test_a_policy_that_forgets_a_running_sequence_ends_the_call(make_llm):
+    def never_decode(scheduler):
+        begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
+        return scheduler.build(begun, admit=True)
+
+    with make_llm(scheduling=never_decode) as llm:
+        with pytest.raises(RuntimeError, match="0 sequences wait"):
+            llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+        check_idle(llm)
+
+
+@pytest.mark.parametrize("victim", [None, "youngest", 3])
+def test_a_victim_that_does_not_run_is_named(make_llm, victim):
+    with make_llm(**FEW_BLOCKS, preemption_victim=lambda running: victim) as llm:
+        with pytest.raises(ValueError, match="preemption_victim=.* one that returns a running"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        check_idle(llm)
 
 
 def test_the_engine_looks_for_a_name_in_the_extension_only_when_it_needs_to():

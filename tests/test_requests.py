@@ -112,6 +112,9 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
     (["a", []], GREEDY, r"prompts\[1\].*decoder prompt cannot be empty"),
     (["a", [5, 867]], GREEDY, r"prompts\[1\].*token id 867 is out of vocabulary.*0 to 866"),
     ([[-1]], GREEDY, "token id -1 is out of vocabulary"),
+    ([[True]], GREEDY, "token id True is out of vocabulary"),
+    ([True], GREEDY, "token id True is out of vocabulary"),
+    ({"prompt_token_ids": [5, False]}, GREEDY, "token id False is out of vocabulary"),
     ([[1.5]], GREEDY, "token id 1.5 is out of vocabulary"),
     ([[np.float64(5)]], GREEDY, "token id .*5.0.* is out of vocabulary"),
     ([[1, "5"]], GREEDY, "token id '5' is out of vocabulary"),
@@ -205,3 +208,30 @@ def test_other_conversations_are_refused_by_name(llm, messages, message):
     with pytest.raises(ValueError, match=message):
         llm.chat(messages, GREEDY)
     check_idle(llm)
+
+
+def test_a_user_cannot_change_the_tokenizer_of_the_engine(llm):
+    text = "sort d b e a ="
+    ids = llm.get_tokenizer().encode(text)
+    assert llm.get_tokenizer() is llm.get_tokenizer()
+    llm.get_tokenizer()([text] * 2, truncation=True, max_length=2, padding=True)
+    llm.get_tokenizer().backend_tokenizer.enable_truncation(2)
+    llm.get_tokenizer().backend_tokenizer.enable_padding(length=99)
+    assert generate(llm, text)[0].prompt_token_ids == ids
+    llm.get_tokenizer().add_tokens(["sort"])
+    assert generate(llm, text)[0].prompt_token_ids == ids
+
+
+def test_priorities_are_numbers(llm):
+    for priority in (True, [False]):
+        with pytest.raises(ValueError, match="priority=.* is not accepted: it must be one int"):
+            llm.generate(["a"], GREEDY, priority=priority)
+
+
+def test_a_closed_engine_takes_no_requests(make_llm):
+    llm = make_llm()
+    llm.close()
+    for call in (llm.add, llm.generate, llm.stream):
+        with pytest.raises(RuntimeError, match="the LLM is closed"):
+            call([[1, 2]], GREEDY)
+    assert not llm.active

@@ -1,8 +1,10 @@
 """One engine and several threads or processes: turns, interrupts, forks, limits on threads."""
 
+import functools
 import gc
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -237,6 +239,61 @@ def test_a_second_ctrl_c_while_the_first_is_cleaned_up(make_llm, monkeypatch, fi
             except KeyboardInterrupt:
                 pass
     assert llm.engine.runner is None, "it can be closed, too"
+
+
+class TooSlow(Exception):
+    """What the handler of a time limit raises."""
+
+
+class Handler:
+    def __call__(self, *_):
+        raise TooSlow("over the limit")
+
+    def method(self, *_):
+        raise TooSlow("over the limit")
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs setitimer")
+@pytest.mark.parametrize("handler", [
+    lambda *_: Handler().method(), Handler(), Handler().method,
+    functools.partial(Handler().method, 1)])
+@pytest.mark.parametrize("where", ["texts", "a processor", "a template"])
+def test_what_a_signal_raises_is_not_about_the_input(llm, handler, where):
+    def slow(input_ids, scores):
+        time.sleep(0.002)
+        return scores
+
+    def call():
+        if where == "texts":
+            llm.generate(["Once upon a time " * 300] * 20, GREEDY, use_tqdm=False)
+        elif where == "a processor":
+            params = SamplingParams(max_tokens=300, ignore_eos=True, logits_processors=[slow])
+            llm.generate("Once", params, use_tqdm=False)
+        else:
+            llm.chat([[{"role": "user", "content": "12 + 34"}]] * 500, GREEDY, use_tqdm=False)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for k in range(6):
+            signal.setitimer(signal.ITIMER_REAL, 0.004 + 0.005 * k)
+            try:
+                call()
+            except TooSlow:
+                pass
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    check_idle(llm)
+
+
+def test_an_error_of_a_processor_is_still_about_the_processor(llm):
+    def broken(input_ids, scores):
+        raise TooSlow("of its own")
+
+    with pytest.raises(ValueError, match="its logits processor .*: of its own"):
+        llm.generate("Once", SamplingParams(logits_processors=[broken]), use_tqdm=False)
+    check_idle(llm)
 
 
 # ------------------------------------------------------------------- threads and processes
