@@ -7,6 +7,7 @@ that have no effect here, names of types, and what `SamplingParams` and `LLM` ha
 subclasses, which the engine does not know. Outputs are nanoengine's own.
 """
 
+from dataclasses import replace
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -14,24 +15,29 @@ from typing import Any
 import nanoengine
 from nanoengine import (
     BeamSearchOutput, BeamSearchParams, BeamSearchSequence, CompletionOutput, RequestOutput)
-from nanoengine.sampling_params import rejected
+from nanoengine.sampling_params import naming, rejected
 
 # vLLM's keywords that change no token here, whatever their value, …
 WITHOUT_EFFECT = {*"""async_scheduling attention_config backend chat_template_content_format
     compilation_config concurrency_limit disable_any_whitespace disable_async_output_proc
-    disable_cascade_attn disable_custom_all_reduce disable_log_requests disable_log_stats
-    enable_chunked_prefill enable_log_requests enable_sleep_mode extra_args flat_logprobs
-    guided_decoding_backend hf_token kernel_config limit_mm_per_prompt long_prefill_token_threshold
-    max_logprobs max_seq_len_to_capture model_impl num_scheduler_steps optimization_level
-    output_kind prefix_caching_hash_algo served_model_name spaces_between_special_tokens
-    structured_outputs_config trust_remote_code use_tqdm_on_load use_v2_block_manager""".split()}
+    disable_cascade_attn disable_custom_all_reduce disable_fallback disable_log_requests
+    disable_log_stats enable_chunked_prefill enable_log_requests enable_sleep_mode extra_args
+    flat_logprobs guided_decoding_backend hf_token kernel_config limit_mm_per_prompt
+    long_prefill_token_threshold max_seq_len_to_capture model_impl num_scheduler_steps
+    optimization_level output_kind prefix_caching_hash_algo served_model_name
+    spaces_between_special_tokens trust_remote_code use_tqdm_on_load
+    use_v2_block_manager""".split()}
 # … and those that must not turn on anything, since this engine has nothing like it.
-OFF = {*"""config_format convert data_parallel_size distributed_executor_backend
-    enable_expert_parallel enable_lora enable_prompt_embeds generation_config hf_overrides
-    kv_cache_dtype kv_cache_memory_bytes logprobs_mode lora_request pipeline_parallel_size
-    quantization runner speculative_config task tokenization_kwargs tokenizer_mode""".split()}
-# values that turn on nothing, as texts, since 1 == True
-NEUTRAL = {*"False 0 1 {} auto generate hf mp raw_logprobs uni vllm".split()}
+OFF = {*"""config_format convert data_parallel_size disable_additional_properties
+    distributed_executor_backend enable_expert_parallel enable_in_reasoning enable_lora
+    enable_prompt_embeds generation_config hf_overrides kv_cache_dtype kv_cache_memory_bytes
+    logprobs_mode lora_request pipeline_parallel_size quantization reasoning_parser runner
+    speculative_config task tokenization_kwargs tokenizer_mode whitespace_pattern""".split()}
+# values that turn on nothing, as texts; besides these, flags are 0 and sizes 1
+NEUTRAL = {*"False {} [] auto generate hf mp none raw_logprobs uni vllm".split(), ""}
+# methods of vLLM's LLM without which this engine does
+METHODS = """apply_model classify collective_rpc embed encode enqueue reset_mm_cache reward score
+    sleep start_profile stop_profile wait_for_completion wake_up""".split()
 
 # vLLM's types of prompts and grammars: dicts with the same keys
 TextPrompt = TokensPrompt = StructuredOutputsParams = GuidedDecodingParams = dict
@@ -47,7 +53,8 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name in OFF & given.keys():
-        if str(given[name]) not in NEUTRAL:
+        least = 1 if name.endswith("_size") else 0
+        if str(given[name]) not in NEUTRAL and given[name] != least:
             raise rejected(name, given[name], "left out: this engine has nothing like it")
     return {name: given[name] for name in given.keys() - WITHOUT_EFFECT - OFF}
 
@@ -60,21 +67,47 @@ class SamplingParams(nanoengine.SamplingParams):
     """
 
     def __init__(self, *, max_tokens: int | None = 16, **options: Any) -> None:
-        wanted = options.pop("structured_outputs", None) or options.pop("guided_decoding", None)
+        wanted = options.pop("structured_outputs", None)
+        # an unknown keyword where both are given
+        wanted = options.pop("guided_decoding", None) if wanted is None else wanted
         wanted = without(wanted) if isinstance(wanted, dict) else wanted
+        if wanted == {}:
+            raise rejected("structured_outputs", wanted, "a grammar, such as {'regex': …}")
         super().__init__(max_tokens=max_tokens, structured_outputs=wanted, **without(options))
         vars(self)["extra_args"] = options.get("extra_args")
 
     from_optional = classmethod(lambda cls, **values: cls(**values))
 
+    def clone(self) -> "SamplingParams":
+        copy = super().clone()
+        vars(copy)["extra_args"] = self.extra_args and {**self.extra_args}
+        return copy
+
 
 class LLM(nanoengine.LLM):
     """nanoengine's `LLM`, with vLLM's other keywords and methods."""
 
-    def __init__(self, model: Any, **options: Any) -> None:
+    def __init__(self, model: Any, *, max_logprobs: int | None = None,
+                 num_gpu_blocks_override: int | None = None, structured_outputs_config: Any = None,
+                 override_generation_config: Any = None, logits_processors: Any = None,
+                 **options: Any) -> None:
+        # vLLM's own default is 20; without a number, nothing limits it here
+        self.max_logprobs = -1 if max_logprobs is None else max_logprobs
+        if num_gpu_blocks_override is not None:
+            options["num_kv_blocks"] = num_gpu_blocks_override
+        if logits_processors:
+            raise rejected("logits_processors", logits_processors,
+                           "left out: give functions to SamplingParams")
+        with naming("structured_outputs_config"):
+            if unknown := without(dict(structured_outputs_config or {})):
+                raise rejected(*unknown.popitem(), "left out: it is not known")
         super().__init__(model, **without(options))
         if options.get("generation_config") == "vllm":
             self.inputs.default_params = nanoengine.SamplingParams()
+        # the names of the file, of which one differs
+        changes = {"max_tokens" if name == "max_new_tokens" else name: value
+                   for name, value in (override_generation_config or {}).items()}
+        self.inputs.default_params = replace(self.inputs.default_params, **changes)
 
     @property
     def llm_engine(self) -> Any:
@@ -87,12 +120,42 @@ class LLM(nanoengine.LLM):
         """Returns `metrics()` as objects with a `name` like vLLM's, and a `value`."""
         return [SimpleNamespace(name=f"vllm:{name}", value=n) for name, n in self.metrics().items()]
 
-    def generate(self, *arguments: Any, **options: Any) -> list[Any]:
-        return super().generate(*arguments, **without(options))
+    def generate(self, prompts: Any = None, sampling_params: Any = None, *arguments: Any,
+                 prompt_token_ids: Any = None, **options: Any) -> list[Any]:
+        """Generates as nanoengine does. `metrics` of outputs also have vLLM's timestamps."""
+        if prompts is not None and prompt_token_ids is not None:
+            raise rejected("prompt_token_ids", prompt_token_ids, "left out beside prompts")
+        is_one = not isinstance(sampling_params, (list, tuple))
+        params = [sampling_params] if is_one else sampling_params
+        for name in ("logprobs", "prompt_logprobs"):
+            for count in (getattr(each, name, None) or 0 for each in params):
+                if self.max_logprobs != -1 and not 0 <= count <= self.max_logprobs:
+                    raise rejected(name, count, f"at most max_logprobs={self.max_logprobs}")
+        outputs = super().generate(prompt_token_ids if prompts is None else prompts,
+                                   sampling_params, *arguments, **without(options))
+        for output in outputs:
+            m = output.metrics
+            vars(m).update(queued_ts=m.arrival_time, scheduled_ts=m.first_scheduled_time,
+                           first_token_ts=m.first_token_time, last_token_ts=m.finished_time,
+                           first_token_latency=m.time_to_first_token,
+                           num_generation_tokens=sum(len(c.token_ids) for c in output.outputs))
+        return outputs
 
-    def chat(self, *arguments: Any, **options: Any) -> list[Any]:
-        return super().chat(*arguments, **without(options))
+    def chat(self, *arguments: Any, chat_template_content_format: str = "auto",
+             **options: Any) -> list[Any]:
+        return super().chat(
+            *arguments, chat_template_content_format=chat_template_content_format,
+            **without(options))
 
     def beam_search(self, *arguments: Any, use_tqdm: bool = False, **options: Any) -> list[Any]:
         """Searches without a progress bar, and all prompts together."""
         return super().beam_search(*arguments, **without(options))
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a method that refuses each call, for vLLM's other ones."""
+        if name not in METHODS:
+            raise AttributeError(f"LLM has no attribute {name!r}")
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise ValueError(f"LLM.{name} is not supported: this engine has nothing like it")
+        return refuse

@@ -114,6 +114,21 @@ def test_bad_rows(replica):
     assert found[0]["line"] == "{"
 
 
+@pytest.mark.parametrize("number", [b"1e999", b"NaN", b"-Infinity"])
+def test_results_are_json_whatever_comes_in(replica, number):
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    table = replica()(table_of([b'{"id": %s, "prompt": "a"}' % number]))
+    (row,) = [json.loads(line, parse_constant=refuse) for line in table["line"].to_pylist()]
+    assert number.decode() in row["line"] and "prompt or messages" in row["error"]
+    # columns of Parquet can hold such numbers
+    columns = pyarrow.table({"prompt": ["a"], "x": [float(number)], "y": [[1.5, float(number)]]})
+    table = replica(max_tokens=1)(columns)
+    (row,) = [json.loads(line, parse_constant=refuse) for line in table["line"].to_pylist()]
+    assert (row["x"], row["y"], row["error"]) == (None, [1.5, None], None)
+
+
 def test_a_completion_that_fails(replica, llm, monkeypatch):
     """As where logits are not finite."""
     stream = llm.stream

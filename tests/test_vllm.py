@@ -13,7 +13,7 @@ from nanoengine.config import EngineConfig
 from nanoengine_extensions import vllm
 from nanoengine_extensions.vllm import (
     LLM,
-    NEUTRAL,
+    METHODS,
     OFF,
     WITHOUT_EFFECT,
     RequestOutput,
@@ -25,6 +25,9 @@ from nanoengine_extensions.vllm import (
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
+SIZES = {"data_parallel_size", "pipeline_parallel_size"}
+# keywords that only set others
+RENAMED = {"num_gpu_blocks_override", "override_generation_config"}
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +83,33 @@ def test_it_changes_nothing_of_the_engines_own():
 
 
 def test_keywords_that_change_nothing_are_accepted(tiny):
-    assert {str(value) for value in (False, 0, 1, {}, "auto")} <= NEUTRAL
-    for value in (None, False, 0, 1, {}, "auto"):
-        assert without(dict.fromkeys(OFF, value) | dict(seed=3)) == dict(seed=3)
+    for value in (None, False, 0, {}, [], "auto"):
+        assert without(dict.fromkeys(OFF - SIZES, value) | dict(seed=3)) == dict(seed=3)
+    assert without(dict.fromkeys(SIZES, 1)) == {}
     assert without(dict(seed=None, tokenization_kwargs=None, dtype="auto")) == dict(dtype="auto")
     for value in (True, 2, "other", ["a"], {"a": 1}):
         assert without(dict.fromkeys(WITHOUT_EFFECT, value)) == {}
-        for name in OFF:
+        # True == 1
+        for name in OFF - (SIZES if value is True else set()):
             with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} is not accepted")):
-                LLM(tiny, **{name: value})
-    assert not (OFF | WITHOUT_EFFECT) & {field.name for field in dataclasses.fields(EngineConfig)}
+                without({name: value})
+    assert not (OFF | WITHOUT_EFFECT) & {f.name for f in dataclasses.fields(EngineConfig)}
+    assert not OFF & WITHOUT_EFFECT
     neutral = dict.fromkeys(OFF) | dict.fromkeys(WITHOUT_EFFECT, True)
     with LLM(tiny, num_kv_blocks=16, **neutral, seed=None, max_model_len=-1) as llm:
         assert llm.config.seed == 0 and llm.inputs.max_model_len == 512
+
+
+@pytest.mark.parametrize("name", sorted(OFF))
+def test_a_number_turns_on_as_true_does(tiny, name):
+    """1 is a size, but no flag, no name and no list."""
+    if name in SIZES:
+        assert without({name: 1}) == {}
+        number = 2
+    else:
+        number = 1
+    with pytest.raises(ValueError, match=f"{name}={number} is not accepted"):
+        LLM(tiny, **{name: number})
 
 
 @pytest.mark.parametrize("name, value, accepted", [
@@ -100,11 +117,21 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
     ("quantization", "awq", "this engine has nothing like it"),
     ("enable_lora", True, "this engine has nothing like it"),
     ("trust_remote_kode", False, "trust_remote_kode"),
+    ("logprobs_mode", "processed_logits", "this engine has nothing like it"),
+    ("logits_processors", ["my.Processor"], "give functions to SamplingParams"),
+    ("override_generation_config", {"eos_token_id": 5}, "eos_token_id"),
+    ("override_generation_config", {"temperature": -1}, "temperature"),
+    ("num_gpu_blocks_override", 0, "num_kv_blocks"),
+    ("structured_outputs_config", {"disable_additional_properties": True}, "nothing like it"),
+    ("structured_outputs_config", {"reasoning_parser": "qwen3"}, "nothing like it"),
+    ("structured_outputs_config", {"own": 1}, "own=1 is not accepted"),
+    ("structured_outputs_config", 5, "'int' object"),
     ("block_size", 0, "greater than or equal to 1")])
 def test_bad_keywords(bundled, name, value, accepted):
     with pytest.raises(ValueError) as error:
         LLM(bundled, **{name: value})
-    assert name in str(error.value) and accepted in str(error.value)
+    assert accepted in str(error.value)
+    assert name in str(error.value) or name in RENAMED
 
 
 def test_generation_config_of_vllm_gives_neutral_defaults(bundled):
@@ -166,6 +193,9 @@ def test_extra_args_are_kept(llm):
     assert params.extra_args is extra and SamplingParams().extra_args is None
     assert SamplingParams.from_optional(extra_args=extra).extra_args is extra
     assert token_ids(generate(llm, "Once", params)) == token_ids(generate(llm, "Once"))
+    copy = params.clone()
+    assert copy == params and copy.extra_args == extra and copy.extra_args is not extra
+    assert SamplingParams().clone().extra_args is None and type(copy) is SamplingParams
 
 
 def test_params_of_the_engine_serve_too(llm):
@@ -185,10 +215,67 @@ def test_prompts_as_typed_dicts(llm):
     assert [output.prompt for output in outputs] == ["47 + 85 =", None, "mine"]
 
 
-def test_logprobs_have_no_limit(tiny):
-    with LLM(tiny, max_logprobs=2, num_kv_blocks=8) as llm:
-        (output,) = generate(llm, [[1, 2]], SamplingParams(logprobs=-1, max_tokens=1))
-        assert len(output.outputs[0].logprobs[0]) == 320
+def test_max_logprobs_is_a_limit(tiny):
+    for most, allowed, refused in ((2, [0, 1, 2], [-1, 3]), (None, [-1, 320], []),
+                                   (-1, [-1, 320], []), (0, [0], [-1, 1])):
+        with LLM(tiny, max_logprobs=most, num_kv_blocks=8) as llm:
+            for count in allowed:
+                for name in ("logprobs", "prompt_logprobs"):
+                    params = SamplingParams(**{name: count}, max_tokens=1)
+                    assert generate(llm, [[1, 2]], params)
+            for count in refused:
+                for name in ("logprobs", "prompt_logprobs"):
+                    params = [GREEDY, SamplingParams(**{name: count})]
+                    with pytest.raises(ValueError, match=f"{name}={count} .*max_logprobs={most}"):
+                        generate(llm, [[1, 2], [3]], params)
+
+
+def test_keywords_that_set_others(bundled):
+    changes = {"temperature": 0.25, "max_new_tokens": 5}
+    with LLM(bundled, num_gpu_blocks_override=11, override_generation_config=changes,
+             structured_outputs_config={"backend": "auto", "disable_any_whitespace": True,
+                                        "disable_additional_properties": False}) as llm:
+        assert llm.config.num_kv_blocks == 11
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.max_tokens, params.top_k) == (0.25, 5, 50)
+        assert len(generate(llm, "Once", None)[0].outputs[0].token_ids) <= 5
+    with LLM(bundled, num_kv_blocks=16, generation_config="vllm",
+             override_generation_config=changes) as llm:
+        assert llm.get_default_sampling_params() == nanoengine.SamplingParams(
+            temperature=0.25, max_tokens=5)
+
+
+def test_prompts_by_their_former_name(llm):
+    ids = [llm.get_tokenizer().encode(text) for text in ("Once", "47 + 85 =")]
+    assert token_ids(llm.generate(prompt_token_ids=ids, sampling_params=GREEDY)) == token_ids(
+        generate(llm, ids))
+    assert token_ids(llm.generate(prompt_token_ids=ids[0], sampling_params=GREEDY)) == token_ids(
+        generate(llm, ids[:1]))
+    with pytest.raises(ValueError, match="prompt_token_ids=.*beside prompts"):
+        llm.generate("Once", GREEDY, prompt_token_ids=ids)
+    with pytest.raises(ValueError, match="prompts=None"):
+        llm.generate()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_methods_are_refused_by_name(llm, name):
+    with pytest.raises(ValueError, match=f"LLM.{name} is not supported"):
+        getattr(llm, name)("a", "b", use_tqdm=False)
+    with pytest.raises(AttributeError, match=f"my_{name}"):
+        getattr(llm, f"my_{name}")
+    assert not hasattr(llm, f"__{name}__")
+
+
+def test_timestamps(llm):
+    params = SamplingParams(n=2, max_tokens=4, ignore_eos=True)
+    outputs = [*generate(llm, ["Once", "Twice"], params),
+               *llm.chat([{"role": "user", "content": "a"}], params, use_tqdm=False)]
+    for output in outputs:
+        found = output.metrics
+        assert 0 < found.arrival_time <= found.queued_ts <= found.scheduled_ts
+        assert found.scheduled_ts < found.first_token_ts < found.last_token_ts
+        assert found.first_token_latency == found.first_token_ts - found.arrival_time > 0
+        assert found.num_generation_tokens == 8
 
 
 def test_metrics_and_engine(llm):
@@ -231,6 +318,18 @@ def test_structured_outputs(llm):
         for output in generate(llm, ["Once", "12 + 34 ="], params):
             for completion in output.outputs:
                 assert completion.text.isdigit() and completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_a_grammar_that_is_none(name):
+    for wanted in ({}, {"json": None}, {"backend": "xgrammar"}):
+        with pytest.raises(ValueError, match="structured_outputs={}"):
+            SamplingParams(**{name: wanted})
+    for option in ("disable_additional_properties", "whitespace_pattern"):
+        with pytest.raises(ValueError, match=f"{option}='x' is not accepted"):
+            SamplingParams(**{name: {"regex": "a", option: "x"}})
+    with pytest.raises(ValueError, match="guided_decoding"):
+        SamplingParams(structured_outputs={"regex": "a"}, guided_decoding={"regex": "b"})
 
 
 def test_beam_search(tiny):
