@@ -78,7 +78,7 @@ class SamplingParams(nanoengine.SamplingParams):
 
     from_optional = classmethod(lambda cls, **values: cls(**values))
 
-    def clone(self) -> "SamplingParams":
+    def clone(self: Any) -> Any:
         copy = super().clone()
         vars(copy)["extra_args"] = self.extra_args and {**self.extra_args}
         return copy

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import linecache
 import random
 import sys
 import threading
@@ -354,4 +355,94 @@ def test_the_first_tokens_of_a_stream_come_before_the_last_ones_of_a_call(shared
     next(stream)
     assert token_ids(shared_llm.generate(random_prompts([5, 6])[1:], GREEDY, False)) == expected[1:]
     assert token_ids([[*stream][-1]]) == expected[:1]
+    check_idle(shared_llm)
+
+
+def interrupted(call, at: int) -> bool:
+    """Runs a call with Ctrl-C at a line of llm.py, counted from 1; whether it was reached."""
+    count = itertools.count(1)
+
+    def trace(frame, event, argument):
+        if not frame.f_code.co_filename.endswith("nanoengine/llm.py"):
+            return None
+        # Python checks for signals after a call, not between taking a lock and what follows
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(("with ", "try:")) and next(count) == at:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+        return next(count) > at
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["generate", "stream", "by hand", "abort"])
+def test_ctrl_c_at_any_line(shared_llm, name):
+    """The next call begins with a clean engine, and gets the right tokens; none is left behind."""
+    prompts = random_prompts([5, 6])
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    expected = token_ids(generate(shared_llm, prompts, params))
+    handles = []
+
+    def by_hand():
+        handles.extend(shared_llm.add(prompts, params))
+        while not all(each.is_finished for each in handles):
+            shared_llm.step()
+
+    calls = {
+        "generate": lambda: shared_llm.generate(prompts, params, use_tqdm=False),
+        "stream": lambda: list(shared_llm.stream(prompts, params)),
+        "by hand": by_hand,
+        "abort": lambda: shared_llm.abort(shared_llm.add(prompts, params))}
+    for at in itertools.count(1):
+        handles.clear()
+        if not interrupted(calls[name], at):
+            break
+        # Ctrl-C right after `add` leaves requests without a handle, which the next steps finish.
+        while shared_llm.active and name in ("by hand", "abort"):
+            try:
+                shared_llm.step()
+            except RuntimeError:
+                pass
+        assert token_ids(generate(shared_llm, prompts, params)) == expected, at
+        check_idle(shared_llm)
+    assert at > 15
+
+
+def test_requests_that_arrive_while_a_broken_step_is_cleaned_up(shared_llm, monkeypatch):
+    """Whenever they arrive, each gets its tokens, or its call an error: none waits for ever."""
+    prompts = random_prompts([5, 6, 7, 8])
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    expected = token_ids(generate(shared_llm, prompts, params))
+    step = Engine.step
+    count = itertools.count(1)
+
+    def sometimes_broken(engine):
+        if next(count) % 5 == 0:
+            raise MemoryError("no memory")
+        return step(engine)
+
+    def call(number):
+        try:
+            found = shared_llm.generate([prompts[number % 4]], params, use_tqdm=False)
+        except (MemoryError, RuntimeError):
+            return True
+        return token_ids(found) == [expected[number % 4]]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
+            patch.setattr(Engine, "step", sometimes_broken)
+            assert all(pool.map(call, range(120), timeout=120))
+    finally:
+        sys.setswitchinterval(interval)
+    assert token_ids(generate(shared_llm, prompts, params)) == expected
     check_idle(shared_llm)
