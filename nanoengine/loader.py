@@ -179,7 +179,7 @@ def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
                          ". Only model*.safetensors are read; .bin and .gguf files are not")
 
 
-def tie(embedding: nn.Module, head: nn.Module, missing: dict[str, Tensor]) -> None:
+def tie(embedding: Any, head: Any, missing: dict[str, Tensor]) -> None:
     """Gives both modules one matrix, whichever of its two names the checkpoint has.
 
     As in transformers: if the checkpoint has two that differ, both are used, with a warning.

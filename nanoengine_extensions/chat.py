@@ -28,7 +28,8 @@ def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
         raise rejected("chat_template_kwargs", further, "a dict of variables, without 'tokenize'")
     formats = {"auto": None, "string": False, "openai": True}
     if chat_template_content_format not in formats:
-        raise rejected("chat_template_content_format", chat_template_content_format, f"in {[*formats]}")
+        raise rejected("chat_template_content_format", chat_template_content_format,
+                       f"one of {[*formats]}")
     options = dict(chat_template=chat_template, tools=tools, tokenize=False,
                    add_generation_prompt=add_generation_prompt,
                    continue_final_message=continue_final_message) | further
