@@ -202,14 +202,20 @@ class LLM(AbstractContextManager):
 
         Returns their inbox: each step adds the requests that have new tokens.
         """
-        check_process()
+        self._check_caller()
         if self.engine.runner is None:
             raise RuntimeError("the LLM is closed")
         inbox: dict[str, Any] = {}
         for request in requests:
             request.inbox = inbox
         self.arrived += requests
-        return inbox
+        try:
+            with self.turn():
+                return inbox
+        # such as Ctrl-C while it waits: nobody would have a handle
+        except BaseException:
+            self.dropped += requests
+            raise
 
     def _step(self) -> list[Any]:
         """Runs one step, in a turn; returns the requests with new tokens."""
@@ -227,6 +233,12 @@ class LLM(AbstractContextManager):
             self.engine.step()
         return list(updated.values())
 
+    def _check_caller(self) -> None:
+        """Raises RuntimeError within a turn of this thread, and in a fork of a process."""
+        check_process()
+        if self.lock._is_owned():
+            raise RuntimeError("a call of this thread is running")
+
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Holds the engine for this thread alone, between two steps or for one step.
@@ -236,9 +248,7 @@ class LLM(AbstractContextManager):
         inconsistent, so all its requests are ended. Raises RuntimeError within another turn of this
         thread.
         """
-        check_process()
-        if self.lock._is_owned():
-            raise RuntimeError("a call of this thread is running")
+        self._check_caller()
         with self.lock:
             try:
                 if self.error:

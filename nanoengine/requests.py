@@ -19,6 +19,7 @@ from nanoengine.loader import find_model, load_tokenizer
 from nanoengine.outputs import Completion, Request
 from nanoengine.sampling_params import SamplingParams, naming, rejected
 from nanoengine.sequence import Sequence, hash64
+from nanoengine_extensions.checks import one_for_each
 from nanoengine_extensions.generation_config import load_defaults
 from nanoengine_extensions.metrics import RequestMetrics
 
@@ -134,14 +135,3 @@ class InputProcessor:
             for each in seqs:
                 constrain(each, list(ends), self.tokenizer, self.vocab_size)
         return Request(text, [Completion(each, self.tokenizer) for each in seqs], index)
-
-
-def one_for_each(num_prompts: int, name: str, value: Any, default: Any) -> list[Any]:
-    """Returns a value for each prompt, from one value, a list, or None (the default)."""
-    kind = type(default)
-    value = default if value is None else value
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_prompts
-    is_right = [isinstance(item, kind) and not isinstance(item, bool) for item in values]
-    if len(values) != num_prompts or not all(is_right):
-        raise rejected(name, value, f"one {kind.__name__}, or {num_prompts} of them")
-    return values

@@ -86,7 +86,7 @@ class Scheduler:
             self.num_steps += 1
         # a step can preempt all its sequences; after it, a policy has to run something
         self.num_idle = 0 if batch else self.num_idle + 1
-        if self.num_idle > 2 and (self.can_admit_head() or any(
+        if self.num_idle > 2 and (not self.running and self.can_admit_head() or any(
                 seq.num_uncomputed_tokens and not seq.is_awaited for seq in self.running)):
             raise RuntimeError(f"scheduling={self.config.scheduling!r} runs nothing, although "
                                f"{len(self.waiting)} sequences wait, {len(self.running)} run")

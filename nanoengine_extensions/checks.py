@@ -116,3 +116,15 @@ def advising(model: str) -> Iterator[None]:
     except (MemoryError, RuntimeError, ZeroDivisionError) as error:
         raise ValueError(f"{model} cannot be run with these options: {error} Lower "
                          "max_num_batched_tokens or num_kv_blocks to save memory") from error
+
+
+def one_for_each(num_prompts: int, name: str, value: Any, default: Any) -> list[Any]:
+    """Returns a value for each prompt, from one value, a list, or None (the default)."""
+    kind = type(default)
+    value = default if value is None else value
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_prompts
+    is_right = [isinstance(item, kind) and not isinstance(item, bool) for item in values]
+    if len(values) != num_prompts or not all(is_right):
+        raise ValueError(f"{name}={value!r:.1000} is not accepted: it must be one {kind.__name__}, "
+                         f"or {num_prompts} of them")
+    return values

@@ -67,7 +67,8 @@ def test_the_sequences_of_a_request(llm):
         assert (each.request_id, each.index, each.params) == (str(number), index, params)
         assert each.token_ids == ids and each.num_prompt_tokens == len(ids)
         assert each.max_num_tokens == len(ids) + 7
-        assert sorted(each.constraints) == [([token_id], len(ids)) for token_id in (0, 2, 9)]
+        (word, (ends,), until), = each.constraints[1]
+        assert (word, sorted(ends.tolist()), until) == (b"", [0, 2, 9], len(ids))
         assert each.end_tokens == {9: 9, 0: 0, 2: None} and each.metrics is seq.metrics
         assert (each.num_computed_tokens, each.finish_reason, each.is_running) == (0, None, False)
     assert len({id(each.token_ids) for each in first_seqs}) == 3, "each its own list"

@@ -405,7 +405,7 @@ def test_ctrl_c_at_any_line(shared_llm, name):
         handles.clear()
         if not interrupted(calls[name], at):
             break
-        # Ctrl-C right after `add` leaves requests without a handle, which the next steps finish.
+        # Ctrl-C right after `add` leaves requests, which the next steps finish.
         while shared_llm.active and name in ("by hand", "abort"):
             try:
                 shared_llm.step()
