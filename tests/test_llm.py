@@ -118,7 +118,8 @@ def test_chat_takes_what_the_template_takes(llm):
                 dict(chat_template="{% if %}"), dict(chat_template_kwargs={"conversation": 1})):
         with pytest.raises(ValueError, match="messages: "):
             llm.chat(messages, GREEDY, **bad)
-    assert prompt(chat_template_kwargs={"tokenize": True, "tools": 1}) == prompt()
+    with pytest.raises(ValueError, match="chat_template_kwargs=.* without 'tokenize'"):
+        prompt(chat_template_kwargs={"tokenize": True})
     answers = llm.chat([messages] * 2, GREEDY, False, priority=[0, 1])
     assert token_ids(answers) == 2 * token_ids(llm.chat(messages, GREEDY, False))
 
