@@ -97,18 +97,22 @@ class LLM(AbstractContextManager):
         """Answers one conversation, a list of {"role": …, "content": …}, or a list of them.
 
         messages: the content of each is a text, or a list of texts and
-            {"type": "text", "text": …}, which are joined by newlines.
+            {"type": "text", "text": …}, which are joined by newlines, unless the template goes
+            through the parts itself.
         chat_template: in place of the tokenizer's own.
         add_generation_prompt: let the assistant begin its answer; by default True.
         continue_final_message: leave the last message open, so that the model continues it; by
             default False, and True needs add_generation_prompt=False.
         tools: functions or JSON schemas, for templates that know tools.
-        chat_template_kwargs: further template variables: {"enable_thinking": False} for Qwen3.
+        chat_template_kwargs: further template variables: {"enable_thinking": False} for Qwen3; they
+            override the arguments above.
 
         The other arguments are those of `generate`. Raises ValueError if there is no template.
         """
         from nanoengine_extensions.chat import render
-        prompts = render(self.inputs.get_tokenizer(), messages, **options)
+        own = self.inputs.get_tokenizer()
+        # the user's copy can have another template, but must not change how texts are encoded
+        prompts = render(vars(self.inputs).get("tokenizer_of_user", own), messages, own, **options)
         return self.generate(prompts, sampling_params, use_tqdm, priority)
 
     def stream(self, prompts: Any, sampling_params: Params = None,

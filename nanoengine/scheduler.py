@@ -42,7 +42,6 @@ class Scheduler:
         self.choose_victim = VICTIMS.get(config.preemption_victim, config.preemption_victim)
         self.tokens_to_hold = KV_ALLOCATION.get(config.kv_allocation, config.kv_allocation)
         self.num_steps = 0
-        self.num_idle = 0
         self.reset()
 
     def reset(self) -> None:
@@ -51,6 +50,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         # in the order of admission
         self.running: deque[Sequence] = deque()
+        # how many calls of `schedule` in a row have chosen nothing
+        self.num_idle = 0
         # since the last step
         self.preempted: list[tuple[Sequence, str]] = []
         self.block_manager.reset()

@@ -10,12 +10,13 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from nanoengine.sampling_params import naming, rejected
 
 
-def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
+def render(tokenizer: Any, messages: Any, encoder: Any = None, *, chat_template: str | None = None,
            add_generation_prompt: bool = True, continue_final_message: bool = False,
            tools: Any = None, chat_template_kwargs: Any = None,
            chat_template_content_format: str = "auto") -> list[dict[str, Any]]:
     """Returns a prompt for each conversation.
 
+    tokenizer: its template counts; encoder: turns texts into tokens, by default the same one.
     The options are those of `LLM.chat`; chat_template_kwargs override the others, as in vLLM.
     chat_template_content_format: "string" gives the content of a message to the template as one
         text, "openai" as a list of text parts; "auto": see `takes_parts`.
@@ -41,7 +42,7 @@ def render(tokenizer: Any, messages: Any, *, chat_template: str | None = None,
         chats = [[prepared(message, as_parts) for message in chat] for chat in chats]
         texts = tokenizer.apply_chat_template(chats, **options)
         # The template has written the special tokens.
-        ids = tokenizer(texts, add_special_tokens=False).input_ids
+        ids = (encoder or tokenizer)(texts, add_special_tokens=False).input_ids
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids)]
 
 

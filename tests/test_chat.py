@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from nanoengine import LLM
 from nanoengine_extensions.chat import render, takes_parts
 
 TO_JSON = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}
@@ -176,3 +177,14 @@ def test_template_kwargs_override_named_keywords(prompt):
 def test_template_kwargs_that_are_no_dict(prompt, bad):
     with pytest.raises(ValueError, match="chat_template_kwargs="):
         prompt([{"role": "user", "content": "a"}], chat_template_kwargs=bad)
+
+
+def test_a_template_that_the_user_sets_counts_and_truncation_does_not(bundled):
+    chat = [{"role": "user", "content": "12 + 34"}]
+    with LLM(bundled, dtype="float32", num_kv_blocks=16) as llm:
+        tokenizer = llm.get_tokenizer()
+        expected = tokenizer.encode("12 + 34 =", add_special_tokens=False)
+        tokenizer.chat_template = "{{ messages[0].content }} ="
+        tokenizer(["12 + 34"], truncation=True, max_length=1)
+        output, = llm.chat(chat, use_tqdm=False)
+        assert (output.prompt, output.prompt_token_ids) == ("12 + 34 =", expected)
