@@ -35,6 +35,8 @@ def check_supported(config: PretrainedConfig) -> None:
         ("num_attention_heads % num_key_value_heads",
          config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
         ("hidden_act", config.hidden_act, ["silu"]),
+        # positions are int32
+        ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
         ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
         ("layer_types", has_layer_types or getattr(config, "layer_types", None), [True, None, []]),

@@ -133,10 +133,9 @@ class Completion:
 
     def _last_seen(self, token_ids: list[int]) -> list[int]:
         """Returns the last six tokens that the decoder sees; it can leave out special tokens."""
-        decode = self.tokenizer.decode
         skip = self.seq.params.skip_special_tokens
-        seen = (token_id for token_id in reversed(token_ids)
-                if decode([token_id], skip) == decode([token_id], False))
+        decode = self.tokenizer.decode
+        seen = (i for i in reversed(token_ids) if decode([i], skip) == decode([i], False))
         return [*islice(seen, 6)][::-1]
 
     def output(self) -> CompletionOutput:

@@ -96,6 +96,7 @@ def reference(folder) -> list[list[int]]:
     """What transformers generates greedily."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return [model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8,
+                           attention_mask=torch.ones(1, len(prompt)),
                            eos_token_id=None)[0, len(prompt):].tolist() for prompt in PROMPTS]
 
 
@@ -183,6 +184,7 @@ def test_a_prompt_in_the_lengthened_context(make_model):
         found = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert found == model.generate(torch.tensor(prompt), do_sample=False, max_new_tokens=6,
+                                   attention_mask=torch.ones(1, 200),
                                    eos_token_id=None)[0, 200:].tolist()
 
 
