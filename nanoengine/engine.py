@@ -54,7 +54,7 @@ class Engine:
         self.clock = clock
         self.scheduler = Scheduler(
             make_block_manager(config, runner), config, runner.max_model_len)
-        self.metrics = Metrics(self)
+        self.metrics = Metrics.of(self)
         self.add = self.scheduler.add
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None

@@ -7,6 +7,7 @@ file. Counters and times come from the batch and its sequences; gauges are read 
 
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
@@ -75,6 +76,15 @@ class Metrics:
         # kept for when the runner is gone
         self.block_bytes = engine.runner.block_bytes
         self.backend = engine.runner.backend
+
+    @classmethod
+    def of(cls, engine: Any) -> "Metrics":
+        """Returns the metrics of an engine that holds them.
+
+        They do not hold the engine: without a cycle of references, an engine that is dropped frees
+        its memory at once.
+        """
+        return cls(weakref.proxy(engine))
 
     def launched(self, batch: Any) -> None:
         """Counts a step that is about to begin."""

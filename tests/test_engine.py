@@ -1,8 +1,10 @@
 """The engine: exact under every schedule, running ahead or not, and hard to break."""
 
 import dataclasses
+import gc
 import itertools
 import random
+import weakref
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -659,3 +661,21 @@ def test_a_processor_that_raises_is_named_with_its_request(tiny_llm, error, run_
         assert isinstance(found.value.__cause__, (ZeroDivisionError, AssertionError, RuntimeError))
         check_idle(tiny_llm)
     assert token_ids(generate(tiny_llm, prompts)) == expected
+
+
+def test_an_engine_that_is_dropped_is_freed_without_a_search_for_garbage(make_llm):
+    llm = make_llm(num_kv_blocks=16)
+    generate(llm, [[1, 2]])
+    stream = llm.stream([[3, 4]])
+    next(stream)
+    stream.close()
+    runner = llm.engine.runner
+    parts = [weakref.ref(each) for each in (
+        llm, llm.engine, llm.engine.scheduler, runner, runner.model, runner.caches)]
+    gc.collect()
+    gc.disable()
+    try:
+        del llm, runner, stream
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
