@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanoengine.sampling_params import naming
+from nanoengine.seams import naming
 from nanoengine_extensions.chat import render
 
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"

@@ -1,10 +1,36 @@
-"""nanoengine: a minimal, fast engine for offline LLM generation."""
+"""nanoengine: a minimal, fast engine for offline LLM generation.
+
+A map, in an order to read it:
+
+    llm.py              what a user calls: `generate` with its loop, streams, threads
+    sampling_params.py  how a request is sampled
+    config.py           the options of an engine
+    requests.py         prompts and parameters, checked, as requests with sequences
+    sequence.py         the tokens of one completion, and its blocks
+    batch.py            one step: the message from scheduler to runner
+    engine.py           the one loop that runs steps, plain or running ahead
+    scheduler.py        two queues, one batch a step, preemption
+    policies.py         its policies, small functions in tables
+    block_manager.py    the life of a block: tables, references, prefix hashes, forks
+    model_runner.py     from a batch to tokens, on a CPU or a GPU
+    step_inputs.py      the numbers of a step, in one buffer
+    cuda_graphs.py      decode steps, recorded once and replayed
+    model.py            one decoder for the Llama family
+    attention.py        attention over the paged cache: in plain PyTorch, and with flash-attn
+    sampler.py          from logits to tokens
+    loader.py           from a folder to a model with its weights
+    outputs.py          from tokens to text, and the results
+    seams.py            the way to what is outside: optional features, libraries of kernels
+
+The engine needs no other package of this repository.
+"""
 
 from typing import Any
 
 from nanoengine.llm import LLM
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.seams import extension
 
 __version__ = "0.2.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
@@ -13,6 +39,5 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     """Imports `nanoengine.BeamSearchParams` and similar names on first use."""
     if name.startswith("BeamSearch"):
-        from nanoengine_extensions import beam_search
-        return getattr(beam_search, name)
+        return getattr(extension("beam_search"), name)
     raise AttributeError(f"module 'nanoengine' has no attribute {name!r}")

@@ -1,5 +1,5 @@
 """`python -m nanoengine "a prompt"`: see nanoengine_extensions/terminal.py."""
 
-from nanoengine_extensions.terminal import main
+from nanoengine.seams import extension
 
-main()
+extension("terminal").main()

@@ -1,20 +1,21 @@
 """Attention over the paged KV cache: its memory, the backends, and the choice of one.
 
-A backend is one function with its requirements. The runner chooses it, and the model calls it
-(`model.py`). This file knows neither the model nor whether a step is prefill or decode.
+A backend is one function with its requirements. The runner chooses it, and `Attention.forward` in
+model.py calls it. This file knows neither the model nor whether a step is prefill or decode.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-import nanoengine_cpu
-from nanoengine.sampling_params import rejected
+from nanoengine.seams import extension, has_extensions, kernels, rejected
 from nanoengine.step_inputs import StepInputs
 
 
@@ -27,7 +28,7 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
     if BACKENDS[backend].attend is None:
-        return nanoengine_cpu.empty_cache(config.num_hidden_layers, *shape, dtype)
+        return kernels(device).empty_cache(config.num_hidden_layers, *shape, dtype)
     return torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype, device=device)
 
 
@@ -45,11 +46,8 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     out = torch.empty_like(query)
     starts = step.query_starts.tolist()
     for seq, length in enumerate(step.lengths.tolist()):
-        gathered = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length].transpose(1, 2)
-        # NaN must reach only the queries that see it: a weight of 0 would not stop it
-        is_finite = gathered.isfinite()
-        is_nan = ~is_finite.all(dim=-1).all(dim=0).all(dim=0)
-        keys, values = gathered.where(is_finite, 0)
+        gathered = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length]
+        keys, values = gathered.transpose(1, 2)
         # 256 queries at a time: the weights of all queries for all keys would be a huge float32
         # tensor
         for first in range(starts[seq], starts[seq + 1], 256):
@@ -58,8 +56,43 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
             mask = (ages >= 0) & (ages < (window or length))
             out[rows] = F.scaled_dot_product_attention(
                 query[rows].transpose(0, 1), keys, values, mask, enable_gqa=True).transpose(0, 1)
-            out[rows].masked_fill_((mask & is_nan).any(dim=-1)[:, None, None], torch.nan)
     return out
+
+
+def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
+    """flash-attn 2 (Dao, 2023, arXiv:2307.08691), whose kernels read the paged cache itself.
+
+    Arguments and result are those of `gather_attention`. It reads nothing on the host. Its decode
+    kernel splits the keys of a sequence over the cores of a GPU, and reads the keys once for all
+    heads of a group only without a window.
+    """
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+    keys, values = cache
+    options: Any = dict(block_table=step.block_tables, causal=True,
+                        window_size=(window - 1, 0) if window else (-1, -1))
+    if step.longest_query == 1:
+        return flash_attn_with_kvcache(
+            query[:, None], keys, values, cache_seqlens=step.lengths, **options)[:, 0]
+    bounds = step.query_starts, step.key_starts, step.longest_query, step.longest_keys
+    return flash_attn_varlen_func(query, keys, values, *bounds, **options)
+
+
+def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
+    """Whether `flash_attention` works; warns about a package that is there and cannot be used, such
+    as one that was built for another PyTorch, or flash-attn 4, which has other functions."""
+    if device == "cpu" or dtype == torch.float32 or not find_spec("flash_attn"):
+        return False
+    try:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
+    except ImportError as error:
+        logging.getLogger("nanoengine").warning(f"flash_attn cannot be used: {error}")
+        return False
+    return True
+
+
+def has_paged_kernel(device: str, dtype: torch.dtype) -> bool:
+    """Whether nanoengine_cpu is there, and works in this dtype."""
+    return device == "cpu" and dtype != torch.half and kernels(device).paged_attention is not None
 
 
 @dataclass(frozen=True)
@@ -82,10 +115,11 @@ class Backend:
     has_graphs: bool = False
 
 
-# You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS. nanoengine_gpu adds
-# "flash-attn" and "varlen".
+# You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS. The extensions add
+# "varlen" (`choose_backend`).
 BACKENDS = {
-    "numba": Backend(None, lambda device, dtype: device == "cpu" and dtype != torch.half, rank=3),
+    "flash-attn": Backend(flash_attention, has_flash_attn, 3, block_multiple=256, has_graphs=True),
+    "numba": Backend(None, has_paged_kernel, rank=3),
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 
@@ -94,6 +128,9 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here; warns if only the slow one can.
     """
+    if device == "cuda" and has_extensions():
+        # adds PyTorch's own paged kernel
+        extension("varlen")
     usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
     chosen = max(usable, key=lambda each: BACKENDS[each].rank) if name == "auto" else name
     if chosen not in usable:

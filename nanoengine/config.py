@@ -1,28 +1,38 @@
-"""`EngineConfig`: every option of the engine, its default and its check.
+"""`EngineConfig`: every option of the engine, and its default.
 
 What depends on the model is decided elsewhere: `model_runner.py` works out how many blocks fit and
 how long a sequence can be. Nothing writes to a config once it is made.
 """
 
-from typing import Annotated, Any, Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
-from pydantic import BeforeValidator, ConfigDict, Field
-from pydantic.dataclasses import dataclass
-
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine.sampling_params import rejected
-from nanoengine_extensions.checks import (
-    BY_NAME, FOLDER, OR_NONE, STRICT, Count, Float, Int, Size, explained, one_of)
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, find_policy
+from nanoengine.seams import Condition, check, strict
 
 # Options whose default depends on the device: the default on a CPU, and on a GPU. A new config
 # replaces None by it.
-DEFAULTS: dict[str, Any] = {"block_size": (32, 256), "max_num_batched_tokens": (2048, 8192),
-                            "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
+BY_DEVICE: dict[str, Any] = {"block_size": (32, 256), "max_num_batched_tokens": (2048, 8192),
+                             "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
 TO_FILL_IN: Any = None
 
+CONDITIONS: tuple[Condition, ...] = (
+    ("max_num_seqs", lambda c: c.max_num_seqs >= 1, "at least 1"),
+    ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs,
+     "at least max_num_seqs={max_num_seqs}"),
+    ("block_size", lambda c: c.block_size >= 1, "at least 1"),
+    ("max_model_len", lambda c: (c.max_model_len or 2) >= 2, "at least 2"),
+    ("load_format", lambda c: c.load_format in ("auto", "safetensors", "hf", "dummy"),
+     "'auto', 'safetensors', 'hf' or 'dummy'"),
+    ("scheduling_policy", lambda c: c.scheduling_policy in ("fcfs", "priority"),
+     "'fcfs' or 'priority'"),
+    ("preemption_mode", lambda c: c.preemption_mode in ("recompute", "swap"),
+     "'recompute' or 'swap'"),
+    ("cpu_offload_gb", lambda c: not c.cpu_offload_gb or c.device == "cuda", "0 on a CPU"))
 
-@explained
-@dataclass(config=STRICT | ConfigDict(frozen=True), kw_only=True)
+
+@strict
+@dataclass(frozen=True)
 class EngineConfig:
     """The keywords of `LLM`. Raises ValueError with the option, its value and what is accepted.
 
@@ -80,49 +90,47 @@ class EngineConfig:
     trace: keep a record of each step in `LLM.trace`: see `Launched` in model_runner.py.
     """
 
-    model: Annotated[str, FOLDER] = Field(kw_only=False)
-    tokenizer: Annotated[str, FOLDER] | None = None
+    model: str
+    _: KW_ONLY
+    tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     revision: str | None = None
-    download_dir: Annotated[str, FOLDER] | None = None
-    dtype: Annotated[Literal["auto", "bfloat16", "float16", "half", "float32", "float"],
-                     BY_NAME] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)] = 0
-    load_format: Literal["auto", "safetensors", "hf", "dummy"] = "auto"
-    max_model_len: Annotated[Annotated[Int, Field(ge=2)] | None,
-                             BeforeValidator(lambda v: None if v == -1 else v)] = None
-    max_num_seqs: Annotated[Size, OR_NONE] = TO_FILL_IN
-    max_num_batched_tokens: Annotated[Size, OR_NONE] = TO_FILL_IN
-    block_size: Annotated[Size, OR_NONE] = TO_FILL_IN
-    num_kv_blocks: Size | None = None
-    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
-    cpu_offload_gb: Annotated[Float, Field(ge=0)] = 0.0
+    download_dir: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = TO_FILL_IN
+    max_num_batched_tokens: int = TO_FILL_IN
+    block_size: int = TO_FILL_IN
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cpu_offload_gb: float = 0.0
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
-    tensor_parallel_size: Count = 1
+    tensor_parallel_size: int = 1
     attention_backend: str = "auto"
-    run_ahead: Annotated[bool, OR_NONE] = TO_FILL_IN
-    scheduling: Annotated[Any, one_of(BATCHING), OR_NONE] = TO_FILL_IN
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    kv_allocation: Annotated[Any, one_of(KV_ALLOCATION)] = "on-demand"
-    preemption_mode: Literal["recompute", "swap"] = "recompute"
-    preemption_victim: Annotated[Any, one_of(VICTIMS)] = "youngest"
-    swap_space: Annotated[Float, Field(ge=0)] = 4.0
+    run_ahead: bool = TO_FILL_IN
+    scheduling: Any = TO_FILL_IN
+    scheduling_policy: str = "fcfs"
+    kv_allocation: Any = "on-demand"
+    preemption_mode: str = "recompute"
+    preemption_victim: Any = "youngest"
+    swap_space: float = 4.0
     batch_invariant: bool = False
     trace: bool = False
 
     def __post_init__(self) -> None:
-        """Fills in defaults, and checks combinations of options."""
+        """Fills in the defaults that depend on the device, and checks the options."""
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
-        found = {name: pair[self.device == "cuda"] for name, pair in DEFAULTS.items()}
+        found = {name: pair[self.device == "cuda"] for name, pair in BY_DEVICE.items()}
         found["max_num_seqs"] = num_seqs
         found["max_num_batched_tokens"] = max(found["max_num_batched_tokens"], num_seqs)
         given = {name: value for name, value in vars(self).items() if value is not None}
-        # the only place that can write: the config is frozen
+        # a frozen config has no other way to set its fields
         vars(self).update(found | given)
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise rejected("max_num_batched_tokens", self.max_num_batched_tokens,
-                           f"at least max_num_seqs={self.max_num_seqs}")
-        if self.cpu_offload_gb and self.device == "cpu":
-            raise rejected("cpu_offload_gb", self.cpu_offload_gb, "0 on a CPU")
+        check(self, CONDITIONS)
+        find_policy("scheduling", self.scheduling, BATCHING)
+        find_policy("kv_allocation", self.kv_allocation, KV_ALLOCATION)
+        find_policy("preemption_victim", self.preemption_victim, VICTIMS)

@@ -32,8 +32,8 @@ from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import Launched
 from nanoengine.scheduler import Scheduler
+from nanoengine.seams import extension, has_extensions
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.metrics import Metrics
 
 
 class Engine:
@@ -41,6 +41,8 @@ class Engine:
 
     runner: a `ModelRunner`, or anything else with its `launch` and its sizes.
     clock: returns the time in seconds.
+    metrics: counts and times the steps, if the extensions are installed.
+    num_generated_tokens: how many tokens all steps have given to their sequences.
 
     Between two steps, `add` and `finish` can change the sequences, and, for those that are not in
     flight, the scheduler's own `fork` and `preempt`. So an algorithm over several steps, such as
@@ -54,7 +56,8 @@ class Engine:
         self.clock = clock
         self.scheduler = Scheduler(
             make_block_manager(config, runner), config, runner.max_model_len)
-        self.metrics = Metrics.of(self)
+        self.metrics = extension("metrics").Metrics.of(self) if has_extensions() else None
+        self.num_generated_tokens = 0
         self.add = self.scheduler.add
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None
@@ -91,7 +94,8 @@ class Engine:
         batch = self.scheduler.schedule() if self.scheduler.has_unfinished() else None
         if not batch:
             return None
-        self.metrics.launched(batch)
+        if self.metrics:
+            self.metrics.launched(batch)
         return self.runner.launch(batch)
 
     def _has_to_wait_for(self, batch: Batch) -> bool:
@@ -111,7 +115,9 @@ class Engine:
         seqs = self.scheduler.postprocess(launched.batch, launched.wait())
         for row, found in launched.logprobs.items():
             row.seq.logprobs[row.position] = found
-        self.metrics.done(launched, seqs)
+        self.num_generated_tokens += len(seqs)
+        if self.metrics:
+            self.metrics.done(launched, seqs)
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
@@ -142,5 +148,5 @@ def make_block_manager(config: EngineConfig, runner: Any) -> BlockManager:
     sizes = runner.num_kv_blocks, config.block_size, config.enable_prefix_caching
     if config.preemption_mode == "recompute":
         return BlockManager(*sizes)
-    from nanoengine_extensions.swapping import SwappingBlockManager
-    return SwappingBlockManager(*sizes, num_host_blocks=runner.num_host_blocks)
+    return extension("swapping").SwappingBlockManager(
+        *sizes, num_host_blocks=runner.num_host_blocks)

@@ -1,14 +1,10 @@
 """`LLM`: what a user calls.
 
 `requests.py` turns prompts into requests, `engine.py` runs their sequences, and `outputs.py` turns
-the new tokens into text.
-
-    requests = llm.add(prompts)             # in effect, `generate` does this, with a progress bar,
-    while not all finished:                 # and `stream` yields each new output
-        requests_with_new_tokens = llm.step()
+the new tokens into text. `generate` shows how: queue requests, and step until all have finished.
 
 Calls of several threads share steps. A thread holds the engine for one step at a time, which is its
-turn.
+turn; the step moves the requests of all threads.
 
     thread A   queue  step 1        look         step 3   look
     thread B              queue          step 2   look      …
@@ -17,10 +13,13 @@ turn.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
@@ -28,9 +27,8 @@ from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import choose_device, make_runner
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import InputProcessor, Params
-from nanoengine.sampling_params import SamplingParams, naming, rejected
-from nanoengine_cpu import check_process, end_threads
-from nanoengine_extensions.checks import advising
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.seams import extension, kernels, naming, rejected
 
 
 class LLM(AbstractContextManager):
@@ -49,18 +47,21 @@ class LLM(AbstractContextManager):
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        check_process()
         options["device"] = choose_device(options.get("device", "auto"))
         self.config = config = EngineConfig(**{"model": model, **options})
+        self.kernels = kernels(config.device)
+        self.kernels.check_process()
         folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder)
         self.inputs = InputProcessor(config, self.model_config, folder)
-        # a size of the model is 0, or needs more memory than is free, or than PyTorch can count
-        with advising(config.model):
+        try:
             runner = make_runner(config, self.model_config, folder)
-        end_threads()
+        # a size of the model is 0, or needs more memory than is free, or than PyTorch can count
+        except (MemoryError, RuntimeError, ZeroDivisionError) as error:
+            raise ValueError(f"{model} cannot be run with these options: {error} Lower "
+                             "max_num_batched_tokens or num_kv_blocks to save memory") from error
+        self.kernels.end_threads()
         self.engine = Engine(config, runner)
-        self.engine.metrics.log_room()
         self.inputs.max_model_len = runner.max_model_len
         # what the next turn of any thread gives to the engine, and what it ends
         self.arrived: deque[Any] = deque()
@@ -80,7 +81,7 @@ class LLM(AbstractContextManager):
 
         prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
         sampling_params: one for all or one for each; None: `get_default_sampling_params()`.
-        use_tqdm: show a progress bar.
+        use_tqdm: show a progress bar, with the tokens a second of all calls together.
         priority: one for all or one for each, smaller numbers first; as in vLLM, it has an effect
             only with scheduling_policy="priority".
 
@@ -88,8 +89,15 @@ class LLM(AbstractContextManager):
         is closed or if an error in another thread breaks a shared step.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        steps = self.run(requests, lambda request: request.is_finished)
-        self.engine.metrics.show_progress(steps, len(requests), use_tqdm)
+        num_before = self.engine.num_generated_tokens
+        with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
+            with self.queued(requests) as unfinished:
+                while unfinished:
+                    self.step_for(unfinished)
+                    num_tokens = self.engine.num_generated_tokens - num_before
+                    rate = num_tokens / (bar.format_dict["elapsed"] or 1)
+                    bar.set_postfix_str(f"{rate:.0f} output tokens/s", refresh=False)
+                    bar.update(len(requests) - len(unfinished) - bar.n)
         return [request.output() for request in requests]
 
     def chat(self, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
@@ -109,10 +117,10 @@ class LLM(AbstractContextManager):
 
         The other arguments are those of `generate`. Raises ValueError if there is no template.
         """
-        from nanoengine_extensions.chat import render
         own = self.inputs.get_tokenizer()
         # the user's copy can have another template, but must not change how texts are encoded
-        prompts = render(vars(self.inputs).get("tokenizer_of_user", own), messages, own, **options)
+        tokenizer = vars(self.inputs).get("tokenizer_of_user", own)
+        prompts = extension("chat").render(tokenizer, messages, own, **options)
         return self.generate(prompts, sampling_params, use_tqdm, priority)
 
     def stream(self, prompts: Any, sampling_params: Params = None,
@@ -122,18 +130,24 @@ class LLM(AbstractContextManager):
         `.finished` marks the last output of a request. Dropping the iterator frees its requests.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        steps = self.run(requests, Request.output)
+
+        def outputs() -> Iterator[Any]:
+            with self.queued(requests) as unfinished:
+                yield
+                while unfinished:
+                    yield from self.step_for(unfinished, Request.output)
+
+        stream = outputs()
         # Python closes only a started generator; closing it frees its requests, read or not
-        next(steps)
-        return (output for outputs in steps for output in outputs)
+        next(stream)
+        return stream
 
     def beam_search(self, prompts: Any, params: Any) -> list[Any]:
         """Returns a `BeamSearchOutput` for each prompt: its `params.beam_width` best completions.
 
         Raises ValueError if `params` is not a `BeamSearchParams`, or if the beams might not fit.
         """
-        from nanoengine_extensions.beam_search import beam_search
-        return beam_search(self, prompts, params)
+        return extension("beam_search").beam_search(self, prompts, params)
 
     # ------------------------------------------------------------------------------ steps
 
@@ -170,41 +184,23 @@ class LLM(AbstractContextManager):
             with self.turn():
                 pass
 
-    def run(self, requests: list[Any],
-            look: Callable[[Any], Any]) -> Generator[list[Any], None, None]:
-        """Queues requests of one call, and runs steps until they have finished.
+    @contextmanager
+    def queued(self, requests: list[Any]) -> Iterator[set[Any]]:
+        """Queues the requests of one call, and frees them however the call ends.
 
-        It yields [] first. After each step of this or another call, it then yields the result of
-        `look` for each of its requests that have new tokens. Raises the error of a request.
+        Yields the unfinished ones, for `step_for`.
         """
-        num_left = len(requests)
         try:
-            inbox = self.queue(requests)
-            yield []
-            while num_left:
-                with self.turn():
-                    if not inbox:
-                        self._step()
-                    updated = [inbox.pop(request_id) for request_id in [*inbox]]
-                    num_left -= sum(request.is_finished for request in updated)
-                    # The next step can run in the thread of another call. It would be slower beside
-                    # the OpenMP threads of this one.
-                    if len(self.entered) > num_left:
-                        end_threads()
-                    seen = [look(request) for request in updated]
-                # the first error, if there is one
-                for seq in [seq for request in updated for seq in request.seqs if seq.error]:
-                    raise seq.error
-                yield seen
+            self.queue(requests)
+            yield {*requests}
         finally:
             self.abort(requests)
-            end_threads()
+            self.kernels.end_threads()
 
-    def queue(self, requests: list[Any]) -> dict[str, Any]:
-        """Queues requests of one call, or other objects with the same interface, for the next turn
-        of any thread.
+    def queue(self, requests: list[Any]) -> None:
+        """Queues requests of one call, or other objects with the same interface, in the engine.
 
-        Returns their inbox: each step adds the requests that have new tokens.
+        Their inbox is one dict: each step adds the requests that have new tokens.
         """
         self._check_caller()
         if self.engine.runner is None:
@@ -215,11 +211,34 @@ class LLM(AbstractContextManager):
         self.arrived += requests
         try:
             with self.turn():
-                return inbox
+                pass
         # such as Ctrl-C while it waits: nobody would have a handle
         except BaseException:
             self.dropped += requests
             raise
+
+    def step_for(self, unfinished: set[Any],
+                 look: Callable[[Any], Any] = lambda request: request) -> list[Any]:
+        """Runs a step, unless a step of another thread has brought tokens for these requests.
+
+        Returns the result of `look` for each of them that has new tokens; those that have finished
+        leave the set. Raises the error of a request.
+        """
+        inbox = next(iter(unfinished)).inbox
+        with self.turn():
+            if not inbox:
+                self._step()
+            updated = [inbox.pop(request_id) for request_id in [*inbox]]
+            unfinished.difference_update([each for each in updated if each.is_finished])
+            # The next step can run in the thread of another call. It would be slower beside the
+            # OpenMP threads of this one.
+            if len(self.entered) > len(unfinished):
+                self.kernels.end_threads()
+            seen = [look(request) for request in updated]
+        # the first error, if there is one
+        for seq in [seq for request in updated for seq in request.seqs if seq.error]:
+            raise seq.error
+        return seen
 
     def _step(self) -> list[Any]:
         """Runs one step, in a turn; returns the requests with new tokens."""
@@ -239,7 +258,7 @@ class LLM(AbstractContextManager):
 
     def _check_caller(self) -> None:
         """Raises RuntimeError within a turn of this thread, and in a fork of a process."""
-        check_process()
+        self.kernels.check_process()
         if self.lock._is_owned():
             raise RuntimeError("a call of this thread is running")
 
@@ -255,26 +274,29 @@ class LLM(AbstractContextManager):
         self._check_caller()
         with self.lock:
             try:
-                if self.error:
-                    self.engine.reset()
-                    self.dropped += self.entered.values()
-                while self.arrived:
-                    # it is always in one of both: a request that was lost would never end
-                    self.entered[self.arrived[0].request_id] = self.arrived[0]
-                    self.engine.add(self.arrived.popleft().seq)
-                # other threads can drop more meanwhile; requests of another engine stay there
-                dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
-                dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
-                if dropped:
-                    self.engine.abort({request.request_id for request in dropped})
-                for request in dropped:
-                    self.entered.pop(request.request_id, None)
-                    request.end(self.error)
-                self.error = None
+                self._take_in()
                 yield
             except BaseException as error:
                 self.error = RuntimeError(f"a step that all calls share was broken off: {error!r}")
                 raise
+
+    def _take_in(self) -> None:
+        if self.error:
+            self.engine.reset()
+            self.dropped += self.entered.values()
+        while self.arrived:
+            # it is always in one of both: a request that was lost would never end
+            self.entered[self.arrived[0].request_id] = self.arrived[0]
+            self.engine.add(self.arrived.popleft().seq)
+        # other threads can drop more meanwhile; requests of another engine stay there
+        dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+        dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
+        if dropped:
+            self.engine.abort({request.request_id for request in dropped})
+        for request in dropped:
+            self.entered.pop(request.request_id, None)
+            request.end(self.error)
+        self.error = None
 
     # -------------------------------------------------------------------------- the rest
 
@@ -282,10 +304,10 @@ class LLM(AbstractContextManager):
     active = property(lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})
 
     # with trace=True: a record of each step, see `Launched` in model_runner.py
-    trace = property(lambda self: self.engine.metrics.trace)
+    trace = property(lambda self: extension("metrics").of(self.engine).trace)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what `sampling_params=None` stands for: see generation_config.py."""
+        """Returns what `sampling_params=None` stands for: see `loader.load_defaults`."""
         return self.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Any:
@@ -302,7 +324,7 @@ class LLM(AbstractContextManager):
 
     def metrics(self) -> dict[str, Any]:
         """Returns current gauges, and counters since the start: see metrics.py."""
-        return self.engine.metrics.gauges()
+        return extension("metrics").of(self.engine).gauges()
 
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""
@@ -314,4 +336,4 @@ class LLM(AbstractContextManager):
 
 
 # the same for help() and notebooks
-LLM.__signature__ = EngineConfig.__signature__  # type: ignore
+LLM.__signature__ = signature(EngineConfig)  # type: ignore

@@ -2,6 +2,9 @@
 
 Every parameter of the model is filled exactly once. Projections that `model.py` fuses go straight
 to their rows. Nothing is missing, and nothing is left over.
+
+To add a model of the Llama family, add its class to `FAMILIES`, and to `model.py` a line for each
+difference.
 """
 
 import json
@@ -16,13 +19,20 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-import nanoengine_cpu
-from nanoengine.model import Decoder, check_supported
-from nanoengine.sampling_params import naming, rejected
+from nanoengine.model import Decoder, rope_table
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.seams import extension, has_extensions, kernels, naming, rejected
 
+# the classes of transformers with the architecture of `model.py`
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # what is downloaded: no weights that are never read
 FILES = ["*.json", "*.model", "*.jinja", "*.txt",
          "model.safetensors", "model-?????-of-?????.safetensors"]
+# the entries of generation_config.json that are used, as in vLLM, with our names
+GENERATION_ENTRIES = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+
 
 def find_model(model: str | Path, revision: str | None = None,
                download_dir: str | Path | None = None, name: str = "model") -> Path:
@@ -48,6 +58,29 @@ def load_config(folder: Path) -> PretrainedConfig:
             config.head_dim = config.hidden_size // config.num_attention_heads
         check_supported(config)
     return config
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raises ValueError for a model that `Decoder` cannot compute exactly."""
+    rope = config.rope_parameters
+    # families whose layers can differ in their windows
+    has_layer_types = config.model_type in ("qwen2", "qwen3")
+    checks: Any = (
+        ("architectures", config.architectures, [[name] for name in FAMILIES]),
+        ("num_attention_heads % num_key_value_heads",
+         config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
+        ("hidden_act", config.hidden_act, ["silu"]),
+        # positions are int32
+        ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
+        ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
+        ("layer_types", has_layer_types or getattr(config, "layer_types", None), [True, None, []]),
+        ("quantization_config", getattr(config, "quantization_config", None), [None]))
+    for name, value, supported in checks:
+        if value not in supported:
+            raise rejected(f"the model's {name}", value, f"one of {supported}")
+    # transformers knows which parameters a rope_type has
+    rope_table(config, max_model_len=1)
 
 
 def context_length(config: PretrainedConfig) -> int:
@@ -85,6 +118,29 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def load_defaults(folder: Path, config: PretrainedConfig,
+                  tokenizer: Any) -> tuple[SamplingParams, dict[int, int | None]]:
+    """Returns the parameters of generation_config.json, and every EOS with its `stop_reason`.
+
+    As in vLLM, the tokenizer's own EOS gives None, and others give their ids.
+    """
+    with naming(file := folder / "generation_config.json"):
+        content = json.loads(file.read_text()) if file.is_file() else {}
+        given = {name: value for name, value in content.items() if value is not None}
+        params = SamplingParams(**{GENERATION_ENTRIES[name]: given[name]
+                                   for name in GENERATION_ENTRIES.keys() & given})
+        eos = given.get("eos_token_id", config.eos_token_id)
+        eos_ids = eos if isinstance(eos, list) else {eos} - {None}
+        if not all(type(token_id) is int for token_id in eos_ids):
+            raise rejected("eos_token_id", eos, "a token id, or a list of them")
+    if has_extensions():
+        extension("generation_config").warn_of_unused(file, given)
+    own = tokenizer and tokenizer.eos_token_id
+    # some files say -1 for none, and some tokenizers know more tokens than the model
+    known = [i for i in {*eos_ids, own} - {None} if i in range(config.vocab_size)]
+    return params, {i: None if i == own else i for i in known}
+
+
 # --------------------------------------------------------------------------------- weights
 
 
@@ -94,7 +150,7 @@ def place_on(device: str, model: nn.Module) -> None:
     Raises ValueError, before it allocates anything, if the device does not have enough memory.
     """
     num_bytes = sum(weights.nbytes for weights in model.parameters())
-    _, total = (torch.cuda if device == "cuda" else nanoengine_cpu).mem_get_info()
+    _, total = (torch.cuda if device == "cuda" else kernels(device)).mem_get_info()
     if num_bytes > total:
         raise rejected("model", f"{num_bytes / 2**30:.3g} GiB of weights",
                        f"smaller: device {device!r} has {total / 2**30:.1f} GiB of memory")
@@ -113,8 +169,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
         model = Decoder(config).to(dtype).requires_grad_(False)
     place(device, model)
     if load_format == "dummy":
-        from nanoengine_extensions.dummy import fill
-        fill(model, config, device)
+        extension("dummy").fill(model, config, device)
     else:
         load_weights(folder, config, model, read)
     return model

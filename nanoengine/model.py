@@ -3,10 +3,14 @@
 It reads top to bottom like the papers: Llama (Touvron et al., 2023, arXiv:2302.13971) with
 grouped-query attention, rotary positions, RMSNorm and SwiGLU. Hidden states are (tokens of the
 step, hidden_size). There is no batch dimension: the attention backend knows which token belongs to
-which sequence. Parameters have the names of transformers' checkpoints; `loader.py` fills them. To
-add a model of the family, add its class to `FAMILIES`, and a line for each difference.
+which sequence. Parameters have the names of transformers' checkpoints; `loader.py` fills them, and
+says which models can be loaded.
+
+This is plain PyTorch, and complete. Where a library of kernels is installed (`kernels.py`), faster
+forwards take the place of these: a comment at each says so.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,37 +19,100 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoengine.sampling_params import rejected
 from nanoengine.step_inputs import StepInputs
 
-# -------------------------------------------------------------------------------- families
+
+class Decoder(nn.Module):
+    """From token ids to hidden states; `lm_head` turns them into logits."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        # nn.Embedding itself would first draw random numbers, which takes a second
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size))
+        self.layers: Any = nn.ModuleList(
+            DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def bind(self, rope: Tensor, caches: Tensor, backend: Callable[..., Tensor] | None) -> None:
+        """Gives the model its memory: angles (`rope_table`) and K and V (`make_caches`)."""
+        self.rope = rope
+        for layer, cache in zip(self.layers, caches):
+            layer.self_attn.cache = cache
+            layer.self_attn.backend = backend
+
+    # on a CPU, nanoengine_cpu.optimize replaces this forward: all layers in two calls;
+    # on a GPU, nanoengine_gpu.optimize does: each residual sum is part of the norm after it
+    def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
+        """Computes the T tokens of the step, and writes their K and V to the cache.
+
+        Returns the hidden states of `step.logits_indices` only, (rows, hidden_size).
+        """
+        x = self.embed_tokens(token_ids)
+        angles = self.rope[:, step.positions, None]
+        for layer in self.layers:
+            is_last = layer is self.layers[-1]
+            x = layer(x, angles, step, step.logits_indices if is_last else slice(None))
+        return self.norm(x)
 
 
-# the classes of transformers with this architecture
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+class DecoderLayer(nn.Module):
+    """Attention, then an MLP, each after a norm and with a residual connection."""
+
+    def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer_index)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
+        x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def check_supported(config: PretrainedConfig) -> None:
-    """Raises ValueError for a model that this decoder cannot compute exactly."""
-    rope = config.rope_parameters
-    # families whose layers can differ in their windows
-    has_layer_types = config.model_type in ("qwen2", "qwen3")
-    checks: Any = (
-        ("architectures", config.architectures, [[name] for name in FAMILIES]),
-        ("num_attention_heads % num_key_value_heads",
-         config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
-        ("hidden_act", config.hidden_act, ["silu"]),
-        # positions are int32
-        ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
-        ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
-        ("layer_types", has_layer_types or getattr(config, "layer_types", None), [True, None, []]),
-        ("quantization_config", getattr(config, "quantization_config", None), [None]))
-    for name, value, supported in checks:
-        if value not in supported:
-            raise rejected(f"the model's {name}", value, f"one of {supported}")
-    # transformers knows which parameters a rope_type has
-    rope_table(config, max_model_len=1)
+class Attention(nn.Module):
+    """Grouped-query attention to the keys and values in the KV cache.
+
+    cache: K and V of this layer; backend: a function of attention.py. `Decoder.bind` sets both.
+    """
+
+    cache: Tensor
+    backend: Callable[..., Tensor]
+
+    def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
+        super().__init__()
+        # other families ignore such an entry of their config
+        bias = config.model_type in ("llama", "qwen3") and config.attention_bias
+        self.window = window_of(config, layer_index)
+        self.head_dim = config.head_dim
+        # of queries, keys and values
+        self.num_heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
+        queries, keys, values = (self.head_dim * heads for heads in self.num_heads)
+        qkv = {"q_proj": queries, "k_proj": keys, "v_proj": values}
+        self.qkv_proj = FusedLinear(config.hidden_size, qkv, bias or config.model_type == "qwen2")
+        head_norm = RMSNorm if config.model_type == "qwen3" else nn.Identity
+        self.q_norm = head_norm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = head_norm(self.head_dim, config.rms_norm_eps)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias)
+
+    # on a CPU, nanoengine_cpu.optimize replaces this forward: the norm of the heads, the rotation,
+    # the writing to the cache and attention are one kernel; on a GPU, the first three are one
+    def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
+        """From (T, hidden_size) to (rows, hidden_size).
+
+        angles: (2, T, 1, head_dim / 2), cos and sin for the tokens' positions
+        rows: those that need an output; K and V are written for all
+        """
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        query, key, value = qkv.split(self.num_heads, dim=1)
+        query = rotate(self.q_norm(query), *angles)
+        key = rotate(self.k_norm(key), *angles)
+        # all slots of all blocks in a row: the number of a slot is its index
+        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
+        attended = self.backend(query, self.cache, self.window, step)
+        return self.o_proj(attended.flatten(1)[rows])
 
 
 def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
@@ -56,8 +123,39 @@ def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
     return config.sliding_window if kind in ("sliding_attention", "mistral") else None
 
 
+class MLP(nn.Module):
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        bias = config.model_type == "llama" and config.mlp_bias
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = FusedLinear(config.hidden_size, gate_up, bias)
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias)
+
+    # on a CPU, nanoengine_cpu.optimize replaces this forward: SwiGLU is part of the first product;
+    # on a GPU, SwiGLU is one kernel
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_up_proj(x)))
+
+
+# on a CPU, nanoengine_cpu.optimize packs the weights of this and of every other nn.Linear, and
+# replaces the forward
+class FusedLinear(nn.Linear):
+    """Several projections of one input as one product. parts: how many rows of the weight each has,
+    by its name."""
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
+        super().__init__(in_features, sum(parts.values()), bias)
+        self.parts = parts
+
+
+class RMSNorm(nn.RMSNorm):
+    # on a GPU, nanoengine_gpu.optimize replaces this forward by a kernel
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
 # ------------------------------------------------------------------------------ operations
-# On a GPU, nanoengine_gpu replaces each of these three functions by one equivalent kernel.
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Any) -> Tensor:
@@ -96,122 +194,3 @@ def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, cpu)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin())) * factor
-
-
-# --------------------------------------------------------------------------------- modules
-
-
-class RMSNorm(nn.RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class FusedLinear(nn.Linear):
-    """Several projections of one input as one product. parts: how many rows of the weight each has,
-    by its name."""
-
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
-        super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = parts
-
-
-class Attention(nn.Module):
-    """Grouped-query attention to the keys and values in the KV cache.
-
-    cache: K and V of this layer; backend: a function of attention.py. `Decoder.bind` sets both.
-    """
-
-    cache: Tensor
-    backend: Any
-
-    def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
-        super().__init__()
-        # other families ignore such an entry of their config
-        bias = config.model_type in ("llama", "qwen3") and config.attention_bias
-        self.window = window_of(config, layer_index)
-        self.head_dim = config.head_dim
-        # of queries, keys and values
-        self.num_heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
-        queries, keys, values = (self.head_dim * heads for heads in self.num_heads)
-        qkv = {"q_proj": queries, "k_proj": keys, "v_proj": values}
-        self.qkv_proj = FusedLinear(config.hidden_size, qkv, bias or config.model_type == "qwen2")
-        head_norm = RMSNorm if config.model_type == "qwen3" else nn.Identity
-        self.q_norm = head_norm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = head_norm(self.head_dim, config.rms_norm_eps)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias)
-
-    def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Any) -> Tensor:
-        """From (T, hidden_size) to (rows, hidden_size).
-
-        angles: (2, T, 1, head_dim / 2), cos and sin for the tokens' positions
-        rows: those that need an output; K and V are written for all
-        """
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        query, key, value = qkv.split(self.num_heads, dim=1)
-        query = rotate(self.q_norm(query), *angles)
-        key = rotate(self.k_norm(key), *angles)
-        # all slots of all blocks in a row: the number of a slot is its index
-        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
-        attended = self.backend(query, self.cache, self.window, step)
-        return self.o_proj(attended.flatten(1)[rows])
-
-
-class MLP(nn.Module):
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__()
-        inner = config.intermediate_size
-        bias = config.model_type == "llama" and config.mlp_bias
-        gate_up = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = FusedLinear(config.hidden_size, gate_up, bias)
-        self.down_proj = nn.Linear(inner, config.hidden_size, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj(x)))
-
-
-class DecoderLayer(nn.Module):
-    """Attention, then an MLP, each after a norm and with a residual connection."""
-
-    def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer_index)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Any) -> Tensor:
-        x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Decoder(nn.Module):
-    """From token ids to hidden states; `lm_head` turns them into logits."""
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__()
-        # nn.Embedding itself would first draw random numbers, which takes a second
-        self.embed_tokens = nn.Embedding.from_pretrained(
-            torch.empty(config.vocab_size, config.hidden_size))
-        self.layers: Any = nn.ModuleList(
-            DecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def bind(self, rope: Tensor, caches: Tensor, backend: Any) -> None:
-        """Gives the model its memory: angles (`rope_table`) and K and V (`make_caches`)."""
-        self.rope = rope
-        for layer, cache in zip(self.layers, caches):
-            layer.self_attn.cache = cache
-            layer.self_attn.backend = backend
-
-    def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
-        """Computes the T tokens of the step, and writes their K and V to the cache.
-
-        Returns the hidden states of `step.sampled_rows` only, (rows, hidden_size).
-        """
-        x = self.embed_tokens(token_ids)
-        angles = self.rope[:, step.positions, None]
-        for layer in self.layers:
-            is_last = layer is self.layers[-1]
-            x = layer(x, angles, step, step.sampled_rows if is_last else slice(None))
-        return self.norm(x)

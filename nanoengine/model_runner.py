@@ -1,19 +1,18 @@
-"""`ModelRunner`: from a `Batch` to sampled tokens.
+"""`ModelRunner`: from a `Batch` to sampled tokens, on a CPU or on a GPU.
 
 It owns the model, the memory of the KV cache and the inputs of a step. It does not decide which
 sequences run.
 
     launch(batch)
       prepare(batch)        on the host: a batch to one buffer of numbers
-      forward(buffer)       on the device: block copies; these numbers to hidden states, in parts
-      sample(parts)         of each part: logits, tokens and log-probabilities (sampler.py)
-
-The library nanoengine_cpu has what a CPU needs for this. nanoengine_gpu has what a GPU needs, such
-as CUDA graphs: its runner is a subclass of this one.
+      forward(buffer)       on the device: block copies; these numbers to hidden states, by the
+                            model, or for a decode step on a GPU by a CUDA graph (cuda_graphs.py)
+      sample(hidden)        logits, tokens and log-probabilities (sampler.py)
 """
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,14 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-import nanoengine_cpu
 from nanoengine.attention import BACKENDS, choose_backend, make_caches
 from nanoengine.batch import Batch, Copies, Row
 from nanoengine.config import EngineConfig
+from nanoengine.cuda_graphs import CudaGraphs, dummy_batch
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
 from nanoengine.sampler import sample
-from nanoengine.sampling_params import rejected
+from nanoengine.seams import extension, kernels, rejected
 from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays, to_buffer
 
 
@@ -62,9 +61,12 @@ class ModelRunner:
     """Runs batches on one device.
 
     backend: the name of the attention backend that was chosen.
+    graphs: the CUDA graphs of decode steps; there are none on a CPU.
     num_kv_blocks: the blocks that can be handed out, block 0 not included.
     block_bytes: the size of K and V of one block in all layers.
     max_model_len: the most tokens of a sequence that the model, the cache and the user allow.
+
+    Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit.
     """
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
@@ -75,7 +77,7 @@ class ModelRunner:
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
         self.model = self.load_model(folder)
-        is_invariant = self.device == "cpu" and nanoengine_cpu.optimize(
+        is_invariant = kernels(self.device).optimize(
             self.model, has_attention=BACKENDS[self.backend].attend is None)
         if config.batch_invariant and not is_invariant:
             raise rejected("batch_invariant", True, "False without packed weights and numba")
@@ -87,6 +89,7 @@ class ModelRunner:
         longest = self.max_model_len if self.device == "cuda" else min(self.max_model_len, 2**16)
         self.rope = rope_table(model_config, longest)
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
+        self.graphs = CudaGraphs(config.max_num_seqs)
 
         # block 0 alone is enough for a trial step, and its bytes are those of one block
         self.allocate(num_blocks=0)
@@ -97,13 +100,16 @@ class ModelRunner:
         self.rope = rope_table(model_config, self.max_model_len)
         self.allocate(self.num_kv_blocks)
         if config.preemption_mode == "swap":
-            from nanoengine_extensions import swapping
-            swapping.add_host_pool(self)
+            extension("swapping").add_host_pool(self)
+        self.capture()
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
         """Returns the model; `options` are those of the loader."""
-        return load_model(folder, self.model_config, self.dtype, self.device,
-                          self.config.load_format, **options)
+        load = partial(load_model, folder, self.model_config, self.dtype, self.device,
+                       self.config.load_format, **options)
+        if self.config.cpu_offload_gb:
+            return extension("offload").load_offloaded(self.config.cpu_offload_gb, load)
+        return load()
 
     def close(self) -> None:
         """Ends the processes of an extension, if there are any."""
@@ -120,12 +126,33 @@ class ModelRunner:
         self.model.bind(self.rope.to(self.device), self.caches, BACKENDS[self.backend].attend)
         self.blocks = self.caches.movedim(2, 0)
 
+    def capture(self) -> None:
+        """Records the CUDA graphs of decode steps, if the device can have any."""
+        if BACKENDS[self.backend].has_graphs and not self.config.enforce_eager:
+            self.graphs.capture(self)
+
     def measure_free_bytes(self) -> int:
-        """Returns the bytes for the KV cache: a quarter of the free memory, or what can be used."""
-        free, _ = nanoengine_cpu.mem_get_info()
-        num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
-        quarter = free // (4 * self.config.tensor_parallel_size)
-        return min(quarter, num_blocks * self.block_bytes)
+        """Returns the bytes for the KV cache.
+
+        On a CPU: a quarter of the free memory, or what can be used. On a GPU: what
+        `gpu_memory_utilization` leaves when everything else, including other processes, is at its
+        largest. It runs all graphs and the largest step to find out.
+        """
+        config = self.config
+        if self.device == "cpu":
+            free, _ = kernels("cpu").mem_get_info()
+            num_blocks = config.max_num_seqs * -(-self.max_model_len // config.block_size)
+            return min(free // (4 * config.tensor_parallel_size), num_blocks * self.block_bytes)
+        # left over from earlier engines
+        torch.cuda.empty_cache()
+        # first, since it returns what the allocator keeps
+        self.capture()
+        # each rank on its own
+        ModelRunner.launch(self, largest_batch(config, self.max_model_len))
+        free, total = torch.cuda.mem_get_info()
+        self.graphs.captured.clear()
+        torch.cuda.empty_cache()
+        return int(free - total * (1 - config.gpu_memory_utilization))
 
     # ----------------------------------------------------------------------------- a step
 
@@ -133,30 +160,29 @@ class ModelRunner:
     def launch(self, batch: Batch) -> Launched:
         """Begins a step. Its tokens also stay on the device, for the next step."""
         buffer, shape = self.prepare(batch)
-        step, parts = self.forward(batch.copies, buffer, shape)
-        return self.sample(batch, step, parts)
+        step, hidden = self.forward(batch.copies, buffer, shape)
+        return self.sample(batch, step, hidden)
 
-    def prepare(self, batch: Batch, longest_keys: int = 0) -> tuple[Tensor, StepShape]:
-        """Returns the inputs of a step, in one buffer on the host, and their shape.
-
-        longest_keys: block tables have room for at least this many keys of a sequence.
-        """
-        longest_keys = max(longest_keys, *map(add, batch.starts, batch.num_tokens))
+    def prepare(self, batch: Batch) -> tuple[Tensor, StepShape]:
+        """Returns the inputs of a step, in one buffer on the host, and their shape."""
+        longest_keys = max(map(add, batch.starts, batch.num_tokens))
+        if self.graphs.can_replay(batch):
+            batch = self.graphs.padded(batch)
+            longest_keys = self.max_model_len
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
         return buffer, (layout, max(batch.num_tokens), longest_keys)
 
     def forward(self, copies: Copies, buffer: Tensor,
-                shape: StepShape) -> tuple[StepInputs, list[Any]]:
-        """Computes a step up to the hidden states of its rows.
-
-        Returns its inputs, and the rows in parts, for `logits`. A part has at most `max_num_seqs`
-        rows, even with many forks or scored prompts: the memory for this many was measured.
-        """
+                shape: StepShape) -> tuple[StepInputs, Tensor]:
+        """Computes a step; returns its inputs, and the hidden states of the rows that get logits,
+        (rows, hidden_size)."""
         self.began = self.timestamp()
         self.copy_blocks(copies)
+        if shape in self.graphs.captured:
+            return self.graphs.replay(buffer, shape)
         step = StepInputs.from_buffer(buffer.to(self.device, non_blocking=True), shape)
-        return step, list(self.hidden_states(step).split(self.config.max_num_seqs))
+        return step, self.hidden_states(step)
 
     def copy_blocks(self, copies: Copies) -> None:
         """Does the block copies of a step. swapping.py adds copies to and from the host."""
@@ -164,27 +190,27 @@ class ModelRunner:
             self.blocks[target].copy_(self.blocks[source])
 
     def hidden_states(self, step: StepInputs) -> Tensor:
-        """Returns the last hidden states of the rows that get logits, (rows, hidden_size)."""
+        """Runs the model. Pending tokens are looked up in the results of the step before."""
         return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
-    def logits(self, part: Any) -> tuple[Tensor, Tensor | None]:
-        """Returns the logits of a part, (rows, vocab_size), and its tokens if already drawn."""
-        return self.model.lm_head(part), None
+    def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
+        """Computes tokens and log-probabilities, for at most `max_num_seqs` rows at a time.
 
-    def sample(self, batch: Batch, step: StepInputs, parts: list[Any]) -> Launched:
-        """Computes tokens and log-probabilities of each part, and removes it from the list."""
+        With many forks or scored prompts there are more; the memory for this many was measured.
+        """
         size = self.config.max_num_seqs
         rows = batch.sampled + batch.scored
-        tokens = step.next_tokens.long()
+        tokens = torch.empty(len(batch.sampled), dtype=torch.int64, device=hidden.device)
+        tokens = torch.cat([tokens, step.scored_tokens])
         logprobs: dict[Row, Any] = {}
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            logits, drawn = self.logits(parts.pop(0))
+            logits = self.model.lm_head(hidden[part])
             seqs = [row.seq for row in batch.sampled[part]]
-            sampled = sample(logits, step.draws[part], seqs, self.last_sampled, drawn)
+            sampled = sample(logits, step.draws.of(part), seqs, self.last_sampled)
             tokens[start:start + len(seqs)] = sampled
             if batch.scored or any(seq.params.logprobs is not None for seq in seqs):
-                from nanoengine_extensions.logprobs import find_logprobs
+                find_logprobs = extension("logprobs").find_logprobs
                 logprobs |= find_logprobs(logits, tokens[part], rows[part])
         tokens = tokens[:len(batch.sampled)]
         # There are more than max_num_seqs only when forks begin, and then the next step waits for
@@ -195,22 +221,19 @@ class ModelRunner:
         return Launched(batch, tokens, logprobs, self.began, self.timestamp())
 
     def timestamp(self) -> Any:
-        """Returns the current time of the device."""
-        return time.monotonic()
+        """Returns the current time of a CPU; on a GPU an event after all work that is queued, which
+        can be timed with trace=True."""
+        if self.device == "cpu":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=self.config.trace)
+        return torch.cuda.current_stream().record_event(event)
 
 
 def make_runner(config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> ModelRunner:
-    """Returns a runner for a CPU, for a GPU, or for several devices."""
+    """Returns a runner for one device, or for several."""
     if config.tensor_parallel_size > 1:
-        from nanoengine_extensions.tensor_parallel import TensorParallelRunner, on_device
-        return on_device(TensorParallelRunner, config.device)(config, model_config, folder)
-    if config.device == "cuda":
-        from nanoengine_gpu.runner import GpuRunner
-        return GpuRunner(config, model_config, folder)
+        return extension("tensor_parallel").TensorParallelRunner(config, model_config, folder)
     return ModelRunner(config, model_config, folder)
-
-
-# -------------------------------------------------------------------------------- choices
 
 
 def choose_device(device: str) -> Any:
@@ -222,7 +245,7 @@ def choose_device(device: str) -> Any:
 
 def choose_dtype(dtype: str, device: str) -> torch.dtype:
     """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without bfloat16."""
-    fastest = torch.bfloat16 if device == "cuda" or nanoengine_cpu.has_bfloat16() else torch.float32
+    fastest = torch.bfloat16 if kernels(device).has_bfloat16() else torch.float32
     return fastest if dtype == "auto" else getattr(torch, dtype)
 
 
@@ -240,3 +263,14 @@ def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) ->
         raise rejected("max_model_len", config.max_model_len or limit, f"at most {longest}: "
                        f"{num_blocks} blocks of {config.block_size}, and the model's own {limit}")
     return num_blocks, config.max_model_len or longest
+
+
+def largest_batch(config: EngineConfig, max_model_len: int) -> Batch:
+    """Returns the step that takes the most memory: as many tokens as a step can have, at the end of
+    as few sequences as possible, and rows for all sequences that could be sampled, with the
+    parameters that take the most."""
+    num_seqs = min(config.max_num_seqs, -(-config.max_num_batched_tokens // max_model_len))
+    num_tokens = min(config.max_num_batched_tokens // num_seqs, max_model_len)
+    batch = dummy_batch(num_seqs, num_tokens, max_model_len, min_p=0.1, top_p=0.9)
+    batch.sampled = [batch.sampled[row % num_seqs] for row in range(config.max_num_seqs)]
+    return batch

@@ -5,10 +5,11 @@ it and without it, in the context of the tokens before. Half a character is held
 complete.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from nanoengine.seams import extension
 from nanoengine.sequence import Sequence
 
 
@@ -48,7 +49,7 @@ class RequestOutput:
     outputs: a `CompletionOutput` for each completion.
     finished: whether all completions have ended.
     num_cached_tokens: how many tokens of the prompt the prefix cache had.
-    metrics: the timings of this request, a `RequestMetrics`.
+    metrics: the timings of this request, a `RequestMetrics` of the extensions; None without them.
     index: which of the call's prompts it is, from 0.
     prompt_logprobs: such a dict for each token of the prompt, None for the first; None if not asked
         for, and for a request that ended in an error.
@@ -66,7 +67,7 @@ class RequestOutput:
 
 
 class Completion:
-    """A sequence in the engine, and the text of it so far."""
+    """A sequence in the engine, and its text so far."""
 
     def __init__(self, seq: Sequence, tokenizer: Any) -> None:
         self.seq = seq
@@ -78,8 +79,8 @@ class Completion:
         self.context = self._last_seen(seq.token_ids) if has_text else []
         # tokens in the middle of a character
         self.pending: list[int] = []
-        # letters at the end that could become a stop string
-        self.num_held = max(map(len, seq.params.stop), default=1) - 1
+        # characters at the end that could become a stop string
+        self.num_held_back = max(map(len, seq.params.stop), default=1) - 1
 
     def update(self) -> str | None:
         """Takes in the newest token; returns the stop string that its text completes, if any.
@@ -92,7 +93,7 @@ class Completion:
         found = seq.logprobs.get(seq.num_tokens - 1)
         if found is not None:
             self.logprobs.append(found.read(self.tokenizer))
-        num_letters = len(self.text)
+        num_seen = len(self.text)
         # an EOS or stop token adds its text only with include_stop_str_in_output
         adds_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
         if self.tokenizer and adds_text:
@@ -100,7 +101,7 @@ class Completion:
         if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
             return None
         # take the stop string that ends first in the new text, or is first in the list
-        for end in range(num_letters + 1, len(self.text) + 1):
+        for end in range(num_seen + 1, len(self.text) + 1):
             for stop in seq.params.stop:
                 if self.text.endswith(stop, 0, end):
                     cut = 0 if seq.params.include_stop_str_in_output else len(stop)
@@ -113,7 +114,7 @@ class Completion:
         skip = self.seq.params.skip_special_tokens
         self.pending.append(self.seq.token_ids[-1])
         # of many pending tokens only the last ones matter: a character cut before them leaves at
-        # most three replacement letters
+        # most three replacement characters
         if len(self.pending) > 8:
             tail = self.tokenizer.decode(self.pending[-8:], skip)
             # or all are special tokens
@@ -139,10 +140,10 @@ class Completion:
         return [*islice(seen, 6)][::-1]
 
     def output(self) -> CompletionOutput:
-        """Returns the completion so far, without letters that could become a stop string."""
+        """Returns the completion so far, without characters that could become a stop string."""
         seq = self.seq
         is_whole = seq.finish_reason or seq.params.include_stop_str_in_output
-        text = self.text if is_whole else self.text[:max(0, len(self.text) - self.num_held)]
+        text = self.text if is_whole else self.text[:max(0, len(self.text) - self.num_held_back)]
         # an interrupted step can leave a pending token
         token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
         chosen = [found[token_id].logprob for found, token_id in zip(self.logprobs, token_ids)]
@@ -185,13 +186,11 @@ class Request:
     def output(self) -> RequestOutput:
         """Returns the output of the request so far."""
         seq = self.seq
-        prompt_logprobs = None
-        if seq.is_scored:
-            from nanoengine_extensions.logprobs import of_prompt
-            prompt_logprobs = of_prompt(seq, self.completions[0].tokenizer)
         outputs = [completion.output() for completion in self.completions]
-        num_decoded = max(0, max(len(each.token_ids) for each in outputs) - 1)
+        metrics = seq.metrics and seq.metrics.so_far(outputs)
+        prompt_logprobs = seq.is_scored and extension("logprobs").of_prompt(
+            seq, self.completions[0].tokenizer)
         return RequestOutput(
             seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens], outputs,
-            self.is_finished, seq.metrics.num_cached_tokens,
-            replace(seq.metrics, num_decoded_tokens=num_decoded), self.index, prompt_logprobs)
+            self.is_finished, seq.num_cached_tokens or 0, metrics, self.index,
+            prompt_logprobs or None)

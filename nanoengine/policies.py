@@ -5,11 +5,13 @@ table under a new name.
 
     LLM(model, scheduling="mixed", preemption_victim=lambda running: running[0])
 
-nanoengine_extensions/policies.py has more policies, for comparison.
+nanoengine_extensions/policies.py adds more policies, for comparison.
 """
 
 from collections.abc import Callable
 from typing import Any
+from nanoengine.seams import extension, has_extensions, rejected
+
 
 
 def prefill_first(scheduler: Any) -> Any:
@@ -47,3 +49,19 @@ VICTIMS = {
 KV_ALLOCATION = {
     "on-demand": lambda seq, max_model_len: 0,
     "reserve": lambda seq, max_model_len: seq.max_num_tokens}
+
+
+def find_policy(option: str, policy: Any, table: dict[str, Any]) -> Any:
+    """Returns the function of a name in a table, or the function that was given.
+
+    Raises ValueError for any other name.
+    """
+    if callable(policy):
+        return policy
+    # a list: what a user gives need not be hashable
+    if policy not in [*table] and has_extensions():
+        # it adds its policies to the tables
+        extension("policies")
+    if policy not in [*table]:
+        raise rejected(option, policy, f"one of {[*table]}, or a function like these")
+    return table[policy]

@@ -15,13 +15,11 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.loader import find_model, load_tokenizer
+from nanoengine.loader import find_model, load_defaults, load_tokenizer
 from nanoengine.outputs import Completion, Request
-from nanoengine.sampling_params import SamplingParams, naming, rejected
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.seams import extension, has_extensions, naming, rejected
 from nanoengine.sequence import Sequence, hash64
-from nanoengine_extensions.checks import one_for_each
-from nanoengine_extensions.generation_config import load_defaults
-from nanoengine_extensions.metrics import RequestMetrics
 
 Params = SamplingParams | list[SamplingParams] | None
 FORMS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
@@ -121,17 +119,29 @@ class InputProcessor:
         text, token_ids = prompt
         number = next(self.numbers)
         most = params.max_tokens or self.max_model_len
+        metrics = extension("metrics").RequestMetrics() if has_extensions() else None
         stops: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         ends = stops | self.eos_tokens
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
         seq = Sequence(
             str(number), token_ids, len(token_ids), min(len(token_ids) + most, self.max_model_len),
-            params, seed, stops if params.ignore_eos else ends, priority, metrics=RequestMetrics())
+            params, seed, stops if params.ignore_eos else ends, priority, metrics=metrics)
         # ~seed: the hashes of seed itself are draws
         seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
         seqs = [seq, *seq.forks]
         if "constraints" in params.edits:
-            from nanoengine_extensions.constraints import constrain
+            constrain = extension("constraints").constrain
             for each in seqs:
                 constrain(each, list(ends), self.tokenizer, self.vocab_size)
         return Request(text, [Completion(each, self.tokenizer) for each in seqs], index)
+
+
+def one_for_each(num_prompts: int, name: str, value: Any, default: Any) -> list[Any]:
+    """Returns a value for each prompt, from one value, a list, or None (the default)."""
+    kind = type(default)
+    value = default if value is None else value
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_prompts
+    is_right = [isinstance(item, kind) and not isinstance(item, bool) for item in values]
+    if len(values) != num_prompts or not all(is_right):
+        raise rejected(name, value, f"one {kind.__name__}, or {num_prompts} of them")
+    return values

@@ -2,30 +2,24 @@
 
     a matrix of logits ── constrain ──▶ scale ──▶ truncate ──▶ draw ──▶ a token for each row
 
-`StepInputs.draws` has a row of parameters for each row of logits. It came to the device with the
-other inputs, so that nothing here waits for a GPU. Rows with the same needs are sampled as one
-matrix, and rows without any cost nothing. There is no generator state: a draw depends only on the
+`StepInputs.draws` has the parameters of each row of logits. They came to the device with the other
+inputs, so that nothing here waits for a GPU. All rows that need more than a temperature are sampled
+as one matrix, in parts that fit a cache. There is no generator state: a draw depends only on the
 seed of its sequence and on its position.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import nanoengine_cpu
+from nanoengine.seams import extension, kernels
 from nanoengine.sequence import NO_TOKEN, NONE_LEFT, Sequence
-from nanoengine.step_inputs import send
+from nanoengine.step_inputs import Draws, send
 
 # The most logits of one matrix. On a CPU it fits the cores' caches; on a GPU it is small compared
 # with the KV cache.
 MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**24}
-
-
-# ------------------------------------------------------------------------- rows that are alike
 
 
 def max_rows(logits: Tensor) -> int:
@@ -33,107 +27,99 @@ def max_rows(logits: Tensor) -> int:
     return max(1, MATRIX_SIZE[logits.device.type] // logits.shape[1])
 
 
-def matrices(keys: dict[int, Any], logits: Tensor) -> Iterator[tuple[Any, list[int], Tensor]]:
-    """Groups rows with the same key, at most as many at a time as fit a matrix.
-
-    keys: one for each row. Yields a key, and its rows on host and device.
-    """
-    rows_by_key = defaultdict(list)
-    for row, key in keys.items():
-        rows_by_key[key].append(row)
-    most = max_rows(logits)
-    for key, alike in rows_by_key.items():
-        for start in range(0, len(alike), most):
-            rows = alike[start:start + most]
-            yield key, rows, send(rows, logits.device)
-
-
-def sample(logits: Tensor, draws: Tensor, seqs: list[Sequence], last_sampled: Tensor,
-           drawn: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Tensor) -> Tensor:
     """Returns one token for each sequence, from its row of logits: (len(seqs),) int64.
 
     logits: (rows, vocab_size); rows after those of the sequences are padding.
-    draws: (rows, 5), from `StepInputs`.
+    draws: that of the step, for these rows.
     last_sampled: the values of pending tokens.
-    drawn: the result of `sample_plain`, if known; then only rows that need more are sampled.
 
     A row with NaN or infinity gets NO_TOKEN; a row whose constraints permit no token, NONE_LEFT.
     """
-    edits = {row: seq.params.edits for row, seq in enumerate(seqs) if seq.params.edits}
-    if drawn is None:
-        plain = logits[:len(seqs)]
-        is_greedy = not any(seq.params.temperature for seq in seqs if not seq.params.edits)
-        drawn = likeliest(plain) if is_greedy else sample_plain(plain, draws)
-    for kind, rows, index in matrices(edits, logits):
-        members = [seqs[row] for row in rows]
-        scores = logits.index_select(0, index).float()
-        if "constraints" in kind:
-            from nanoengine_extensions import constraints
-            constraints.apply(scores, members, last_sampled)
-        is_left = scores.amax(dim=-1) != -math.inf
-        scale(scores, draws[index])
-        # greedy rows are not truncated, whatever their top_k
-        largest_k = max(seq.params.top_k for seq in members) if "top_k" in kind else 0
-        tokens, scores = truncate(scores, draws[index], kind, largest_k)
-        places = draw(scores, draws[index])
-        drawn[index] = tokens[places].where(places >= 0, places).where(is_left, NONE_LEFT)
-    return drawn[:len(seqs)]
+    plain = logits[:len(seqs)]
+    is_greedy = not any(seq.params.temperature for seq in seqs if not seq.params.edits)
+    drawn = likeliest(plain) if is_greedy else sample_plain(plain, draws)
+    edited = [row for row, seq in enumerate(seqs) if seq.params.edits]
+    # rows with the same edits side by side: a matrix gets the edits that some of its rows need
+    edited.sort(key=lambda row: seqs[row].params.edits)
+    for start in range(0, len(edited), max_rows(logits)):
+        rows = edited[start:start + max_rows(logits)]
+        index = send(rows, logits.device)
+        drawn[index] = sample_edited(
+            logits[index].float(), draws.of(index), [seqs[row] for row in rows], last_sampled)
+    return drawn
 
 
-def sample_plain(logits: Tensor, draws: Tensor) -> Tensor:
-    """Returns one token for each row by temperature alone. A CUDA graph can end here."""
+def sample_edited(scores: Tensor, draws: Draws, seqs: list[Sequence],
+                  last_sampled: Tensor) -> Tensor:
+    """Returns one token for each row of scores, with constraints and truncations."""
+    edits = {edit for seq in seqs for edit in seq.params.edits}
+    if "constraints" in edits:
+        extension("constraints").apply(scores, seqs, last_sampled)
+    is_left = scores.amax(dim=-1) != -math.inf
+    scale(scores, draws.temperature)
+    tokens, scores = truncate(scores, draws, edits, [seq.params.top_k for seq in seqs])
+    places = draw(scores, draws.uniform)
+    found = tokens[places.clamp(min=0)].where(places >= 0, places)
+    return found.where(is_left, NONE_LEFT)
+
+
+def sample_plain(logits: Tensor, draws: Draws) -> Tensor:
+    """Returns one token for each row by temperature alone."""
     most = max_rows(logits)
-    return torch.cat([
-        draw(scale(part.to(torch.float32, copy=True), part_draws), part_draws)
-        for part, part_draws in zip(logits.split(most), draws.split(most))])
+    columns = zip(draws.temperature.split(most), draws.uniform.split(most))
+    return torch.cat([draw(scale(part.to(torch.float32, copy=True), temperature), uniform)
+                      for part, (temperature, uniform) in zip(logits.split(most), columns)])
 
 
 def likeliest(logits: Tensor) -> Tensor:
     """Returns the token with the largest logit of each row; the first one of several."""
-    largest, tokens = nanoengine_cpu.first_max(logits)
+    largest, tokens = kernels(logits.device.type).first_max(logits)
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
 # ----------------------------------------------------------------------------- steps, on float32
 
 
-def scale(scores: Tensor, draws: Tensor) -> Tensor:
+def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     """Shifts each row to a maximum of 0, then divides it by its temperature, in place.
 
     Greedy rows are divided by 1e-30: only the maximum keeps weight, and float32 has this number.
     """
-    temperature = draws[:, :1].float()
     scores.sub_(scores.amax(dim=-1, keepdim=True))
-    return scores.div_(temperature.clamp(min=1e-30))
+    return scores.div_(temperature[:, None].float().clamp(min=1e-30))
 
 
-def truncate(scores: Tensor, draws: Tensor, kind: tuple[str, ...],
-             largest_k: int) -> tuple[Tensor, Tensor]:
+def truncate(scores: Tensor, draws: Draws, edits: set[str],
+             top_ks: list[int]) -> tuple[Tensor, Tensor]:
     """Returns the tokens that some row can still draw, (few,), and their scores, (rows, few): -inf
-    where the token is truncated. All rows need the truncations in `kind`, if there are any.
+    where the token is truncated. Greedy rows lose nothing that they could draw.
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
     al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p of the rest,
-    renormalised. largest_k: that of these rows, known without waiting; 0 without top-k.
+    renormalised. edits: what some row needs; top_ks: of the rows, known without waiting.
     """
-    if kind == ("constraints",):
+    if edits == {"constraints"}:
         return torch.arange(scores.shape[1], device=scores.device), scores
-    min_p, top_k, top_p = draws[:, 1:4, None].unbind(1)
+    top_p = draws.top_p[:, None]
     # lower scores cannot be drawn
-    least = bound = min_p.log().float()
+    least = bound = draws.min_p[:, None].log().float()
     total = None
-    if "top_p" in kind and not {"min_p", "top_k"} & {*kind}:
+    if edits <= {"constraints", "top_p"}:
         total = scores.exp().cumsum(dim=-1, dtype=torch.float64)[:, -1:]
         # together, all tokens with lower scores weigh less than half of 1 - top_p
         bound = (total * (1 - top_p) / (2 * scores.shape[1])).log().float()
-    tokens = nanoengine_cpu.columns_above(scores, bound, largest_k)
+    # a row without top_k can draw any token
+    tokens = kernels(scores.device.type).columns_above(
+        scores, bound, max(top_ks) if min(top_ks) > 0 else 0)
     scores = scores[:, tokens]
-    if largest_k:
-        count = min(largest_k, len(tokens))
-        kth = scores.topk(count).values.gather(1, top_k.long().clamp(max=count) - 1)
-        least = least.maximum(kth)
+    if "top_k" in edits:
+        count = min(max(top_ks), len(tokens))
+        places = draws.top_k[:, None].long().clamp(1, count) - 1
+        kth = scores.topk(count).values.gather(1, places)
+        least = least.maximum(kth.where(draws.top_k[:, None] > 0, -math.inf))
     scores = scores.masked_fill(scores < least, -math.inf)
-    if "top_p" in kind:
+    if "top_p" in edits:
         # The nucleus (Holtzman et al., 2019, arXiv:1904.09751): the fewest likeliest tokens that
         # together reach top_p, including the one that crosses it. Of equally likely tokens, the
         # first ones count.
@@ -144,7 +130,7 @@ def truncate(scores: Tensor, draws: Tensor, kind: tuple[str, ...],
     return tokens, scores
 
 
-def draw(scores: Tensor, draws: Tensor) -> Tensor:
+def draw(scores: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling: returns for each row the first place whose cumulated weight exceeds u *
     total, or NO_TOKEN if the total is NaN or 0. A place is a token, unless `truncate` has left few.
 
@@ -154,8 +140,8 @@ def draw(scores: Tensor, draws: Tensor) -> Tensor:
     that is rounded to less than total, so that a token exceeds it. Rows do not depend on each
     other.
     """
-    uniform = draws[:, 4:].clamp(max=1 - 2.0**-52)
     cumulated = scores.exp_().cumsum(dim=-1, dtype=torch.float64)
     totals = cumulated[:, -1:]
-    tokens = torch.searchsorted(cumulated, uniform * totals, right=True)
+    sought = uniform[:, None].clamp(max=1 - 2.0**-52) * totals
+    tokens = torch.searchsorted(cumulated, sought, right=True)
     return torch.where(totals > 0, tokens, NO_TOKEN)[:, 0]

@@ -1,45 +1,34 @@
-"""`SamplingParams`: how to sample a request, checked on creation.
+"""`SamplingParams`: how to sample a request.
 
-Each field has its default and its rule in one line. A broken rule is a `ValueError` that names the
-field, the value and what is accepted; an unknown keyword raises one that names the nearest known
-keyword. Nothing here knows a model: `requests.py` makes the checks that need a vocabulary or a
-tokenizer.
+Nothing here knows a model: `requests.py` makes the checks that need a vocabulary or a tokenizer.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any
-
-from pydantic import AfterValidator, Field, model_validator
-from pydantic.dataclasses import dataclass
-
-from nanoengine_extensions.checks import (
-    AS_LIST, DISTINCT, EMPTY_LIST, STRICT, Count, Float, Int, Moderate, NumLogprobs, Texts, TokenId,
-    explained, is_from_signal)
+from math import inf
+from typing import Any
+from nanoengine.seams import Condition, check, strict
 
 
-def rejected(name: str, value: Any, accepted: str) -> ValueError:
-    """Returns the error for bad input: the argument, its value and what is accepted."""
-    return ValueError(f"{name}={value!r:.1000} is not accepted: it must be {accepted}")
+CONDITIONS: tuple[Condition, ...] = (
+    ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),
+    ("n", lambda p: p.n == 1 or p.temperature > 0,
+     "1 for temperature=0 (n must be 1 when using greedy sampling, got {n})"),
+    ("temperature", lambda p: 0 <= p.temperature < inf, "at least 0"),
+    ("top_k", lambda p: -1 <= p.top_k < 2**31, "at least -1"),
+    ("top_p", lambda p: 0 < p.top_p <= 1, "above 0, and at most 1"),
+    ("min_p", lambda p: 0 <= p.min_p <= 1, "from 0 to 1"),
+    ("repetition_penalty", lambda p: 0 < p.repetition_penalty < inf, "above 0"),
+    ("max_tokens", lambda p: p.max_tokens is None or p.max_tokens >= 1, "at least 1, or None"),
+    ("min_tokens", lambda p: 0 <= p.min_tokens <= (p.max_tokens or inf),
+     "0 to max_tokens={max_tokens}"),
+    ("stop", lambda p: isinstance(p.stop, list) and all(p.stop), "a list of texts, none empty"),
+    ("detokenize", lambda p: p.detokenize or not p.stop, "True for stop={stop!r}"))
 
 
-@contextmanager
-def naming(what: object) -> Iterator[None]:
-    """Turns an error that a library or a user's function raises for some input into a ValueError
-    that names the input. The first error is its cause. What the handler of a signal raises, such as
-    a time limit, is not about the input."""
-    try:
-        yield
-    except Exception as error:
-        if is_from_signal(error):
-            raise
-        raise ValueError(f"{what}: {str(error) or repr(error)}") from error
-
-
-@explained
-@dataclass(config=STRICT, kw_only=True)
+@strict
+@dataclass(kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
@@ -84,41 +73,33 @@ class SamplingParams:
     Raises ValueError for a value out of range, with its name and what is accepted.
     """
 
-    n: Annotated[Count, Field(le=16384)] = 1
-    temperature: Annotated[Moderate, Field(ge=0)] = 1.0
-    top_k: Annotated[Int, Field(ge=-1, lt=2**31)] = 0
-    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    seed: Annotated[Int | None, AfterValidator(lambda v: None if v == -1 else v)] = None
-    max_tokens: Count | None = 16
-    min_tokens: Int = 0
-    stop: Texts = EMPTY_LIST
-    stop_token_ids: Annotated[list[TokenId], AS_LIST, DISTINCT] = EMPTY_LIST
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: NumLogprobs | None = None
-    prompt_logprobs: NumLogprobs | None = None
-    presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[Moderate, Field(gt=0)] = 1.0
-    bad_words: Texts = EMPTY_LIST
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    logit_bias: dict[TokenId, Moderate] | None = None
-    logits_processors: Annotated[list[Callable], AS_LIST] = EMPTY_LIST
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: list[str] = field(default_factory=list)
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    logits_processors: list[Callable] = field(default_factory=list)
     structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
 
-    @model_validator(mode="after")
-    def check_together(self) -> "SamplingParams":
-        if not 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens):
-            raise rejected("min_tokens", self.min_tokens, f"0 to max_tokens={self.max_tokens}")
-        if self.stop and not self.detokenize:
-            raise rejected("detokenize", False, f"True for stop={self.stop!r}")
-        # vLLM's message
-        if self.n > 1 and self.temperature == 0:
-            raise ValueError(f"n must be 1 when using greedy sampling, got {self.n}")
-        return self
+    def __post_init__(self) -> None:
+        check(self, CONDITIONS)
 
     @cached_property
     def edits(self) -> tuple[str, ...]:
@@ -135,5 +116,7 @@ class SamplingParams:
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
     def clone(self) -> "SamplingParams":
-        """Returns a copy with new lists; the logits processors are the same."""
-        return replace(self)
+        """Returns a copy with new lists and dicts; the logits processors in it are the same."""
+        containers = {name: value.copy() for name, value in vars(self).items()
+                      if isinstance(value, (list, dict))}
+        return replace(self, **containers)

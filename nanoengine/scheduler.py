@@ -19,8 +19,8 @@ from operator import attrgetter
 from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine.sampling_params import rejected
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, find_policy
+from nanoengine.seams import rejected
 from nanoengine.sequence import FAILURES, Sequence
 
 BY_PRIORITY = attrgetter("priority")
@@ -38,9 +38,9 @@ class Scheduler:
         self.block_manager = manager
         self.config = config
         self.max_model_len = max_model_len
-        self.choose_batch = BATCHING.get(config.scheduling, config.scheduling)
-        self.choose_victim = VICTIMS.get(config.preemption_victim, config.preemption_victim)
-        self.tokens_to_hold = KV_ALLOCATION.get(config.kv_allocation, config.kv_allocation)
+        self.choose_batch = find_policy("scheduling", config.scheduling, BATCHING)
+        self.choose_victim = find_policy("preemption_victim", config.preemption_victim, VICTIMS)
+        self.tokens_to_hold = find_policy("kv_allocation", config.kv_allocation, KV_ALLOCATION)
         self.num_steps = 0
         self.reset()
 
@@ -112,7 +112,10 @@ class Scheduler:
 
         while admit and batch.budget and self.can_admit_head():
             seq = self.waiting.popleft()
-            batch.admitted.append((seq, self.block_manager.allocate(seq)))
+            num_hits = self.block_manager.allocate(seq)
+            batch.admitted.append((seq, num_hits))
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = num_hits
             self.running.append(seq)
             self._place(batch, seq)
         return batch

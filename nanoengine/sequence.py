@@ -19,10 +19,10 @@ import xxhash
 
 from nanoengine.sampling_params import SamplingParams
 
-# What the sampler returns for a row without a token to sample. In token_ids, negative numbers are
-# pending tokens, and `Scheduler.postprocess` leaves none of these codes there.
-NO_TOKEN = -1
-NONE_LEFT = -2
+# What the sampler returns for a row without a token to sample. Negative numbers near 0 are pending
+# tokens: see `Sequence.token_ids`.
+NO_TOKEN = -(2**30)
+NONE_LEFT = NO_TOKEN - 1
 FAILURES = {
     NO_TOKEN: "its logits are NaN or infinite, from the model or its processors",
     NONE_LEFT: "its constraints (bad_words, min_tokens, …) leave no token"}
@@ -60,7 +60,7 @@ class Sequence:
     index: the number of this completion in its request.
     needs_tokens: whether its next step needs all its tokens on the host.
     constraints: the state that constraints.py keeps for it, if its parameters need any.
-    metrics: the timings of its request, see metrics.py; an engine needs it.
+    metrics: the timings of its request, see metrics.py in the extensions.
     logprobs_temperature: divides the logits for its `logprobs`, if it is not 0.
     num_held_tokens: once admitted, it holds blocks for at least this many tokens.
     """
@@ -84,6 +84,8 @@ class Sequence:
     block_table: array = state(lambda: array("i"))
     # (hash, tokens) of each full block, as far as they were needed: see block_manager.py
     block_hashes: list[tuple[bytes, bytes]] = state(list)
+    # how many tokens the prefix cache had at its first admission
+    num_cached_tokens: int | None = state(lambda: None)
     # how many tokens were computed at its last preemption
     num_preempted_tokens: int = state(int)
     # the other completions of the prompt (n > 1), which begin with its first generated token

@@ -3,8 +3,8 @@
 All numbers cross to the device in one buffer, in one asynchronous copy.
 """
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,19 +12,34 @@ from torch import Tensor
 
 from nanoengine.batch import Batch
 
-# (name, dtype, shape, number of 32-bit words) of each array in a buffer
-Layout = tuple[tuple[str, str, tuple[int, ...], int], ...]
+# (dtype, shape, number of 32-bit words) of each array in a buffer
+Layout = tuple[tuple[str, tuple[int, ...], int], ...]
 # the layout of a step's inputs, longest_query and longest_keys
 StepShape = tuple[Layout, int, int]
 
 
-class StepInputs(SimpleNamespace):
-    """What the device needs for one step: T tokens of S sequences, R rows to sample.
+class Draws(NamedTuple):
+    """What sampling needs of each row, (R,) float64 each: its parameters, and a number in [0, 1)
+    that decides the draw."""
+
+    temperature: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    uniform: Tensor
+
+    def of(self, rows: Any) -> "Draws":
+        """Returns those of some rows: a slice, or a tensor of indices."""
+        return Draws(*(column[rows] for column in self))
+
+
+@dataclass
+class StepInputs:
+    """What the device needs for one step: T tokens of S sequences, R rows to sample, Q to score.
 
     buffer: int32, of which all tensors below are views.
     longest_query, longest_keys: the most tokens, and the most keys, of any sequence (max_seqlen).
-    draws: (R, 5) float64: temperature, min_p, top_k and top_p of a row, and a number in [0, 1) that
-        decides the draw.
+    draws: see `Draws`.
     slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
     token_ids: (T,); -1 - i means the token that was sampled in row i of the step before.
     positions: (T,), those of the tokens in their sequences.
@@ -33,8 +48,9 @@ class StepInputs(SimpleNamespace):
     key_starts: (S + 1,), cumulative key counts (cu_seqlens_k).
     lengths: (S,), how many keys each sequence has, including this step's (cache_seqlens).
     block_tables: (S, width), padded with 0.
-    sampled_rows: which of the T rows get logits: R that are sampled, and Q that are scored.
-    next_tokens: (R + Q,), the token after each of these: -1 if it has to be sampled.
+    logits_indices: (R + Q,), which of the T tokens get logits: R to sample the next one, then Q to
+        score the next one, which is known.
+    scored_tokens: (Q,), these known ones.
 
     The other tensors are int32.
 
@@ -45,22 +61,36 @@ class StepInputs(SimpleNamespace):
         positions           4  5  6 |  8        lengths        7  9
         sequence_of_token   0  0  0 |  1        key_starts     0  7 16
         slot_mapping       32 33 34 | 24        block_tables   [3 8 0], [5 2 6]
-        sampled_rows        3                   next_tokens   -1
+        logits_indices      3
     """
+
+    buffer: Tensor
+    longest_query: int
+    longest_keys: int
+    draws: Draws
+    slot_mapping: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    sequence_of_token: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    lengths: Tensor
+    block_tables: Tensor
+    logits_indices: Tensor
+    scored_tokens: Tensor
 
     @classmethod
     def from_buffer(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
         """Returns views of the arrays in a buffer (`to_buffer`), on its device."""
         layout, longest_query, longest_keys = shape
         parts = buffer.split([num_words for *_, num_words in layout])
-        views = {name: part.view(getattr(torch, dtype)).view(shape)
-                 for (name, dtype, shape, _), part in zip(layout, parts)}
-        return cls(buffer=buffer, longest_query=longest_query, longest_keys=longest_keys, **views)
+        draws, *views = (part.view(getattr(torch, dtype)).view(shape)
+                         for (dtype, shape, _), part in zip(layout, parts))
+        return cls(buffer, longest_query, longest_keys, Draws(*draws), *views)
 
 
 def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, np.ndarray]:
-    """Returns the arrays of `StepInputs`, those of 64-bit numbers first.
-
+    """Returns the arrays of `StepInputs`, in its order: those of 64-bit numbers come first.
     longest_keys: block tables are wide enough for this many keys. It loops over sequences, not over
         tokens or blocks.
     """
@@ -80,8 +110,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
     blocks = block_tables[owners, positions // block_size].astype(np.int64)
 
     rows = batch.sampled + batch.scored
-    sampled_rows = offsets[[row.source for row in rows]] + [row.position - 1 for row in rows]
-    known = [row.seq.token_ids[row.position] for row in batch.scored]
+    indices = offsets[[row.source for row in rows]] + [row.position - 1 for row in rows]
     draws = [(p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(position))
              for _, seq, position in batch.sampled for p in [seq.params]]
     in_32_bits = {
@@ -92,10 +121,11 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         "key_starts": np.append(0, lengths.cumsum()),
         "lengths": lengths,
         "block_tables": block_tables,
-        "sampled_rows": sampled_rows,
-        "next_tokens": [-1] * len(draws) + known}
+        "logits_indices": indices,
+        "scored_tokens": [row.seq.token_ids[row.position] for row in batch.scored]}
     return {
-        "draws": np.array(draws, float).reshape(-1, 5),
+        # a row for each field of `Draws`
+        "draws": np.array(draws, float).reshape(-1, 5).T.copy(),
         "slot_mapping": blocks * block_size + positions % block_size,
     } | {name: np.asarray(array, np.int32) for name, array in in_32_bits.items()}
 
@@ -113,8 +143,8 @@ def to_buffer(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layou
     buffer = torch.empty(
         sum(map(len, words)), dtype=torch.int32, device="cpu", pin_memory=device == "cuda")
     np.concatenate(words, out=buffer.numpy())
-    return buffer, tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
-                         for name, array in arrays.items())
+    return buffer, tuple(
+        (array.dtype.name, array.shape, array.nbytes // 4) for array in arrays.values())
 
 
 def send(numbers: Any, device: torch.device) -> Tensor:

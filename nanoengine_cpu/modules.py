@@ -166,19 +166,19 @@ class Layers(nn.Module):
     """
 
     def forward(self: Any, token_ids: Tensor, step: Any) -> Tensor:
-        """From (T,) token ids to (rows, hidden_size), of the rows `step.sampled_rows`."""
+        """From (T,) token ids to (rows, hidden_size), of the rows `step.logits_indices`."""
         if getattr(self, "version", None) != changes["all"]:
             self.make_programs()
         if not self.programs or any(self.hooks):
             return super().forward(token_ids, step)
         x = self.embed_tokens(token_ids)
         # rows can repeat
-        most = max(len(x), len(step.sampled_rows))
+        most = max(len(x), len(step.logits_indices))
         middle, activated, qkv, attended = [x.new_empty(most, size) for size in self.sizes]
         angles = self.rope[:, step.positions]
         self.programs[0].run(len(x), *map(Tensor.data_ptr, (x, middle, activated)),
                              *attention.step_numbers(qkv, attended, angles, *tensors_of(step)))
-        x, attended = x[step.sampled_rows], attended[step.sampled_rows]
+        x, attended = x[step.logits_indices], attended[step.logits_indices]
         self.programs[1].run(len(x), *map(Tensor.data_ptr, (x, middle, activated, qkv, attended)))
         return self.norm(x)
 

@@ -7,7 +7,7 @@ paused, the search decides which of them continue, fork, end or are dropped.
 To `LLM` a search is a request like any other: `update` is called for each of its sequences that has
 a new token. To the scheduler its beams are sequences like any others. This file uses:
 
-    llm.run(searches, look), llm.turn()
+    llm.queued(searches), llm.step_for(unfinished), llm.turn()
     Scheduler.finish(seq, reason)
     Scheduler.fork(parent, child)           the child shares the blocks of its parent
     Scheduler.preempt(seq), .waiting        only if nothing else can run: see `make_way`
@@ -17,23 +17,20 @@ a new token. To the scheduler its beams are sequences like any others. This file
 
 import math
 from collections import deque
-from contextlib import closing
+from dataclasses import dataclass
 from heapq import nlargest
-from typing import Annotated, Any
-
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from typing import Any
 
 from nanoengine.outputs import Request
-from nanoengine.sampling_params import SamplingParams, rejected
+from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
+from nanoengine.seams import rejected, strict
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.checks import STRICT, Count, Moderate, explained
 from nanoengine_extensions.logprobs import Logprob
 
 
-@explained
-@dataclass(config=STRICT)
+@strict
+@dataclass
 class BeamSearchParams:
     """How one request is completed by beam search.
 
@@ -45,11 +42,11 @@ class BeamSearchParams:
         number of generated tokens to this power, -40 to 40; larger values favour longer beams.
     """
 
-    beam_width: Count
-    max_tokens: Count
+    beam_width: int
+    max_tokens: int
     ignore_eos: bool = False
-    temperature: Annotated[Moderate, Field(ge=0)] = 0.0
-    length_penalty: Annotated[Moderate, Field(ge=-40, le=40)] = 1.0
+    temperature: float = 0.0
+    length_penalty: float = 1.0
 
 
 @dataclass
@@ -90,14 +87,13 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
     requests = llm.inputs.make_requests(prompts, sampling_params)
     scheduler = llm.engine.scheduler
     searches = [BeamSearch(request, params, scheduler) for request in requests]
-    num_steps = -1
-    with closing(llm.run(searches, lambda search: search)) as steps:
-        for updated in steps:
+    with llm.queued(searches) as unfinished:
+        while unfinished:
+            num_steps = scheduler.num_steps
             # no step could be launched
-            if not updated and num_steps == scheduler.num_steps:
+            if not llm.step_for(unfinished) and num_steps == scheduler.num_steps:
                 with llm.turn():
                     make_way(searches, scheduler)
-            num_steps = scheduler.num_steps
     for beam in [beam for search in searches for beam in search.finished]:
         beam.text = llm.inputs.tokenizer and llm.inputs.tokenizer.decode(beam.tokens, True)
     return [BeamSearchOutput(search.finished) for search in searches]

@@ -6,8 +6,8 @@ from typing import Any
 
 from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
+from nanoengine.seams import naming, rejected
 
-from nanoengine.sampling_params import naming, rejected
 
 
 def render(tokenizer: Any, messages: Any, encoder: Any = None, *, chat_template: str | None = None,

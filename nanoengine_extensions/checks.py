@@ -1,23 +1,24 @@
-"""Rules for what a user gives, by pydantic, and the words of their errors.
+"""Strict types for a user's options, vLLM's shorthands, and errors that name the nearest keyword.
 
-EngineConfig, SamplingParams and BeamSearchParams are dataclasses of pydantic, with these types;
-`explained` gives their errors the engine's words. This file imports nothing of the engine.
+The engine's dataclasses of options plug it in: `@strict` in nanoengine/checking.py. A broken rule
+is a ValueError that names the argument, the value and what is accepted. The rules use pydantic.
 """
 
 import math
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from functools import wraps
 from inspect import signature
 from pathlib import Path
 from traceback import walk_tb
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import ValidationError
 
-STRICT = ConfigDict(strict=True, extra="forbid", validate_assignment=True)
+STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 # ---------------------------------------------------------------------------------- types
 
@@ -34,58 +35,101 @@ Moderate = Annotated[
 Count = Annotated[Int, Field(ge=1)]
 Size = Annotated[Int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[Int, Field(ge=0)]
-EMPTY_LIST: Any = Field(default_factory=list, kw_only=True)
-OR_NONE = WrapValidator(lambda value, check: value if value is None else check(value))
-FOLDER = BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)
-BY_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
 NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST, DISTINCT]
+Folder = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)]
+
+# By the name of a field, which means the same in each class. Others have the type that is declared.
+RULES: dict[str, Any] = {
+    "n": Annotated[Count, Field(le=16384)],
+    "temperature": Annotated[Moderate, Field(ge=0)],
+    "top_k": Annotated[Int, Field(ge=-1, lt=2**31)],
+    "top_p": Annotated[Float, Field(gt=0, le=1)],
+    "min_p": Annotated[Float, Field(ge=0, le=1)],
+    "max_tokens": Count | None,
+    "min_tokens": Int,
+    "stop": Texts,
+    "stop_token_ids": Annotated[list[TokenId], AS_LIST, DISTINCT],
+    "logprobs": NumLogprobs | None,
+    "prompt_logprobs": NumLogprobs | None,
+    "presence_penalty": Annotated[Float, Field(ge=-2, le=2)],
+    "frequency_penalty": Annotated[Float, Field(ge=-2, le=2)],
+    "repetition_penalty": Annotated[Moderate, Field(gt=0)],
+    "bad_words": Texts,
+    "allowed_token_ids": Annotated[list[TokenId], Field(min_length=1)] | None,
+    "logit_bias": dict[TokenId, Moderate] | None,
+    "logits_processors": Annotated[list[Callable], AS_LIST],
+    "model": Folder,
+    "tokenizer": Folder | None,
+    "download_dir": Folder | None,
+    "dtype": Annotated[Literal["auto", "bfloat16", "float16", "half", "float32", "float"],
+                       BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))],
+    "device": Literal["auto", "cpu", "cuda"],
+    "load_format": Literal["auto", "safetensors", "hf", "dummy"],
+    "max_model_len": Annotated[Annotated[Int, Field(ge=2)] | None,
+                               BeforeValidator(lambda v: None if v == -1 else v)],
+    "max_num_seqs": Size | None,
+    "max_num_batched_tokens": Size | None,
+    "block_size": Size | None,
+    "num_kv_blocks": Size | None,
+    "gpu_memory_utilization": Annotated[Float, Field(gt=0, le=1)],
+    "cpu_offload_gb": Annotated[Float, Field(ge=0)],
+    "tensor_parallel_size": Count,
+    "run_ahead": bool | None,
+    "scheduling_policy": Literal["fcfs", "priority"],
+    "preemption_mode": Literal["recompute", "swap"],
+    "swap_space": Annotated[Float, Field(ge=0)],
+    "beam_width": Count,
+    "length_penalty": Annotated[Moderate, Field(ge=-40, le=40)]}
+# a seed that is not given: for a request it is derived from the engine's, for the engine it is 0
+SEEDS: dict[str, Any] = {
+    "SamplingParams": Annotated[Int | None, AfterValidator(lambda v: None if v == -1 else v)],
+    "EngineConfig": Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)]}
 
 
-def one_of(table: dict[str, Any]) -> AfterValidator:
-    """Checks for a name in a table of policies, or a function."""
-    def check(policy: Any) -> Any:
-        if not callable(policy) and policy not in [*table]:
-            # adds the names of policies for comparison
-            import nanoengine_extensions.policies  # noqa: F401
-        if not callable(policy) and policy not in [*table]:
-            raise ValueError(f"it must be one of {[*table]}, or a function like these")
-        return policy
-    return AfterValidator(check)
+def strict(kind: Any) -> Any:
+    """Decorates a dataclass: its arguments are checked, and what is assigned to it later."""
+    rules = RULES | {"seed": SEEDS.get(kind.__name__)}
+    checked: Any = {each.name: (rules.get(each.name, each.type), None)
+                    for each in fields(kind)}
+    required = {each.name for each in fields(kind)
+                if each.default is each.default_factory is MISSING}
+    checked |= {name: (checked[name][0], ...) for name in required}
+    rule = create_model(kind.__name__, __config__=STRICT, **checked).__pydantic_validator__
+    known = signature(kind)
+    initialize = kind.__init__
+
+    @wraps(initialize)
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
+        given = known.bind_partial(*arguments).arguments | options
+        try:
+            values = rule.validate_python(given)
+        except ValidationError as error:
+            found = "; ".join(explain(each, [*known.parameters]) for each in error.errors())
+            raise ValueError(found) from None
+        initialize(self, **{name: getattr(values, name) for name in given})
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        # during __init__ some fields are missing; after it, the rules over two fields count as well
+        if vars(self).keys() >= set(checked):
+            others = {each: vars(self)[each] for each in checked}
+            value = getattr(kind(**others | {name: value}), name)
+        object.__setattr__(self, name, value)
+
+    kind.__init__ = __init__
+    if not kind.__dataclass_params__.frozen:
+        kind.__setattr__ = __setattr__
+    return kind
 
 
 # --------------------------------------------------------------------------------- errors
 
 
-def explained(checked: Any) -> Any:
-    """Decorates a dataclass of pydantic: its errors get our words."""
-    @contextmanager
-    def in_our_words() -> Iterator[None]:
-        try:
-            yield
-        except ValidationError as error:
-            raise ValueError("; ".join(explain(each, checked) for each in error.errors())) from None
-
-    def assign(self: Any, name: str, value: Any, set_checked: Any = checked.__setattr__) -> None:
-        before = dict(vars(self))
-        try:
-            set_checked(self, name, value)
-        except ValueError:
-            # a rule over two fields is only checked after the assignment
-            vars(self).update(before)
-            raise
-
-    checked.__init__ = in_our_words()(checked.__init__)
-    checked.__setattr__ = in_our_words()(assign)
-    return checked
-
-
-def explain(found: Any, checked: Any) -> str:
+def explain(found: Any, known: list[str]) -> str:
     """Describes a mistake in the arguments of a dataclass, in the style of `rejected`. For an
     unknown keyword, it names the nearest known one."""
     name = ".".join(map(str, found["loc"]))
-    if found["type"] in ("unexpected_keyword_argument", "no_such_attribute"):
-        known = [*signature(checked).parameters]
+    if found["type"] == "extra_forbidden":
         near = get_close_matches(name, known, 1)
         return f"{name} is not known: " + (f"the nearest is {near[0]}" if near else f"{known} are")
     if found["type"] == "missing":
@@ -106,25 +150,3 @@ def is_from_signal(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-@contextmanager
-def advising(model: str) -> Iterator[None]:
-    """Adds advice to an error of memory, which becomes a ValueError."""
-    try:
-        yield
-    except (MemoryError, RuntimeError, ZeroDivisionError) as error:
-        raise ValueError(f"{model} cannot be run with these options: {error} Lower "
-                         "max_num_batched_tokens or num_kv_blocks to save memory") from error
-
-
-def one_for_each(num_prompts: int, name: str, value: Any, default: Any) -> list[Any]:
-    """Returns a value for each prompt, from one value, a list, or None (the default)."""
-    kind = type(default)
-    value = default if value is None else value
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_prompts
-    is_right = [isinstance(item, kind) and not isinstance(item, bool) for item in values]
-    if len(values) != num_prompts or not all(is_right):
-        raise ValueError(f"{name}={value!r:.1000} is not accepted: it must be one {kind.__name__}, "
-                         f"or {num_prompts} of them")
-    return values

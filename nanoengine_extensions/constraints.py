@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanoengine.sampling_params import naming, rejected
+from nanoengine.seams import naming, rejected
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import known_ids, send
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from nanoengine.batch import Row
-from nanoengine.sampler import matrices
+from nanoengine.sampler import max_rows
 from nanoengine.sequence import Sequence
+from nanoengine.step_inputs import send
 
 
 @dataclass
@@ -94,7 +95,13 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
     asked = {number: (count, row.seq.logprobs_temperature) for number, row in enumerate(rows)
              if (count := num_logprobs(row)) is not None}
     found: dict[Row, RowLogprobs] = {}
-    for (count, temperature), numbers, index in matrices(asked, logits):
+    alike = [(kind, [number for number in asked if asked[number] == kind])
+             for kind in dict.fromkeys(asked.values())]
+    size = max_rows(logits)
+    parts = [(kind, numbers[start:start + size]) for kind, numbers in alike
+             for start in range(0, len(numbers), size)]
+    for (count, temperature), numbers in parts:
+        index = send(numbers, logits.device)
         values = logits.index_select(0, index).double().div(temperature or 1).log_softmax(dim=-1)
         most = values.shape[1]
         likeliest = values.topk(most if count == -1 else min(count, most)).indices

@@ -1,20 +1,16 @@
-"""Metrics, trace, log and progress bar.
+"""Metrics, trace and log.
 
-The engine calls `launched` before each step and `done` after it, and knows nothing else of this
-file. Counters and times come from the batch and its sequences; gauges are read between two steps.
-`LLM` calls `log_room`, `show_progress` and `gauges`; each request has a `RequestMetrics`.
+The engine calls `launched` before each step and `done` after it. Counters and times come from the
+batch and its sequences; gauges are read between two steps (`LLM.metrics`). Each request has a
+`RequestMetrics`.
 """
 
 import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Generator
-from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-from tqdm import tqdm
 
 # Messages go to stderr, or to the user's own handlers if there are any.
 # logging.getLogger("nanoengine").setLevel("ERROR") silences them.
@@ -61,6 +57,11 @@ class RequestMetrics:
     decode_time = property(lambda m: m.finished_time - m.first_token_time)
     time_per_output_token = property(lambda m: m.decode_time / max(1, m.num_decoded_tokens))
 
+    def so_far(self, outputs: list[Any]) -> "RequestMetrics":
+        """Returns a copy, for the output of a request with these completions."""
+        most = max(len(each.token_ids) for each in outputs)
+        return replace(self, num_decoded_tokens=max(0, most - 1))
+
 
 class Metrics:
     """Counters and times of one engine, and with trace=True a record of each step.
@@ -76,6 +77,7 @@ class Metrics:
         # kept for when the runner is gone
         self.block_bytes = engine.runner.block_bytes
         self.backend = engine.runner.backend
+        self._log_room(engine.config, engine.runner)
 
     @classmethod
     def of(cls, engine: Any) -> "Metrics":
@@ -125,28 +127,10 @@ class Metrics:
             vars(launched).update(ended=now, metrics=self.gauges())
             self.trace.append(launched)
 
-    def log_room(self) -> None:
-        """Logs how many requests the KV cache can hold."""
-        config, runner = self.engine.config, self.engine.runner
+    def _log_room(self, config: Any, runner: Any) -> None:
         most = runner.num_kv_blocks * config.block_size / runner.max_model_len
         logger.info(f"{config.model}: {runner.num_kv_blocks} KV blocks of {config.block_size} "
                     f"tokens hold {most:.1f} requests of {runner.max_model_len} tokens at once")
-
-    def show_progress(self, steps: Generator, total: int, is_shown: bool) -> None:
-        """Runs the steps of a call to their end, with a progress bar.
-
-        steps: yields, for each of the call's requests with new tokens, whether it has finished.
-        total: the number of these requests.
-
-        The bar shows how many tokens a second the engine generates for all calls together.
-        """
-        before = self.counters["generation_tokens"]
-        start = time.perf_counter()
-        with tqdm(total=total, desc="Generating", disable=not is_shown) as bar, closing(steps):
-            for are_finished in steps:
-                rate = (self.counters["generation_tokens"] - before) / (time.perf_counter() - start)
-                bar.set_postfix_str(f"{rate:.0f} output tokens/s", refresh=False)
-                bar.update(sum(are_finished))
 
     def gauges(self) -> Counter:
         """Returns current gauges, and counters since the start, as a flat dict.
@@ -204,3 +188,8 @@ class Metrics:
             "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"]),
             "swapped_bytes": num_swapped * self.block_bytes,
             "attention_backend": self.backend})
+
+
+def of(engine: Any) -> Metrics:
+    """Returns the metrics of an engine."""
+    return engine.metrics

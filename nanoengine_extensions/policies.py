@@ -1,16 +1,14 @@
 """Policies for comparison: those of engines before paging and continuous batching, and others.
 
 They extend the tables of nanoengine/policies.py. The engine imports this file for a name that its
-tables do not have (`one_of` in nanoengine/config.py), so that `LLM(model, scheduling="static")`
-works. Import it to see all names in the tables.
+tables do not have (`find_policy`), so that `LLM(model, scheduling="static")` works. Import it to
+see all names in the tables.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, validate_call
-
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, highest
-from nanoengine_extensions.checks import STRICT, Int, one_of
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, find_policy, highest
+from nanoengine.seams import rejected
 
 
 def static(scheduler: Any) -> Any:
@@ -19,15 +17,13 @@ def static(scheduler: Any) -> Any:
     Engines worked like this before continuous batching (Orca: Yu et al., OSDI 2022).
     """
     is_decoding = getattr(scheduler, "is_decoding", False) and scheduler.running
-    begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
+    begun = [seq for seq in scheduler.running if seq.num_tokens > seq.num_computed_tokens + 1]
     prefills = scheduler.build(begun, admit=not is_decoding)
     scheduler.is_decoding = not prefills
     return prefills or scheduler.build([*scheduler.running], admit=False)
 
 
-@validate_call(config=STRICT)
-def overtaking(base: Annotated[Any, one_of(BATCHING)] = "prefill-first",
-               max_waiting: Annotated[Int, Field(ge=0)] = 0) -> Any:
+def overtaking(base: Any = "prefill-first", max_waiting: int = 0) -> Any:
     """Adds a rule to a policy: in a long queue, the head can take another sequence's place.
 
     With more than `max_waiting` sequences waiting, a head that does not fit takes the place of the
@@ -38,10 +34,14 @@ def overtaking(base: Annotated[Any, one_of(BATCHING)] = "prefill-first",
 
     base: the other policy, a name or a function. Raises ValueError for anything else.
     """
+    choose = find_policy("base", base, BATCHING)
+    if type(max_waiting) is not int or max_waiting < 0:
+        raise rejected("max_waiting", max_waiting, "an integer, at least 0")
+
     def choose_batch(scheduler: Any) -> Any:
         # the base policy calls it in place of `Scheduler.build`
         scheduler.build = lambda candidates, admit: build(scheduler, max_waiting, candidates, admit)
-        return BATCHING.get(base, base)(scheduler)
+        return choose(scheduler)
     return choose_batch
 
 

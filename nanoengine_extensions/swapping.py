@@ -9,12 +9,12 @@ in `Batch.copies`. `ModelRunner` calls `add_host_pool`, which replaces its `copy
 
 from typing import Any
 
+import psutil
 import torch
 
-import nanoengine_cpu
 from nanoengine.batch import Copies
 from nanoengine.block_manager import BlockManager
-from nanoengine.sampling_params import rejected
+from nanoengine.seams import rejected
 from nanoengine.sequence import Sequence
 
 
@@ -24,7 +24,7 @@ def add_host_pool(runner: Any) -> None:
     Raises ValueError for a pool that is larger than the memory.
     """
     gibibytes = runner.config.swap_space
-    _, total = nanoengine_cpu.mem_get_info()
+    total = psutil.virtual_memory().total
     if gibibytes * 2**30 > total:
         raise rejected("swap_space", gibibytes, f"at most {total / 2**30:.1f} GiB of memory")
     runner.num_host_blocks = int(gibibytes * 2**30 // runner.block_bytes)

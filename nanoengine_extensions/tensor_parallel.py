@@ -34,7 +34,7 @@ from nanoengine.batch import Batch, Copies
 from nanoengine.config import EngineConfig
 from nanoengine.model import Decoder
 from nanoengine.model_runner import Launched, ModelRunner
-from nanoengine.sampling_params import rejected
+from nanoengine.seams import rejected
 from nanoengine.step_inputs import StepShape
 
 
@@ -144,11 +144,11 @@ class RankRunner(ModelRunner):
     @torch.inference_mode()
     def follow(self, copies: Copies, numbers: Any, shape: StepShape) -> None:
         """Does another rank's part of a step that rank 0 launches: everything except sampling."""
-        _, parts = self.forward(copies, torch.from_numpy(numbers), shape)
-        for part in parts:
+        _, hidden = self.forward(copies, torch.from_numpy(numbers), shape)
+        for part in hidden.split(self.config.max_num_seqs):
             # skips an empty chunk, for which rank 0 computes no logits
             if len(part):
-                self.logits(part)
+                self.model.lm_head(part)
         # from rank 0
         self.group.backend.broadcast([self.last_sampled]).wait()
 
@@ -180,8 +180,8 @@ class TensorParallelRunner(RankRunner):
         buffer, shape = self.prepare(batch)
         with self.ranks.together():
             self.ranks.send(batch.copies, buffer.numpy(), shape)
-            step, parts = self.forward(batch.copies, buffer, shape)
-            launched = LaunchedOnRanks(**vars(self.sample(batch, step, parts)))
+            step, hidden = self.forward(batch.copies, buffer, shape)
+            launched = LaunchedOnRanks(**vars(self.sample(batch, step, hidden)))
             # to the other ranks
             self.group.backend.broadcast([self.last_sampled]).wait()
         launched.ranks = self.ranks
@@ -189,14 +189,6 @@ class TensorParallelRunner(RankRunner):
 
     def close(self) -> None:
         self.ranks.close()
-
-
-def on_device(kind: type[RankRunner], device: str) -> Any:
-    """Returns the class of runner; for a GPU it is also a `GpuRunner`."""
-    if device == "cpu":
-        return kind
-    from nanoengine_gpu.runner import GpuRunner
-    return type(kind.__name__, (kind, GpuRunner), {})
 
 
 class LaunchedOnRanks(Launched):
@@ -302,7 +294,7 @@ def main(*place: int) -> None:
     config = EngineConfig(**options)
     if config.device == "cuda":
         torch.cuda.set_device(group.rank)
-    runner = on_device(RankRunner, config.device)(config, part, folder, group)
+    runner = RankRunner(config, part, folder, group)
     while True:
         runner.follow(*messages.get())
 

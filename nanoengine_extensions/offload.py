@@ -8,7 +8,7 @@ the other, on a stream of their own (ZeRO-Inference; Aminabadi et al., 2022, arX
     main stream   │ layer 0 ─────│ layers 1, 2 ─│ layers 3, 4 ─│ layer 5
 
 The parameters of a layer are views of its buffer, so that the layer knows nothing of this, and CUDA
-graphs capture the copies like everything else.
+graphs capture the copies like everything else. `ModelRunner.load_model` calls `load_offloaded`.
 """
 
 import math

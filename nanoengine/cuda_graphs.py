@@ -1,0 +1,90 @@
+"""CUDA graphs of decode steps.
+
+Python launches each kernel of a step one by one, and for a small batch this takes longer than the
+kernels themselves. A decode step always launches the same kernels over the same memory; only the
+numbers in its inputs change. So each kind of decode step is recorded once, and then launched as
+one, which is called a replay:
+
+    capture   the inputs of a dummy step in a buffer ──▶ embedding, layers, norm ──▶ hidden states
+    replay    a step's numbers into that buffer, one launch, the hidden states of the same place
+
+A graph fixes the number of sequences and the width of the block tables. There is a graph for a few
+numbers of sequences ("buckets"); a decode step of another number is padded with dummy sequences,
+which read and write block 0. All graphs have tables for `max_model_len` tokens.
+
+Nothing that depends on a value can be in a graph, such as sampling with a request's parameters. It
+begins after `ModelRunner.hidden_states`.
+"""
+
+from bisect import bisect_left
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoengine.batch import Batch, Row
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import Sequence
+from nanoengine.step_inputs import StepInputs, StepShape
+
+
+class CudaGraphs:
+    """The graphs of one runner. Call `clear` before the memory that they use is freed.
+
+    sizes: the numbers of sequences that have a graph: 1, 2, 4, 8, 16, 24, …, max_num_seqs.
+    captured: for each shape of a step's inputs: a graph, the inputs that it reads, and the hidden
+        states that it writes.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        sizes = [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs]
+        self.sizes = [*sizes, max_num_seqs]
+        self.captured: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]] = {}
+
+    @torch.inference_mode()
+    def capture(self, runner: Any) -> None:
+        """Records a graph for each size, the largest first: the others fit into its memory."""
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            buffer, shape = runner.prepare(dummy_batch(size, 1, runner.max_model_len))
+            step = StepInputs.from_buffer(buffer.to(runner.device), shape)
+            # a first run loads the kernels
+            runner.hidden_states(step)
+            graph = torch.cuda.CUDAGraph()
+            # other threads, such as NCCL's, may query the device meanwhile
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                hidden = runner.hidden_states(step)
+            self.captured[shape] = graph, step, hidden
+
+    def can_replay(self, batch: Batch) -> bool:
+        """Whether there are graphs, and each sequence computes one token and draws one."""
+        sources = [row.source for row in batch.sampled]
+        return bool(self.captured and max(batch.num_tokens) == 1 and not batch.scored
+                    and sources == list(range(len(batch))))
+
+    def padded(self, batch: Batch) -> Batch:
+        """Returns a decode step with dummy sequences at its end, of a size that has a graph."""
+        size = self.sizes[bisect_left(self.sizes, len(batch))]
+        dummy = Sequence("", [0], 1, 1)
+        missing = range(len(batch), size)
+        return Batch(sequences=batch.sequences + [dummy] * len(missing),
+                     starts=batch.starts + [0] * len(missing), num_tokens=[1] * size,
+                     sampled=batch.sampled + [Row(index, dummy, 1) for index in missing])
+
+    def replay(self, buffer: Tensor, shape: StepShape) -> tuple[StepInputs, Tensor]:
+        """Launches the graph of this shape over the numbers in a buffer.
+
+        Returns the inputs and the hidden states of the step. The next replay overwrites both.
+        """
+        graph, step, hidden = self.captured[shape]
+        step.buffer.copy_(buffer, non_blocking=True)
+        graph.replay()
+        return step, hidden
+
+
+def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: Any) -> Batch:
+    """Returns the last tokens of dummy sequences, which use block 0."""
+    seq = Sequence("", [0] * length, length, length, SamplingParams(**params))
+    return Batch(sequences=[seq] * num_seqs, starts=[length - num_tokens] * num_seqs,
+                 num_tokens=[num_tokens] * num_seqs,
+                 sampled=[Row(index, seq, length) for index in range(num_seqs)])

@@ -1,0 +1,125 @@
+"""Where the engine meets what is outside of it: a user's input, optional features, fast kernels.
+
+The engine needs none of the packages beside it. It reaches each of them here alone, by name:
+
+    nanoengine_extensions   `extension(name)`: a module, when a user asks for its feature
+    nanoengine_cpu,         `kernels(device)`: functions that replace those of this file, as C
+    nanoengine_gpu          replaces Python in CPython's heapq; tensors in, tensors out
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+# --------------------------------------------------------------------------- optional features
+
+
+@cache
+def has_extensions() -> bool:
+    return find_spec("nanoengine_extensions") is not None
+
+
+def extension(name: str) -> Any:
+    """Returns a module of the extensions. Raises ValueError if they are not installed."""
+    if not has_extensions():
+        raise ValueError(f"{name} needs the package nanoengine_extensions, which is not installed")
+    return import_module(f"nanoengine_extensions.{name}")
+
+
+# ------------------------------------------------------------------------------ a user's input
+# The engine itself refuses what would hang, compute something else in silence, or fail in the
+# middle of a step. Strict types, and errors that name the nearest keyword, are an extension.
+
+# the name of a field, whether its value can be used, and what is accepted
+Condition = tuple[str, Callable[[Any], bool], str]
+
+
+def rejected(name: str, value: Any, accepted: str) -> ValueError:
+    """Returns the error for bad input: the argument, its value and what is accepted."""
+    return ValueError(f"{name}={value!r:.1000} is not accepted: it must be {accepted}")
+
+
+def check(options: Any, conditions: Iterable[Condition]) -> None:
+    """Raises ValueError for the first condition that does not hold."""
+    for name, holds, accepted in conditions:
+        if not holds(options):
+            raise rejected(name, getattr(options, name), accepted.format(**vars(options)))
+
+
+def strict(kind: Any) -> Any:
+    """Decorates a dataclass of options: the extension checks what is given to it, and what is
+    assigned to its fields later. Without the extension, the class stays as it is."""
+    return extension("checks").strict(kind) if has_extensions() else kind
+
+
+@contextmanager
+def naming(what: object) -> Iterator[None]:
+    """Turns an error that a library or a user's function raises for some input into a ValueError
+    that names the input. The first error is its cause. What the handler of a signal raises, such as
+    a time limit, is not about the input."""
+    try:
+        yield
+    except Exception as error:
+        if has_extensions() and extension("checks").is_from_signal(error):
+            raise
+        raise ValueError(f"{what}: {str(error) or repr(error)}") from error
+
+
+# --------------------------------------------------------------------------------- fast kernels
+
+
+@cache
+def kernels(device: str) -> Any:
+    """Returns the functions below, for "cpu" or "cuda", with those of its library in their place.
+    """
+    name = "nanoengine_gpu" if device == "cuda" else "nanoengine_cpu"
+    library = vars(import_module(name)) if find_spec(name) else {}
+    return SimpleNamespace(**globals() | library)
+
+
+# attention over the paged KV cache in one kernel, if a library has it
+paged_attention: Any = None
+
+
+def optimize(model: nn.Module, **options: bool) -> bool:
+    """Gives the modules of a finished model faster forwards; returns whether a row of a step then
+    has the same bits whatever rows are beside it."""
+    return False
+
+
+def first_max(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the largest number of each row, and its first place."""
+    return x.max(dim=-1)
+
+
+def columns_above(x: Tensor, thresholds: Tensor, count: int) -> Tensor:
+    """Returns columns of x. A column may be left out if no row has a number there that reaches its
+    threshold, and is among its `count` largest (0: any)."""
+    return torch.arange(x.shape[1], device=x.device)
+
+
+def has_bfloat16() -> bool:
+    """Whether the device computes faster in bfloat16 than in float32."""
+    return torch.cuda.is_available()
+
+
+def check_process() -> None:
+    """Raises RuntimeError if this process is a fork in which computing would hang."""
+
+
+def end_threads() -> None:
+    """Ends threads of this thread's operators that would slow down those of another thread."""
+
+
+def mem_get_info() -> tuple[int, int]:
+    """Returns the free and the total bytes of the host's memory."""
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total

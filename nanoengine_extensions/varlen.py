@@ -1,0 +1,30 @@
+"""PyTorch's own build of flash-attn's kernels, a further entry of the engine's table `BACKENDS`.
+
+The engine imports this file when it chooses a backend for a GPU (`choose_backend`).
+"""
+
+import torch
+from torch import Tensor
+
+from nanoengine.attention import BACKENDS, Backend
+from nanoengine.step_inputs import StepInputs
+
+
+def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
+    """Arguments and result are those of `nanoengine.attention.gather_attention`."""
+    from torch.nn.attention.varlen import varlen_attn
+    keys, values = cache
+    # (keys to the left, keys to the right); a decode sees all keys anyway
+    window_size = (window - 1, 0) if window else (-1, 0 if step.longest_query > 1 else -1)
+    return varlen_attn(  # type: ignore
+        query, keys, values, step.query_starts, step.key_starts, step.longest_query,
+        step.longest_keys, enable_gqa=True, seqused_k=step.lengths, window_size=window_size,
+        block_table=step.block_tables)
+
+
+def has_varlen(device: str, dtype: torch.dtype) -> bool:
+    """Whether it works: it accepts block tables from torch 2.12 on."""
+    return device == "cuda" and dtype != torch.float32 and torch.__version__ >= "2.12"
+
+
+BACKENDS["varlen"] = Backend(varlen_attention, has_varlen, 2, block_multiple=256, has_graphs=True)
