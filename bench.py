@@ -44,7 +44,7 @@ from lab.figures import Figures, Runs, figures_of, report, medians_of
 from lab.limits import matrix_rate, seconds_of, step_limit
 from lab.options import Parser, Workload
 from nanoengine import LLM, SamplingParams
-from nanoengine.engine import Engine
+from nanoengine_extensions.engine import Engine
 from nanoengine.loader import load_config, load_tokenizer
 from nanoengine.model_runner import choose_dtype
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.engine import Engine
+from nanoengine_extensions.engine import Engine
 from nanoengine.policies import VICTIMS
 from nanoengine_extensions.policies import overtaking
 from .drawing import draw_comparison, draw_timeline, write_perfetto

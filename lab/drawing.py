@@ -34,7 +34,7 @@ def lanes(trace: list[Step]) -> dict[str, list[tuple[float, float, str]]]:
     """
     found: dict[Any, list[tuple[float, float, str]]] = {}
     since: dict[Any, tuple[float, str]] = {}  # the current state of each: since when, and which
-    begin = before = trace[0].batch.started
+    begin = before = trace[0].started
     for start, end, record in spans(trace):
         for seq, mode in record.batch.preempted:
             since[seq] = (before, "swapped" if mode == "swap" else "preempted")
@@ -58,7 +58,7 @@ def draw_timeline(trace: list[Step], path: str | Path, block_size: int) -> None:
     height = min(9.0, 1.2 + 0.16 * len(rows))
     figure = Figure(figsize=(13, height + 3.6), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=[height, 2.0, 1.3])
-    begin = trace[0].batch.started
+    begin = trace[0].started
     for name, colour in STATES.items():
         bars = [(row, start - begin, end - begin) for row, lane in enumerate(rows)
                 for start, end, state in lane if state == name]
@@ -84,7 +84,7 @@ def draw_timeline(trace: list[Step], path: str | Path, block_size: int) -> None:
 
 def write_perfetto(trace: list[Step], path: str | Path) -> None:
     """Writes lanes, steps and blocks in the Chrome trace format, times in microseconds."""
-    begin = trace[0].batch.started
+    begin = trace[0].started
     events: list[dict[str, Any]] = []
 
     def add(kind: str, group: int, lane: int, name: str, time: float = begin, **more: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoengine.engine import Engine
+from nanoengine_extensions.engine import Engine
 from nanoengine_extensions.metrics import RequestMetrics
 
 Step = Any  # a record of `LLM.trace`: see model_runner.py's `Launched`
@@ -60,7 +60,7 @@ def figures_of_steps(trace: list[Step], block_size: int) -> Figures:
 def spans(trace: list[Step]) -> list[tuple[float, float, Step]]:
     """Returns start and end of each step. A step launched ahead starts when the last one ends."""
     ends = [0.0, *(record.ended for record in trace)]
-    return [(max(before, record.batch.started), record.ended, record)
+    return [(max(before, record.started), record.ended, record)
             for before, record in zip(ends, trace)]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.batch import Batch
-from nanoengine.engine import Engine
+from nanoengine_extensions.engine import Engine
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.metrics import RequestMetrics
 from .compare import COMPARISONS, run_until

@@ -19,7 +19,7 @@ import torch
 from nanoengine import LLM
 from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
+from nanoengine_extensions.engine import Engine
 from nanoengine.model_runner import Launched
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.metrics import RequestMetrics

@@ -25,19 +25,14 @@ A map, in an order to read it:
 The engine needs no other package of this repository.
 """
 
-from typing import Any
-
 from nanoengine.llm import LLM
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.seams import extension
+from nanoengine.seams import extension, has_extensions
 
 __version__ = "0.2.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
-
-def __getattr__(name: str) -> Any:
-    """Imports `nanoengine.BeamSearchParams` and similar names on first use."""
-    if name.startswith("BeamSearch"):
-        return getattr(extension("beam_search"), name)
-    raise AttributeError(f"module 'nanoengine' has no attribute {name!r}")
+if has_extensions():
+    # an LLM with more methods, and what beam search takes and returns
+    globals().update(extension("llm").EXPORTS)

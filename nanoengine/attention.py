@@ -7,7 +7,7 @@ model.py calls it. This file knows neither the model nor whether a step is prefi
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -78,16 +78,15 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
 
 
 def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
-    """Whether `flash_attention` works; warns about a package that is there and cannot be used, such
+    """Whether `flash_attention` works. Warns about a package that is there and cannot be used, such
     as one that was built for another PyTorch, or flash-attn 4, which has other functions."""
-    if device == "cpu" or dtype == torch.float32 or not find_spec("flash_attn"):
-        return False
     try:
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
-    except ImportError as error:
-        logging.getLogger("nanoengine").warning(f"flash_attn cannot be used: {error}")
+        return device == "cuda" and dtype != torch.float32 and bool(
+            import_module("flash_attn").flash_attn_with_kvcache)
+    except (ImportError, AttributeError) as error:
+        if error.name != "flash_attn":
+            logging.getLogger("nanoengine").warning(f"flash_attn cannot be used: {error}")
         return False
-    return True
 
 
 def has_paged_kernel(device: str, dtype: torch.dtype) -> bool:

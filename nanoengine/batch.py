@@ -46,7 +46,6 @@ class Batch:
     change when its sequences do, so that it can be read later.
 
     budget: how many more tokens the step may compute (set by `Scheduler.build`).
-    started: the time of its launch (set by metrics.py).
     sampled: a row for each token to draw; when forks begin (n > 1), several rows have the same
         source (set by `Scheduler._place`).
     scored: a row for each token of a prompt to score, for `prompt_logprobs` (set by
@@ -60,7 +59,6 @@ class Batch:
     """
 
     budget: int = 0
-    started: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)

@@ -7,27 +7,21 @@ how long a sequence can be. Nothing writes to a config once it is made.
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, find_policy
-from nanoengine.seams import Condition, check, strict
+from nanoengine.policies import POLICIES, find_policy
+from nanoengine.seams import Condition, check, has_extensions, strict
 
-# Options whose default depends on the device: the default on a CPU, and on a GPU. A new config
-# replaces None by it.
-BY_DEVICE: dict[str, Any] = {"block_size": (32, 256), "max_num_batched_tokens": (2048, 8192),
-                             "scheduling": ("prefill-first", "mixed"), "run_ahead": (False, True)}
-TO_FILL_IN: Any = None
+# an option whose default depends on the device
+BY_DEVICE: Any = None
 
 CONDITIONS: tuple[Condition, ...] = (
-    ("max_num_seqs", lambda c: c.max_num_seqs >= 1, "at least 1"),
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs,
      "at least max_num_seqs={max_num_seqs}"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1"),
-    ("max_model_len", lambda c: (c.max_model_len or 2) >= 2, "at least 2"),
-    ("load_format", lambda c: c.load_format in ("auto", "safetensors", "hf", "dummy"),
-     "'auto', 'safetensors', 'hf' or 'dummy'"),
     ("scheduling_policy", lambda c: c.scheduling_policy in ("fcfs", "priority"),
      "'fcfs' or 'priority'"),
     ("preemption_mode", lambda c: c.preemption_mode in ("recompute", "swap"),
      "'recompute' or 'swap'"),
+    ("tensor_parallel_size", lambda c: c.tensor_parallel_size == 1 or has_extensions(), "1"),
     ("cpu_offload_gb", lambda c: not c.cpu_offload_gb or c.device == "cuda", "0 on a CPU"))
 
 
@@ -101,9 +95,9 @@ class EngineConfig:
     seed: int = 0
     load_format: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = TO_FILL_IN
-    max_num_batched_tokens: int = TO_FILL_IN
-    block_size: int = TO_FILL_IN
+    max_num_seqs: int = BY_DEVICE
+    max_num_batched_tokens: int = BY_DEVICE
+    block_size: int = BY_DEVICE
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     cpu_offload_gb: float = 0.0
@@ -111,8 +105,8 @@ class EngineConfig:
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
-    run_ahead: bool = TO_FILL_IN
-    scheduling: Any = TO_FILL_IN
+    run_ahead: bool = BY_DEVICE
+    scheduling: Any = BY_DEVICE
     scheduling_policy: str = "fcfs"
     kv_allocation: Any = "on-demand"
     preemption_mode: str = "recompute"
@@ -124,13 +118,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Fills in the defaults that depend on the device, and checks the options."""
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
-        found = {name: pair[self.device == "cuda"] for name, pair in BY_DEVICE.items()}
-        found["max_num_seqs"] = num_seqs
-        found["max_num_batched_tokens"] = max(found["max_num_batched_tokens"], num_seqs)
+        defaults: dict[str, Any] = {"max_num_seqs": num_seqs}
+        if self.device == "cuda":
+            defaults |= dict(block_size=256, max_num_batched_tokens=max(8192, num_seqs),
+                             scheduling="mixed", run_ahead=True)
+        else:
+            defaults |= dict(block_size=32, max_num_batched_tokens=max(2048, num_seqs),
+                             scheduling="prefill-first", run_ahead=False)
         given = {name: value for name, value in vars(self).items() if value is not None}
         # a frozen config has no other way to set its fields
-        vars(self).update(found | given)
+        vars(self).update(defaults | given)
         check(self, CONDITIONS)
-        find_policy("scheduling", self.scheduling, BATCHING)
-        find_policy("kv_allocation", self.kv_allocation, KV_ALLOCATION)
-        find_policy("preemption_victim", self.preemption_victim, VICTIMS)
+        for option in POLICIES:
+            find_policy(option, getattr(self, option))

@@ -17,12 +17,12 @@ advanced first: its tokens join their sequences as pending tokens, and get their
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
     tokens of step 1              ▲ pending tokens begin              ▲ and get their numbers
 
+nanoengine_extensions/engine.py observes the steps, for metrics and the trace.
+
 Between two calls of `step` no token is pending: a step is advanced when the next one begins, and
 its tokens are taken in before that one ends.
 """
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import Launched
 from nanoengine.scheduler import Scheduler
-from nanoengine.seams import extension, has_extensions
 from nanoengine.sequence import Sequence
 
 
@@ -40,8 +39,6 @@ class Engine:
     """Runs sequences to their end.
 
     runner: a `ModelRunner`, or anything else with its `launch` and its sizes.
-    clock: returns the time in seconds.
-    metrics: counts and times the steps, if the extensions are installed.
     num_generated_tokens: how many tokens all steps have given to their sequences.
 
     Between two steps, `add` and `finish` can change the sequences, and, for those that are not in
@@ -49,18 +46,18 @@ class Engine:
     beam search, can be a client of the engine.
     """
 
-    def __init__(self, config: EngineConfig, runner: Any,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: EngineConfig, runner: Any) -> None:
         self.config = config
         self.runner = runner
-        self.clock = clock
-        self.scheduler = Scheduler(
-            make_block_manager(config, runner), config, runner.max_model_len)
-        self.metrics = extension("metrics").Metrics.of(self) if has_extensions() else None
+        self.scheduler = Scheduler(self.make_block_manager(), config, runner.max_model_len)
         self.num_generated_tokens = 0
         self.add = self.scheduler.add
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None
+
+    def make_block_manager(self) -> BlockManager:
+        return BlockManager(self.runner.num_kv_blocks, self.config.block_size,
+                            self.config.enable_prefix_caching)
 
     def has_unfinished(self) -> bool:
         return self.in_flight is not None or self.scheduler.has_unfinished()
@@ -92,11 +89,7 @@ class Engine:
     def _launch(self) -> Launched | None:
         """Schedules and launches a step; returns None if no sequence can run."""
         batch = self.scheduler.schedule() if self.scheduler.has_unfinished() else None
-        if not batch:
-            return None
-        if self.metrics:
-            self.metrics.launched(batch)
-        return self.runner.launch(batch)
+        return self.runner.launch(batch) if batch else None
 
     def _has_to_wait_for(self, batch: Batch) -> bool:
         """Whether the next step waits for the tokens of this one.
@@ -116,8 +109,6 @@ class Engine:
         for row, found in launched.logprobs.items():
             row.seq.logprobs[row.position] = found
         self.num_generated_tokens += len(seqs)
-        if self.metrics:
-            self.metrics.done(launched, seqs)
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
@@ -141,12 +132,3 @@ class Engine:
         self.runner = None
         # does nothing without a GPU
         torch.cuda.empty_cache()
-
-
-def make_block_manager(config: EngineConfig, runner: Any) -> BlockManager:
-    """Returns a block manager, with a pool on the host if preempted sequences are swapped."""
-    sizes = runner.num_kv_blocks, config.block_size, config.enable_prefix_caching
-    if config.preemption_mode == "recompute":
-        return BlockManager(*sizes)
-    return extension("swapping").SwappingBlockManager(
-        *sizes, num_host_blocks=runner.num_host_blocks)

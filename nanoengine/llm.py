@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ from tqdm import tqdm
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.loader import find_model, load_config
-from nanoengine.model_runner import choose_device, make_runner
+from nanoengine.model_runner import ModelRunner, choose_device
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import InputProcessor, Params
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.seams import extension, kernels, naming, rejected
+from nanoengine.seams import kernels
 
 
 class LLM(AbstractContextManager):
@@ -38,13 +36,18 @@ class LLM(AbstractContextManager):
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
 
     The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a
-    checkpoint that it cannot use.
+    checkpoint that it cannot use. nanoengine_extensions/llm.py adds methods such as `chat`.
 
     Any thread can call at any time, and the requests of all calls run in the same steps. An error
     of one request ends its own call only. An error that breaks a step, such as Ctrl-C or a lack of
     memory, ends all requests in the engine and leaves it with all blocks free. The thread that ran
     the step gets this error; the threads of the other requests get a RuntimeError that names it.
     """
+
+    # the extensions have others
+    make_inputs: Any = InputProcessor
+    make_runner: Any = ModelRunner
+    make_engine: Any = Engine
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         options["device"] = choose_device(options.get("device", "auto"))
@@ -53,15 +56,10 @@ class LLM(AbstractContextManager):
         self.kernels.check_process()
         folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder)
-        self.inputs = InputProcessor(config, self.model_config, folder)
-        try:
-            runner = make_runner(config, self.model_config, folder)
-        # a size of the model is 0, or needs more memory than is free, or than PyTorch can count
-        except (MemoryError, RuntimeError, ZeroDivisionError) as error:
-            raise ValueError(f"{model} cannot be run with these options: {error} Lower "
-                             "max_num_batched_tokens or num_kv_blocks to save memory") from error
+        self.inputs = self.make_inputs(config, self.model_config, folder)
+        runner = self.make_runner(config, self.model_config, folder)
         self.kernels.end_threads()
-        self.engine = Engine(config, runner)
+        self.engine = self.make_engine(config, runner)
         self.inputs.max_model_len = runner.max_model_len
         # what the next turn of any thread gives to the engine, and what it ends
         self.arrived: deque[Any] = deque()
@@ -100,29 +98,6 @@ class LLM(AbstractContextManager):
                     bar.update(len(requests) - len(unfinished) - bar.n)
         return [request.output() for request in requests]
 
-    def chat(self, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
-             priority: int | list[int] | None = None, **options: Any) -> list[RequestOutput]:
-        """Answers one conversation, a list of {"role": …, "content": …}, or a list of them.
-
-        messages: the content of each is a text, or a list of texts and
-            {"type": "text", "text": …}, which are joined by newlines, unless the template goes
-            through the parts itself.
-        chat_template: in place of the tokenizer's own.
-        add_generation_prompt: let the assistant begin its answer; by default True.
-        continue_final_message: leave the last message open, so that the model continues it; by
-            default False, and True needs add_generation_prompt=False.
-        tools: functions or JSON schemas, for templates that know tools.
-        chat_template_kwargs: further template variables: {"enable_thinking": False} for Qwen3; they
-            override the arguments above.
-
-        The other arguments are those of `generate`. Raises ValueError if there is no template.
-        """
-        own = self.inputs.get_tokenizer()
-        # the user's copy can have another template, but must not change how texts are encoded
-        tokenizer = vars(self.inputs).get("tokenizer_of_user", own)
-        prompts = extension("chat").render(tokenizer, messages, own, **options)
-        return self.generate(prompts, sampling_params, use_tqdm, priority)
-
     def stream(self, prompts: Any, sampling_params: Params = None,
                priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it has new tokens.
@@ -141,13 +116,6 @@ class LLM(AbstractContextManager):
         # Python closes only a started generator; closing it frees its requests, read or not
         next(stream)
         return stream
-
-    def beam_search(self, prompts: Any, params: Any) -> list[Any]:
-        """Returns a `BeamSearchOutput` for each prompt: its `params.beam_width` best completions.
-
-        Raises ValueError if `params` is not a `BeamSearchParams`, or if the beams might not fit.
-        """
-        return extension("beam_search").beam_search(self, prompts, params)
 
     # ------------------------------------------------------------------------------ steps
 
@@ -176,8 +144,7 @@ class LLM(AbstractContextManager):
 
         requests: what `add` returned; those that have finished stay as they are.
         """
-        with naming(rejected("requests", requests, "a list of what `add` returned")):
-            unfinished = [each for each in requests if not each.is_finished]
+        unfinished = [each for each in requests if not each.is_finished]
         self.dropped += unfinished
         # not within a turn: the garbage collector can end a stream in the middle of one
         if unfinished and not self.lock._is_owned():
@@ -200,13 +167,15 @@ class LLM(AbstractContextManager):
     def queue(self, requests: list[Any]) -> None:
         """Queues requests of one call, or other objects with the same interface, in the engine.
 
-        Their inbox is one dict: each step adds the requests that have new tokens.
+        Their inbox is one dict: each step adds the requests that have new tokens. Raises ValueError
+        if one of them could never run.
         """
         self._check_caller()
         if self.engine.runner is None:
             raise RuntimeError("the LLM is closed")
         inbox: dict[str, Any] = {}
         for request in requests:
+            self.engine.scheduler.check(request.seq)
             request.inbox = inbox
         self.arrived += requests
         try:
@@ -298,34 +267,6 @@ class LLM(AbstractContextManager):
             request.end(self.error)
         self.error = None
 
-    # -------------------------------------------------------------------------- the rest
-
-    # the requests that have not ended, by number
-    active = property(lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})
-
-    # with trace=True: a record of each step, see `Launched` in model_runner.py
-    trace = property(lambda self: extension("metrics").of(self.engine).trace)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what `sampling_params=None` stands for: see `loader.load_defaults`."""
-        return self.inputs.default_params.clone()
-
-    def get_tokenizer(self) -> Any:
-        """Returns the transformers tokenizer, a copy of the engine's own. Raises ValueError if the
-        model has none."""
-        return self.inputs.tokenizer_of_user
-
-    def reset_prefix_cache(self) -> bool:
-        """Empties the prefix cache; blocks in use stay in use. Returns True, as in vLLM."""
-        with self.turn():
-            manager = self.engine.scheduler.block_manager
-            manager.forget(list(manager.blocks_by_hash))
-        return True
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns current gauges, and counters since the start: see metrics.py."""
-        return extension("metrics").of(self.engine).gauges()
-
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""
         with self.turn():
@@ -333,7 +274,3 @@ class LLM(AbstractContextManager):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-# the same for help() and notebooks
-LLM.__signature__ = signature(EngineConfig)  # type: ignore

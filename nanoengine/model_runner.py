@@ -28,7 +28,7 @@ from nanoengine.cuda_graphs import CudaGraphs, dummy_batch
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
 from nanoengine.sampler import sample
-from nanoengine.seams import extension, kernels, rejected
+from nanoengine.seams import extension, has_extensions, kernels, rejected
 from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays, to_buffer
 
 
@@ -41,7 +41,7 @@ class Launched:
     began, done: the moments when the inputs are on the device, and the tokens on the host: seconds
         of `time.monotonic()` on a CPU, CUDA events on a GPU.
 
-    metrics.py adds `ended` and `metrics` to a record.
+    The extensions add `started`, `ended` and `metrics` to a record: see metrics.py there.
     """
 
     batch: Batch
@@ -207,8 +207,8 @@ class ModelRunner:
             part = slice(start, start + size)
             logits = self.model.lm_head(hidden[part])
             seqs = [row.seq for row in batch.sampled[part]]
-            sampled = sample(logits, step.draws.of(part), seqs, self.last_sampled)
-            tokens[start:start + len(seqs)] = sampled
+            drawn = slice(start, start + len(seqs))
+            tokens[drawn] = sample(logits, step.draws.of(drawn), seqs, self.last_sampled)
             if batch.scored or any(seq.params.logprobs is not None for seq in seqs):
                 find_logprobs = extension("logprobs").find_logprobs
                 logprobs |= find_logprobs(logits, tokens[part], rows[part])
@@ -229,13 +229,6 @@ class ModelRunner:
         return torch.cuda.current_stream().record_event(event)
 
 
-def make_runner(config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> ModelRunner:
-    """Returns a runner for one device, or for several."""
-    if config.tensor_parallel_size > 1:
-        return extension("tensor_parallel").TensorParallelRunner(config, model_config, folder)
-    return ModelRunner(config, model_config, folder)
-
-
 def choose_device(device: str) -> Any:
     """"auto" is the GPU if there is one. Raises ValueError for "cuda" without a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -245,7 +238,8 @@ def choose_device(device: str) -> Any:
 
 def choose_dtype(dtype: str, device: str) -> torch.dtype:
     """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without bfloat16."""
-    fastest = torch.bfloat16 if kernels(device).has_bfloat16() else torch.float32
+    has_bfloat16 = device == "cuda" or kernels(device).has_bfloat16()
+    fastest = torch.bfloat16 if has_bfloat16 else torch.float32
     return fastest if dtype == "auto" else getattr(torch, dtype)
 
 
@@ -271,6 +265,8 @@ def largest_batch(config: EngineConfig, max_model_len: int) -> Batch:
     parameters that take the most."""
     num_seqs = min(config.max_num_seqs, -(-config.max_num_batched_tokens // max_model_len))
     num_tokens = min(config.max_num_batched_tokens // num_seqs, max_model_len)
-    batch = dummy_batch(num_seqs, num_tokens, max_model_len, min_p=0.1, top_p=0.9)
+    more: Any = dict(logprobs=20, presence_penalty=1.0, logit_bias={0: 1.0})
+    batch = dummy_batch(num_seqs, num_tokens, max_model_len, min_p=0.1, top_p=0.9,
+                        **more if has_extensions() else {})
     batch.sampled = [batch.sampled[row % num_seqs] for row in range(config.max_num_seqs)]
     return batch

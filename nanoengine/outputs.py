@@ -72,7 +72,6 @@ class Completion:
     def __init__(self, seq: Sequence, tokenizer: Any) -> None:
         self.seq = seq
         self.text = ""
-        self.logprobs: list[Any] = []
         has_text = tokenizer is not None and seq.params.detokenize
         self.tokenizer: Any = tokenizer.backend_tokenizer if has_text else None
         # the tokens before the next ones, which are decoded together with them
@@ -90,9 +89,6 @@ class Completion:
         # there is no new token
         if seq.finish_reason == "error":
             return None
-        found = seq.logprobs.get(seq.num_tokens - 1)
-        if found is not None:
-            self.logprobs.append(found.read(self.tokenizer))
         num_seen = len(self.text)
         # an EOS or stop token adds its text only with include_stop_str_in_output
         adds_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
@@ -146,8 +142,10 @@ class Completion:
         text = self.text if is_whole else self.text[:max(0, len(self.text) - self.num_held_back)]
         # an interrupted step can leave a pending token
         token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
-        chosen = [found[token_id].logprob for found, token_id in zip(self.logprobs, token_ids)]
-        logprobs, cumulative = (self.logprobs[:], sum(chosen)) if chosen else (None, None)
+        found = [seq.logprobs[seq.num_prompt_tokens + i].read(self.tokenizer)
+                 for i in range(len(token_ids))] if seq.params.logprobs is not None else []
+        chosen = [logprobs[token_id].logprob for logprobs, token_id in zip(found, token_ids)]
+        logprobs, cumulative = (found, sum(chosen)) if chosen else (None, None)
         return CompletionOutput(
             seq.index, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
 

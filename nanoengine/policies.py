@@ -5,10 +5,9 @@ table under a new name.
 
     LLM(model, scheduling="mixed", preemption_victim=lambda running: running[0])
 
-nanoengine_extensions/policies.py adds more policies, for comparison.
+nanoengine_extensions/policies.py adds more policies: other victims, and some for comparison.
 """
 
-from collections.abc import Callable
 from typing import Any
 from nanoengine.seams import extension, has_extensions, rejected
 
@@ -30,19 +29,11 @@ def mixed(scheduler: Any) -> Any:
     return scheduler.build([*scheduler.running], admit=True)
 
 
-def highest(rank: Callable[[Any], float]) -> Callable[[Any], Any]:
-    """Picks the running sequence with the highest rank; the youngest if there are several."""
-    return lambda running: max(reversed(running), key=rank)
-
-
 # from the scheduler to the batch of a step
 BATCHING = {"prefill-first": prefill_first, "mixed": mixed}
 
 # which running sequence is preempted; `running` is in the order of admission
-VICTIMS = {
-    "youngest": lambda running: running[-1],
-    "longest": highest(lambda seq: seq.num_tokens),
-    "lowest-priority": highest(lambda seq: seq.priority)}
+VICTIMS: dict[str, Any] = {"youngest": lambda running: running[-1]}
 
 # The least number of tokens for which a sequence holds blocks from its admission on: those that it
 # has (then it can be preempted), or all that it can ever have.
@@ -50,14 +41,19 @@ KV_ALLOCATION = {
     "on-demand": lambda seq, max_model_len: 0,
     "reserve": lambda seq, max_model_len: seq.max_num_tokens}
 
+# by the option of `LLM`
+POLICIES: dict[str, dict[str, Any]] = {
+    "scheduling": BATCHING, "preemption_victim": VICTIMS, "kv_allocation": KV_ALLOCATION}
 
-def find_policy(option: str, policy: Any, table: dict[str, Any]) -> Any:
-    """Returns the function of a name in a table, or the function that was given.
+
+def find_policy(option: str, policy: Any) -> Any:
+    """Returns the function of a name, or the function that was given.
 
     Raises ValueError for any other name.
     """
     if callable(policy):
         return policy
+    table = POLICIES[option]
     # a list: what a user gives need not be hashable
     if policy not in [*table] and has_extensions():
         # it adds its policies to the tables

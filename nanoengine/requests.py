@@ -4,10 +4,7 @@ A whole call is checked before any of it is queued. These checks need the model'
 tokenizer or the size of the cache; no step runs here.
 """
 
-from collections.abc import Iterable
-from copy import deepcopy
-from functools import cached_property
-from itertools import count, repeat
+from itertools import count
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.loader import find_model, load_defaults, load_tokenizer
 from nanoengine.outputs import Completion, Request
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.seams import extension, has_extensions, naming, rejected
+from nanoengine.seams import extension, naming, rejected
 from nanoengine.sequence import Sequence, hash64
 
 Params = SamplingParams | list[SamplingParams] | None
@@ -56,30 +53,25 @@ class InputProcessor:
                            "there is none in its folder, or `skip_tokenizer_init=True`")
         return self.tokenizer
 
-    @cached_property
-    def tokenizer_of_user(self) -> Any:
-        """A copy: a call with truncation=True changes a tokenizer, also for other threads."""
-        return deepcopy(self.get_tokenizer())
-
     def make_requests(self, prompts: Any, params: Any, priority: Any = None) -> list[Request]:
         """Returns a request for each prompt; the arguments are those of `LLM.generate`.
 
         Raises ValueError for bad input, with its name, its value and what is accepted.
         """
-        if not isinstance(prompts, (str, dict, list, tuple)):
-            raise rejected("prompts", prompts, FORMS)
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
-        params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
-        priorities = one_for_each(len(prompts), "priority", priority, 0)
-        by_priority = self.config.scheduling_policy == "priority"
-        prompts = [self._parse(*each) for each in enumerate(prompts)]
-        params = [self._check(each) for each in params]
-        # only now, so that a refused call takes no numbers (but a grammar is only refused below)
-        checked = zip(count(), prompts, params, priorities if by_priority else repeat(0))
+        params, priorities = (
+            given if isinstance(given, list) else [given] * len(prompts)
+            for given in (params or self.default_params, priority or 0))
+        parsed = [self.parse(*each) for each in enumerate(prompts)]
+        for each in params:
+            if each.stop or each.bad_words or each.structured_outputs is not None:
+                self.get_tokenizer()
+        # only now, so that a refused call uses up no numbers (but a grammar is only refused below)
+        checked = zip(range(len(prompts)), parsed, params, priorities, strict=True)
         return [self._make_request(*each) for each in checked]
 
-    def _parse(self, index: int, prompt: Any) -> tuple[str | None, list[int]]:
+    def parse(self, index: int, prompt: Any) -> tuple[str | None, list[int]]:
         """Returns the text (if there is one) and the token ids of a prompt in any form."""
         name, most = f"prompts[{index}]", self.max_model_len
         if not isinstance(prompt, dict):
@@ -94,54 +86,32 @@ class InputProcessor:
             raise ValueError(
                 f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty and must be "
                 f"shorter than max_model_len={most}, as the maximum context length is only {most}")
-        self._check_vocabulary(name, token_ids)
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"{name}: token id {token_id} is out of vocabulary, "
+                                 f"0 to {self.vocab_size - 1}")
         return text, list(map(int, token_ids))
-
-    def _check(self, params: SamplingParams) -> SamplingParams:
-        """Returns a copy, so that later changes by the user have no effect here."""
-        if params.stop or params.bad_words or params.structured_outputs is not None:
-            self.get_tokenizer()
-        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
-            self._check_vocabulary(name, getattr(params, name) or ())
-        return params.clone()
-
-    def _check_vocabulary(self, name: str, token_ids: Iterable[Any]) -> None:
-        """Raises ValueError for a token id out of the vocabulary. NumPy's integers count, too."""
-        last = self.vocab_size - 1
-        for token_id in token_ids:
-            is_id = isinstance(token_id, Integral) and type(token_id) is not bool
-            if not is_id or not 0 <= int(token_id) <= last:
-                raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
 
     def _make_request(self, index: int, prompt: tuple[str | None, list[int]],
                       params: SamplingParams, priority: int) -> Request:
         """Returns a request with the sequence of its first completion, and forks for the others."""
         text, token_ids = prompt
+        # later changes by the user have no effect here
+        params = params.clone()
+        priority = priority if self.config.scheduling_policy == "priority" else 0
         number = next(self.numbers)
         most = params.max_tokens or self.max_model_len
-        metrics = extension("metrics").RequestMetrics() if has_extensions() else None
         stops: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         ends = stops | self.eos_tokens
         seed = hash64(self.config.seed, number) if params.seed is None else params.seed
         seq = Sequence(
             str(number), token_ids, len(token_ids), min(len(token_ids) + most, self.max_model_len),
-            params, seed, stops if params.ignore_eos else ends, priority, metrics=metrics)
+            params, seed, stops if params.ignore_eos else ends, priority)
         # ~seed: the hashes of seed itself are draws
         seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
         seqs = [seq, *seq.forks]
         if "constraints" in params.edits:
-            constrain = extension("constraints").constrain
             for each in seqs:
-                constrain(each, list(ends), self.tokenizer, self.vocab_size)
+                extension("constraints").constrain(
+                    each, list(ends), self.tokenizer, self.vocab_size)
         return Request(text, [Completion(each, self.tokenizer) for each in seqs], index)
-
-
-def one_for_each(num_prompts: int, name: str, value: Any, default: Any) -> list[Any]:
-    """Returns a value for each prompt, from one value, a list, or None (the default)."""
-    kind = type(default)
-    value = default if value is None else value
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_prompts
-    is_right = [isinstance(item, kind) and not isinstance(item, bool) for item in values]
-    if len(values) != num_prompts or not all(is_right):
-        raise rejected(name, value, f"one {kind.__name__}, or {num_prompts} of them")
-    return values

@@ -117,6 +117,6 @@ class SamplingParams:
 
     def clone(self) -> "SamplingParams":
         """Returns a copy with new lists and dicts; the logits processors in it are the same."""
-        containers = {name: value.copy() for name, value in vars(self).items()
-                      if isinstance(value, (list, dict))}
-        return replace(self, **containers)
+        copies: Any = {name: value.copy() for name, value in vars(self).items()
+                       if isinstance(value, (list, dict))}
+        return replace(self, **copies)

@@ -19,8 +19,7 @@ from operator import attrgetter
 from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, find_policy
-from nanoengine.seams import rejected
+from nanoengine.policies import find_policy
 from nanoengine.sequence import FAILURES, Sequence
 
 BY_PRIORITY = attrgetter("priority")
@@ -38,9 +37,9 @@ class Scheduler:
         self.block_manager = manager
         self.config = config
         self.max_model_len = max_model_len
-        self.choose_batch = find_policy("scheduling", config.scheduling, BATCHING)
-        self.choose_victim = find_policy("preemption_victim", config.preemption_victim, VICTIMS)
-        self.tokens_to_hold = find_policy("kv_allocation", config.kv_allocation, KV_ALLOCATION)
+        self.choose_batch = find_policy("scheduling", config.scheduling)
+        self.choose_victim = find_policy("preemption_victim", config.preemption_victim)
+        self.tokens_to_hold = find_policy("kv_allocation", config.kv_allocation)
         self.num_steps = 0
         self.reset()
 
@@ -50,8 +49,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         # in the order of admission
         self.running: deque[Sequence] = deque()
-        # how many calls of `schedule` in a row have chosen nothing
-        self.num_idle = 0
         # since the last step
         self.preempted: list[tuple[Sequence, str]] = []
         self.block_manager.reset()
@@ -62,13 +59,17 @@ class Scheduler:
         seq.num_held_tokens = min(self.tokens_to_hold(seq, self.max_model_len), self.max_model_len)
         return max(seq.num_held_tokens, seq.max_num_tokens)
 
-    def add(self, seq: Sequence) -> None:
-        """Queues a sequence and its forks. Raises ValueError if one of them could never run."""
+    def check(self, seq: Sequence) -> None:
+        """Raises ValueError if a sequence, or one of its forks, could never run."""
         manager = self.block_manager
         num_tokens = max(map(self.most_tokens, (seq, *seq.forks)))
         if manager.num_blocks_for(num_tokens) > manager.num_blocks:
             raise ValueError(f"request {seq.request_id}: {num_tokens} tokens do not fit: "
                              f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence and its forks."""
+        self.check(seq)
         insort_right(self.waiting, seq, key=BY_PRIORITY)
 
     def has_unfinished(self) -> bool:
@@ -85,12 +86,6 @@ class Scheduler:
             batch.copies = self.block_manager.take_copies()
             batch.preempted, self.preempted = self.preempted, []
             self.num_steps += 1
-        # a step can preempt all its sequences; after it, a policy has to run something
-        self.num_idle = 0 if batch else self.num_idle + 1
-        if self.num_idle > 2 and (not self.running and self.can_admit_head() or any(
-                seq.num_uncomputed_tokens and not seq.is_awaited for seq in self.running)):
-            raise RuntimeError(f"scheduling={self.config.scheduling!r} runs nothing, although "
-                               f"{len(self.waiting)} sequences wait, {len(self.running)} run")
         return batch
 
     def build(self, candidates: list[Sequence], admit: bool) -> Batch:
@@ -131,11 +126,7 @@ class Scheduler:
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            victim = self.choose_victim(self.running)
-            if victim not in self.running:
-                raise rejected("preemption_victim", self.config.preemption_victim,
-                               f"one that returns a running sequence, not {victim!r}")
-            self.preempt(victim)
+            self.preempt(self.choose_victim(self.running))
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
             manager.may_append(seq)

@@ -7,8 +7,8 @@ The engine needs none of the packages beside it. It reaches each of them here al
     nanoengine_gpu          replaces Python in CPython's heapq; tensors in, tensors out
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -60,17 +60,10 @@ def strict(kind: Any) -> Any:
     return extension("checks").strict(kind) if has_extensions() else kind
 
 
-@contextmanager
-def naming(what: object) -> Iterator[None]:
-    """Turns an error that a library or a user's function raises for some input into a ValueError
-    that names the input. The first error is its cause. What the handler of a signal raises, such as
-    a time limit, is not about the input."""
-    try:
-        yield
-    except Exception as error:
-        if has_extensions() and extension("checks").is_from_signal(error):
-            raise
-        raise ValueError(f"{what}: {str(error) or repr(error)}") from error
+def naming(what: object) -> Any:
+    """A context in which the extension turns an error that a library raises for some input into a
+    ValueError that names the input. Without the extension, the error stays as it is."""
+    return extension("checks").naming(what) if has_extensions() else nullcontext()
 
 
 # --------------------------------------------------------------------------------- fast kernels
@@ -107,8 +100,8 @@ def columns_above(x: Tensor, thresholds: Tensor, count: int) -> Tensor:
 
 
 def has_bfloat16() -> bool:
-    """Whether the device computes faster in bfloat16 than in float32."""
-    return torch.cuda.is_available()
+    """Whether a CPU computes faster in bfloat16 than in float32."""
+    return False
 
 
 def check_process() -> None:

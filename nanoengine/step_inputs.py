@@ -89,8 +89,9 @@ class StepInputs:
         return cls(buffer, longest_query, longest_keys, Draws(*draws), *views)
 
 
-def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, np.ndarray]:
-    """Returns the arrays of `StepInputs`, in its order: those of 64-bit numbers come first.
+def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.ndarray]:
+    """Returns the arrays of `StepInputs`, in the order of its fields, from `draws` on.
+
     longest_keys: block tables are wide enough for this many keys. It loops over sequences, not over
         tokens or blocks.
     """
@@ -110,41 +111,34 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
     blocks = block_tables[owners, positions // block_size].astype(np.int64)
 
     rows = batch.sampled + batch.scored
-    indices = offsets[[row.source for row in rows]] + [row.position - 1 for row in rows]
+    logits_indices = offsets[[row.source for row in rows]] + [row.position - 1 for row in rows]
+    scored_tokens = [row.seq.token_ids[row.position] for row in batch.scored]
     draws = [(p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(position))
              for _, seq, position in batch.sampled for p in [seq.params]]
-    in_32_bits = {
-        "token_ids": token_ids,
-        "positions": positions,
-        "sequence_of_token": owners,
-        "query_starts": query_starts,
-        "key_starts": np.append(0, lengths.cumsum()),
-        "lengths": lengths,
-        "block_tables": block_tables,
-        "logits_indices": indices,
-        "scored_tokens": [row.seq.token_ids[row.position] for row in batch.scored]}
-    return {
-        # a row for each field of `Draws`
-        "draws": np.array(draws, float).reshape(-1, 5).T.copy(),
-        "slot_mapping": blocks * block_size + positions % block_size,
-    } | {name: np.asarray(array, np.int32) for name, array in in_32_bits.items()}
+
+    # 64-bit numbers come first, so that they are aligned; a row of draws is a field of `Draws`
+    slot_mapping = blocks * block_size + positions % block_size
+    in_32_bits = [token_ids, positions, owners, query_starts, np.append(0, lengths.cumsum()),
+                  lengths, block_tables, logits_indices, scored_tokens]
+    return [np.array(draws, float).reshape(-1, 5).T.copy(), slot_mapping,
+            *(np.asarray(array, np.int32) for array in in_32_bits)]
 
 
 # --------------------------------------------------------------------------- to the device
 
 
-def to_buffer(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layout]:
+def to_buffer(arrays: list[np.ndarray], device: str) -> tuple[Tensor, Layout]:
     """Returns one int32 buffer on the host with all arrays, and its layout.
 
-    Arrays of 64-bit numbers come first, so that they are aligned. For a GPU the buffer is pinned:
-    PyTorch reuses it only when the copy from it is done, so it is never rewritten in flight.
+    For a GPU the buffer is pinned: PyTorch reuses it only when the copy from it is done, so it is
+    never rewritten in flight.
     """
-    words = [array.view(np.int32).ravel() for array in arrays.values()]
+    words = [array.view(np.int32).ravel() for array in arrays]
     buffer = torch.empty(
         sum(map(len, words)), dtype=torch.int32, device="cpu", pin_memory=device == "cuda")
     np.concatenate(words, out=buffer.numpy())
     return buffer, tuple(
-        (array.dtype.name, array.shape, array.nbytes // 4) for array in arrays.values())
+        (array.dtype.name, array.shape, array.nbytes // 4) for array in arrays)
 
 
 def send(numbers: Any, device: torch.device) -> Tensor:

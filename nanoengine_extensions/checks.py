@@ -6,7 +6,8 @@ is a ValueError that names the argument, the value and what is accepted. The rul
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from functools import wraps
@@ -46,7 +47,6 @@ RULES: dict[str, Any] = {
     "top_k": Annotated[Int, Field(ge=-1, lt=2**31)],
     "top_p": Annotated[Float, Field(gt=0, le=1)],
     "min_p": Annotated[Float, Field(ge=0, le=1)],
-    "max_tokens": Count | None,
     "min_tokens": Int,
     "stop": Texts,
     "stop_token_ids": Annotated[list[TokenId], AS_LIST, DISTINCT],
@@ -81,15 +81,18 @@ RULES: dict[str, Any] = {
     "swap_space": Annotated[Float, Field(ge=0)],
     "beam_width": Count,
     "length_penalty": Annotated[Moderate, Field(ge=-40, le=40)]}
-# a seed that is not given: for a request it is derived from the engine's, for the engine it is 0
-SEEDS: dict[str, Any] = {
-    "SamplingParams": Annotated[Int | None, AfterValidator(lambda v: None if v == -1 else v)],
-    "EngineConfig": Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)]}
+# those that differ between the classes
+OWN_RULES: dict[str, Any] = {
+    "SamplingParams": {
+        "max_tokens": Count | None,
+        "seed": Annotated[Int | None, AfterValidator(lambda v: None if v == -1 else v)]},
+    "EngineConfig": {"seed": Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)]},
+    "BeamSearchParams": {"max_tokens": Count}}
 
 
 def strict(kind: Any) -> Any:
     """Decorates a dataclass: its arguments are checked, and what is assigned to it later."""
-    rules = RULES | {"seed": SEEDS.get(kind.__name__)}
+    rules = RULES | OWN_RULES[kind.__name__]
     checked: Any = {each.name: (rules.get(each.name, each.type), None)
                     for each in fields(kind)}
     required = {each.name for each in fields(kind)
@@ -137,6 +140,19 @@ def explain(found: Any, known: list[str]) -> str:
     _, should, rest = found["msg"].partition(" should ")
     message = f"it must {rest}" if should else found["msg"].removeprefix("Value error, ")
     return f"{name}={found['input']!r:.1000} is not accepted: {message}" if name else message
+
+
+@contextmanager
+def naming(what: object) -> Iterator[None]:
+    """Turns an error that a library or a user's function raises for some input into a ValueError
+    that names the input. The first error is its cause. What the handler of a signal raises, such as
+    a time limit, is not about the input."""
+    try:
+        yield
+    except Exception as error:
+        if is_from_signal(error):
+            raise
+        raise ValueError(f"{what}: {str(error) or repr(error)}") from error
 
 
 def is_from_signal(error: BaseException | None) -> bool:

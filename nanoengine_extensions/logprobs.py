@@ -38,12 +38,14 @@ class RowLogprobs:
     entries: (1 + count, 3) float64: token id, log-probability, rank; on their way to the host.
     token_ids: those of its sequence.
     position, start: the place of this token, and of the first one of its prompt or output.
+    found: the result of `read`, once it was called.
     """
 
     entries: Tensor
     token_ids: list[int] = field(default_factory=list)
     position: int = 0
     start: int = 0
+    found: dict[int, Logprob] = field(default_factory=dict)
 
     def read(self, tokenizer: Any = None) -> dict[int, Logprob]:
         """Returns them by token id; call this once their step is done (`Launched.wait`).
@@ -51,9 +53,11 @@ class RowLogprobs:
         tokenizer: that of the library `tokenizers`; without one, tokens have no text.
         """
         before = self.token_ids[max(self.start, self.position - 4):self.position]
-        return {int(token_id): Logprob(
-                    logprob, int(rank), tokenizer and text_of(tokenizer, int(token_id), before))
-                for token_id, logprob, rank in self.entries.tolist()}
+        self.found = self.found or {
+            int(token_id): Logprob(
+                logprob, int(rank), tokenizer and text_of(tokenizer, int(token_id), before))
+            for token_id, logprob, rank in self.entries.tolist()}
+        return self.found
 
 
 def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:

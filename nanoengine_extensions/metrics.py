@@ -66,8 +66,8 @@ class RequestMetrics:
 class Metrics:
     """Counters and times of one engine, and with trace=True a record of each step.
 
-    trace: a `Launched` for each step, with two more attributes: `ended`, the time when its tokens
-        were taken in (it began at `batch.started`), and `metrics`, the gauges at that time.
+    trace: a `Launched` for each step, with three more attributes: `started` and `ended`, the times
+        when it was scheduled and when its tokens were taken in, and `metrics`, the gauges then.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -77,7 +77,6 @@ class Metrics:
         # kept for when the runner is gone
         self.block_bytes = engine.runner.block_bytes
         self.backend = engine.runner.backend
-        self._log_room(engine.config, engine.runner)
 
     @classmethod
     def of(cls, engine: Any) -> "Metrics":
@@ -88,9 +87,8 @@ class Metrics:
         """
         return cls(weakref.proxy(engine))
 
-    def launched(self, batch: Any) -> None:
-        """Counts a step that is about to begin."""
-        batch.started = self.engine.clock()
+    def launched(self, batch: Any, started: float) -> None:
+        """Counts a step that began at this time."""
         copied = {f"{name}_blocks": len(pairs) for name, pairs in vars(batch.copies).items()}
         self.counters.update(copied, num_steps=1, batched_sequences=len(batch),
                              computed_tokens=sum(batch.num_tokens))
@@ -98,13 +96,13 @@ class Metrics:
         num_used = manager.num_blocks - manager.num_free_blocks
         self.counters["max_blocks_used"] = max(self.counters["max_blocks_used"], num_used)
         for seq in batch.sequences:
-            seq.metrics.last_run_time = batch.started
+            seq.metrics.last_run_time = started
         for seq, num_hits in batch.admitted:
             num_lost = max(0, seq.num_preempted_tokens - seq.num_computed_tokens)
             self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
                                  recomputed_tokens=num_lost)
             if not seq.metrics.first_scheduled_time:
-                seq.metrics.first_scheduled_time = batch.started
+                seq.metrics.first_scheduled_time = started
                 seq.metrics.num_cached_tokens = num_hits
                 self.counters["prompt_tokens"] += seq.num_prompt_tokens
         for seq, mode in batch.preempted:
@@ -127,7 +125,8 @@ class Metrics:
             vars(launched).update(ended=now, metrics=self.gauges())
             self.trace.append(launched)
 
-    def _log_room(self, config: Any, runner: Any) -> None:
+    def log_room(self, config: Any, runner: Any) -> None:
+        """Logs how many requests the KV cache can hold."""
         most = runner.num_kv_blocks * config.block_size / runner.max_model_len
         logger.info(f"{config.model}: {runner.num_kv_blocks} KV blocks of {config.block_size} "
                     f"tokens hold {most:.1f} requests of {runner.max_model_len} tokens at once")
@@ -188,8 +187,3 @@ class Metrics:
             "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"]),
             "swapped_bytes": num_swapped * self.block_bytes,
             "attention_backend": self.backend})
-
-
-def of(engine: Any) -> Metrics:
-    """Returns the metrics of an engine."""
-    return engine.metrics

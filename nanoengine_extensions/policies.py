@@ -5,10 +5,16 @@ tables do not have (`find_policy`), so that `LLM(model, scheduling="static")` wo
 see all names in the tables.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, find_policy, highest
-from nanoengine.seams import rejected
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, find_policy
+from nanoengine.seams import naming, rejected
+
+
+def highest(rank: Callable[[Any], float]) -> Callable[[Any], Any]:
+    """Picks the running sequence with the highest rank; the youngest if there are several."""
+    return lambda running: max(reversed(running), key=rank)
 
 
 def static(scheduler: Any) -> Any:
@@ -34,7 +40,8 @@ def overtaking(base: Any = "prefill-first", max_waiting: int = 0) -> Any:
 
     base: the other policy, a name or a function. Raises ValueError for anything else.
     """
-    choose = find_policy("base", base, BATCHING)
+    with naming("overtaking(base=…)"):
+        choose = find_policy("scheduling", base)
     if type(max_waiting) is not int or max_waiting < 0:
         raise rejected("max_waiting", max_waiting, "an integer, at least 0")
 
@@ -76,6 +83,8 @@ def overtake(scheduler: Any) -> None:
 BATCHING["static"] = static
 # for the most tokens that any sequence can have
 KV_ALLOCATION["max-length"] = lambda seq, max_model_len: max_model_len
+VICTIMS["longest"] = highest(lambda seq: seq.num_tokens)
+VICTIMS["lowest-priority"] = highest(lambda seq: seq.priority)
 VICTIMS["least-recently-run"] = highest(lambda seq: -seq.metrics.last_run_time)
 # equal in every run with the same seeds
 VICTIMS["random"] = highest(lambda seq: hash((seq.seed, seq.num_tokens)))

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import nanoengine
-from nanoengine import (
-    BeamSearchOutput, BeamSearchParams, BeamSearchSequence, CompletionOutput, RequestOutput)
+from nanoengine import CompletionOutput, RequestOutput
 from nanoengine.seams import naming, rejected
+from nanoengine_extensions import llm
+from nanoengine_extensions.beam_search import (
+    BeamSearchOutput, BeamSearchParams, BeamSearchSequence)
 
 # vLLM's keywords that change no token here, whatever their value, …
 WITHOUT_EFFECT = {*"""async_scheduling attention_config backend chat_template_content_format
@@ -84,7 +86,7 @@ class SamplingParams(nanoengine.SamplingParams):
         return copy
 
 
-class LLM(nanoengine.LLM):
+class LLM(llm.LLM):
     """nanoengine's `LLM`, with vLLM's other keywords and methods."""
 
     def __init__(self, model: Any, *, max_logprobs: int | None = None,

@@ -22,7 +22,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
-from nanoengine.engine import Engine  # noqa: E402
+from nanoengine_extensions.engine import Engine  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 

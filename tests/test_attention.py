@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
-import nanoengine_gpu.attention  # noqa: F401  adds its backends
+import nanoengine_extensions.varlen  # noqa: F401  adds its backend
 from cpu.reference import (
     BF16, F32, NO_NORMS, make_step, norm_and_rotate, plain_attention, random_cache, random_norms,
     to_tiles)
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS, Backend, choose_backend, gather_attention, make_caches
 from nanoengine.model import Attention
-from nanoengine.step_inputs import StepInputs, to_buffer
+from nanoengine.step_inputs import Draws, StepInputs, to_buffer
 from nanoengine_cpu import optimize
 
 
@@ -151,32 +151,35 @@ def stand_ins(monkeypatch):
     (1, 1, 1, 1), (3, 7, 2, 3), (2, 5, 0, 4), (5, 5, 5, 1), (1, 3, 3, 2)])
 def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
     generator = np.random.default_rng(0)
-    arrays = {"draws": generator.random((num_rows, 5)),
+    arrays = {"draws": generator.random((5, num_rows)),
               "slot_mapping": generator.integers(-2**63, 2**63 - 1, num_tokens)}
     shapes = dict(token_ids=num_tokens, positions=num_tokens, sequence_of_token=num_tokens,
                   query_starts=num_sequences + 1, key_starts=num_sequences + 1,
-                  lengths=num_sequences, block_tables=(num_sequences, width), sampled_rows=num_rows)
+                  lengths=num_sequences, block_tables=(num_sequences, width),
+                  logits_indices=num_rows, scored_tokens=num_rows)
     arrays |= {name: generator.integers(-2**31, 2**31, shape, np.int32)
                for name, shape in shapes.items()}
-    arrays["next_tokens"] = generator.integers(-2**31, 2**31, num_rows, np.int32)
-    buffer, layout = to_buffer(arrays, "cpu")
+    buffer, layout = to_buffer([*arrays.values()], "cpu")
     assert buffer.dtype == torch.int32 and buffer.shape == (
         sum(array.nbytes for array in arrays.values()) // 4,)
-    assert {layout: "a key"}[to_buffer(arrays, "cpu")[1]], "as of a CUDA graph"
+    assert {layout: "a key"}[to_buffer([*arrays.values()], "cpu")[1]], "as of a CUDA graph"
     step = StepInputs.from_buffer(buffer, (layout, 12, 34))
     assert (step.longest_query, step.longest_keys) == (12, 34) and step.buffer is buffer
     begin = buffer.data_ptr()
-    for name, array in arrays.items():
-        tensor = getattr(step, name)
+    columns = {f"draws of {name}": array for name, array in zip(Draws._fields, arrays.pop("draws"))}
+    tensors = {name: getattr(step, name) for name in arrays} | dict(zip(columns, step.draws))
+    for name, array in (arrays | columns).items():
+        tensor = tensors[name]
         assert tensor.numpy().dtype == array.dtype and tensor.shape == array.shape
         assert np.array_equal(tensor.numpy(), array)
         assert tensor.data_ptr() % tensor.itemsize == 0, "aligned"
         if tensor.numel():
             assert begin <= tensor.data_ptr() < begin + buffer.nbytes, "a view"
-    turned = {name: array[::-1].copy() for name, array in arrays.items()}
-    buffer.copy_(to_buffer(turned, "cpu")[0])
+    turned = [array[::-1].copy() for array in arrays.values()]
+    buffer.copy_(to_buffer([np.zeros((5, num_rows)), *turned], "cpu")[0])
     for name, array in arrays.items():
         assert np.array_equal(getattr(step, name).numpy(), array[::-1]), "over the same memory"
+    assert all(not column.any() for column in step.draws)
 
 
 @pytest.mark.parametrize("device, dtype, flash, version, expected", [
@@ -189,7 +192,8 @@ def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
     ("cpu", torch.float16, True, "2.13.0", "gather"),
 ])
 def test_the_choice_of_a_backend(monkeypatch, caplog, device, dtype, flash, version, expected):
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace() if flash else None)
+    module = SimpleNamespace(flash_attn_with_kvcache=len) if flash else None
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     assert choose_backend("auto", device, dtype, 256) == expected
     slow = [f"slow attention for {dtype} on {device}"] if expected == "gather" else []
@@ -206,13 +210,20 @@ def test_the_choice_of_a_backend(monkeypatch, caplog, device, dtype, flash, vers
             choose_backend("auto", device, dtype, 16)
 
 
-def test_a_package_that_cannot_be_imported_falls_through_to_the_next_backend(
-        monkeypatch, caplog, tmp_path):
-    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: of a torch')")
+@pytest.mark.parametrize("content, message", [
+    ("raise ImportError('undefined symbol: of a torch')", "undefined symbol: of a torch"),
+    ("import no_such_package", "No module named 'no_such_package'"),
+    # flash-attn 4 is a package of this name, and has other functions
+    ("", "module 'flash_attn' has no attribute 'flash_attn_with_kvcache'")])
+def test_a_package_that_cannot_be_used_falls_through_to_the_next_backend(
+        monkeypatch, caplog, tmp_path, content, message):
+    (tmp_path / "flash_attn.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.0"))
     assert choose_backend("auto", "cuda", torch.bfloat16, 256) == "varlen"
-    assert "flash_attn cannot be imported: undefined symbol: of a torch" in caplog.messages
+    assert f"flash_attn cannot be used: {message}" in caplog.messages
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     with pytest.raises(ValueError, match="attention_backend='flash-attn'"):
         choose_backend("flash-attn", "cuda", torch.bfloat16, 256)
 
@@ -246,25 +257,3 @@ def test_a_backend_from_outside_works_by_its_name(tiny, monkeypatch):
     monkeypatch.setitem(BACKENDS, "mine", Backend(attend, works, block_multiple=32))
     with pytest.raises(ValueError, match="block_size=16 .* a multiple of 32 for mine"):
         LLM(tiny, dtype="float32", attention_backend="mine", **options)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_gathered_nan_reaches_the_queries_that_see_it_and_no_others(window):
-    """A later token of the same chunk, or one that left the window, has a weight of 0."""
-    torch.manual_seed(0)
-    step = make_step([9, 3], [2, 0], 4)
-    outs = []
-    for rest in (torch.nan, 0.0):
-        cache = random_cache(2, 16, 4, step, F32).fill_(rest)
-        places = cache.flatten(1, 2)
-        torch.manual_seed(1)
-        table = step.block_tables[0].repeat_interleave(4) * 4 + torch.arange(12) % 4
-        places[:, table[:11].long()] = torch.randn(2, 11, 2, 16)
-        places[:, step.slot_mapping[9:]] = torch.randn(2, 3, 2, 16)
-        places[1, table[6].long()] = torch.nan
-        outs.append(gather_attention(torch.randn(12, 4, 16), cache, window, step))
-    is_nan = outs[0].isnan().flatten(1)
-    seen = (step.positions >= 6) & (step.positions < 6 + (window or 99))
-    seen[9:] = False
-    assert torch.equal(is_nan.all(1), seen) and torch.equal(is_nan.any(1), seen)
-    assert torch.equal(outs[0][~seen], outs[1][~seen]), "what nobody has written does not matter"

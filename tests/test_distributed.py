@@ -13,10 +13,9 @@ import torch
 from conftest import GREEDY, ROOT, check_idle, random_prompts
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
-from nanoengine.model_runner import Launched, ModelRunner
+from nanoengine.model_runner import Launched
 from nanoengine_extensions.tensor_parallel import (
-    Group, RankRunner, Ranks, TensorParallelRunner, on_device)
-from nanoengine_gpu.runner import GpuRunner
+    Group, Ranks)
 
 PROMPTS = random_prompts([3, 17, 40, 9, 70, 22])
 PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=10 + i, logprobs=2,
@@ -275,14 +274,6 @@ def test_more_ranks_than_gpus_are_refused(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 .* at most 1, the GPUs"):
         LLM(tiny, tensor_parallel_size=2, device="cuda", **SMALL)
-
-
-def test_on_gpus_a_rank_is_also_a_runner_of_a_gpu():
-    """The group asks the GPU, and the GPU asks the engine's runner."""
-    assert on_device(RankRunner, "cpu") is RankRunner
-    kind = on_device(TensorParallelRunner, "cuda")
-    order = [TensorParallelRunner, RankRunner, GpuRunner, ModelRunner]
-    assert [each for each in kind.__mro__ if each in order] == order
 
 
 @pytest.mark.parametrize("shape, target, rank, expected", [

@@ -20,7 +20,7 @@ from conftest import (
 
 from nanoengine import BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
+from nanoengine_extensions.engine import Engine
 from nanoengine.model_runner import Launched, ModelRunner
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.metrics import RequestMetrics
@@ -134,7 +134,7 @@ def snapshot(record) -> list:
     fields = dict(vars(record.batch))
     return [{name: deepcopy(value) if name == "copies" else list(value)
              if isinstance(value, list) else value for name, value in fields.items()},
-            dict(record.metrics), record.batch.started, record.began, record.done, record.ended]
+            dict(record.metrics), record.started, record.began, record.done, record.ended]
 
 
 def run(engine: Engine, seqs: list[Sequence], stop_after: dict | None = None) -> list:
@@ -208,7 +208,7 @@ def check_trace(engine: Engine) -> None:
         assert sum(batch.num_tokens) + batch.budget == engine.config.max_num_batched_tokens
     ended = 0.0
     for record in engine.metrics.trace:
-        assert record.batch.started <= record.began < record.done <= record.ended
+        assert record.started <= record.began < record.done <= record.ended
         assert ended <= record.ended
         ended = record.ended
 
@@ -561,8 +561,8 @@ def test_a_trace_has_every_step(make_llm):
     assert preempted == ["swap"] * metrics["swap_preemptions"] != []
     assert sum(output.metrics.num_preemptions for output in outputs) == len(preempted)
     for record, after in zip(trace, trace[1:]):
-        assert record.batch.started < record.began < record.done <= record.ended
-        assert record.ended <= after.batch.started
+        assert record.started < record.began < record.done <= record.ended
+        assert record.ended <= after.started
         then = record.metrics
         assert then["num_blocks_used"] + then["num_blocks_free"] == 7
         assert then["internal_waste"] < 16 * max(1, then["num_requests_running"])

@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import json
 import math
-import shutil
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,12 +21,11 @@ from conftest import check_idle, random_prompts
 from fake_gpu import FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache, storage_of
 from safetensors.torch import load_file, save_file
 
-from nanoengine import LLM, BeamSearchParams, SamplingParams, model
+from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.attention import BACKENDS
 from nanoengine.model_runner import Launched, ModelRunner
 from nanoengine.step_inputs import StepInputs
-from nanoengine_gpu import operations
-from nanoengine_gpu.offload import Offload, choose_layers
+from nanoengine_extensions.offload import Offload, choose_layers
 from nanoengine_extensions.policies import overtaking
 
 Patch = pytest.MonkeyPatch
@@ -146,7 +144,8 @@ def test_backends_graphs_and_running_ahead(engines, tiny, backend, enforce_eager
     expected = engines.reference(tiny, kind, PROMPTS, KINDS[kind], attention_backend=like)
     check_same(engine.generate(PROMPTS, KINDS[kind]), expected)
     has_graphs = backend != "gather" and not enforce_eager
-    assert bool(engine.llm.engine.runner.graphs) == bool(engine.gpu.num_replays) == has_graphs
+    graphs = engine.llm.engine.runner.graphs.captured
+    assert bool(graphs) == bool(engine.gpu.num_replays) == has_graphs
     if backend != "gather":
         check_no_host_reads(engine.gpu)
 
@@ -166,18 +165,6 @@ def test_every_batch_size(engines, tiny, batch_size):
     expected = engines.reference(tiny, "batch", prompts, GREEDY)
     check_same(engine.generate(prompts[:batch_size], GREEDY), expected[:batch_size])
     check_no_host_reads(engine.gpu)
-
-
-def test_small_batches_have_graphs_for_several_lengths(engines, make_model):
-    """A sequence that grows beyond the keys of one graph goes on in the next one."""
-    folder = make_model(num_hidden_layers=1, max_position_embeddings=2048)[0]
-    prompts = random_prompts([1, 1020, 700])
-    engine = make_engine(folder, max_model_len=1500, max_num_seqs=4, run_ahead=True)
-    expected = engines.reference(folder, "growing", prompts, GREEDY, max_model_len=1500)
-    check_same(engine.generate(prompts, GREEDY), expected)
-    check_no_host_reads(engine.gpu)
-    used = {longest_keys for _, _, longest_keys in engine.llm.engine.runner.graphs}
-    assert used == {1024, 1500} and engine.gpu.num_replays == GREEDY.max_tokens - 1
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 5])
@@ -386,9 +373,10 @@ def test_memory_is_measured_in_a_step_outside_graphs(
     """Of as many tokens, keys and sampled rows as a step can have."""
     measured, sample = [], ModelRunner.sample
 
-    def watch(runner: ModelRunner, batch: Any, step: Any, parts: list) -> Launched:
-        measured.append((batch, isinstance(parts[0], tuple)))
-        return sample(runner, batch, step, parts)
+    def watch(runner: ModelRunner, batch: Any, step: Any, hidden: Any) -> Launched:
+        is_replayed = any(step is each for _, each, _ in runner.graphs.captured.values())
+        measured.append((batch, is_replayed))
+        return sample(runner, batch, step, hidden)
 
     monkeypatch.setattr(ModelRunner, "sample", watch)
     make_engine(tiny, attention_backend=backend, num_kv_blocks=None,
@@ -397,59 +385,6 @@ def test_memory_is_measured_in_a_step_outside_graphs(
     assert not is_replayed and len(batch.sampled) == SMALL["max_num_seqs"]
     assert sum(batch.num_tokens) == max_num_batched_tokens
     assert max(map(sum, zip(batch.starts, batch.num_tokens))) == SMALL["max_model_len"]
-
-
-@pytest.mark.parametrize("backend", ["flash-attn"])
-def test_all_that_torch_compile_tells_apart_has_come_at_the_start(
-        tiny, monkeypatch, backend):
-    """It compiles anew for one and for several rows: never in the middle of a run.
-
-    The slow backend has no graphs, of which the capture comes to all cases.
-    """
-    cases = set()
-
-    def watch(name: str, function: Callable[..., torch.Tensor]) -> None:
-        def watched(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-            if len(x):
-                cases.add((name, min(len(x), 2), *x.shape[1:]))
-            return function(x, *arguments)
-        monkeypatch.setattr(model, name, watched)
-
-    for name in ("rms_norm", "rotate", "swiglu"):
-        watch(name, getattr(model, name))
-    engine = make_engine(tiny, attention_backend=backend, max_num_batched_tokens=8)
-    at_start = set(cases)
-    engine.generate(PROMPTS, BOTH)
-    engine.generate(PROMPTS[0], GREEDY)
-    assert cases == at_start and len(at_start) == 12
-
-
-def test_without_compiling_nothing_is_compiled(tiny, monkeypatch, caplog):
-    """With enforce_eager, and where there is no compiler, which is said once."""
-    caches = operations.compiled, operations.can_compile
-    stances = []
-
-    def set_stance(stance: str) -> Any:
-        stances.append(stance)
-        return nullcontext()
-
-    for options in ({}, dict(enforce_eager=True)):
-        with FakeGpu():
-            monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
-            LLM(tiny, device="cuda", **SMALL | options).generate(PROMPTS[0], GREEDY, use_tqdm=False)
-        assert bool(stances) == bool(options) and set(stances) <= {"force_eager"}
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.delenv("CC", raising=False)
-    for cache in caches:
-        cache.cache_clear()
-    with FakeGpu():
-        # undone before the fake GPU puts back what it has replaced
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "compile", None)
-            LLM(tiny, device="cuda", **SMALL).generate(PROMPTS[0], GREEDY, use_tqdm=False)
-    assert sum("lacks a C compiler" in message for message in caplog.messages) == 1
-    for cache in caches:
-        cache.cache_clear()
 
 
 def test_prefix_hits(engines, tiny):

@@ -644,7 +644,7 @@ def test_calls_within_a_stream_share_its_steps(llm):
 
 
 def test_no_extension_is_imported_before_it_is_asked_for(bundled):
-    """But for the metrics, which observe every step."""
+    """But for what checks every call and observes every step."""
     script = """if True:
         import sys
         from nanoengine import LLM, SamplingParams
@@ -653,9 +653,10 @@ def test_no_extension_is_imported_before_it_is_asked_for(bundled):
                     and not name.startswith("nanoengine_cpu") and "." in name}
         with LLM(MODEL) as llm:
             llm.generate("12 + 34 =", use_tqdm=False)
-            always = {"checks", "generation_config", "metrics"}
+            always = {"checks", "generation_config", "llm", "engine", "metrics",
+                      "beam_search", "logprobs"}
             assert extensions() == {f"nanoengine_extensions.{name}" for name in always}
             llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
-        asked_for = always | {"logprobs", "constraints"}
+        asked_for = always | {"constraints"}
         assert extensions() == {f"nanoengine_extensions.{name}" for name in asked_for}"""
     subprocess.run([sys.executable, "-c", script.replace("MODEL", repr(bundled))], check=True)

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Qwen3
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import (
-    FILES, checkpoint_tensors, context_length, find_model, load_config, load_model)
+    FILES, checkpoint_tensors, context_length, find_model, load_config, load_defaults, load_model)
 from nanoengine_cpu import optimize
-from nanoengine_extensions.generation_config import load_defaults
 from nanoengine_cpu.modules import PackedLinear
 
 PROMPTS = random_prompts([5, 30])

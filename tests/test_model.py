@@ -1,11 +1,9 @@
 """Every supported architecture against transformers: tokens, logits, and what is refused."""
 
 import copy
-import functools
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +12,8 @@ from conftest import greedy_reference, random_prompts
 from transformers import AutoModelForCausalLM
 
 from nanoengine import LLM, SamplingParams
-from nanoengine import model as operators
-from nanoengine.loader import checkpoint_tensors, load_config
-from nanoengine.model import FAMILIES, Decoder, check_supported, rope_table, window_of
-from nanoengine_gpu import operations
-from nanoengine_gpu.operations import fused
+from nanoengine.loader import FAMILIES, check_supported, checkpoint_tensors, load_config
+from nanoengine.model import Decoder, rope_table, window_of
 
 # their model_type in config.json
 TYPES = [name.removesuffix("ForCausalLM").lower() for name in FAMILIES]
@@ -183,57 +178,6 @@ def test_older_and_odder_ways_to_write_rope(make_model, tiny, tmp_path, changes)
     with LLM(folder, dtype="float32", block_size=16, max_model_len=256) as llm:
         outputs = llm.generate(PROMPTS[-1], GREEDY, use_tqdm=False)
     assert outputs[0].outputs[0].token_ids == greedy_reference(reference, PROMPTS[-1], 24)
-
-
-def test_functions_are_compiled_on_a_gpu_only_and_once(monkeypatch):
-    compiled = []
-
-    def compile_function(function, **options):
-        compiled.append((function, options))
-        return lambda x, *more: ("compiled", *more)
-
-    monkeypatch.setattr(torch, "compile", compile_function)
-    function = fused(plain := lambda x, *more: ("plain", *more))
-    class OnGpu(list):
-        is_cuda = True
-
-    on_cpu, on_gpu = SimpleNamespace(is_cuda=False), OnGpu([1])
-    assert [function(on_cpu, 1) for _ in range(2)] == [("plain", 1)] * 2 and not compiled
-    assert [function(on_gpu, 2, 3) for _ in range(2)] == [("compiled", 2, 3)] * 2
-    assert compiled == [(plain, {"dynamic": False})] and function.__wrapped__ is plain
-
-
-def test_only_the_number_of_tokens_is_dynamic(monkeypatch):
-    """Kernels for one and several tokens of each size in a model, and never more than
-    PyTorch compiles of a function before it gives up (8)."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append([tuple(each.shape) for each in inputs if isinstance(each, torch.Tensor)])
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    operations.compiled.cache_clear()
-    counts = {}
-    with torch.inference_mode():
-        for function, calls in {
-                operators.rms_norm: lambda n: [(torch.randn(n, *shape), torch.ones(shape[-1]), 1e-6)
-                                     for shape in ((64,), (4, 16), (2, 16)) if n or shape == (64,)],
-                operators.rotate: lambda n: [(torch.randn(n, heads, 16), *torch.randn(2, n, 1, 8))
-                                   for heads in (4, 2) if n],
-                operators.swiglu: lambda n: [(torch.randn(n, 192),)]}.items():
-            graphs.clear()
-            for num_tokens in (1, 2, 7, 0, 30, 1, 8):
-                for arguments in calls(num_tokens):
-                    expected = function.__wrapped__(*(
-                        each.clone() if isinstance(each, torch.Tensor) else each
-                        for each in arguments))
-                    assert torch.equal(function(*arguments), expected)
-            counts[function.__name__] = len(graphs)
-    torch.compiler.reset()
-    operations.compiled.cache_clear()
-    assert counts == {"rms_norm": 6, "rotate": 4, "swiglu": 2}
 
 
 # -------------------------------------------------------------------------------- families

@@ -11,34 +11,32 @@ import pytest
 import torch
 from conftest import random_prompts
 
-import nanoengine.llm
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
 from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
-from nanoengine.model_runner import ModelRunner, choose_device, choose_dtype, size_cache
-from nanoengine.sampler import sample_plain
+from nanoengine.cuda_graphs import CudaGraphs
+from nanoengine.model_runner import (
+    ModelRunner, choose_device, choose_dtype, largest_batch, size_cache)
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
 from nanoengine_extensions.logprobs import num_logprobs
-from nanoengine_gpu import operations
-from nanoengine_gpu.runner import (
-    GpuRunner, bucket_sizes, is_decode, key_buckets, largest_batch)
 
-DTYPES = {"draws": torch.float64, "slot_mapping": torch.int64}  # the others are int32
-TENSORS = ("draws", "slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
-           "key_starts", "lengths", "block_tables", "sampled_rows", "next_tokens")
+DTYPES = {"slot_mapping": torch.int64}  # the others are int32
+TENSORS = ("slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
+           "key_starts", "lengths", "block_tables", "logits_indices", "scored_tokens")
 
 
 def make_runner(max_num_seqs: int | None = None) -> ModelRunner:
     """With CUDA graphs for so many sequences, if that is given."""
-    runner: Any = object.__new__(GpuRunner if max_num_seqs else ModelRunner)
+    runner: Any = object.__new__(ModelRunner)
     runner.config = EngineConfig(model="m", block_size=4, max_num_seqs=max_num_seqs)
     runner.device = "cpu"
     runner.max_model_len = 20
-    runner.graphs = {"some": "graphs"}
-    runner.sizes = bucket_sizes(max_num_seqs or 1)
+    runner.graphs = CudaGraphs(max_num_seqs or 1)
+    if max_num_seqs:
+        runner.graphs.captured = {"some": "graphs"}
     return runner
 
 
@@ -77,17 +75,21 @@ def test_the_inputs_of_a_step():
     assert step.lengths.tolist() == [10, 2, 7]
     assert step.query_starts.tolist() == [0, 1, 3, 7] and step.longest_query == 4
     assert step.key_starts.tolist() == [0, 10, 12, 19] and step.longest_keys == 10
-    assert step.sampled_rows.tolist() == [0, 2, 2, 4, 1]
-    assert step.next_tokens.tolist() == [-1, -1, -1, 35, 21]
+    assert step.logits_indices.tolist() == [0, 2, 2, 4, 1]
+    assert step.scored_tokens.tolist() == [35, 21]
     uniforms = [row.seq.uniform(length) for row, length in zip(batch.sampled, (10, 2, 2))]
     columns = [[0.0, 0.0, 0.0, 1.0], [1.0, 0.25, 7.0, 0.5], [0.5, 0.0, 0.0, 1.0]]
-    assert step.draws.tolist() == [[*row, u] for row, u in zip(columns, uniforms)]
+    rows = [[*row, u] for row, u in zip(columns, uniforms)]
+    assert torch.stack(step.draws, dim=1).tolist() == rows
+    assert [draw.tolist() for draw in step.draws.of(slice(1, 2))] == [[x] for x in rows[1]]
     assert 0 == uniforms[0] < uniforms[1] != uniforms[2] > 0
     for name in TENSORS:
         tensor = getattr(step, name)
         assert tensor.dtype == DTYPES.get(name, torch.int32)
         assert tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), "a view"
-    assert sum(getattr(step, name).nbytes for name in TENSORS) == buffer.nbytes
+    tensors = [*step.draws, *(getattr(step, name) for name in TENSORS)]
+    assert all(draw.dtype == torch.float64 for draw in step.draws)
+    assert sum(tensor.nbytes for tensor in tensors) == buffer.nbytes
 
 
 def test_the_example_of_the_docstring():
@@ -95,10 +97,10 @@ def test_the_example_of_the_docstring():
     text = StepInputs.__doc__.partition("An example")[2].partition("\n\n")[2]
     example = {name: [int(number) for number in re.findall(r"-?\d+", numbers)]
                for name, numbers in re.findall(r"([a-z_]+) {2,}([-\d \[\],|]+)", text)}
-    assert example.keys() == set(TENSORS) - {"draws"}
+    assert example.keys() == set(TENSORS) - {"scored_tokens"}
     batch = make_batch(([3, 8], [47, 48, 49, 50, 51, 52, 53, 54], 4, 3),
                        ([5, 2, 6], range(9, 18), 8, 1))
-    arrays = step_arrays(batch, 4, longest_keys=9)
+    arrays = dict(zip(("draws", *TENSORS), step_arrays(batch, 4, longest_keys=9)))
     assert {name: arrays[name].flatten().tolist() for name in example} == example
     assert arrays["block_tables"].shape == (2, 3)
 
@@ -135,16 +137,10 @@ def test_a_pending_token_is_looked_up_on_the_device():
 
 
 def test_bucket_sizes():
-    assert bucket_sizes(1) == [1] and bucket_sizes(3) == [1, 2, 3]
-    assert bucket_sizes(8) == [1, 2, 4, 8]
-    assert bucket_sizes(37) == [1, 2, 4, 8, 16, 24, 32, 37]
-    assert bucket_sizes(256)[-3:] == [240, 248, 256]
-
-
-def test_small_buckets_have_graphs_for_several_lengths():
-    assert key_buckets(1, 500) == [500] and key_buckets(8, 1024) == [1024]
-    assert key_buckets(32, 40_960) == [1024, 4096, 16384, 40_960]
-    assert key_buckets(40, 40_960) == [40_960]
+    assert CudaGraphs(1).sizes == [1] and CudaGraphs(3).sizes == [1, 2, 3]
+    assert CudaGraphs(8).sizes == [1, 2, 4, 8]
+    assert CudaGraphs(37).sizes == [1, 2, 4, 8, 16, 24, 32, 37]
+    assert CudaGraphs(256).sizes[-3:] == [240, 248, 256]
 
 
 @pytest.mark.parametrize("max_num_seqs, max_num_batched_tokens, max_model_len, expected", [
@@ -155,7 +151,9 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
                           max_num_batched_tokens=max_num_batched_tokens)
     batch = largest_batch(config, max_model_len)
     assert batch.num_tokens == expected and len(batch.sampled) == max_num_seqs
-    assert not is_decode(batch) or max_num_batched_tokens == 1, "no graph takes it over"
+    graphs: Any = CudaGraphs(max_num_seqs)
+    graphs.captured = {"some": "graphs"}
+    assert not graphs.can_replay(batch) or max_num_batched_tokens == 1, "no graph takes it over"
     assert {start + count for start, count in zip(batch.starts, expected)} == {max_model_len}
     (edits,) = {row.seq.params.edits for row in batch.sampled}
     assert edits == ("constraints", "min_p", "top_p"), "with a whole sort"
@@ -168,7 +166,7 @@ def test_a_decode_step_is_filled_up_to_a_bucket():
     step = prepared(runner, make_batch(*rows))
     assert step.token_ids.tolist() == [19, 21, 30, 0] and step.positions.tolist() == [9, 1, 0, 0]
     assert step.slot_mapping.tolist() == [37, 21, 8, 0]
-    assert step.lengths.tolist() == [10, 2, 1, 1] and step.sampled_rows.tolist() == [0, 1, 2, 3]
+    assert step.lengths.tolist() == [10, 2, 1, 1] and step.logits_indices.tolist() == [0, 1, 2, 3]
     assert step.query_starts.tolist() == [0, 1, 2, 3, 4] and step.longest_query == 1
     assert step.block_tables.shape == (4, 5) and step.longest_keys == 20, "room for max_model_len"
     assert step.block_tables[3].tolist() == [0] * 5
@@ -186,9 +184,7 @@ class Replayed:
 
     def replay(self):
         self.replays += 1
-        logits = self.runner.model.lm_head(self.runner.hidden_states(self.step))
-        self.outputs[0].copy_(logits)
-        self.outputs[1].copy_(sample_plain(logits, self.step.draws))
+        self.hidden.copy_(self.runner.hidden_states(self.step))
 
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=19), SamplingParams(max_tokens=21, seed=1),
@@ -209,18 +205,16 @@ def test_decode_steps_run_in_graphs(tiny, monkeypatch, options):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
-    monkeypatch.setattr(nanoengine.llm, "make_runner", GpuRunner)
-    for name in ("timestamp", "measure_free_bytes"):
-        monkeypatch.setattr(GpuRunner, name, getattr(ModelRunner, name))
     monkeypatch.setitem(BACKENDS, "numba", replace(BACKENDS["numba"], has_graphs=True))
     with LLM(tiny, dtype="float32", max_num_seqs=5, block_size=16, max_model_len=70,
              **options) as llm:
         runner = llm.engine.runner
-        assert [len(step.token_ids) for _, step, _ in runner.graphs.values()] == [5, 4, 2, 1]
-        for graph, step, outputs in runner.graphs.values():
-            graph.runner, graph.step, graph.outputs = runner, step, outputs
+        captured = runner.graphs.captured.values()
+        assert [len(step.token_ids) for _, step, _ in captured] == [5, 4, 2, 1]
+        for graph, step, hidden in captured:
+            graph.runner, graph.step, graph.hidden = runner, step, hidden
         runs = [llm.generate(prompts, PARAMS, use_tqdm=False) for _ in range(2)]
-        assert sum(graph.replays for graph, *_ in runner.graphs.values()) > 25
+        assert sum(graph.replays for graph, *_ in captured) > 25
         if "num_kv_blocks" in options:
             assert llm.metrics()["num_preemptions"] > 0
             assert (llm.metrics()["swap_in_blocks"] > 0) == ("swap_space" in options)
@@ -284,18 +278,6 @@ def test_logits_are_made_for_no_more_rows_than_were_measured(tiny):
             assert max(sizes) == max_num_seqs
     assert found[0] == found[1]
 
-
-@pytest.mark.parametrize("compiler, headers, expected", [
-    ("gcc", True, True), ("clang", True, True), (None, True, False), ("gcc", False, False)])
-def test_torch_compile_needs_a_compiler_and_headers(
-        monkeypatch, tmp_path, caplog, compiler, headers, expected):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(operations.shutil, "which", lambda name: name == compiler or None)
-    monkeypatch.setattr(operations.sysconfig, "get_path", lambda name: str(tmp_path))
-    if headers:
-        (tmp_path / "Python.h").touch()
-    assert operations.can_compile.__wrapped__() == expected
-    assert len(caplog.messages) == (not expected)
 
 
 @pytest.mark.parametrize("flags, dtype", [

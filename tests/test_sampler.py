@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from nanoengine import sampler
 from nanoengine.batch import Row
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, NONE_LEFT, Sequence, hash64
+from nanoengine.step_inputs import Draws
 from nanoengine_extensions import constraints
 from nanoengine_extensions.constraints import constrain
 from nanoengine_extensions.logprobs import find_logprobs
@@ -30,13 +32,9 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
     rows = torch.tensor([
         (p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(seq.num_tokens))
         for seq, p in ((seq, seq.params) for seq in seqs)], dtype=torch.float64)
-    tokens = sampler.sample(logits, rows, seqs, NONE_PENDING)
-    # behind a CUDA graph, which has sampled all rows as if they were plain
-    drawn = sampler.sample_plain(logits, rows)
+    tokens = sampler.sample(logits, Draws(*rows.T), seqs, NONE_PENDING)
+    drawn = sampler.sample_plain(logits, Draws(*rows.T))
     assert torch.equal(drawn, tokens) or any(seq.params.edits for seq in seqs)
-    if not any(seq.params.logits_processors for seq in seqs):  # of which tests count the calls
-        again = sampler.sample(logits, rows, seqs, NONE_PENDING, drawn)
-        assert torch.equal(again, tokens)
     return tokens.tolist(), logprobs(logits, tokens, seqs)
 
 
@@ -51,7 +49,7 @@ def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
     p = SamplingParams(**params)
     columns = p.temperature, p.min_p, p.top_k, p.top_p, 0.0
     rows = torch.tensor([columns] * len(scores), dtype=torch.float64)
-    return truncate(scores, rows, p.edits, p.top_k)
+    return truncate(scores, Draws(*rows.T), {*p.edits}, [p.top_k] * len(scores))
 
 
 def truncate(scores: torch.Tensor, *others) -> torch.Tensor:
@@ -62,7 +60,7 @@ def truncate(scores: torch.Tensor, *others) -> torch.Tensor:
 
 
 def draw(scores: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    return sampler.draw(scores, torch.nn.functional.pad(uniforms[:, None], (4, 0)))
+    return sampler.draw(scores, uniforms)
 
 
 def draws(logits: torch.Tensor, count: int, **params) -> torch.Tensor:
@@ -194,7 +192,7 @@ def test_rows_that_need_nothing_pay_nothing(monkeypatch):
     sample(logits, [make(), make(top_k=3), make(min_p=0.1), make(temperature=0)])
     for name in ("exp_", "softmax", "log_softmax", "float", "to"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: refuse("computed for greedy rows"))
-    tokens = sampler.sample(logits, torch.zeros(4, 5).double(), [make(temperature=0)] * 4,
+    tokens = sampler.sample(logits, Draws(*torch.zeros(5, 4).double()), [make(temperature=0)] * 4,
                             NONE_PENDING)
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
@@ -439,22 +437,25 @@ def test_truncations_are_those_of_the_definitions(monkeypatch, vocab_size, level
         rows = torch.tensor([(1.0, m, k, p, 0.0) for k, p, m in zip(top_ks, top_ps, min_ps)],
                             dtype=torch.float64)
         kind = SamplingParams(top_k=top_ks[0], top_p=top_ps[0], min_p=min_ps[0]).edits
-        scores = truncate(scores, rows, kind, max(top_ks))
+        scores = truncate(scores, Draws(*rows.T), {*kind}, top_ks)
         for row, found, *params in zip(logits, scores, top_ks, top_ps, min_ps):
             kept = found.isfinite().nonzero().flatten().tolist()
             assert kept == truncated_one_by_one(row, *params), params
             assert torch.equal(found[kept], (row - row.max())[kept])
 
 
-def test_a_matrix_has_rows_of_one_kind_and_fits_the_caches(monkeypatch):
-    monkeypatch.setitem(sampler.MATRIX_SIZE, "cpu", 30)
-    logits = torch.zeros(8, 10)
-    keys = {row: "abaaabab"[row] for row in [0, 1, 2, 3, 4, 6, 7]}
-    found = list(sampler.matrices(keys, logits))
-    assert [rows for _, rows, _ in found] == [[0, 2, 3], [4, 6], [1, 7]]
-    assert all(index.tolist() == rows for _, rows, index in found)
-    monkeypatch.setitem(sampler.MATRIX_SIZE, "cpu", 3)
-    assert len(list(sampler.matrices({0: "a", 1: "a"}, logits))) == 2, "one row at least"
+@pytest.mark.parametrize("size", [10, 1000, 5000, 100_000])
+def test_rows_that_need_different_edits_are_sampled_as_alone(monkeypatch, size):
+    """They are sampled as one matrix, or in several that fit the caches."""
+    monkeypatch.setitem(sampler.MATRIX_SIZE, "cpu", size)
+    rng = random.Random(size)
+    logits = (torch.randn(60, 1000, generator=torch.Generator().manual_seed(size)) * 3).bfloat16()
+    seqs = [make(seed=n, temperature=rng.choice([0, 0.7, 1]), top_k=rng.choice([0, -1, 1, 5, 2000]),
+                 top_p=rng.choice([1, 1, 0.5, 0.95]), min_p=rng.choice([0, 0, 0.1]),
+                 repetition_penalty=rng.choice([1, 1, 1.5])) for n in range(60)]
+    alone = [sample(logits[row:row + 1], [seq])[0][0] for row, seq in enumerate(seqs)]
+    assert sample(logits, seqs)[0] == alone
+    assert sampler.max_rows(logits) == max(1, size // 1000)
 
 
 def test_penalties_know_a_pending_token():

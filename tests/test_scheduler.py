@@ -20,7 +20,7 @@ from conftest import check_blocks
 from nanoengine.batch import Batch, Copies
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
+from nanoengine_extensions.engine import Engine
 from nanoengine.outputs import Completion, Request
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.sampling_params import SamplingParams
@@ -115,7 +115,7 @@ class ObservedScheduler(Scheduler):
     def schedule(self) -> Batch:
         batch = super().schedule()
         if batch:
-            self.metrics.launched(batch)
+            self.metrics.launched(batch, self.metrics.engine.clock())
         return batch
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list:
@@ -215,7 +215,7 @@ def contents(batch: Batch) -> list:
     return [batch.sequences[:], batch.starts[:], batch.num_tokens[:], batch.sampled[:],
             batch.scored[:],
             [list(pairs.items()) for pairs in vars(batch.copies).values()], batch.preempted[:],
-            batch.budget, batch.started]
+            batch.budget]
 
 
 class CheckedScheduler(ObservedScheduler):

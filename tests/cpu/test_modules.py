@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         x = self.embed_tokens(token_ids)
         angles = self.rope[:, step.positions]
         for layer in self.layers:
-            rows = step.sampled_rows if layer is self.layers[-1] else slice(None)
+            rows = step.logits_indices if layer is self.layers[-1] else slice(None)
             x = layer(x, angles, step, rows)
         return self.norm(x)
 
@@ -229,7 +229,7 @@ def test_all_layers_are_two_programs(
         monkeypatch, dtype, tolerance, has_norms, num_layers, rows):
     """For any rows, which can also repeat."""
     step = make_step([1, 9, 1], [0, 0, 0], 16)
-    step.sampled_rows = torch.tensor(rows, dtype=torch.int32)
+    step.logits_indices = torch.tensor(rows, dtype=torch.int32)
     decoder, token_ids, expected = fast_decoder(
         dtype, step, monkeypatch, has_norms=has_norms, num_layers=num_layers)
     runs = counted_runs(monkeypatch)
@@ -240,7 +240,7 @@ def test_all_layers_are_two_programs(
 
 def test_programs_serve_steps_of_all_sizes_and_give_a_token_the_same_bits(monkeypatch):
     step = make_step([40], [0], 16)
-    step.sampled_rows = torch.arange(40)
+    step.logits_indices = torch.arange(40)
     decoder, token_ids, expected = fast_decoder(torch.float32, step, monkeypatch)
     together = decoder(token_ids, step)
     torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
@@ -250,14 +250,14 @@ def test_programs_serve_steps_of_all_sizes_and_give_a_token_the_same_bits(monkey
         chunk = make_step([count], [start], 16)
         chunk.block_tables = step.block_tables
         chunk.slot_mapping = step.slot_mapping[part]
-        chunk.sampled_rows = torch.arange(count)
+        chunk.logits_indices = torch.arange(count)
         assert torch.equal(decoder(token_ids[part], chunk), together[part])
 
 
 def test_what_is_set_later_counts_in_all_layers(monkeypatch):
     """Weights, modules and caches; and hooks, with which the layers are called one by one."""
     step = make_step([1, 9, 1], [0, 0, 0], 16)
-    step.sampled_rows = torch.tensor([0, 9, 10])
+    step.logits_indices = torch.tensor([0, 9, 10])
     decoder, token_ids, expected = fast_decoder(torch.float32, step, monkeypatch)
     close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
     close(decoder(token_ids, step), expected)
@@ -293,7 +293,7 @@ def test_what_is_set_later_counts_in_all_layers(monkeypatch):
 @pytest.mark.parametrize("change", ["padding", "norm", "dtype", "mlp"])
 def test_layers_that_no_program_knows_are_called_one_by_one(monkeypatch, change):
     step = make_step([1, 9, 1], [0, 0, 0], 16)
-    step.sampled_rows = torch.tensor([0, 9, 10])
+    step.logits_indices = torch.tensor([0, 9, 10])
     hidden = 40 if change == "padding" else 64
     decoder, token_ids, expected = fast_decoder(torch.float32, step, monkeypatch, hidden)
     if change == "norm":

@@ -1,0 +1,146 @@
+"""`nanoengine/` is the engine, whole: it runs without any other package of this repository."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import random_prompts
+
+from nanoengine import LLM, SamplingParams
+
+ROOT = Path(__file__).parent.parent
+SIBLINGS = ["nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions", "nanoengine_lab", "lab"]
+
+# what the siblings need besides, is not imported either
+SCRIPT = f"""
+import json, sys
+sys.modules.update(dict.fromkeys({SIBLINGS + ["numba", "pydantic"]}))
+from nanoengine import LLM, SamplingParams
+model, prompts, params, options = json.load(sys.stdin)
+llm = LLM(model, **options)
+params = [SamplingParams(**each) for each in params]
+outputs = llm.generate(prompts, params, use_tqdm=False)
+streamed = [output for output in llm.stream(prompts[:2], params[:2]) if output.finished]
+print(json.dumps([[[completion.token_ids, completion.text, completion.finish_reason]
+                   for completion in output.outputs] for output in [*outputs, *streamed]]))
+"""
+
+
+def run_alone(script: str, *inputs: Any) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", script], input=json.dumps(inputs), text=True,
+                          capture_output=True, cwd=ROOT)
+
+
+def expected_of(model: str, prompts: list, params: list, options: dict) -> list:
+    with LLM(model, **options) as llm:
+        outputs = llm.generate(prompts, [SamplingParams(**each) for each in params],
+                               use_tqdm=False)
+    streamed = sorted(outputs[:2], key=lambda output: len(output.outputs[0].token_ids))
+    return [[[each.token_ids, each.text, each.finish_reason] for each in output.outputs]
+            for output in [*outputs, *streamed]]
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(scheduling="mixed", max_num_batched_tokens=40, num_kv_blocks=14, block_size=16,
+             run_ahead=True)])
+def test_the_same_tokens_alone(tiny, options):
+    """Chunks, preemption, forks, truncations and shared prefixes, in float32."""
+    options = dict(dtype="float32", max_num_seqs=6, max_model_len=200) | options
+    prompts = random_prompts([3, 40, 90, 33, 1, 70])
+    prompts.append(prompts[2][:50])
+    params: list[dict] = [
+        dict(temperature=0, max_tokens=9), dict(seed=1, max_tokens=20, top_p=0.9),
+        dict(seed=2, max_tokens=30, top_k=7), dict(seed=3, max_tokens=8, n=3),
+        dict(seed=4, max_tokens=25, min_p=0.05), dict(seed=5, max_tokens=40),
+        dict(temperature=0, max_tokens=50)]
+    result = run_alone(SCRIPT, tiny, prompts, params, options)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == expected_of(tiny, prompts, params, options)
+
+
+def test_texts_alone():
+    model = str(ROOT / "models/tiny-qwen3")
+    prompts = ["47 + 85 =", "Once upon a time", "count 17 to 23 ="]
+    params: list[dict] = [dict(temperature=0, max_tokens=24),
+                          dict(seed=1, max_tokens=60, stop=["."]), dict(temperature=0)]
+    options = dict(dtype="float32")
+    result = run_alone(SCRIPT, model, prompts, params, options)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found[0][0][1].strip() == "132"
+    assert found == expected_of(model, prompts, params, options)
+
+
+REFUSED = [
+    ("LLM(model, max_num_batched_tokens=4, max_num_seqs=5)", "max_num_batched_tokens=4"),
+    ("LLM(model, scheduling_policy='lifo')", "scheduling_policy='lifo'"),
+    ("LLM(model, preemption_mode='none')", "preemption_mode='none'"),
+    ("LLM(model, scheduling='static')", "scheduling='static'"),
+    ("LLM(model, cpu_offload_gb=1)", "cpu_offload_gb=1"),
+    ("LLM(model, load_format='dummy')", "nanoengine_extensions"),
+    ("SamplingParams(temperature=-1)", "temperature=-1"),
+    ("SamplingParams(max_tokens=0)", "max_tokens=0"),
+    ("SamplingParams(min_tokens=9, max_tokens=5)", "min_tokens=9"),
+    ("SamplingParams(stop='abc')", "stop='abc'"),
+    ("SamplingParams(stop=['abc'], detokenize=False)", "detokenize=False"),
+    ("SamplingParams(n=2, temperature=0)", "got 2"),
+    ("SamplingParams(repetition_penalty=0.0)", "repetition_penalty=0.0"),
+    ("llm.generate([[]])", "prompts\\[0\\] has 0 tokens"),
+    ("llm.generate([[5, -1]])", "prompts\\[0\\]=.* from 0 to "),
+    ("llm.generate([[5], [10**6]])", "prompts\\[1\\]=.* from 0 to "),
+    ("llm.generate([[5] * 300])", "prompts\\[0\\] has 300 tokens"),
+    ("llm.generate(['a text'])", "tokenizer"),
+    ("llm.generate([[5]], [SamplingParams()] * 2)", "longer"),
+    ("llm.generate([[5]], SamplingParams(logit_bias={1: 2}))", "nanoengine_extensions")]
+
+
+def test_what_would_hang_or_corrupt_is_refused_alone(tiny):
+    """And the engine stays usable."""
+    script = f"""
+import json, re, sys
+sys.modules.update(dict.fromkeys({SIBLINGS}))
+from nanoengine import LLM, SamplingParams
+model, cases = json.load(sys.stdin)
+llm = LLM(model, dtype="float32", max_model_len=200)
+for code, message in cases:
+    try:
+        eval(code)
+    except ValueError as error:
+        assert re.search(message, str(error)), (code, str(error))
+    else:
+        raise AssertionError(f"{{code}} is accepted")
+assert len(llm.generate([[5]], SamplingParams(max_tokens=3))[0].outputs[0].token_ids) == 3
+"""
+    result = run_alone(script, tiny, REFUSED)
+    assert result.returncode == 0, result.stderr
+
+
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports where it begins, without those in functions."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found.add(str(node.module))
+    return found
+
+
+def test_imports_point_one_way():
+    """No file of the engine imports a sibling, no library of kernels the engine; and no circles."""
+    for path in ROOT.glob("nanoengine/*.py"):
+        assert not {each.split(".")[0] for each in imports(path)} & {*SIBLINGS}, path
+    for path in [*ROOT.glob("nanoengine_cpu/*.py"), *ROOT.glob("nanoengine_gpu/*.py")]:
+        packages = {each.split(".")[0] for each in imports(path)}
+        assert not packages & {"nanoengine", "nanoengine_extensions"}, path
+    for package in ("nanoengine", "nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions"):
+        needs = {f"{package}.{path.stem}": imports(path)
+                 for path in ROOT.glob(f"{package}/*.py") if not path.stem.startswith("__")}
+        while ready := [name for name, others in needs.items() if not others & needs.keys()]:
+            for name in ready:
+                del needs[name]
+        assert not needs, "these import each other"
