@@ -20,7 +20,7 @@ import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine_extensions.engine import Engine
-from nanoengine.policies import VICTIMS
+from nanoengine_extensions.policies import VICTIMS
 from nanoengine_extensions.policies import overtaking
 from .drawing import draw_comparison, draw_timeline, write_perfetto
 from .figures import Figures, Runs, figures_of, report

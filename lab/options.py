@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-from nanoengine.config import EngineConfig
+from nanoengine_extensions.options import EngineConfig
 from nanoengine.loader import find_model, load_config, load_tokenizer
 from nanoengine.model_runner import choose_device
 

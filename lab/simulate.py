@@ -18,7 +18,7 @@ import torch
 
 from nanoengine import LLM
 from nanoengine.batch import Batch
-from nanoengine.config import EngineConfig
+from nanoengine_extensions.options import EngineConfig
 from nanoengine_extensions.engine import Engine
 from nanoengine.model_runner import Launched
 from nanoengine.sequence import Sequence
@@ -69,7 +69,7 @@ class SimulatedRunner:
     """Replaces a ModelRunner: `launch` only advances a clock, and every token is 1."""
 
     backend = "simulated"
-    engine: Engine  # set once there is one
+    engine: Any  # set once there is one
 
     def __init__(self, cost: Cost, config: EngineConfig, max_model_len: int) -> None:
         self.cost = cost
@@ -88,9 +88,10 @@ class SimulatedRunner:
         self.now += self.cost.read_byte_seconds * self.cost.kv_bytes * num_read
         self.now += self.cost.swapped_byte_seconds * self.block_bytes * num_swapped
         tokens = torch.ones(len(batch.sampled), dtype=torch.int32)
-        launched: Any = Launched(batch, tokens, {}, began, self.now)
+        launched: Any = Launched(batch, tokens, began, self.now)
+        launched.logprobs = {}
         metrics = self.engine.metrics
-        if metrics.counters["num_steps"] % 16 == 1 and not self.engine.config.trace:
+        if metrics.counters["num_steps"] % 16 == 0 and not self.engine.config.trace:
             launched.ended = self.now
             launched.metrics = metrics.gauges()
             metrics.trace.append(launched)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from nanoengine.seams import extension, has_extensions, kernels, rejected
+from nanoengine.seams import kernels, rejected
 from nanoengine.step_inputs import StepInputs
 
 
@@ -78,14 +78,13 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
 
 
 def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
-    """Whether `flash_attention` works. Warns about a package that is there and cannot be used, such
-    as one that was built for another PyTorch, or flash-attn 4, which has other functions."""
+    """Whether `flash_attention` works. Warns on a GPU if not: the package can be absent, it can be
+    built for another PyTorch, or it is flash-attn 4, which has other functions."""
     try:
         return device == "cuda" and dtype != torch.float32 and bool(
             import_module("flash_attn").flash_attn_with_kvcache)
     except (ImportError, AttributeError) as error:
-        if error.name != "flash_attn":
-            logging.getLogger("nanoengine").warning(f"flash_attn cannot be used: {error}")
+        logging.getLogger("nanoengine").warning(f"flash-attn is not used: {error}")
         return False
 
 
@@ -115,7 +114,7 @@ class Backend:
 
 
 # You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS. The extensions add
-# "varlen" (`choose_backend`).
+# "varlen", PyTorch's own build of flash-attn's kernels.
 BACKENDS = {
     "flash-attn": Backend(flash_attention, has_flash_attn, 3, block_multiple=256, has_graphs=True),
     "numba": Backend(None, has_paged_kernel, rank=3),
@@ -127,9 +126,6 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here; warns if only the slow one can.
     """
-    if device == "cuda" and has_extensions():
-        # adds PyTorch's own paged kernel
-        extension("varlen")
     usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
     chosen = max(usable, key=lambda each: BACKENDS[each].rank) if name == "auto" else name
     if chosen not in usable:

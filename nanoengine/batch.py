@@ -48,8 +48,6 @@ class Batch:
     budget: how many more tokens the step may compute (set by `Scheduler.build`).
     sampled: a row for each token to draw; when forks begin (n > 1), several rows have the same
         source (set by `Scheduler._place`).
-    scored: a row for each token of a prompt to score, for `prompt_logprobs` (set by
-        `Scheduler._place`).
     copies: the block copies to do first (set by `Scheduler.schedule`).
     admitted: the sequences that were waiting, each with the number of tokens that the prefix cache
         had (set by `Scheduler.build`).
@@ -63,7 +61,6 @@ class Batch:
     starts: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     sampled: list[Row] = field(default_factory=list)
-    scored: list[Row] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[tuple[Sequence, str]] = field(default_factory=list)

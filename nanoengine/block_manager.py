@@ -44,8 +44,6 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        # by forks, since the start
-        self.num_shared_blocks = 0
         self.reset()
 
     def reset(self) -> None:
@@ -65,8 +63,12 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_to_hold(self, seq: Sequence) -> int:
-        """Returns how many blocks a running sequence has, for its tokens or for reserved ones."""
-        return self.num_blocks_for(max(seq.num_tokens, seq.num_held_tokens))
+        """Returns how many blocks a sequence has once it is admitted."""
+        return self.num_blocks_for(seq.num_tokens)
+
+    def most_tokens(self, seq: Sequence) -> int:
+        """Returns the most tokens for which a sequence can ever hold blocks."""
+        return seq.max_num_tokens
 
     # --------------------------------------------------------------------- taking blocks
 
@@ -105,7 +107,6 @@ class BlockManager:
                 self.copies.copy_on_write[fresh[0]] = parent.block_table[len(shared)]
             seq.num_computed_tokens = parent.num_computed_tokens
             seq.block_hashes = parent.block_hashes[:]
-            self.num_shared_blocks += len(shared)
         return len(shared) * self.block_size
 
     def may_append(self, seq: Sequence) -> None:
@@ -158,13 +159,10 @@ class BlockManager:
 
         A hit never covers the last token, since its logits are needed. So if a prompt of whole
         blocks is cached, its last block is computed again, into a twin: no sequence ever writes to
-        a shared block. A sequence with a scored prompt shares no cached block, since it needs the
-        logits of all its tokens.
+        a shared block.
         """
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
-        if seq.is_scored:
-            return []
         num_full = (seq.num_tokens - 1) // self.block_size
         found = (self.blocks_by_hash.get(self._hash(seq, i), {}) for i in range(num_full))
         return [next(iter(twins)) for twins in takewhile(bool, found)]

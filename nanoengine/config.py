@@ -7,29 +7,25 @@ how long a sequence can be. Nothing writes to a config once it is made.
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from nanoengine.policies import POLICIES, find_policy
-from nanoengine.seams import Condition, check, has_extensions, strict
+from nanoengine.policies import BATCHING
+from nanoengine.seams import check
 
 # an option whose default depends on the device
 BY_DEVICE: Any = None
 
-CONDITIONS: tuple[Condition, ...] = (
+CONDITIONS: Any = (
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs,
      "at least max_num_seqs={max_num_seqs}"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1"),
-    ("scheduling_policy", lambda c: c.scheduling_policy in ("fcfs", "priority"),
-     "'fcfs' or 'priority'"),
-    ("preemption_mode", lambda c: c.preemption_mode in ("recompute", "swap"),
-     "'recompute' or 'swap'"),
-    ("tensor_parallel_size", lambda c: c.tensor_parallel_size == 1 or has_extensions(), "1"),
-    ("cpu_offload_gb", lambda c: not c.cpu_offload_gb or c.device == "cuda", "0 on a CPU"))
+    ("scheduling", lambda c: callable(c.scheduling) or c.scheduling in [*BATCHING],
+     "'prefill-first' or 'mixed'"))
 
 
-@strict
 @dataclass(frozen=True)
 class EngineConfig:
     """The keywords of `LLM`. Raises ValueError with the option, its value and what is accepted.
 
+    nanoengine_extensions/options.py adds those of optional features.
     model: a folder with config.json and safetensors, or a Hugging Face id.
     tokenizer: the folder or id of the tokenizer; by default the model's own.
     skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text.
@@ -54,11 +50,7 @@ class EngineConfig:
     gpu_memory_utilization: the share of a GPU's memory that may be in use, other programs
         included. Weights, the largest step and CUDA graphs are measured; the KV cache gets the
         rest.
-    cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
-        to the GPU in each step. If several GPUs share the model, it counts for each GPU. On a CPU
-        only 0 is accepted.
     enforce_eager: no CUDA graphs for decode steps, and no torch.compile.
-    tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.
     attention_backend: a name in the table `BACKENDS` of attention.py: "numba" on a CPU;
         "flash-attn" or "varlen" on a GPU; "gather" on both; "auto": the fastest that works here.
     run_ahead: launch a step before the tokens of the step before it are known; the tokens are the
@@ -68,20 +60,6 @@ class EngineConfig:
         then prompts in the rest of the step). nanoengine_extensions/policies.py adds "static" (a
         batch ends before the next one begins) and `overtaking(...)`, for comparison. Each policy
         can also be a function: see policies.py.
-    scheduling_policy: "fcfs" (in order of arrival), or "priority" (in order of
-        `generate(priority=)`, smaller numbers first).
-    kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), for all that it
-        may generate ("reserve"), or for max_model_len ("max-length", for comparison).
-    preemption_mode: the blocks of a preempted sequence are dropped ("recompute"), or copied to a
-        pool on the host ("swap"); when the pool is full, they are dropped.
-    preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority"; for
-        comparison "least-recently-run" or "random".
-    swap_space: GiB of the host's memory for the pool of "swap", for each rank.
-    batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
-        request, and however it was chunked, preempted or cached. On a CPU with packed weights this
-        always holds; where it cannot hold, True is an error. All multiples of 32 as block_size give
-        the same bits; other sizes may give others, because they group the sums differently.
-    trace: keep a record of each step in `LLM.trace`: see `Launched` in model_runner.py.
     """
 
     model: str
@@ -100,34 +78,21 @@ class EngineConfig:
     block_size: int = BY_DEVICE
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
-    cpu_offload_gb: float = 0.0
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
-    tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     run_ahead: bool = BY_DEVICE
     scheduling: Any = BY_DEVICE
-    scheduling_policy: str = "fcfs"
-    kv_allocation: Any = "on-demand"
-    preemption_mode: str = "recompute"
-    preemption_victim: Any = "youngest"
-    swap_space: float = 4.0
-    batch_invariant: bool = False
-    trace: bool = False
 
     def __post_init__(self) -> None:
         """Fills in the defaults that depend on the device, and checks the options."""
+        on_gpu = self.device == "cuda"
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
-        defaults: dict[str, Any] = {"max_num_seqs": num_seqs}
-        if self.device == "cuda":
-            defaults |= dict(block_size=256, max_num_batched_tokens=max(8192, num_seqs),
-                             scheduling="mixed", run_ahead=True)
-        else:
-            defaults |= dict(block_size=32, max_num_batched_tokens=max(2048, num_seqs),
-                             scheduling="prefill-first", run_ahead=False)
+        defaults: dict[str, Any] = dict(
+            max_num_seqs=num_seqs, max_num_batched_tokens=max(8192 if on_gpu else 2048, num_seqs),
+            block_size=256 if on_gpu else 32, run_ahead=on_gpu,
+            scheduling="mixed" if on_gpu else "prefill-first")
         given = {name: value for name, value in vars(self).items() if value is not None}
         # a frozen config has no other way to set its fields
         vars(self).update(defaults | given)
         check(self, CONDITIONS)
-        for option in POLICIES:
-            find_policy(option, getattr(self, option))

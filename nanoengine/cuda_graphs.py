@@ -46,7 +46,8 @@ class CudaGraphs:
         """Records a graph for each size, the largest first: the others fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
-            buffer, shape = runner.prepare(dummy_batch(size, 1, runner.max_model_len))
+            batch = dummy_batch(size, 1, runner.max_model_len, SamplingParams())
+            buffer, shape = runner.prepare(batch)
             step = StepInputs.from_buffer(buffer.to(runner.device), shape)
             # a first run loads the kernels
             runner.hidden_states(step)
@@ -59,7 +60,7 @@ class CudaGraphs:
     def can_replay(self, batch: Batch) -> bool:
         """Whether there are graphs, and each sequence computes one token and draws one."""
         sources = [row.source for row in batch.sampled]
-        return bool(self.captured and max(batch.num_tokens) == 1 and not batch.scored
+        return bool(self.captured and max(batch.num_tokens) == 1
                     and sources == list(range(len(batch))))
 
     def padded(self, batch: Batch) -> Batch:
@@ -82,9 +83,9 @@ class CudaGraphs:
         return step, hidden
 
 
-def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: Any) -> Batch:
+def dummy_batch(num_seqs: int, num_tokens: int, length: int, params: SamplingParams) -> Batch:
     """Returns the last tokens of dummy sequences, which use block 0."""
-    seq = Sequence("", [0] * length, length, length, SamplingParams(**params))
+    seq = Sequence("", [0] * length, length, length, params)
     return Batch(sequences=[seq] * num_seqs, starts=[length - num_tokens] * num_seqs,
                  num_tokens=[num_tokens] * num_seqs,
                  sampled=[Row(index, seq, length) for index in range(num_seqs)])

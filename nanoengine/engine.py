@@ -49,15 +49,16 @@ class Engine:
     def __init__(self, config: EngineConfig, runner: Any) -> None:
         self.config = config
         self.runner = runner
-        self.scheduler = Scheduler(self.make_block_manager(), config, runner.max_model_len)
+        self.scheduler = self.make_scheduler()
         self.num_generated_tokens = 0
         self.add = self.scheduler.add
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None
 
-    def make_block_manager(self) -> BlockManager:
-        return BlockManager(self.runner.num_kv_blocks, self.config.block_size,
-                            self.config.enable_prefix_caching)
+    def make_scheduler(self) -> Scheduler:
+        manager = BlockManager(self.runner.num_kv_blocks, self.config.block_size,
+                               self.config.enable_prefix_caching)
+        return Scheduler(manager, self.config)
 
     def has_unfinished(self) -> bool:
         return self.in_flight is not None or self.scheduler.has_unfinished()
@@ -106,8 +107,6 @@ class Engine:
         if launched is None:
             return []
         seqs = self.scheduler.postprocess(launched.batch, launched.wait())
-        for row, found in launched.logprobs.items():
-            row.seq.logprobs[row.position] = found
         self.num_generated_tokens += len(seqs)
         return seqs
 

@@ -45,13 +45,14 @@ class LLM(AbstractContextManager):
     """
 
     # the extensions have others
+    make_config: Any = EngineConfig
     make_inputs: Any = InputProcessor
     make_runner: Any = ModelRunner
     make_engine: Any = Engine
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         options["device"] = choose_device(options.get("device", "auto"))
-        self.config = config = EngineConfig(**{"model": model, **options})
+        self.config = config = self.make_config(**{"model": model, **options})
         self.kernels = kernels(config.device)
         self.kernels.check_process()
         folder = find_model(config.model, config.revision, config.download_dir)
@@ -171,8 +172,6 @@ class LLM(AbstractContextManager):
         if one of them could never run.
         """
         self._check_caller()
-        if self.engine.runner is None:
-            raise RuntimeError("the LLM is closed")
         inbox: dict[str, Any] = {}
         for request in requests:
             self.engine.scheduler.check(request.seq)

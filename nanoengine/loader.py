@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from nanoengine.model import Decoder, rope_table
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.seams import extension, has_extensions, kernels, naming, rejected
+from nanoengine.seams import extension, naming, rejected
 
 # the classes of transformers with the architecture of `model.py`
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -29,9 +29,8 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 FILES = ["*.json", "*.model", "*.jinja", "*.txt",
          "model.safetensors", "model-?????-of-?????.safetensors"]
 # the entries of generation_config.json that are used, as in vLLM, with our names
-GENERATION_ENTRIES = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+GENERATION_ENTRIES = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
+                      "min_p": "min_p", "max_new_tokens": "max_tokens"}
 
 
 def find_model(model: str | Path, revision: str | None = None,
@@ -99,9 +98,8 @@ def context_length(config: PretrainedConfig) -> int:
     if rope["rope_type"] in ("default", "llama3") or rope["factor"] is None:
         return length
     # transformers fills in max_position_embeddings
-    if rope["rope_type"] == "yarn":
-        length = rope["original_max_position_embeddings"]
-    return int(length * rope["factor"])
+    before = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else length
+    return int(before * rope["factor"])
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -133,8 +131,6 @@ def load_defaults(folder: Path, config: PretrainedConfig,
         eos_ids = eos if isinstance(eos, list) else {eos} - {None}
         if not all(type(token_id) is int for token_id in eos_ids):
             raise rejected("eos_token_id", eos, "a token id, or a list of them")
-    if has_extensions():
-        extension("generation_config").warn_of_unused(file, given)
     own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
     known = [i for i in {*eos_ids, own} - {None} if i in range(config.vocab_size)]
@@ -144,30 +140,17 @@ def load_defaults(folder: Path, config: PretrainedConfig,
 # --------------------------------------------------------------------------------- weights
 
 
-def place_on(device: str, model: nn.Module) -> None:
-    """Allocates memory for the weights of a model, or of a part of one.
-
-    Raises ValueError, before it allocates anything, if the device does not have enough memory.
-    """
-    num_bytes = sum(weights.nbytes for weights in model.parameters())
-    _, total = (torch.cuda if device == "cuda" else kernels(device)).mem_get_info()
-    if num_bytes > total:
-        raise rejected("model", f"{num_bytes / 2**30:.3g} GiB of weights",
-                       f"smaller: device {device!r} has {total / 2**30:.1f} GiB of memory")
-    model.to_empty(device=device)
-
-
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
-               load_format: str = "auto", place: Callable[..., None] = place_on,
+               load_format: str = "auto", place: Callable[..., Any] = nn.Module.to_empty,
                read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
     """Returns the model with its weights in `dtype`; "dummy": random ones, always the same.
 
-    place, read: for extensions: allocates memory for the weights (see `place_on`), and reads the
-        part of a checkpoint's tensor that belongs in its target.
+    place, read: for extensions: allocates memory for the weights, and reads the part of a
+        checkpoint's tensor that belongs in its target.
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)
-    place(device, model)
+    place(model, device=device)
     if load_format == "dummy":
         extension("dummy").fill(model, config, device)
     else:

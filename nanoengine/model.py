@@ -27,9 +27,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
-        # nn.Embedding itself would first draw random numbers, which takes a second
-        self.embed_tokens = nn.Embedding.from_pretrained(
-            torch.empty(config.vocab_size, config.hidden_size))
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers: Any = nn.ModuleList(
             DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

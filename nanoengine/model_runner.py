@@ -12,7 +12,6 @@ sequences run.
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ from nanoengine.cuda_graphs import CudaGraphs, dummy_batch
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
 from nanoengine.sampler import sample
-from nanoengine.seams import extension, has_extensions, kernels, rejected
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.seams import kernels, rejected
 from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays, to_buffer
 
 
@@ -37,7 +37,6 @@ class Launched:
     """A step that the device computes; later its record in `LLM.trace`.
 
     tokens: one for each of `batch.sampled`, on the host; read them after `wait`.
-    logprobs: the log-probabilities of each row that needs them (`find_logprobs`); likewise.
     began, done: the moments when the inputs are on the device, and the tokens on the host: seconds
         of `time.monotonic()` on a CPU, CUDA events on a GPU.
 
@@ -46,12 +45,11 @@ class Launched:
 
     batch: Batch
     tokens: Tensor
-    logprobs: dict[Row, Any]
     began: Any
     done: Any
 
     def wait(self) -> list[int]:
-        """Waits for the tokens and the log-probabilities; returns the tokens."""
+        """Waits for the tokens, and returns them."""
         if isinstance(self.done, torch.cuda.Event):
             self.done.synchronize()
         return self.tokens.tolist()
@@ -61,6 +59,7 @@ class ModelRunner:
     """Runs batches on one device.
 
     backend: the name of the attention backend that was chosen.
+    is_invariant: whether a row has the same bits whatever rows are beside it.
     graphs: the CUDA graphs of decode steps; there are none on a CPU.
     num_kv_blocks: the blocks that can be handed out, block 0 not included.
     block_bytes: the size of K and V of one block in all layers.
@@ -68,6 +67,10 @@ class ModelRunner:
 
     Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit.
     """
+
+    # for extensions: the processes that share the model, and whether its events have a time
+    num_ranks = 1
+    is_traced = False
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
         self.config = config
@@ -77,10 +80,8 @@ class ModelRunner:
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
         self.model = self.load_model(folder)
-        is_invariant = kernels(self.device).optimize(
+        self.is_invariant = kernels(self.device).optimize(
             self.model, has_attention=BACKENDS[self.backend].attend is None)
-        if config.batch_invariant and not is_invariant:
-            raise rejected("batch_invariant", True, "False without packed weights and numba")
 
         limit = context_length(model_config)
         # for now: size_cache may lower it
@@ -99,17 +100,12 @@ class ModelRunner:
             config, limit, self.block_bytes, free_bytes)
         self.rope = rope_table(model_config, self.max_model_len)
         self.allocate(self.num_kv_blocks)
-        if config.preemption_mode == "swap":
-            extension("swapping").add_host_pool(self)
         self.capture()
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
-        """Returns the model; `options` are those of the loader."""
-        load = partial(load_model, folder, self.model_config, self.dtype, self.device,
-                       self.config.load_format, **options)
-        if self.config.cpu_offload_gb:
-            return extension("offload").load_offloaded(self.config.cpu_offload_gb, load)
-        return load()
+        """Returns the model; `options` are those of the loader, for extensions."""
+        return load_model(folder, self.model_config, self.dtype, self.device,
+                          self.config.load_format, **options)
 
     def close(self) -> None:
         """Ends the processes of an extension, if there are any."""
@@ -142,17 +138,29 @@ class ModelRunner:
         if self.device == "cpu":
             free, _ = kernels("cpu").mem_get_info()
             num_blocks = config.max_num_seqs * -(-self.max_model_len // config.block_size)
-            return min(free // (4 * config.tensor_parallel_size), num_blocks * self.block_bytes)
+            return min(free // (4 * self.num_ranks), num_blocks * self.block_bytes)
         # left over from earlier engines
         torch.cuda.empty_cache()
         # first, since it returns what the allocator keeps
         self.capture()
         # each rank on its own
-        ModelRunner.launch(self, largest_batch(config, self.max_model_len))
+        ModelRunner.launch(self, self.largest_batch())
         free, total = torch.cuda.mem_get_info()
         self.graphs.captured.clear()
         torch.cuda.empty_cache()
         return int(free - total * (1 - config.gpu_memory_utilization))
+
+    def largest_batch(self) -> Batch:
+        """Returns the step that takes the most memory: as many tokens as a step can have, at the
+        end of as few sequences as possible, and a row for each sequence that could be sampled, with
+        the parameters that take the most."""
+        size = self.config.max_num_batched_tokens
+        num_seqs = min(self.config.max_num_seqs, -(-size // self.max_model_len))
+        num_tokens = min(size // num_seqs, self.max_model_len)
+        batch = dummy_batch(num_seqs, num_tokens, self.max_model_len, SamplingParams(
+            min_p=0.1, top_p=0.9))
+        batch.sampled = [batch.sampled[i % num_seqs] for i in range(self.config.max_num_seqs)]
+        return batch
 
     # ----------------------------------------------------------------------------- a step
 
@@ -194,38 +202,34 @@ class ModelRunner:
         return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
-        """Computes tokens and log-probabilities, for at most `max_num_seqs` rows at a time.
+        """Computes the tokens, for at most `max_num_seqs` rows at a time.
 
-        With many forks or scored prompts there are more; the memory for this many was measured.
+        With many forks there are more; the memory for this many was measured.
         """
         size = self.config.max_num_seqs
-        rows = batch.sampled + batch.scored
         tokens = torch.empty(len(batch.sampled), dtype=torch.int64, device=hidden.device)
-        tokens = torch.cat([tokens, step.scored_tokens])
-        logprobs: dict[Row, Any] = {}
-        for start in range(0, len(rows), size):
-            part = slice(start, start + size)
-            logits = self.model.lm_head(hidden[part])
-            seqs = [row.seq for row in batch.sampled[part]]
-            drawn = slice(start, start + len(seqs))
-            tokens[drawn] = sample(logits, step.draws.of(drawn), seqs, self.last_sampled)
-            if batch.scored or any(seq.params.logprobs is not None for seq in seqs):
-                find_logprobs = extension("logprobs").find_logprobs
-                logprobs |= find_logprobs(logits, tokens[part], rows[part])
-        tokens = tokens[:len(batch.sampled)]
+        for start in range(0, len(tokens), size):
+            logits = self.model.lm_head(hidden[start:start + size])
+            rows = batch.sampled[start:start + size]
+            part = slice(start, start + len(rows))
+            tokens[part] = sample(
+                logits, step.draws.of(part), [row.seq for row in rows], self.last_sampled)
+            self.observe(rows, logits, tokens[part])
         # There are more than max_num_seqs only when forks begin, and then the next step waits for
         # their tokens. For NO_TOKEN the next step computes token 0, whose result is not used.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)
-        return Launched(batch, tokens, logprobs, self.began, self.timestamp())
+        return Launched(batch, tokens, self.began, self.timestamp())
+
+    def observe(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
+        """Is called with the logits, and the tokens of these rows, for log-probabilities."""
 
     def timestamp(self) -> Any:
-        """Returns the current time of a CPU; on a GPU an event after all work that is queued, which
-        can be timed with trace=True."""
+        """Returns the current time of a CPU; on a GPU an event after all work that is queued."""
         if self.device == "cpu":
             return time.monotonic()
-        event = torch.cuda.Event(enable_timing=self.config.trace)
+        event = torch.cuda.Event(enable_timing=self.is_traced)
         return torch.cuda.current_stream().record_event(event)
 
 
@@ -239,8 +243,8 @@ def choose_device(device: str) -> Any:
 def choose_dtype(dtype: str, device: str) -> torch.dtype:
     """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without bfloat16."""
     has_bfloat16 = device == "cuda" or kernels(device).has_bfloat16()
-    fastest = torch.bfloat16 if has_bfloat16 else torch.float32
-    return fastest if dtype == "auto" else getattr(torch, dtype)
+    fastest = "bfloat16" if has_bfloat16 else "float32"
+    return getattr(torch, fastest if dtype == "auto" else dtype)
 
 
 def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) -> tuple[int, int]:
@@ -257,16 +261,3 @@ def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) ->
         raise rejected("max_model_len", config.max_model_len or limit, f"at most {longest}: "
                        f"{num_blocks} blocks of {config.block_size}, and the model's own {limit}")
     return num_blocks, config.max_model_len or longest
-
-
-def largest_batch(config: EngineConfig, max_model_len: int) -> Batch:
-    """Returns the step that takes the most memory: as many tokens as a step can have, at the end of
-    as few sequences as possible, and rows for all sequences that could be sampled, with the
-    parameters that take the most."""
-    num_seqs = min(config.max_num_seqs, -(-config.max_num_batched_tokens // max_model_len))
-    num_tokens = min(config.max_num_batched_tokens // num_seqs, max_model_len)
-    more: Any = dict(logprobs=20, presence_penalty=1.0, logit_bias={0: 1.0})
-    batch = dummy_batch(num_seqs, num_tokens, max_model_len, min_p=0.1, top_p=0.9,
-                        **more if has_extensions() else {})
-    batch.sampled = [batch.sampled[row % num_seqs] for row in range(config.max_num_seqs)]
-    return batch

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from nanoengine.seams import extension
 from nanoengine.sequence import Sequence
 
 
@@ -142,12 +141,8 @@ class Completion:
         text = self.text if is_whole else self.text[:max(0, len(self.text) - self.num_held_back)]
         # an interrupted step can leave a pending token
         token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
-        found = [seq.logprobs[seq.num_prompt_tokens + i].read(self.tokenizer)
-                 for i in range(len(token_ids))] if seq.params.logprobs is not None else []
-        chosen = [logprobs[token_id].logprob for logprobs, token_id in zip(found, token_ids)]
-        logprobs, cumulative = (found, sum(chosen)) if chosen else (None, None)
         return CompletionOutput(
-            seq.index, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
+            seq.index, text, token_ids, None, None, seq.finish_reason, seq.stop_reason)
 
 
 @dataclass(eq=False)
@@ -185,10 +180,6 @@ class Request:
         """Returns the output of the request so far."""
         seq = self.seq
         outputs = [completion.output() for completion in self.completions]
-        metrics = seq.metrics and seq.metrics.so_far(outputs)
-        prompt_logprobs = seq.is_scored and extension("logprobs").of_prompt(
-            seq, self.completions[0].tokenizer)
         return RequestOutput(
             seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens], outputs,
-            self.is_finished, seq.num_cached_tokens or 0, metrics, self.index,
-            prompt_logprobs or None)
+            self.is_finished, seq.num_cached_tokens or 0, None, self.index)

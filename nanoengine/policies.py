@@ -1,16 +1,10 @@
-"""The scheduler's policies: small functions, in tables by name.
+"""How a step is filled: small functions from the scheduler to a batch, in a table by name.
 
-Your own policy is a function like those here. Pass it to `LLM` in place of a name, or add it to a
-table under a new name.
-
-    LLM(model, scheduling="mixed", preemption_victim=lambda running: running[0])
-
-nanoengine_extensions/policies.py adds more policies: other victims, and some for comparison.
+nanoengine_extensions/policies.py adds others: ways to fill a step, which sequence is preempted, how
+many blocks a sequence holds, and functions of a user's own.
 """
 
 from typing import Any
-from nanoengine.seams import extension, has_extensions, rejected
-
 
 
 def prefill_first(scheduler: Any) -> Any:
@@ -29,35 +23,4 @@ def mixed(scheduler: Any) -> Any:
     return scheduler.build([*scheduler.running], admit=True)
 
 
-# from the scheduler to the batch of a step
 BATCHING = {"prefill-first": prefill_first, "mixed": mixed}
-
-# which running sequence is preempted; `running` is in the order of admission
-VICTIMS: dict[str, Any] = {"youngest": lambda running: running[-1]}
-
-# The least number of tokens for which a sequence holds blocks from its admission on: those that it
-# has (then it can be preempted), or all that it can ever have.
-KV_ALLOCATION = {
-    "on-demand": lambda seq, max_model_len: 0,
-    "reserve": lambda seq, max_model_len: seq.max_num_tokens}
-
-# by the option of `LLM`
-POLICIES: dict[str, dict[str, Any]] = {
-    "scheduling": BATCHING, "preemption_victim": VICTIMS, "kv_allocation": KV_ALLOCATION}
-
-
-def find_policy(option: str, policy: Any) -> Any:
-    """Returns the function of a name, or the function that was given.
-
-    Raises ValueError for any other name.
-    """
-    if callable(policy):
-        return policy
-    table = POLICIES[option]
-    # a list: what a user gives need not be hashable
-    if policy not in [*table] and has_extensions():
-        # it adds its policies to the tables
-        extension("policies")
-    if policy not in [*table]:
-        raise rejected(option, policy, f"one of {[*table]}, or a function like these")
-    return table[policy]

@@ -37,6 +37,8 @@ class InputProcessor:
     """
 
     max_model_len: int
+    # the extensions have another
+    make_request: Any = Request
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
         self.config = config
@@ -49,8 +51,7 @@ class InputProcessor:
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
-                           "there is none in its folder, or `skip_tokenizer_init=True`")
+            raise rejected("tokenizer", None, "there, for texts, stop strings, bad words, grammars")
         return self.tokenizer
 
     def make_requests(self, prompts: Any, params: Any, priority: Any = None) -> list[Request]:
@@ -65,11 +66,11 @@ class InputProcessor:
             for given in (params or self.default_params, priority or 0))
         parsed = [self.parse(*each) for each in enumerate(prompts)]
         for each in params:
-            if each.stop or each.bad_words or each.structured_outputs is not None:
+            if each.stop:
                 self.get_tokenizer()
         # only now, so that a refused call uses up no numbers (but a grammar is only refused below)
         checked = zip(range(len(prompts)), parsed, params, priorities, strict=True)
-        return [self._make_request(*each) for each in checked]
+        return [self._request_of(*each) for each in checked]
 
     def parse(self, index: int, prompt: Any) -> tuple[str | None, list[int]]:
         """Returns the text (if there is one) and the token ids of a prompt in any form."""
@@ -92,13 +93,12 @@ class InputProcessor:
                                  f"0 to {self.vocab_size - 1}")
         return text, list(map(int, token_ids))
 
-    def _make_request(self, index: int, prompt: tuple[str | None, list[int]],
+    def _request_of(self, index: int, prompt: tuple[str | None, list[int]],
                       params: SamplingParams, priority: int) -> Request:
         """Returns a request with the sequence of its first completion, and forks for the others."""
         text, token_ids = prompt
         # later changes by the user have no effect here
         params = params.clone()
-        priority = priority if self.config.scheduling_policy == "priority" else 0
         number = next(self.numbers)
         most = params.max_tokens or self.max_model_len
         stops: dict[int, int | None] = {token: token for token in params.stop_token_ids}
@@ -114,4 +114,5 @@ class InputProcessor:
             for each in seqs:
                 extension("constraints").constrain(
                     each, list(ends), self.tokenizer, self.vocab_size)
-        return Request(text, [Completion(each, self.tokenizer) for each in seqs], index)
+        completions = [Completion(each, self.tokenizer) for each in seqs]
+        return self.make_request(text, completions, index)

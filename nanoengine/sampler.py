@@ -3,9 +3,9 @@
     a matrix of logits ── constrain ──▶ scale ──▶ truncate ──▶ draw ──▶ a token for each row
 
 `StepInputs.draws` has the parameters of each row of logits. They came to the device with the other
-inputs, so that nothing here waits for a GPU. All rows that need more than a temperature are sampled
-as one matrix, in parts that fit a cache. There is no generator state: a draw depends only on the
-seed of its sequence and on its position.
+inputs, so that nothing here waits for a GPU. Greedy rows take the likeliest token. All others are
+sampled as one matrix, in parts that fit a cache. There is no generator state: a draw depends only
+on the seed of its sequence and on its position.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.seams import extension, kernels
-from nanoengine.sequence import NO_TOKEN, NONE_LEFT, Sequence
+from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine.step_inputs import Draws, send
 
 # The most logits of one matrix. On a CPU it fits the cores' caches; on a GPU it is small compared
@@ -34,42 +34,30 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     draws: that of the step, for these rows.
     last_sampled: the values of pending tokens.
 
-    A row with NaN or infinity gets NO_TOKEN; a row whose constraints permit no token, NONE_LEFT.
+    A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
-    plain = logits[:len(seqs)]
-    is_greedy = not any(seq.params.temperature for seq in seqs if not seq.params.edits)
-    drawn = likeliest(plain) if is_greedy else sample_plain(plain, draws)
-    edited = [row for row, seq in enumerate(seqs) if seq.params.edits]
+    found = likeliest(logits[:len(seqs)])
+    rest = [row for row, seq in enumerate(seqs) if seq.params.temperature or seq.params.edits]
     # rows with the same edits side by side: a matrix gets the edits that some of its rows need
-    edited.sort(key=lambda row: seqs[row].params.edits)
-    for start in range(0, len(edited), max_rows(logits)):
-        rows = edited[start:start + max_rows(logits)]
+    rest.sort(key=lambda row: seqs[row].params.edits)
+    for start in range(0, len(rest), max_rows(logits)):
+        rows = rest[start:start + max_rows(logits)]
         index = send(rows, logits.device)
-        drawn[index] = sample_edited(
+        found[index] = sample_matrix(
             logits[index].float(), draws.of(index), [seqs[row] for row in rows], last_sampled)
-    return drawn
+    return found
 
 
-def sample_edited(scores: Tensor, draws: Draws, seqs: list[Sequence],
+def sample_matrix(scores: Tensor, draws: Draws, seqs: list[Sequence],
                   last_sampled: Tensor) -> Tensor:
-    """Returns one token for each row of scores, with constraints and truncations."""
+    """Returns one token for each row of scores, which it overwrites."""
     edits = {edit for seq in seqs for edit in seq.params.edits}
     if "constraints" in edits:
         extension("constraints").apply(scores, seqs, last_sampled)
-    is_left = scores.amax(dim=-1) != -math.inf
     scale(scores, draws.temperature)
     tokens, scores = truncate(scores, draws, edits, [seq.params.top_k for seq in seqs])
     places = draw(scores, draws.uniform)
-    found = tokens[places.clamp(min=0)].where(places >= 0, places)
-    return found.where(is_left, NONE_LEFT)
-
-
-def sample_plain(logits: Tensor, draws: Draws) -> Tensor:
-    """Returns one token for each row by temperature alone."""
-    most = max_rows(logits)
-    columns = zip(draws.temperature.split(most), draws.uniform.split(most))
-    return torch.cat([draw(scale(part.to(torch.float32, copy=True), temperature), uniform)
-                      for part, (temperature, uniform) in zip(logits.split(most), columns)])
+    return tokens[places.clamp(min=0)].where(places >= 0, places)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -99,7 +87,7 @@ def truncate(scores: Tensor, draws: Draws, edits: set[str],
     al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p of the rest,
     renormalised. edits: what some row needs; top_ks: of the rows, known without waiting.
     """
-    if edits == {"constraints"}:
+    if edits <= {"constraints"}:
         return torch.arange(scores.shape[1], device=scores.device), scores
     top_p = draws.top_p[:, None]
     # lower scores cannot be drawn

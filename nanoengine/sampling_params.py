@@ -3,35 +3,29 @@
 Nothing here knows a model: `requests.py` makes the checks that need a vocabulary or a tokenizer.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf
 from typing import Any
-from nanoengine.seams import Condition, check, strict
+from nanoengine.seams import check
 
 
-CONDITIONS: tuple[Condition, ...] = (
+CONDITIONS: Any = (
     ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),
     ("n", lambda p: p.n == 1 or p.temperature > 0,
      "1 for temperature=0 (n must be 1 when using greedy sampling, got {n})"),
-    ("temperature", lambda p: 0 <= p.temperature < inf, "at least 0"),
-    ("top_k", lambda p: -1 <= p.top_k < 2**31, "at least -1"),
+    ("temperature", lambda p: 0 <= p.temperature, "at least 0"),
     ("top_p", lambda p: 0 < p.top_p <= 1, "above 0, and at most 1"),
     ("min_p", lambda p: 0 <= p.min_p <= 1, "from 0 to 1"),
-    ("repetition_penalty", lambda p: 0 < p.repetition_penalty < inf, "above 0"),
     ("max_tokens", lambda p: p.max_tokens is None or p.max_tokens >= 1, "at least 1, or None"),
-    ("min_tokens", lambda p: 0 <= p.min_tokens <= (p.max_tokens or inf),
+    ("min_tokens", lambda p: 0 <= p.min_tokens <= (p.max_tokens or p.min_tokens),
      "0 to max_tokens={max_tokens}"),
     ("stop", lambda p: isinstance(p.stop, list) and all(p.stop), "a list of texts, none empty"),
     ("detokenize", lambda p: p.detokenize or not p.stop, "True for stop={stop!r}"))
 
 
-@strict
 @dataclass(kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
-
     n: the number of completions of a prompt, at most 16384; the prompt is computed once. More than
         1 needs a temperature above 0.
     temperature: divides the logits; 0 is greedy.
@@ -49,28 +43,11 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string, or the text of the stop token or EOS, in the
         text.
     ignore_eos: go on after EOS.
-    logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
-        likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
-    prompt_logprobs: the same for each token of the prompt except the first, in
-        `RequestOutput.prompt_logprobs`. The prompt is then computed anew, whatever is cached.
-    presence_penalty: subtracted from the logits of tokens that were generated before.
-    frequency_penalty: the same, once for each time that the token was generated.
-    repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
-        output (Keskar et al., 2019, arXiv:1909.05858).
-    bad_words: texts that are never generated; the prompt does not count.
-    allowed_token_ids: the only tokens that may be generated.
-    logit_bias: numbers to add to logits, by token id.
-    logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
-        tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
-    structured_outputs: what the text must be, one of {"json": schema}, {"json_object": True},
-        {"regex": text}, {"choice": list of texts} and {"grammar": text in EBNF}: see
-        structured_outputs.py.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text at all; stop strings need it.
 
-    Temperature, repetition_penalty and biases are clamped in magnitude to 1e-18 … 1e18; 0 stays 0.
-
-    Raises ValueError for a value out of range, with its name and what is accepted.
+    nanoengine_extensions/options.py adds those of optional features, such as log-probabilities and
+    penalties. Raises ValueError for a value out of range, with its name and what is accepted.
     """
 
     n: int = 1
@@ -85,16 +62,6 @@ class SamplingParams:
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    bad_words: list[str] = field(default_factory=list)
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[int, float] | None = None
-    logits_processors: list[Callable] = field(default_factory=list)
-    structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -107,10 +74,7 @@ class SamplingParams:
 
         Greedy rows need no truncation: the likeliest token is always kept.
         """
-        asked: dict[str, Any] = {"constraints": (
-            self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
-            or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-            or self.logits_processors or self.structured_outputs is not None)}
+        asked = {"constraints": self.min_tokens > 0}
         if self.temperature:
             asked |= {"min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
         return tuple(name for name, is_asked in asked.items() if is_asked)

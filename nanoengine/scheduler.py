@@ -12,17 +12,14 @@ blocks, but no tensor and no text. The policies are functions in policies.py.
                  out, or dropped (then the prefix cache may still have it when it comes back)
 """
 
-from bisect import insort_left, insort_right
 from collections import deque
-from operator import attrgetter
+from typing import Any
 
 from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.policies import find_policy
-from nanoengine.sequence import FAILURES, Sequence
-
-BY_PRIORITY = attrgetter("priority")
+from nanoengine.policies import BATCHING
+from nanoengine.sequence import Sequence
 
 
 class Scheduler:
@@ -30,22 +27,16 @@ class Scheduler:
 
     config: the most sequences that run, the most tokens that a step computes (tokens from the
         prefix cache do not count), and the policies.
-    max_model_len: the most tokens of any sequence.
     """
 
-    def __init__(self, manager: BlockManager, config: EngineConfig, max_model_len: int) -> None:
+    def __init__(self, manager: BlockManager, config: EngineConfig) -> None:
         self.block_manager = manager
         self.config = config
-        self.max_model_len = max_model_len
-        self.choose_batch = find_policy("scheduling", config.scheduling)
-        self.choose_victim = find_policy("preemption_victim", config.preemption_victim)
-        self.tokens_to_hold = find_policy("kv_allocation", config.kv_allocation)
-        self.num_steps = 0
+        self.choose_batch: Any = BATCHING.get(config.scheduling)
         self.reset()
 
     def reset(self) -> None:
         """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
-        # sorted by priority, then by arrival
         self.waiting: deque[Sequence] = deque()
         # in the order of admission
         self.running: deque[Sequence] = deque()
@@ -53,16 +44,10 @@ class Scheduler:
         self.preempted: list[tuple[Sequence, str]] = []
         self.block_manager.reset()
 
-    def most_tokens(self, seq: Sequence) -> int:
-        """Returns the most tokens for which a sequence can ever hold blocks. From now on, it holds
-        blocks for `num_held_tokens` when it is admitted."""
-        seq.num_held_tokens = min(self.tokens_to_hold(seq, self.max_model_len), self.max_model_len)
-        return max(seq.num_held_tokens, seq.max_num_tokens)
-
     def check(self, seq: Sequence) -> None:
         """Raises ValueError if a sequence, or one of its forks, could never run."""
         manager = self.block_manager
-        num_tokens = max(map(self.most_tokens, (seq, *seq.forks)))
+        num_tokens = max(map(manager.most_tokens, (seq, *seq.forks)))
         if manager.num_blocks_for(num_tokens) > manager.num_blocks:
             raise ValueError(f"request {seq.request_id}: {num_tokens} tokens do not fit: "
                              f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
@@ -70,7 +55,15 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queues a sequence and its forks."""
         self.check(seq)
-        insort_right(self.waiting, seq, key=BY_PRIORITY)
+        self.enqueue(seq)
+
+    def enqueue(self, seq: Sequence, in_front: bool = False) -> None:
+        """Lets a sequence wait. nanoengine_extensions/policies.py has one with priorities."""
+        (self.waiting.appendleft if in_front else self.waiting.append)(seq)
+
+    def choose_victim(self) -> Sequence:
+        """Returns the sequence to preempt: the youngest. An extension has other policies."""
+        return self.running[-1]
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -85,7 +78,6 @@ class Scheduler:
         if batch:
             batch.copies = self.block_manager.take_copies()
             batch.preempted, self.preempted = self.preempted, []
-            self.num_steps += 1
         return batch
 
     def build(self, candidates: list[Sequence], admit: bool) -> Batch:
@@ -126,7 +118,7 @@ class Scheduler:
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            self.preempt(self.choose_victim(self.running))
+            self.preempt(self.choose_victim())
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
             manager.may_append(seq)
@@ -140,9 +132,6 @@ class Scheduler:
         if not num_tokens:
             return
         index = len(batch.sequences)
-        if start < seq.num_prompt_tokens and seq.is_scored:
-            positions = range(start + 1, min(stop + 1, seq.num_prompt_tokens))
-            batch.scored += [Row(index, seq, position) for position in positions]
         if stop == len(seq.token_ids):
             # The parent comes last: its forks must share its blocks before it can finish.
             for each in (*seq.forks, seq):
@@ -207,17 +196,18 @@ class Scheduler:
                 taken.append(seq)
                 seq.token_ids[-1] = token_id
                 if token_id < 0:
-                    self._fail(seq, token_id)
+                    self._fail(seq)
                 elif token_id in seq.end_tokens:
                     self.finish(seq, "stop", seq.end_tokens[token_id])
         return taken
 
-    def _fail(self, seq: Sequence, code: int) -> None:
+    def _fail(self, seq: Sequence) -> None:
         """Ends a sequence for which no token can be sampled. The cache forgets its blocks, whose K
-        and V can be NaN, too. code: the reason, in place of a token."""
+        and V can be NaN as well."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
-        self.finish(seq, "error", str(seq.error or f"request {seq.request_id}: {FAILURES[code]}"))
+        self.finish(seq, "error", str(seq.error or f"request {seq.request_id}: its logits are NaN "
+                                      "or infinite, or its constraints leave no token"))
 
     # ---------------------------------------------------------------------- one sequence
 
@@ -228,12 +218,12 @@ class Scheduler:
             self.block_manager.allocate(child, parent)
             self.running.append(child)
         else:
-            insort_left(self.waiting, child, key=BY_PRIORITY)
+            self.enqueue(child, in_front=True)
 
     def preempt(self, seq: Sequence) -> None:
         """Moves a running sequence to the front of waiting, without its blocks."""
         self.running.remove(seq)
-        insort_left(self.waiting, seq, key=BY_PRIORITY)
+        self.enqueue(seq, in_front=True)
         seq.num_preempted_tokens = seq.num_computed_tokens
         self.preempted.append((seq, self.block_manager.preempt(seq)))
 

@@ -7,7 +7,6 @@ The engine needs none of the packages beside it. It reaches each of them here al
     nanoengine_gpu          replaces Python in CPython's heapq; tensors in, tensors out
 """
 
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
@@ -38,8 +37,6 @@ def extension(name: str) -> Any:
 # The engine itself refuses what would hang, compute something else in silence, or fail in the
 # middle of a step. Strict types, and errors that name the nearest keyword, are an extension.
 
-# the name of a field, whether its value can be used, and what is accepted
-Condition = tuple[str, Callable[[Any], bool], str]
 
 
 def rejected(name: str, value: Any, accepted: str) -> ValueError:
@@ -47,17 +44,14 @@ def rejected(name: str, value: Any, accepted: str) -> ValueError:
     return ValueError(f"{name}={value!r:.1000} is not accepted: it must be {accepted}")
 
 
-def check(options: Any, conditions: Iterable[Condition]) -> None:
-    """Raises ValueError for the first condition that does not hold."""
+def check(options: Any, conditions: Any) -> None:
+    """Raises ValueError for the first condition that does not hold.
+
+    conditions: each the name of a field, whether the options can be used, and what is accepted.
+    """
     for name, holds, accepted in conditions:
         if not holds(options):
             raise rejected(name, getattr(options, name), accepted.format(**vars(options)))
-
-
-def strict(kind: Any) -> Any:
-    """Decorates a dataclass of options: the extension checks what is given to it, and what is
-    assigned to its fields later. Without the extension, the class stays as it is."""
-    return extension("checks").strict(kind) if has_extensions() else kind
 
 
 def naming(what: object) -> Any:

@@ -22,10 +22,6 @@ from nanoengine.sampling_params import SamplingParams
 # What the sampler returns for a row without a token to sample. Negative numbers near 0 are pending
 # tokens: see `Sequence.token_ids`.
 NO_TOKEN = -(2**30)
-NONE_LEFT = NO_TOKEN - 1
-FAILURES = {
-    NO_TOKEN: "its logits are NaN or infinite, from the model or its processors",
-    NONE_LEFT: "its constraints (bad_words, min_tokens, …) leave no token"}
 
 
 # two unsigned numbers of 64 bits
@@ -62,7 +58,6 @@ class Sequence:
     constraints: the state that constraints.py keeps for it, if its parameters need any.
     metrics: the timings of its request, see metrics.py in the extensions.
     logprobs_temperature: divides the logits for its `logprobs`, if it is not 0.
-    num_held_tokens: once admitted, it holds blocks for at least this many tokens.
     """
 
     request_id: str
@@ -78,7 +73,6 @@ class Sequence:
     constraints: Any = None
     logprobs_temperature: float = 0.0
     metrics: Any = None
-    num_held_tokens: int = 0
 
     num_computed_tokens: int = state(int)
     block_table: array = state(lambda: array("i"))
@@ -98,13 +92,10 @@ class Sequence:
     error: Exception | None = state(lambda: None)
 
     num_tokens = property(lambda self: len(self.token_ids))
-    num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)
     num_known_tokens = property(lambda self: len(self.token_ids) - (self.token_ids[-1] < 0))
     is_running = property(lambda self: len(self.block_table) > 0)
     # whether the next step has to wait for its last token
     is_awaited = property(lambda self: self.needs_tokens and self.token_ids[-1] < 0)
-    # whether it wants prompt_logprobs: each step that computes a chunk of its prompt scores it
-    is_scored = property(lambda self: self.params.prompt_logprobs is not None)
 
     def uniform(self, position: int) -> float:
         """The number in [0, 1) that decides its token at a position; 0 for greedy ones."""

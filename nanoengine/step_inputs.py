@@ -35,7 +35,7 @@ class Draws(NamedTuple):
 
 @dataclass
 class StepInputs:
-    """What the device needs for one step: T tokens of S sequences, R rows to sample, Q to score.
+    """What the device needs for one step: T tokens of S sequences, R rows to sample.
 
     buffer: int32, of which all tensors below are views.
     longest_query, longest_keys: the most tokens, and the most keys, of any sequence (max_seqlen).
@@ -48,9 +48,7 @@ class StepInputs:
     key_starts: (S + 1,), cumulative key counts (cu_seqlens_k).
     lengths: (S,), how many keys each sequence has, including this step's (cache_seqlens).
     block_tables: (S, width), padded with 0.
-    logits_indices: (R + Q,), which of the T tokens get logits: R to sample the next one, then Q to
-        score the next one, which is known.
-    scored_tokens: (Q,), these known ones.
+    logits_indices: (R,), which of the T tokens get logits, to sample the next one.
 
     The other tensors are int32.
 
@@ -77,7 +75,6 @@ class StepInputs:
     lengths: Tensor
     block_tables: Tensor
     logits_indices: Tensor
-    scored_tokens: Tensor
 
     @classmethod
     def from_buffer(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
@@ -110,16 +107,15 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.nda
     block_tables = np.frombuffer(b"".join(tables), np.int32).reshape(-1, width)
     blocks = block_tables[owners, positions // block_size].astype(np.int64)
 
-    rows = batch.sampled + batch.scored
+    rows = batch.sampled
     logits_indices = offsets[[row.source for row in rows]] + [row.position - 1 for row in rows]
-    scored_tokens = [row.seq.token_ids[row.position] for row in batch.scored]
     draws = [(p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(position))
-             for _, seq, position in batch.sampled for p in [seq.params]]
+             for _, seq, position in rows for p in [seq.params]]
 
     # 64-bit numbers come first, so that they are aligned; a row of draws is a field of `Draws`
     slot_mapping = blocks * block_size + positions % block_size
     in_32_bits = [token_ids, positions, owners, query_starts, np.append(0, lengths.cumsum()),
-                  lengths, block_tables, logits_indices, scored_tokens]
+                  lengths, block_tables, logits_indices]
     return [np.array(draws, float).reshape(-1, 5).T.copy(), slot_mapping,
             *(np.asarray(array, np.int32) for array in in_32_bits)]
 
@@ -137,8 +133,7 @@ def to_buffer(arrays: list[np.ndarray], device: str) -> tuple[Tensor, Layout]:
     buffer = torch.empty(
         sum(map(len, words)), dtype=torch.int32, device="cpu", pin_memory=device == "cuda")
     np.concatenate(words, out=buffer.numpy())
-    return buffer, tuple(
-        (array.dtype.name, array.shape, array.nbytes // 4) for array in arrays)
+    return buffer, tuple((array.dtype.name, array.shape, array.nbytes // 4) for array in arrays)
 
 
 def send(numbers: Any, device: torch.device) -> Tensor:

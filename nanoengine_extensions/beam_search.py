@@ -22,11 +22,12 @@ from heapq import nlargest
 from typing import Any
 
 from nanoengine.outputs import Request
-from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
-from nanoengine.seams import rejected, strict
+from nanoengine.seams import rejected
 from nanoengine.sequence import Sequence
+from nanoengine_extensions.checks import strict
 from nanoengine_extensions.logprobs import Logprob
+from nanoengine_extensions.options import SamplingParams
 
 
 @strict
@@ -110,7 +111,7 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     token, or a beam of the first search, and then all beams of this search fit and continue.
     """
     beams = next((search.scores for search in searches if not search.is_finished), {})
-    if not any(seq.num_uncomputed_tokens for seq in scheduler.running):
+    if not any(seq.num_tokens > seq.num_computed_tokens for seq in scheduler.running):
         while scheduler.running:
             scheduler.preempt(scheduler.running[-1])
         scheduler.waiting = deque(
@@ -130,7 +131,7 @@ class BeamSearch(Request):
         super().__init__(request.prompt, request.completions)
         seq = self.seq
         manager = scheduler.block_manager
-        most = manager.num_blocks // manager.num_blocks_for(scheduler.most_tokens(seq))
+        most = manager.num_blocks // manager.num_blocks_for(manager.most_tokens(seq))
         if params.beam_width > min(most, scheduler.config.max_num_seqs):
             raise rejected("beam_width", params.beam_width, f"at most {most} with num_kv_blocks="
                            f"{manager.num_blocks}, or max_num_seqs={scheduler.config.max_num_seqs}")
@@ -158,8 +159,9 @@ class BeamSearch(Request):
         if beam.finish_reason != "error":
             beam.token_ids.pop()
             self.found[beam] = beam.logprobs.pop(beam.num_tokens).read()
-        if len(self.found) == len(self.scores) and all(
-                beam.finish_reason or not beam.num_uncomputed_tokens for beam in self.scores):
+        have_paused = [beam.finish_reason or beam.num_tokens == beam.num_computed_tokens
+                       for beam in self.scores]
+        if len(self.found) == len(self.scores) and all(have_paused):
             self._go_on(self._choose())
 
     def _choose(self) -> list[tuple[float, Sequence, int]]:

@@ -32,7 +32,7 @@ from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import known_ids, send
 
 
-def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: int) -> None:
+def constrain(seq: Any, end_tokens: list[int], tokenizer: Any, vocab_size: int) -> None:
     """Prepares a sequence for the constraints in its parameters.
 
     vocab_size: that of the model. Its tokenizer can know more tokens, which are never generated.
@@ -70,7 +70,7 @@ def constrain(seq: Sequence, end_tokens: list[int], tokenizer: Any, vocab_size: 
     seq.constraints = texts, words
 
 
-def apply(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
+def apply(scores: Tensor, seqs: list[Any], last_sampled: Tensor) -> None:
     """Changes float32 logits in place; there is a row for each sequence.
 
     last_sampled: the values of pending tokens.
@@ -130,7 +130,7 @@ def tokens_completing(word: bytes, tokenizer: Any, vocab_size: int) -> list[np.n
     return [np.array(sorted(each), np.int64) for each in found]
 
 
-def biases(seq: Sequence) -> dict[int, float]:
+def biases(seq: Any) -> dict[int, float]:
     """Returns the biases for the next step, by token id.
 
     If only some tokens are allowed, the result lists all of them, and all others are forbidden.
@@ -158,7 +158,7 @@ def forbidden(seq: Sequence) -> Iterator[np.ndarray]:
                 yield token_ids
 
 
-def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
+def add_biases(scores: Tensor, seqs: list[Any]) -> None:
     """Applies the result of `biases` in place, and -inf to tokens that are not allowed, or that are
     forbidden."""
     found = [(row, *each) for row, seq in enumerate(seqs) for each in biases(seq).items()]
@@ -176,7 +176,7 @@ def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
         scores[rows, token_ids] = -math.inf
 
 
-def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
+def penalize(scores: Tensor, seqs: list[Any], last_sampled: Tensor) -> None:
     """Applies, in place, the repetition penalty (Keskar et al., 2019, arXiv:1909.05858), also to
     tokens of the prompt; then OpenAI's penalties for generated tokens, once (presence) and for each
     occurrence (frequency)."""
@@ -200,7 +200,7 @@ def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None
     scores[places] = seen - presence * (counts > 0) - frequency * counts
 
 
-def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
+def run_processors(logits: Tensor, seq: Any) -> Tensor:
     """Returns a row of float32 logits, (1, vocab_size), after the processors of its request.
 
     Each processor gets copies, which it can keep or overwrite. Processors cannot repair NaN or

@@ -12,20 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import nanoengine.llm
-from nanoengine.config import EngineConfig
-from nanoengine.model_runner import ModelRunner
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import FORMS, InputProcessor, Params
-from nanoengine.sampling_params import SamplingParams
 from nanoengine.seams import naming, rejected
 from nanoengine_extensions.beam_search import (
     BeamSearchOutput, BeamSearchParams, BeamSearchSequence, beam_search)
 from nanoengine_extensions.engine import Engine
+from nanoengine_extensions.generation_config import defaults_of
+from nanoengine_extensions.logprobs import ScoredRequest
 from nanoengine_extensions.metrics import RequestMetrics
+from nanoengine_extensions.options import EngineConfig, SamplingParams
+from nanoengine_extensions.runner import Runner
 
 
 class StrictInputProcessor(InputProcessor):
     """Checks the types of all arguments of a call, and token ids in parameters."""
+
+    config: EngineConfig
+    make_request = ScoredRequest
+
+    def __init__(self, config: EngineConfig, model_config: Any, folder: Path) -> None:
+        super().__init__(config, model_config, folder)
+        with naming(file := folder / "generation_config.json"):
+            more = defaults_of(file)
+            self.default_params = SamplingParams(**vars(self.default_params) | more)
 
     @cached_property
     def tokenizer_of_user(self) -> Any:
@@ -39,7 +49,11 @@ class StrictInputProcessor(InputProcessor):
             prompts = [prompts]
         params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
         priorities = one_for_each(len(prompts), "priority", priority, 0)
+        if self.config.scheduling_policy != "priority":
+            priorities = [0] * len(prompts)
         for each in params:
+            if each.bad_words or each.structured_outputs is not None:
+                self.get_tokenizer()
             for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
                 self._check_vocabulary(name, getattr(each, name) or ())
         requests = super().make_requests(prompts, params, priorities)
@@ -80,13 +94,14 @@ class LLM(nanoengine.llm.LLM):
 
     # for help() and notebooks
     __signature__ = signature(EngineConfig)
+    make_config = EngineConfig
     make_inputs = StrictInputProcessor
     make_engine = Engine
 
     @staticmethod
-    def make_runner(config: EngineConfig, model_config: Any, folder: Path) -> ModelRunner:
+    def make_runner(config: EngineConfig, model_config: Any, folder: Path) -> Runner:
         """Returns a runner for one device, or for several. Adds advice to an error of memory."""
-        kind = ModelRunner
+        kind = Runner
         if config.tensor_parallel_size > 1:
             from nanoengine_extensions.tensor_parallel import TensorParallelRunner as kind
         try:
@@ -127,6 +142,11 @@ class LLM(nanoengine.llm.LLM):
         """
         return beam_search(self, prompts, params)
 
+    def queue(self, requests: list[Any]) -> None:
+        if self.engine.runner is None:
+            raise RuntimeError("the LLM is closed")
+        super().queue(requests)
+
     def abort(self, requests: list[Any]) -> None:
         with naming(rejected("requests", requests, "a list of what `add` returned")):
             requests = [each for each in requests if not each.is_finished]
@@ -161,4 +181,4 @@ class LLM(nanoengine.llm.LLM):
 
 # what `nanoengine` exports besides
 EXPORTS = {each.__name__: each for each in (
-    LLM, BeamSearchOutput, BeamSearchParams, BeamSearchSequence)}
+    LLM, SamplingParams, BeamSearchOutput, BeamSearchParams, BeamSearchSequence)}

@@ -1,8 +1,8 @@
 """Log-probabilities of generated tokens (`logprobs`) and of prompts (`prompt_logprobs`).
 
-The engine uses it in two places. `ModelRunner.sample` calls `find_logprobs` for the rows of a step
-that need any, and the engine keeps the result, by position, in `Sequence.logprobs`; `outputs.py`
-calls `RowLogprobs.read` once the step is done.
+runner.py calls `find_logprobs` for the rows of a step, and engine.py keeps the result, by position,
+in `Sequence.logprobs`. `ScoredRequest` reads it for an output. For a prompt, `ScoringScheduler`
+adds rows to a batch, as if they were sampled: what is drawn for them is not used.
 """
 
 from dataclasses import dataclass, field
@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.batch import Row
+from nanoengine.batch import Batch, Row
+from nanoengine.outputs import Request, RequestOutput
 from nanoengine.sampler import max_rows
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import send
+from nanoengine_extensions.options import SamplingParams
+from nanoengine_extensions.policies import PolicyScheduler
 
 
 @dataclass
@@ -84,20 +87,50 @@ def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
     return ""
 
 
-def num_logprobs(row: Row) -> int | None:
-    """Returns how many likeliest tokens of a row get log-probabilities: -1: all, None: none."""
-    is_scored = row.position < row.seq.num_prompt_tokens
-    return row.seq.params.prompt_logprobs if is_scored else row.seq.params.logprobs
+class Scorer(Sequence):
+    """Stands for a prompt in the rows that score its tokens; it has ended before it begins.
+
+    prompt: the sequence of this prompt.
+    """
+
+    prompt: Sequence
+
+    @classmethod
+    def of(cls, seq: Any) -> "Scorer":
+        params = SamplingParams(temperature=0, logprobs=seq.params.prompt_logprobs)
+        scorer = cls(seq.request_id, [0], seq.num_prompt_tokens, 1, params)
+        scorer.finish_reason = "length"
+        scorer.prompt = seq
+        return scorer
 
 
-def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row, RowLogprobs]:
+class ScoringScheduler(PolicyScheduler):
+    """A scheduler that has each token of a prompt scored when its chunk is computed."""
+
+    def _place(self, batch: Batch, seq: Sequence) -> None:
+        start = seq.num_computed_tokens
+        index = len(batch)
+        super()._place(batch, seq)
+        if len(batch) > index and getattr(seq.params, "prompt_logprobs", None) is not None:
+            stop = min(start + batch.num_tokens[index] + 1, seq.num_prompt_tokens)
+            scorer = Scorer.of(seq)
+            batch.sampled += [Row(index, scorer, position) for position in range(start + 1, stop)]
+
+
+def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Any]) -> dict[Row, RowLogprobs]:
     """Returns log-probabilities of raw logits, for rows that need any.
 
-    logits: (rows, vocab_size); targets: (rows,), the drawn or scored token of each row.
+    logits: (rows, vocab_size); targets: (rows,), the drawn token of each row, which does not count
+        where a prompt is scored.
     """
     # only beams have a temperature here, as their log-probabilities decide
     asked = {number: (count, row.seq.logprobs_temperature) for number, row in enumerate(rows)
-             if (count := num_logprobs(row)) is not None}
+             if (count := row.seq.params.logprobs) is not None}
+    known = {number: row.seq.prompt.token_ids[row.position] for number, row in enumerate(rows)
+             if isinstance(row.seq, Scorer)}
+    if known:
+        places, token_ids = (send([*each], logits.device) for each in (known, known.values()))
+        targets = targets.index_copy(0, places, token_ids)
     found: dict[Row, RowLogprobs] = {}
     alike = [(kind, [number for number in asked if asked[number] == kind])
              for kind in dict.fromkeys(asked.values())]
@@ -117,9 +150,9 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Row]) -> dict[Row,
         entries = torch.stack([token_ids, picked, ranks], dim=-1).to("cpu", non_blocking=True)
         for number, row_entries in zip(numbers, entries):
             row = rows[number]
-            start = row.seq.num_prompt_tokens
-            found[row] = RowLogprobs(row_entries, row.seq.token_ids, row.position,
-                                     start if row.position >= start else 0)
+            seq = getattr(row.seq, "prompt", row.seq)
+            start = 0 if seq is not row.seq else seq.num_prompt_tokens
+            found[row] = RowLogprobs(row_entries, seq.token_ids, row.position, start)
     return found
 
 
@@ -130,3 +163,24 @@ def of_prompt(seq: Sequence, tokenizer: Any) -> list[dict[int, Logprob] | None] 
         return None
     found = [seq.logprobs.get(position) for position in range(seq.num_prompt_tokens)]
     return [each and each.read(tokenizer) for each in found]
+
+
+class ScoredRequest(Request):
+    """A request whose output has log-probabilities, and timings."""
+
+    def output(self) -> RequestOutput:
+        output = super().output()
+        for completion, each in zip(self.completions, output.outputs):
+            seq: Any = completion.seq
+            start = seq.num_prompt_tokens
+            found = [seq.logprobs[position].read(completion.tokenizer)
+                     for position in range(start, start + len(each.token_ids))
+                     if seq.params.logprobs is not None]
+            if found:
+                each.logprobs = found
+                each.cumulative_logprob = sum(
+                    at[token_id].logprob for at, token_id in zip(found, each.token_ids))
+        output.metrics = self.seq.metrics.so_far(output.outputs)
+        if self.seq.params.prompt_logprobs is not None:
+            output.prompt_logprobs = of_prompt(self.seq, self.completions[0].tokenizer)
+        return output

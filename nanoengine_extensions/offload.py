@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from nanoengine.loader import place_on
 from nanoengine.model import Decoder
+from nanoengine_extensions.runner import place_on
 
 
 def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
@@ -29,11 +29,11 @@ def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
     """
     on_host: list[nn.Module] = []
 
-    def place(device: str, model: Decoder) -> None:
+    def place(model: Decoder, device: str) -> None:
         on_host.extend(choose_layers(model.layers, gibibytes * 2**30))
         modules = [model.embed_tokens, *model.layers, model.norm, model.lm_head]
-        place_on("cpu", nn.ModuleList(on_host))
-        place_on(device, nn.ModuleList(each for each in modules if each not in on_host))
+        place_on(nn.ModuleList(on_host), "cpu")
+        place_on(nn.ModuleList(each for each in modules if each not in on_host), device)
 
     model = load(place=place)
     Offload(model, on_host, "cuda")

@@ -1,15 +1,27 @@
-"""Policies for comparison: those of engines before paging and continuous batching, and others.
+"""The scheduler's policies beyond the engine's own: in tables by name, or a user's functions.
 
-They extend the tables of nanoengine/policies.py. The engine imports this file for a name that its
-tables do not have (`find_policy`), so that `LLM(model, scheduling="static")` works. Import it to
-see all names in the tables.
+    LLM(model, scheduling="mixed", preemption_victim=lambda running: running[0])
+
+Your own policy is a function like those here. Pass it to `LLM` in place of a name, or add it to a
+table under a new name. "static", "max-length", "least-recently-run", "random" and `overtaking` are
+there for comparison: engines before paging and continuous batching worked like the first two.
+
+`PolicyScheduler` and `HoldingBlockManager` put them into the engine's scheduler and block manager.
 """
 
+from bisect import insort_left, insort_right
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, find_policy
+from nanoengine.batch import Batch
+from nanoengine.block_manager import BlockManager
+from nanoengine.policies import BATCHING
+from nanoengine.scheduler import Scheduler
 from nanoengine.seams import naming, rejected
+from nanoengine.sequence import Sequence
+
+BY_PRIORITY = attrgetter("priority")
 
 
 def highest(rank: Callable[[Any], float]) -> Callable[[Any], Any]:
@@ -81,10 +93,93 @@ def overtake(scheduler: Any) -> None:
 
 
 BATCHING["static"] = static
-# for the most tokens that any sequence can have
-KV_ALLOCATION["max-length"] = lambda seq, max_model_len: max_model_len
-VICTIMS["longest"] = highest(lambda seq: seq.num_tokens)
-VICTIMS["lowest-priority"] = highest(lambda seq: seq.priority)
-VICTIMS["least-recently-run"] = highest(lambda seq: -seq.metrics.last_run_time)
-# equal in every run with the same seeds
-VICTIMS["random"] = highest(lambda seq: hash((seq.seed, seq.num_tokens)))
+
+# which running sequence is preempted; `running` is in the order of admission
+VICTIMS: dict[str, Callable[[Any], Any]] = {
+    "youngest": lambda running: running[-1],
+    "longest": highest(lambda seq: seq.num_tokens),
+    "lowest-priority": highest(lambda seq: seq.priority),
+    "least-recently-run": highest(lambda seq: -seq.metrics.last_run_time),
+    # equal in every run with the same seeds
+    "random": highest(lambda seq: hash((seq.seed, seq.num_tokens)))}
+
+# The least number of tokens for which a sequence holds blocks from its admission on: those that it
+# has (then it can be preempted), all that it can ever have, or all that any sequence can have.
+KV_ALLOCATION: dict[str, Callable[[Any, int], int]] = {
+    "on-demand": lambda seq, max_model_len: 0,
+    "reserve": lambda seq, max_model_len: seq.max_num_tokens,
+    "max-length": lambda seq, max_model_len: max_model_len}
+
+# by the option of `LLM`
+POLICIES: dict[str, dict[str, Any]] = {
+    "scheduling": BATCHING, "preemption_victim": VICTIMS, "kv_allocation": KV_ALLOCATION}
+
+
+def find_policy(option: str, policy: Any) -> Any:
+    """Returns the function of a name, or the function that was given.
+
+    Raises ValueError for any other name.
+    """
+    table = POLICIES[option]
+    # a list: what a user gives need not be hashable
+    if not callable(policy) and policy not in [*table]:
+        raise rejected(option, policy, f"one of {[*table]}, or a function like these")
+    return policy if callable(policy) else table[policy]
+
+
+class HoldingBlockManager(BlockManager):
+    """Blocks are held for later tokens. hold: one of `KV_ALLOCATION`."""
+
+    def __init__(self, *sizes: Any, hold: Callable[[Any, int], int] = KV_ALLOCATION["on-demand"],
+                 max_model_len: int = 0) -> None:
+        self.hold = hold
+        self.max_model_len = max_model_len
+        # by forks, since the start
+        self.num_shared_blocks = 0
+        super().__init__(*sizes)
+
+    def num_held_tokens(self, seq: Sequence) -> int:
+        return min(self.hold(seq, self.max_model_len), self.max_model_len)
+
+    def num_blocks_to_hold(self, seq: Sequence) -> int:
+        return max(super().num_blocks_to_hold(seq), self.num_blocks_for(self.num_held_tokens(seq)))
+
+    def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
+        num_tokens = super().allocate(seq, parent)
+        self.num_shared_blocks += num_tokens // self.block_size if parent else 0
+        return num_tokens
+
+    def find_shared(self, seq: Any, parent: Sequence | None = None) -> list[int]:
+        """A prompt that is scored shares no cached block: it needs the logits of all its tokens."""
+        is_scored = getattr(seq.params, "prompt_logprobs", None) is not None
+        return [] if is_scored and not parent else super().find_shared(seq, parent)
+
+    def most_tokens(self, seq: Sequence) -> int:
+        return max(super().most_tokens(seq), self.num_held_tokens(seq))
+
+
+class PolicyScheduler(Scheduler):
+    """A scheduler with any policies, which sorts waiting sequences by priority, then by arrival."""
+
+    config: Any
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.choose_batch = find_policy("scheduling", self.config.scheduling)
+        self.policy = find_policy("preemption_victim", self.config.preemption_victim)
+        self.num_steps = 0
+
+    def schedule(self) -> Batch:
+        batch = super().schedule()
+        self.num_steps += bool(batch)
+        return batch
+
+    def choose_victim(self) -> Sequence:
+        victim = self.policy(self.running)
+        if victim not in self.running:
+            raise rejected("preemption_victim", self.config.preemption_victim,
+                           f"one that returns a running sequence, not {victim!r}")
+        return victim
+
+    def enqueue(self, seq: Sequence, in_front: bool = False) -> None:
+        (insort_left if in_front else insort_right)(self.waiting, seq, key=BY_PRIORITY)

@@ -13,9 +13,9 @@ import psutil
 import torch
 
 from nanoengine.batch import Copies
-from nanoengine.block_manager import BlockManager
 from nanoengine.seams import rejected
 from nanoengine.sequence import Sequence
+from nanoengine_extensions.policies import HoldingBlockManager
 
 
 def add_host_pool(runner: Any) -> None:
@@ -43,13 +43,13 @@ def add_host_pool(runner: Any) -> None:
     runner.copy_blocks = copy_blocks
 
 
-class SwappingBlockManager(BlockManager):
+class SwappingBlockManager(HoldingBlockManager):
     """A block manager with a pool of `num_host_blocks` on the host. When that is full, the blocks
-    of preempted sequences are dropped. sizes: the arguments of `BlockManager`."""
+    of preempted sequences are dropped. The rest is as for `HoldingBlockManager`."""
 
-    def __init__(self, *sizes: Any, num_host_blocks: int) -> None:
+    def __init__(self, *sizes: Any, num_host_blocks: int, **options: Any) -> None:
         self.num_host_blocks = num_host_blocks
-        super().__init__(*sizes)
+        super().__init__(*sizes, **options)
 
     def reset(self) -> None:
         super().reset()

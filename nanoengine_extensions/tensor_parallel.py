@@ -10,8 +10,8 @@ with K and V of its heads, and with all embeddings and norms. For each step it g
 buffer of inputs, its shape and the block copies. Only rank 0 samples; it shares the tokens, from
 which the next step continues.
 
-`make_runner` (model_runner.py) returns a `TensorParallelRunner`, which the engine calls like any
-other runner. The model has hooks, and knows no rank.
+`LLM.make_runner` (llm.py) returns a `TensorParallelRunner`, which the engine calls like any other
+runner. The model has hooks, and knows no rank.
 """
 
 import copy
@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoengine.batch import Batch, Copies
-from nanoengine.config import EngineConfig
 from nanoengine.model import Decoder
-from nanoengine.model_runner import Launched, ModelRunner
+from nanoengine.model_runner import Launched
 from nanoengine.seams import rejected
 from nanoengine.step_inputs import StepShape
+from nanoengine_extensions.options import EngineConfig
+from nanoengine_extensions.runner import Runner
 
 
 class Group:
@@ -122,7 +123,7 @@ def parallelize(model: Decoder, group: Group) -> None:
 # --------------------------------------------------------------------------------- the runner
 
 
-class RankRunner(ModelRunner):
+class RankRunner(Runner):
     """Runs one rank's part of each batch. part: the config of its part of the model."""
 
     def __init__(self, config: EngineConfig, part: PretrainedConfig, folder: Path,

@@ -1,6 +1,6 @@
 """PyTorch's own build of flash-attn's kernels, a further entry of the engine's table `BACKENDS`.
 
-The engine imports this file when it chooses a backend for a GPU (`choose_backend`).
+runner.py imports this file before the engine chooses a backend for a GPU.
 """
 
 import torch

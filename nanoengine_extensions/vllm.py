@@ -12,10 +12,10 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-import nanoengine
 from nanoengine import CompletionOutput, RequestOutput
 from nanoengine.seams import naming, rejected
 from nanoengine_extensions import llm
+from nanoengine_extensions import options as own
 from nanoengine_extensions.beam_search import (
     BeamSearchOutput, BeamSearchParams, BeamSearchSequence)
 
@@ -61,7 +61,7 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in given.keys() - WITHOUT_EFFECT - OFF}
 
 
-class SamplingParams(nanoengine.SamplingParams):
+class SamplingParams(own.SamplingParams):
     """nanoengine's parameters. None stands for the default, except as `max_tokens`.
 
     `output_kind` has no effect, as in vLLM's own `LLM`. Nor has `extra_args`, which is kept as an
@@ -105,7 +105,7 @@ class LLM(llm.LLM):
                 raise rejected(*unknown.popitem(), "left out: it is not known")
         super().__init__(model, **without(options))
         if options.get("generation_config") == "vllm":
-            self.inputs.default_params = nanoengine.SamplingParams()
+            self.inputs.default_params = own.SamplingParams()
         # the names of the file, of which one differs
         changes = {"max_tokens" if name == "max_new_tokens" else name: value
                    for name, value in (override_generation_config or {}).items()}

@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, random_prompts
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.config import EngineConfig
+from nanoengine_extensions.options import EngineConfig
 
 LENGTHS = [40, 3, 97, 130, 1, 64, 33, 150]
 SHARED = random_prompts([70])[0]

@@ -16,8 +16,8 @@ from conftest import ROOT
 
 import nanoengine
 from nanoengine import LLM, BeamSearchParams, SamplingParams
-from nanoengine.config import EngineConfig
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
+from nanoengine_extensions.options import EngineConfig
+from nanoengine_extensions.policies import BATCHING, KV_ALLOCATION, VICTIMS
 
 
 @pytest.mark.parametrize("name, value, accepted", [

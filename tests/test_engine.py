@@ -19,7 +19,7 @@ from conftest import (
 )
 
 from nanoengine import BeamSearchParams, SamplingParams
-from nanoengine.config import EngineConfig
+from nanoengine_extensions.options import EngineConfig
 from nanoengine_extensions.engine import Engine
 from nanoengine.model_runner import Launched, ModelRunner
 from nanoengine.sequence import Sequence

@@ -14,7 +14,7 @@ from conftest import random_prompts
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
 from nanoengine.batch import Batch, Row
-from nanoengine.config import EngineConfig
+from nanoengine_extensions.options import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.model_runner import (
     ModelRunner, choose_device, choose_dtype, largest_batch, size_cache)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoengine.outputs import Completion, Request
-from nanoengine.sampling_params import SamplingParams
+from nanoengine_extensions.options import SamplingParams
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.logprobs import RowLogprobs
 from nanoengine_extensions.metrics import RequestMetrics

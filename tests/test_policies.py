@@ -12,8 +12,8 @@ from conftest import GREEDY, ROOT, check_blocks, check_idle, generate, random_pr
 from test_scheduler import ShadowCache, make_engine, make_sequence
 
 import nanoengine_extensions.policies as extension
-from nanoengine.config import EngineConfig
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS, prefill_first
+from nanoengine_extensions.options import EngineConfig
+from nanoengine_extensions.policies import BATCHING, KV_ALLOCATION, VICTIMS, prefill_first
 from nanoengine_extensions.policies import overtaking
 
 PROMPTS = random_prompts([40, 7, 33, 18, 25, 12], seed=5)
@@ -134,7 +134,7 @@ def test_the_engine_looks_for_a_name_in_the_extension_only_when_it_needs_to():
              dict(preemption_victim="random"), dict(preemption_victim="least-recently-run")]
     script = f"""if True:
         import os, sys
-        from nanoengine.config import EngineConfig
+        from nanoengine_extensions.options import EngineConfig
         EngineConfig(model="m", scheduling="mixed", preemption_victim=max, kv_allocation="reserve")
         assert "nanoengine_extensions.policies" not in sys.modules
         for options in {found}:

@@ -28,7 +28,7 @@ from conftest import ROOT
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
-from nanoengine.policies import VICTIMS
+from nanoengine_extensions.policies import VICTIMS
 
 README = (ROOT / "README.md").read_text()
 FIRST_SCREEN = README[:README.index("\n## ")]

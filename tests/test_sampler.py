@@ -10,7 +10,7 @@ import torch
 
 from nanoengine import sampler
 from nanoengine.batch import Row
-from nanoengine.sampling_params import SamplingParams
+from nanoengine_extensions.options import SamplingParams
 from nanoengine.sequence import NO_TOKEN, NONE_LEFT, Sequence, hash64
 from nanoengine.step_inputs import Draws
 from nanoengine_extensions import constraints

@@ -19,11 +19,11 @@ from conftest import check_blocks
 
 from nanoengine.batch import Batch, Copies
 from nanoengine.block_manager import BlockManager
-from nanoengine.config import EngineConfig
+from nanoengine_extensions.options import EngineConfig
 from nanoengine_extensions.engine import Engine
 from nanoengine.outputs import Completion, Request
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine.sampling_params import SamplingParams
+from nanoengine_extensions.policies import BATCHING, KV_ALLOCATION, VICTIMS
+from nanoengine_extensions.options import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way
