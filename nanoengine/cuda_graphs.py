@@ -46,8 +46,7 @@ class CudaGraphs:
         """Records a graph for each size, the largest first: the others fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
-            batch = dummy_batch(size, 1, runner.max_model_len, SamplingParams())
-            buffer, shape = runner.prepare(batch)
+            buffer, shape = runner.prepare(dummy_batch(size, 1, runner.max_model_len))
             step = StepInputs.from_buffer(buffer.to(runner.device), shape)
             # a first run loads the kernels
             runner.hidden_states(step)
@@ -83,9 +82,9 @@ class CudaGraphs:
         return step, hidden
 
 
-def dummy_batch(num_seqs: int, num_tokens: int, length: int, params: SamplingParams) -> Batch:
+def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: float) -> Batch:
     """Returns the last tokens of dummy sequences, which use block 0."""
-    seq = Sequence("", [0] * length, length, length, params)
+    seq = Sequence("", [0] * length, length, length, SamplingParams(**params))  # type: ignore
     return Batch(sequences=[seq] * num_seqs, starts=[length - num_tokens] * num_seqs,
                  num_tokens=[num_tokens] * num_seqs,
                  sampled=[Row(index, seq, length) for index in range(num_seqs)])

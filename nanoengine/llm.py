@@ -111,7 +111,7 @@ class LLM(AbstractContextManager):
             with self.queued(requests) as unfinished:
                 yield
                 while unfinished:
-                    yield from self.step_for(unfinished, Request.output)
+                    yield from self.step_for(unfinished, lambda request: request.output())
 
         stream = outputs()
         # Python closes only a started generator; closing it frees its requests, read or not

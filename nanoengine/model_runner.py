@@ -27,7 +27,6 @@ from nanoengine.cuda_graphs import CudaGraphs, dummy_batch
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
 from nanoengine.sampler import sample
-from nanoengine.sampling_params import SamplingParams
 from nanoengine.seams import kernels, rejected
 from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays, to_buffer
 
@@ -157,8 +156,7 @@ class ModelRunner:
         size = self.config.max_num_batched_tokens
         num_seqs = min(self.config.max_num_seqs, -(-size // self.max_model_len))
         num_tokens = min(size // num_seqs, self.max_model_len)
-        batch = dummy_batch(num_seqs, num_tokens, self.max_model_len, SamplingParams(
-            min_p=0.1, top_p=0.9))
+        batch = dummy_batch(num_seqs, num_tokens, self.max_model_len, min_p=0.1, top_p=0.9)
         batch.sampled = [batch.sampled[i % num_seqs] for i in range(self.config.max_num_seqs)]
         return batch
 

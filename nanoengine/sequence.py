@@ -92,6 +92,7 @@ class Sequence:
     error: Exception | None = state(lambda: None)
 
     num_tokens = property(lambda self: len(self.token_ids))
+    num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)
     num_known_tokens = property(lambda self: len(self.token_ids) - (self.token_ids[-1] < 0))
     is_running = property(lambda self: len(self.block_table) > 0)
     # whether the next step has to wait for its last token

@@ -111,7 +111,7 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     token, or a beam of the first search, and then all beams of this search fit and continue.
     """
     beams = next((search.scores for search in searches if not search.is_finished), {})
-    if not any(seq.num_tokens > seq.num_computed_tokens for seq in scheduler.running):
+    if not any(seq.num_uncomputed_tokens for seq in scheduler.running):
         while scheduler.running:
             scheduler.preempt(scheduler.running[-1])
         scheduler.waiting = deque(
@@ -159,9 +159,8 @@ class BeamSearch(Request):
         if beam.finish_reason != "error":
             beam.token_ids.pop()
             self.found[beam] = beam.logprobs.pop(beam.num_tokens).read()
-        have_paused = [beam.finish_reason or beam.num_tokens == beam.num_computed_tokens
-                       for beam in self.scores]
-        if len(self.found) == len(self.scores) and all(have_paused):
+        if len(self.found) == len(self.scores) and all(
+                beam.finish_reason or not beam.num_uncomputed_tokens for beam in self.scores):
             self._go_on(self._choose())
 
     def _choose(self) -> list[tuple[float, Sequence, int]]:

@@ -40,7 +40,7 @@ class Engine(nanoengine.engine.Engine):
         self.num_idle = 0 if launched else self.num_idle + 1
         scheduler = self.scheduler
         runnable = [seq for seq in scheduler.running
-                    if seq.num_tokens > seq.num_computed_tokens and not seq.is_awaited]
+                    if seq.num_uncomputed_tokens and not seq.is_awaited]
         if self.num_idle > 2 and (
                 runnable or not scheduler.running and scheduler.can_admit_head()):
             raise RuntimeError(f"scheduling={self.config.scheduling!r} runs nothing, although "

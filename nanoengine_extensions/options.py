@@ -13,7 +13,7 @@ import nanoengine.config
 import nanoengine.sampling_params
 from nanoengine.seams import rejected
 from nanoengine_extensions.checks import strict
-from nanoengine_extensions.policies import POLICIES, find_policy
+from nanoengine_extensions.policies import find_policy
 
 
 @strict
@@ -52,10 +52,12 @@ class EngineConfig(nanoengine.config.EngineConfig):
     trace: bool = False
 
     def __post_init__(self) -> None:
+        if self.scheduling is not None:
+            find_policy("scheduling", self.scheduling)
         super().__post_init__()
         if self.cpu_offload_gb and self.device == "cpu":
             raise rejected("cpu_offload_gb", self.cpu_offload_gb, "0 on a CPU")
-        for option in POLICIES:
+        for option in ("kv_allocation", "preemption_victim"):
             find_policy(option, getattr(self, option))
 
 

@@ -35,7 +35,7 @@ def static(scheduler: Any) -> Any:
     Engines worked like this before continuous batching (Orca: Yu et al., OSDI 2022).
     """
     is_decoding = getattr(scheduler, "is_decoding", False) and scheduler.running
-    begun = [seq for seq in scheduler.running if seq.num_tokens > seq.num_computed_tokens + 1]
+    begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
     prefills = scheduler.build(begun, admit=not is_decoding)
     scheduler.is_decoding = not prefills
     return prefills or scheduler.build([*scheduler.running], admit=False)

@@ -17,15 +17,15 @@ from nanoengine.batch import Batch, Row
 from nanoengine_extensions.options import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.model_runner import (
-    ModelRunner, choose_device, choose_dtype, largest_batch, size_cache)
+    ModelRunner, choose_device, choose_dtype, size_cache)
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
-from nanoengine_extensions.logprobs import num_logprobs
+from nanoengine_extensions.runner import Runner
 
 DTYPES = {"slot_mapping": torch.int64}  # the others are int32
 TENSORS = ("slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
-           "key_starts", "lengths", "block_tables", "logits_indices", "scored_tokens")
+           "key_starts", "lengths", "block_tables", "logits_indices")
 
 
 def make_runner(max_num_seqs: int | None = None) -> ModelRunner:
@@ -63,7 +63,6 @@ def test_the_inputs_of_a_step():
                        ([2, 4], range(30, 38), 3, 4))
     params = SamplingParams(top_k=7, top_p=0.5, min_p=0.25)
     batch.sampled.insert(1, Row(1, Sequence("", [1], 1, 9, params, seed=77), 2))
-    batch.scored = [Row(index, batch.sequences[index], at) for index, at in ((2, 5), (1, 1))]
     buffer, shape = make_runner().prepare(batch)
     step = StepInputs.from_buffer(buffer, shape)
     assert buffer.dtype == torch.int32 and buffer.ndim == 1
@@ -75,8 +74,7 @@ def test_the_inputs_of_a_step():
     assert step.lengths.tolist() == [10, 2, 7]
     assert step.query_starts.tolist() == [0, 1, 3, 7] and step.longest_query == 4
     assert step.key_starts.tolist() == [0, 10, 12, 19] and step.longest_keys == 10
-    assert step.logits_indices.tolist() == [0, 2, 2, 4, 1]
-    assert step.scored_tokens.tolist() == [35, 21]
+    assert step.logits_indices.tolist() == [0, 2, 2]
     uniforms = [row.seq.uniform(length) for row, length in zip(batch.sampled, (10, 2, 2))]
     columns = [[0.0, 0.0, 0.0, 1.0], [1.0, 0.25, 7.0, 0.5], [0.5, 0.0, 0.0, 1.0]]
     rows = [[*row, u] for row, u in zip(columns, uniforms)]
@@ -97,7 +95,7 @@ def test_the_example_of_the_docstring():
     text = StepInputs.__doc__.partition("An example")[2].partition("\n\n")[2]
     example = {name: [int(number) for number in re.findall(r"-?\d+", numbers)]
                for name, numbers in re.findall(r"([a-z_]+) {2,}([-\d \[\],|]+)", text)}
-    assert example.keys() == set(TENSORS) - {"scored_tokens"}
+    assert example.keys() == set(TENSORS)
     batch = make_batch(([3, 8], [47, 48, 49, 50, 51, 52, 53, 54], 4, 3),
                        ([5, 2, 6], range(9, 18), 8, 1))
     arrays = dict(zip(("draws", *TENSORS), step_arrays(batch, 4, longest_keys=9)))
@@ -149,7 +147,9 @@ def test_bucket_sizes():
 def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, expected):
     config = EngineConfig(model="m", max_num_seqs=max_num_seqs,
                           max_num_batched_tokens=max_num_batched_tokens)
-    batch = largest_batch(config, max_model_len)
+    runner: Any = object.__new__(Runner)
+    runner.config, runner.max_model_len = config, max_model_len
+    batch = runner.largest_batch()
     assert batch.num_tokens == expected and len(batch.sampled) == max_num_seqs
     graphs: Any = CudaGraphs(max_num_seqs)
     graphs.captured = {"some": "graphs"}
@@ -157,7 +157,7 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
     assert {start + count for start, count in zip(batch.starts, expected)} == {max_model_len}
     (edits,) = {row.seq.params.edits for row in batch.sampled}
     assert edits == ("constraints", "min_p", "top_p"), "with a whole sort"
-    assert set(map(num_logprobs, batch.sampled)) == {20}
+    assert {row.seq.params.logprobs for row in batch.sampled} == {20}
 
 
 def test_a_decode_step_is_filled_up_to_a_bucket():
@@ -252,7 +252,7 @@ def test_the_free_memory_of_a_cpu(tiny, monkeypatch):
 def test_the_largest_step_is_tried_before_the_cache_has_its_size(tiny, monkeypatch):
     """As on a GPU: what is left beside it is measured."""
     def measure_free_bytes(runner):
-        batch = largest_batch(runner.config, runner.max_model_len)
+        batch = runner.largest_batch()
         launched = runner.launch(batch)
         assert len(launched.wait()) == 4 and runner.caches.nbytes == runner.block_bytes
         return 9 * runner.block_bytes + 1

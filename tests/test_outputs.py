@@ -12,7 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nanoengine.outputs import Completion, Request
 from nanoengine_extensions.options import SamplingParams
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.logprobs import RowLogprobs
+from nanoengine_extensions.logprobs import RowLogprobs, ScoredRequest
 from nanoengine_extensions.metrics import RequestMetrics
 
 
@@ -307,18 +307,23 @@ def test_what_may_become_a_long_stop_string_is_held_back_from_the_start(byte_tok
 def test_log_probabilities_get_their_text(byte_tokenizer):
     first, second, other = byte_tokenizer.encode("abc")
     seq = Sequence("0", [other], 1, 100, SamplingParams(logprobs=1))
+    seq.metrics = RequestMetrics()
     completion = Completion(seq, byte_tokenizer)
-    assert completion.output().logprobs is completion.output().cumulative_logprob is None
+    request = ScoredRequest(None, [completion])
+
+    def output():
+        return request.output().outputs[0]
+
+    assert output().logprobs is output().cumulative_logprob is None
     for token_id, logprob in ((first, -0.5), (second, -0.25)):
         seq.token_ids.append(token_id)
         entries = torch.tensor([[token_id, logprob, 2], [other, -0.1, 1]])
         seq.logprobs[seq.num_tokens - 1] = RowLogprobs(entries)
         completion.update()
-    output = completion.output()
-    assert output.cumulative_logprob == -0.75
-    assert [[found.decoded_token for found in at.values()] for at in output.logprobs] == [
+    assert output().cumulative_logprob == -0.75
+    assert [[found.decoded_token for found in at.values()] for at in output().logprobs] == [
         ["a", "c"], ["b", "c"]]
-    assert completion.output().logprobs is not output.logprobs, "an output keeps its own list"
+    assert output().logprobs is not output().logprobs, "an output keeps its own list"
 
 
 def test_a_request_is_finished_with_its_last_completion(byte_tokenizer):

@@ -19,16 +19,17 @@ from conftest import check_blocks
 
 from nanoengine.batch import Batch, Copies
 from nanoengine.block_manager import BlockManager
-from nanoengine_extensions.options import EngineConfig
-from nanoengine_extensions.engine import Engine
 from nanoengine.outputs import Completion, Request
-from nanoengine_extensions.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine_extensions.options import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine_extensions import engine as engines
 from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way
-from nanoengine_extensions.logprobs import RowLogprobs
+from nanoengine_extensions.engine import Engine
+from nanoengine_extensions.logprobs import RowLogprobs, Scorer, ScoringScheduler
 from nanoengine_extensions.metrics import Metrics, RequestMetrics
+from nanoengine_extensions.options import EngineConfig
+from nanoengine_extensions.options import SamplingParams
+from nanoengine_extensions.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine_extensions.policies import overtaking
 from nanoengine_extensions.swapping import SwappingBlockManager
 
@@ -92,20 +93,18 @@ def make_sequence(prompt: list[int], max_tokens: int, name: str = "", n: int = 1
 
 def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching=True,
                    num_host_blocks=0, max_model_len=1000, **policies) -> Scheduler:
-    manager = BlockManager(num_blocks, block_size, caching)
-    if policies.get("preemption_mode") == "swap":
-        manager = SwappingBlockManager(
-            num_blocks, block_size, caching, num_host_blocks=num_host_blocks)
-    config = EngineConfig(model="none", device="cpu", max_num_seqs=max_num_seqs,
+    config = EngineConfig(model="none", device="cpu", block_size=block_size,
+                          max_num_seqs=max_num_seqs, enable_prefix_caching=caching,
                           max_num_batched_tokens=max_num_batched_tokens, **policies)
-    return ObservedScheduler(manager, config, max_model_len)
+    scheduler = engines.make_scheduler(config, num_blocks, max_model_len, num_host_blocks)
+    return ObservedScheduler(scheduler.block_manager, config)
 
 
-class ObservedScheduler(Scheduler):
+class ObservedScheduler(ScoringScheduler):
     """Counts its steps, as an engine does."""
 
-    def __init__(self, manager, config, max_model_len) -> None:
-        super().__init__(manager, config, max_model_len)
+    def __init__(self, manager, config) -> None:
+        super().__init__(manager, config)
         self.metrics = Metrics(SimpleNamespace(
             scheduler=self, config=config, clock=lambda: 1.0,
             runner=SimpleNamespace(block_bytes=1, backend="none")))
@@ -198,22 +197,22 @@ class ShadowRunner:
         tokens = self.cache.run(batch)
         logprobs = {row: next_entries(row.seq.token_ids) for row in batch.sampled
                     if is_beam(row.seq)}
-        logprobs |= zip(batch.scored, self.score(batch))
+        scored = [row for row in batch.sampled if isinstance(row.seq, Scorer)]
+        logprobs |= zip(scored, self.score(batch, scored))
         return SimpleNamespace(batch=batch, wait=lambda: tokens, logprobs=logprobs, done=None)
 
-    def score(self, batch: Batch) -> list[int]:
+    def score(self, batch: Batch, scored: list) -> list[int]:
         """For each token to be scored, what stands for it and all before it."""
-        for index, seq, position in batch.scored:
+        for index, scorer, position in scored:
             start = batch.starts[index]
             assert start < position <= start + batch.num_tokens[index], "it has no logits"
-            assert seq is batch.sequences[index]
-        return [prefixes_of(seq.token_ids[:position])[-1] for _, seq, position in batch.scored]
+            assert scorer.prompt is batch.sequences[index]
+        return [prefixes_of(row.seq.prompt.token_ids[:row.position])[-1] for row in scored]
 
 
 def contents(batch: Batch) -> list:
     """A deep copy of all that a batch says, but for the sequences, which go on."""
     return [batch.sequences[:], batch.starts[:], batch.num_tokens[:], batch.sampled[:],
-            batch.scored[:],
             [list(pairs.items()) for pairs in vars(batch.copies).values()], batch.preempted[:],
             batch.budget]
 
@@ -438,7 +437,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
             assert (seq.token_ids, seq.finish_reason) == expected_output(seq)
             wanted_scores = prefixes_of(seq.token_ids[:seq.num_prompt_tokens - 1])
             assert seq.index or seq.logprobs == dict(enumerate(
-                wanted_scores * seq.is_scored, 1))
+                wanted_scores * (seq.params.prompt_logprobs is not None), 1))
             scheduler.counters["errors"] += seq.finish_reason == "error"
             scheduler.counters["scored"] += len(seq.logprobs)
     if not searches:

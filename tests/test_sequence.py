@@ -19,7 +19,7 @@ def test_a_pending_token_is_the_last_of_a_sequence_and_not_known():
 
 def test_a_fork_has_the_tokens_and_parameters_but_has_yet_to_begin():
     seq = make()
-    seq.num_computed_tokens, seq.num_held_tokens = 5, 105
+    seq.num_computed_tokens, seq.needs_tokens = 5, True
     seq.block_table, seq.block_hashes = array("i", [4]), [(1, b"")]
     seq.forks, seq.logprobs = [make()], {9: []}
     fork = seq.fork(seed=8, index=2)
@@ -40,7 +40,7 @@ def test_printed_sequences_and_batches_are_one_short_line():
     assert "12.0" in repr(seq) and "running" in repr(seq) and "waiting" in repr(other)
     assert all(text in repr(seq) for text in ("256", "300", "[4, 9, 2]"))
     seq.token_ids.append(-1)
-    batch = Batch(100, 1.5, [seq, other], [256, 0], [45, 5], [(0, seq), (1, other)])
+    batch = Batch(100, [seq, other], [256, 0], [45, 5], [(0, seq), (1, other)])
     assert "50" in repr(batch) and "12.0" in repr(batch) and "256:301" in repr(batch)
     other.finish_reason = "length"
     assert "length" in repr(other)

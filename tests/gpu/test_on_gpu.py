@@ -166,8 +166,10 @@ def test_draws_on_the_gpu_are_those_on_the_cpu():
     logits = torch.randn(500, 20_000) * 3
     draws = torch.rand(5, 500, dtype=torch.float64)
     draws[0] = torch.linspace(0, 2, 500)
-    on_cpu = sampler.sample_plain(logits, Draws(*draws))
-    on_gpu = sampler.sample_plain(logits.cuda(), Draws(*draws.cuda())).cpu()
+    seqs = [Sequence("", [1], 1, 9, SamplingParams(temperature=1))] * 500
+    pending = torch.zeros(1, dtype=torch.int32)
+    on_cpu = sampler.sample(logits, Draws(*draws), seqs, pending)
+    on_gpu = sampler.sample(logits.cuda(), Draws(*draws.cuda()), seqs, pending.cuda()).cpu()
     assert (on_cpu != on_gpu).sum() <= 1, "float32 exponentials differ in their last bit"
 
 
