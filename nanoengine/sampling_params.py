@@ -74,7 +74,7 @@ class SamplingParams:
     logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
         tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
     structured_outputs: what the text must be, one of {"json": schema}, {"json_object": True},
-        {"regex": text}, {"choice": list of texts} and {"grammar": text in EBNF}: see
+        {"regex": text}, {"choice": list of texts} and {"grammar": text in Lark}: see
         structured_outputs.py.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text at all; stop strings need it.

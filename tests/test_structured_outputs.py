@@ -267,6 +267,18 @@ def test_no_other_spelling_of_a_name():
     assert accepts({"type": "object", **schema}, *texts) == [True, False, False, True]
 
 
+def test_what_other_libraries_get_wrong():
+    assert accepts({"type": "string", "maxLength": 5, "minLength": 2},
+                   '"a\nb"', '"a\x01b"', r'"a\nb"', '"a"', '"abcdef"') == [
+                       False, False, True, False, False]
+    assert accepts({"type": "number", "minimum": 1e-8}, "1", "0.5", "0", "-1") == [
+        True, True, False, False]
+    assert accepts({"type": "integer", "enum": [1, "a", 2.5]}, "1", '"a"', "2.5") == [
+        True, False, False]
+    assert accepts({"type": "string", "pattern": '^"a\\\\"$'}, r'"\"a\\\""', '""a\\""') == [
+        True, False]
+
+
 def test_objects_are_closed_where_they_name_their_properties():
     named = {"type": "object", "properties": {"a": {"type": "object"}}}
     assert accepts(named, '{"a": {"b": 1}}', '{"b": 1}') == [True, False]
@@ -445,6 +457,18 @@ def test_special_tokens_are_no_letters(llm):
     name = next(iter(known.get_added_vocab()))
     found = texts(llm, "Once", structured_outputs={"choice": [name]}, skip_special_tokens=True)
     assert found == [name], "it is spelled, and does not vanish from the text"
+
+
+def test_any_tokens_can_spell_a_text(llm):
+    """Also where the grammar permits one text only."""
+    known = llm.get_tokenizer()
+    letters = sorted({token for letter in "once upn" for token in known.encode(letter)})
+    found = texts(llm, "Once", structured_outputs={"choice": ["once upon"]},
+                  allowed_token_ids=[*letters, *llm.inputs.eos_tokens])
+    assert found == ["once upon"]
+    found = llm.generate("Once", SamplingParams(structured_outputs={"choice": ["once upon"]},
+                         allowed_token_ids=[*letters, *llm.inputs.eos_tokens]), use_tqdm=False)
+    assert len(found[0].outputs[0].token_ids) == 10, "a letter for each token, and EOS"
 
 
 def test_stop_tokens_share_a_vocabulary(llm):
