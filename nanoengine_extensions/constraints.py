@@ -207,9 +207,9 @@ def follow_grammars(scores: Tensor, seqs: list[Sequence]) -> None:
     from nanoengine_extensions.structured_outputs import permitted
     for row, grammar in grammars.items():
         grammar.take(seqs[row].token_ids)
-    mask = send(permitted([*grammars.values()], scores.shape[1]), scores.device)
-    index = send([*grammars], scores.device)
-    scores[index] = scores[index].masked_fill(~mask, -math.inf)
+    mask = np.ones(tuple(scores.shape), bool)
+    mask[[*grammars]] = permitted([*grammars.values()], scores.shape[1])
+    scores.masked_fill_(send(~mask, scores.device), -math.inf)
     for row, grammar in grammars.items():
         seq = seqs[row]
         if seq.num_tokens < seq.num_prompt_tokens + seq.params.min_tokens:
