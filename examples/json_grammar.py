@@ -1,6 +1,6 @@
 """Answers in JSON with a given schema: a grammar permits only tokens that fit.
 
-    pip install ".[grammar]"                             # xgrammar
+    pip install ".[grammar]"                             # llguidance
     python examples/json_grammar.py                      # two chats with the bundled model
     python examples/json_grammar.py "Describe a cat." --model Qwen/Qwen3-0.6B --seed 3
 

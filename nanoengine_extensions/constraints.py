@@ -3,21 +3,19 @@
 The engine uses it in two places. `requests.py` calls `constrain` for a sequence whose parameters
 need any, and the sampler first calls `apply` on its rows:
 
-    logits ── biases ──▶ penalties ──▶ own processors ──▶ temperature, truncations, draw
+    logits ── biases ──▶ penalties ──▶ grammars ──▶ processors ──▶ temperature, truncations, draw
 
 A bad word is forbidden as a text, whatever tokens spell it: a token is forbidden if its own text,
 after the text that was generated before it, completes the word.
 
 The changes of a matrix of rows are data: the host sends numbers, and the device applies them, so
-that nothing waits for a GPU. Only processors (a user's own, or of structured_outputs.py) are
-functions, called row by row.
+that nothing waits for a GPU. Only a user's own processors are functions, called row by row.
 """
 
 import math
 import re
 from bisect import bisect
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -37,25 +35,20 @@ def constrain(seq: Any, end_tokens: list[int], tokenizer: Any, vocab_size: int) 
 
     vocab_size: that of the model. Its tokenizer can know more tokens, which are never generated.
 
-    `seq.constraints` is what tokens spell, and a list of (word, completing, until): a word, the
-    result of `tokens_completing` for it, and the num_tokens from which it is permitted: infinity
-    for bad words; tokens that end the sequence complete an empty word, until `min_tokens` are
-    there. Bad words and processors need all tokens of the sequence, so that its steps cannot run
-    ahead. A grammar becomes one more processor. `min_tokens` becomes another one after it, which
-    does nothing once the text is complete.
+    `seq.constraints` is what tokens spell; a list of (word, completing, until): a word, the result
+    of `tokens_completing` for it, and the num_tokens from which it is permitted: infinity for bad
+    words; tokens that end the sequence complete an empty word, until `min_tokens` are there; and
+    the grammar, or None, which then says where the sequence may end. Bad words, grammars and
+    processors need all tokens of the sequence, so that its steps cannot run ahead.
     """
     p = seq.params
     until = seq.num_prompt_tokens + p.min_tokens
     ends = [token for token in end_tokens if token < vocab_size]
+    grammar = None
     if p.structured_outputs is not None:
-        from nanoengine_extensions.structured_outputs import make_processor
-        grammar = make_processor(p.structured_outputs, tokenizer, vocab_size, tuple(ends))
-
-        def delay_end(input_ids: Tensor, scores: Tensor) -> Tensor:
-            others = scores.index_fill(1, send(ends, scores.device).long(), -math.inf)
-            return others if seq.num_tokens < until and others.amax() > -math.inf else scores
-
-        p = seq.params = replace(p, logits_processors=[grammar, delay_end, *p.logits_processors])
+        with naming("structured_outputs need llguidance"):
+            from nanoengine_extensions.structured_outputs import Grammar
+        grammar = Grammar(p.structured_outputs, tokenizer, vocab_size, ends, seq.num_tokens)
     words: list[Any] = []
     texts: list[bytes] = []
     if p.bad_words:
@@ -64,10 +57,10 @@ def constrain(seq: Any, end_tokens: list[int], tokenizer: Any, vocab_size: int) 
             found = [(word, tokens_completing(word, tokenizer, vocab_size))
                      for word in map(str.encode, p.bad_words)]
         words = [(*each, math.inf) for each in found if any(map(len, each[1]))]
-    seq.needs_tokens = bool(words or p.logits_processors)
-    if p.structured_outputs is None:
+    seq.needs_tokens = bool(words or p.logits_processors or grammar)
+    if grammar is None:
         words.append((b"", [np.array(ends, np.int64)], until))
-    seq.constraints = texts, words
+    seq.constraints = texts, words, grammar
 
 
 def apply(scores: Tensor, seqs: list[Any], last_sampled: Tensor) -> None:
@@ -77,6 +70,7 @@ def apply(scores: Tensor, seqs: list[Any], last_sampled: Tensor) -> None:
     """
     add_biases(scores, seqs)
     penalize(scores, seqs, last_sampled)
+    follow_grammars(scores, seqs)
     for row, seq in enumerate(seqs):
         if seq.params.logits_processors:
             scores[row] = run_processors(scores[row, None], seq)[0]
@@ -144,7 +138,7 @@ def biases(seq: Any) -> dict[int, float]:
 
 def forbidden(seq: Sequence) -> Iterator[np.ndarray]:
     """Yields the token ids that are forbidden in the next step, in several arrays."""
-    texts, words = seq.constraints or ([], [])
+    texts, words, _ = seq.constraints or ([], [], None)
     # as much of the text as the beginning of a word can take
     longest = max((len(word) for word, *_ in words), default=0)
     text = b""
@@ -198,6 +192,30 @@ def penalize(scores: Tensor, seqs: list[Any], last_sampled: Tensor) -> None:
     seen = scores[places]
     seen = torch.where(seen < 0, seen * repetition, seen / repetition)
     scores[places] = seen - presence * (counts > 0) - frequency * counts
+
+
+def follow_grammars(scores: Tensor, seqs: list[Any]) -> None:
+    """Forbids, in place, the tokens that a sequence's grammar does not permit.
+
+    The masks of all rows cross to the device together. Before `min_tokens`, tokens that end the
+    sequence are forbidden, too, unless nothing else is left: a complete text can end.
+    """
+    grammars = {row: seq.constraints[2] for row, seq in enumerate(seqs)
+                if seq.params.structured_outputs is not None}
+    if not grammars:
+        return
+    from nanoengine_extensions.structured_outputs import permitted
+    for row, grammar in grammars.items():
+        grammar.take(seqs[row].token_ids)
+    mask = np.ones(tuple(scores.shape), bool)
+    mask[[*grammars]] = permitted([*grammars.values()], scores.shape[1])
+    scores.masked_fill_(send(~mask, scores.device), -math.inf)
+    for row, grammar in grammars.items():
+        seq = seqs[row]
+        if seq.num_tokens < seq.num_prompt_tokens + seq.params.min_tokens:
+            ends = send(np.array(grammar.ends, np.int64), scores.device)
+            others = scores[row].index_fill(0, ends, -math.inf)
+            scores[row] = others.where(others.amax() > -math.inf, scores[row])
 
 
 def run_processors(logits: Tensor, seq: Any) -> Tensor:

@@ -80,7 +80,7 @@ class SamplingParams(nanoengine.sampling_params.SamplingParams):
     logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
         tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
     structured_outputs: what the text must be, one of {"json": schema}, {"json_object": True},
-        {"regex": text}, {"choice": list of texts} and {"grammar": text in EBNF}: see
+        {"regex": text}, {"choice": list of texts} and {"grammar": text in Lark}: see
         structured_outputs.py.
 
     Temperature, repetition_penalty and biases are clamped in magnitude to 1e-18 … 1e18; 0 stays 0.

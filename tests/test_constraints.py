@@ -41,7 +41,7 @@ def test_no_token_id_reaches_another_row(options, beyond):
     first, second = make([1, beyond], [beyond], **options), make([1], presence_penalty=1.0)
     if not options.keys() & {"repetition_penalty", "presence_penalty"}:
         first.token_ids = [1, 1, 1]
-    first.constraints = [], [(b"", [np.array([beyond])], math.inf)]
+    first.constraints = [], [(b"", [np.array([beyond])], math.inf)], None
     scores = torch.ones(3, 5)
     with pytest.raises(IndexError):
         constraints.apply(scores, [first, second, second], NONE_PENDING)

@@ -1,13 +1,27 @@
 """Structured outputs: texts that follow a grammar, whatever else the engine does meanwhile."""
 
+import ast
 import itertools
 import json
+import random
 import re
+import subprocess
+import sys
+from datetime import date
+from typing import Annotated, Literal
 
 import pytest
+import torch
 from conftest import check_idle
+from jsonschema import Draft202012Validator, FormatChecker
+from pydantic import BaseModel, Field
+from random_schemas import ByteGrammar, random_schema, verdict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from nanoengine import LLM, SamplingParams
+from nanoengine_extensions.structured_outputs import (
+    Grammar, make_matcher, make_vocabulary, permitted)
 
 MONTH = "20[0-9][0-9]-(0[1-9]|1[0-2])"
 CHOICES = ["cat", 'a "dog"', "füchse\n", "🦊", "back\\slash"]
@@ -38,7 +52,7 @@ def texts(llm, prompts, **options) -> list[str]:
     ({"json": SCHEMA}, lambda text: json.loads(text).keys() == {"age", "kind"}),
     ({"json": json.dumps(SCHEMA), "regex": None}, lambda text: 0 <= json.loads(text)["age"] <= 99),
     ({"regex": MONTH, "json_object": False}, re.compile(MONTH).fullmatch),
-    ({"grammar": 'root ::= ("ab")+ "c"'}, re.compile("(ab)+c").fullmatch)])
+    ({"grammar": 'start: "ab"+ "c"'}, re.compile("(ab)+c").fullmatch)])
 def test_every_text_fits(llm, wanted, fits):
     prompts = ["Once upon a time", "12 + 34 =", "sort d b e a ="] * 3
     found = texts(llm, prompts, structured_outputs=wanted, n=3)
@@ -64,6 +78,17 @@ def test_the_tokens_are_those_of_a_request_alone(llm):
         alone, = llm.generate("Once upon a time", each, use_tqdm=False)
         assert [completion.token_ids for completion in alone.outputs] == [
             completion.token_ids for completion in output.outputs]
+
+
+def test_steps_that_run_ahead_change_nothing(llm, bundled):
+    params = [SamplingParams(structured_outputs=wanted, seed=seed, max_tokens=45)
+              for seed, wanted in enumerate([{"json": SCHEMA}, {"regex": MONTH}, None] * 3)]
+    expected = llm.generate(["Once"] * 9, params, use_tqdm=False)
+    with LLM(bundled, dtype="float32", attention_backend="gather", num_kv_blocks=64,
+             run_ahead=True) as ahead:
+        found = ahead.generate(["Once"] * 9, params, use_tqdm=False)
+    assert [output.outputs[0].text for output in found] == [
+        output.outputs[0].text for output in expected]
 
 
 def test_no_text_ends_before_it_is_complete(llm):
@@ -113,49 +138,41 @@ def test_another_type_is_refused():
         SamplingParams(structured_outputs=5)
 
 
-# --------------------------------------------------------------- what would not be enforced
+# ----------------------------------------------------------------------- schemas: refused, or right
 
 
 TEXT = {"type": "string"}
-# xgrammar enforces the first of these, and then none of the others, and no limit
 DECIDING = {"$ref": "#/$defs/text", "const": "bb", "enum": ["bb"], "anyOf": [TEXT],
             "oneOf": [TEXT], "allOf": [TEXT]}
 LIMITS = {"maxLength": 1, "pattern": "^a$", "format": "date", "minimum": 0, "maxItems": 0,
-          "properties": {"a": TEXT}, "additionalProperties": False}
-IGNORED = [
-    ({"type": "array", "items": TEXT, "uniqueItems": True}, "uniqueItems"),
-    ({"type": "array", "items": TEXT, "contains": {"const": "a"}}, "contains"),
-    ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
-    ({"type": "integer", "multipleOf": 3, "minimum": 0}, "multipleOf"),
-    ({"type": "string", "pattern": "^a+$", "minLength": 2}, "minLength"),
-    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, "maxLength"),
-    ({"type": "string", "format": "email", "maxLength": 9}, "maxLength"),
-    ({"type": "string", "format": "date", "pattern": "^2"}, "pattern"),
-    ({"not": TEXT}, "not"), ({"type": "integer", "if": {"minimum": 5}, "then": {}}, "if"),
-    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    ({"type": "object", "dependentSchemas": {"a": TEXT}}, "dependentSchemas"),
-    ({"type": "object", "properties": {"a": TEXT}, "propertyNames": {"enum": ["b"]}},
-     "propertyNames"),
-    ({"type": "object", "patternProperties": {"^a": TEXT}, "propertyNames": {"enum": ["b"]}},
-     "propertyNames"),
-    ({"type": "object", "patternProperties": {"^a": TEXT}, "properties": {"a": {"const": 1}}},
-     "patternProperties"),
-    ({"type": "object", "patternProperties": {"^a": TEXT, "b$": {"const": 1}}},
-     "patternProperties"),
-    ({"allOf": [TEXT, {"type": "string", "minLength": 2}]}, "allOf"),
-    ({"type": "string", "pattern": "^a+$", "maxLength": 0}, "maxLength"),
-    ({"type": "object", "properties": {"a": TEXT}, "required": ["b"]}, "required"),
-    ({"type": "object", "propertyNames": {"pattern": "^a"}, "additionalProperties": False},
-     "additionalProperties"),
-    ({"type": "object", "propertyNames": {"pattern": "^a", "minLength": 2}}, "minLength"),
-    ({"const": None, "anyOf": [TEXT]}, "anyOf"),
-    *(({limit: limits}, limit) for limit, limits in (LIMITS | {"required": ["a"]}).items()
-      if limit not in ("properties", "additionalProperties")),
-    *(({name: DECIDING[name], "type": "string"}, "type")
-      for name in ("$ref", "anyOf", "oneOf", "allOf")),
-    *(({name: value, limit: limits}, limit) for name, value in DECIDING.items()
+          "properties": {"a": TEXT}, "additionalProperties": False, "required": ["a"]}
+TOGETHER = [
+    {"type": "array", "items": TEXT, "uniqueItems": True},
+    {"type": "array", "items": TEXT, "contains": {"const": "a"}},
+    {"type": "number", "multipleOf": 0.5}, {"type": "integer", "multipleOf": 3, "minimum": 0},
+    {"type": "string", "pattern": "^a+$", "minLength": 2},
+    {"type": "string", "pattern": "^a+$", "maxLength": 2},
+    {"type": "string", "format": "email", "maxLength": 9},
+    {"type": "string", "format": "date", "pattern": "^2"},
+    {"not": TEXT}, {"type": "integer", "if": {"minimum": 5}, "then": {}},
+    {"type": "object", "dependentRequired": {"a": ["b"]}},
+    {"type": "object", "dependentSchemas": {"a": TEXT}},
+    {"type": "object", "properties": {"a": TEXT}, "propertyNames": {"enum": ["b"]}},
+    {"type": "object", "patternProperties": {"^a": TEXT}, "propertyNames": {"enum": ["b"]}},
+    {"type": "object", "patternProperties": {"^a": TEXT}, "properties": {"a": {"const": 1}}},
+    {"type": "object", "patternProperties": {"^a": TEXT, "b$": {"const": 1}}},
+    {"allOf": [TEXT, {"type": "string", "minLength": 2}]},
+    {"type": "string", "pattern": "^a+$", "maxLength": 0},
+    {"type": "object", "properties": {"a": TEXT}, "required": ["b"]},
+    {"type": "object", "propertyNames": {"pattern": "^a"}, "additionalProperties": False},
+    {"type": "object", "propertyNames": {"pattern": "^a", "minLength": 2}},
+    {"const": None, "anyOf": [TEXT]}, {"type": "integer", "enum": [1, "a", 2.5]},
+    {"type": "integer", "const": "x"}, {"minimum": 1e-8}, {"unevaluatedProperties": False},
+    *({limit: value} for limit, value in LIMITS.items()),
+    *({name: value, "type": "string"} for name, value in DECIDING.items()),
+    *({name: value, limit: limits} for name, value in DECIDING.items()
       for limit, limits in LIMITS.items()),
-    *(({name: DECIDING[name], other: DECIDING[other]}, other)
+    *({name: DECIDING[name], other: DECIDING[other]}
       for name, other in itertools.combinations(DECIDING, 2))]
 
 
@@ -172,15 +189,122 @@ def nested(schema: dict) -> list:
         {"anyOf": [{"type": "object", "properties": {"not": {"items": schema, "type": "array"}}}]}]
 
 
-@pytest.mark.parametrize("schema, name", IGNORED)
-def test_a_schema_that_would_not_be_enforced_is_refused(llm, schema, name):
-    good = SamplingParams(max_tokens=3)
-    for each in nested(schema):
-        for wanted in ({"json": each}, {"json": json.dumps(each)}):
-            params = SamplingParams(structured_outputs=wanted)
-            with pytest.raises(ValueError, match=rf"structured_outputs=.*not enforce \['{name}'\]"):
-                llm.generate(["Once", "Once"], [good, params])
+@pytest.mark.parametrize("schema", TOGETHER, ids=json.dumps)
+def test_keywords_together_are_enforced_or_refused(schema):
+    rng = random.Random(1)
+    found = [verdict(each | {"$defs": each.get("$defs", {}) | {"text": TEXT}},
+                     Draft202012Validator(each | {"$defs": each.get("$defs", {}) | {"text": TEXT}},
+                                          format_checker=FormatChecker()), rng)
+             for each in nested(schema)]
+    assert {*found} <= {"refused", "right"}
+
+
+def test_random_schemas():
+    """Most of them are accepted, and no text breaks its schema."""
+    found = []
+    for seed in range(150):
+        schema = random_schema(random.Random(seed))
+        validator = Draft202012Validator(schema, format_checker=FormatChecker())
+        found.append(verdict(schema, validator, random.Random(seed)))
+    assert {*found} <= {"refused", "right"} and found.count("right") > 70
+
+
+QUOTES = ['^[^"]$', r"^[^\\]$", '^[^a"]$', '^"[a-z]"$', r"^\\[a-z]$", r"^a\na$", r"^[^!-~]$",
+          r"^\W$", r"^[^\w]$", r"^[^\t\n]$", r"^\S$", r"^[^\\/:*?\"<>|]{1,2}$"]
+
+
+@pytest.mark.parametrize("pattern", QUOTES)
+def test_quotes_and_backslashes_in_a_pattern(pattern):
+    """llguidance takes [^"] for a class with a quote."""
+    grammar = ByteGrammar("json", {"type": "string", "pattern": pattern})
+    letters = [chr(code) for code in range(128)] + ["é", "🦊"]
+    texts = {"".join(each) for count in (1, 2, 3) for each in itertools.product(
+        letters if count == 1 else ['"', "\\", "a", "\n"], repeat=count)}
+    accepted = {text for text in texts if grammar.accepts(json.dumps(text, ensure_ascii=False))}
+    fits = re.compile(pattern.replace("$", r"\Z")).match
+    written = "\b\t\n\f\r"
+    plain = {text for text in texts if all(
+        letter in written or " " <= letter != "\x7f" for letter in text)}
+    assert accepted == {text for text in plain if fits(text)} and accepted
+
+
+@pytest.mark.parametrize("schema", [
+    {"const": "a\x01b"}, {"enum": ["a", ["\x7f"]]}, {"const": {"\x1f": 1}},
+    {"pattern": r"^a\x01b$"}, {"pattern": "^a\x01b$"}, {"pattern": r"[\x00-\x1f]"},
+    {"pattern": r"\u0001"},
+    {"pattern": r"\cA"}, {"pattern": r"\x{1}"}, {"patternProperties": {r"\v": {}}},
+    {"properties": {"\x01": {}}}, {"required": ["\x01"]}, {"pattern": "[a-z&&[^b]]"},
+    {"pattern": "[[a]"}, {"pattern": "a[b"}, {"patternProperties": {"[a--b]": {}}},
+    {"additionalProperties": {"const": 1}, "minProperties": 2},
+    {"patternProperties": {"^a$": {}}, "additionalProperties": False, "minProperties": 3},
+    {"const": 2**53 + 1}, {"type": "integer", "minimum": 10**30 + 1},
+    {"items": {"enum": [2**60 + 1]}},
+    {"$ref": "#"}, {"$ref": "https://example.com/a.json"}, {"format": "regex"}, True, [1], "true",
+    {"pattern": r"\v"}, {"pattern": r"\x41"}, {"pattern": r"\p{L}"}, {"pattern": "(?=a)."},
+    {"uniqueItems": True}, {"not": {}}, {"if": {}, "then": False},
+    {"oneOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": TEXT}}],
+     "$defs": {"a": {"properties": {"a": TEXT}, "required": ["a"]}}}])
+def test_what_cannot_be_enforced_is_refused(llm, schema):
+    params = SamplingParams(structured_outputs={"json": schema})
+    with pytest.raises(ValueError, match=r"structured_outputs=\{'json': "):
+        llm.generate("Once", params, use_tqdm=False)
+    # elsewhere, "#" and "$defs" are others
+    if isinstance(schema, dict) and "$ref" not in json.dumps(schema):
+        for each in nested(schema):
+            with pytest.raises(ValueError):
+                ByteGrammar("json", each)
     check_idle(llm)
+
+
+def accepts(schema, *texts: str) -> list[bool]:
+    grammar = ByteGrammar("json", schema)
+    return [grammar.accepts(text) for text in texts]
+
+
+def test_no_other_spelling_of_a_name():
+    schema = {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}}
+    texts = '{"a": 1}', '{"a": 2}', r'{"\u0061": 2}', '{"b": 2}'
+    assert accepts({"type": "object", **schema}, *texts) == [True, False, False, True]
+
+
+def test_what_other_libraries_get_wrong():
+    assert accepts({"type": "string", "maxLength": 5, "minLength": 2},
+                   '"a\nb"', '"a\x01b"', r'"a\nb"', '"a"', '"abcdef"') == [
+                       False, False, True, False, False]
+    assert accepts({"type": "number", "minimum": 1e-8}, "1", "0.5", "0", "-1") == [
+        True, True, False, False]
+    assert accepts({"type": "integer", "enum": [1, "a", 2.5]}, "1", '"a"', "2.5") == [
+        True, False, False]
+    assert accepts({"type": "string", "pattern": '^"a\\\\"$'}, r'"\"a\\\""', '""a\\""') == [
+        True, False]
+
+
+def test_objects_are_closed_where_they_name_their_properties():
+    named = {"type": "object", "properties": {"a": {"type": "object"}}}
+    assert accepts(named, '{"a": {"b": 1}}', '{"b": 1}') == [True, False]
+    opened = named | {"additionalProperties": True}
+    assert accepts(opened, '{"a": {}}', '{"a": {}, "b": 1}') == [True, True]
+    within = {"allOf": [named, {"type": "object", "properties": {"b": {"const": 1}}}]}
+    assert accepts(within, '{"a": {}, "b": 1}') == [True]
+    # properties with the names of keywords
+    odd = {"type": "object", "properties": {"properties": TEXT, "default": named, "pattern": TEXT}}
+    assert accepts(odd, '{"properties": "a"}', '{"default": {"b": 1}}', '{"pattern": "[["}',
+                   '{"additionalProperties": 1}') == [True, False, True, False]
+
+
+def test_a_least_number_of_properties():
+    schema = {"type": "object", "minProperties": 2, "required": ["c"], "properties": {
+        name: {"const": 1} for name in "abc"}}
+    assert accepts(schema, '{"c": 1}', '{"a": 1, "c": 1}', '{"a": 1, "b": 1}',
+                   '{"a": 1, "b": 1, "c": 1}') == [False, True, False, True]
+
+
+def test_dates_that_exist():
+    dates = '"2024-02-28"', '"2023-02-29"', '"0000-01-01"', '"2024-12-31"'
+    assert accepts({"type": "string", "format": "date"}, *dates) == [True, False, False, True]
+    times = '"2024-02-28T23:59:59Z"', '"2024-02-28T23:59:60Z"', '"2024-12-31T00:00:00.5+01:00"'
+    assert accepts({"format": "date-time"}, *times) == [True, False, True]
+    assert accepts({"format": "time"}, '"12:30:00Z"', '"12:30:60Z"') == [True, False]
 
 
 def test_names_and_values_are_no_keywords(llm):
@@ -190,16 +314,218 @@ def test_names_and_values_are_no_keywords(llm):
               "required": names[:2], "default": value, "examples": [value], "title": "not",
               "$defs": {"if": {"enum": [value], "default": value}, "not": {"const": value}}}
     texts(llm, "Once", structured_outputs={"json": schema}, max_tokens=400)
-    without_effect = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": False,
-                      "maxItems": 2, "not": False}
-    found = texts(llm, "Once", structured_outputs={"json": without_effect}, n=3)
-    assert all(len(json.loads(text)) <= 2 for text in found)
-    named = {"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "minProperties": 1}
-    params = SamplingParams(structured_outputs={"json": named}, n=3, max_tokens=12)
-    for completion in llm.generate("Once", params, use_tqdm=False)[0].outputs:
-        assert re.match('{"[ab]": ', completion.text)
-    empty = {"anyOf": [{"type": "boolean"}], "required": [], "properties": {}, "items": {}}
-    assert {*texts(llm, "Once", structured_outputs={"json": empty}, n=3)} <= {"true", "false"}
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    name: Annotated[str, Field(max_length=5, pattern="^[a-z]+$")]
+    legs: Annotated[int, Field(multiple_of=2, ge=0, le=8)]
+    born: date | None
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    barks: bool
+
+
+class Owner(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+
+
+@pytest.mark.parametrize("kind", [Cat, Owner])
+def test_the_schema_of_a_pydantic_class(llm, kind):
+    """A class itself is refused: a schema shows what is enforced."""
+    found = texts(llm, "Once", structured_outputs={"json": kind.model_json_schema()}, n=6,
+                  temperature=2.0, max_tokens=200)
+    assert len({*found}) > 1
+    for text in found:
+        kind.model_validate_json(text)
+        if kind is Owner:
+            assert {*json.loads(text)["pet"]} <= {*Cat.model_fields, "barks"}
+    with pytest.raises(ValueError, match="structured_outputs=.*not JSON serializable"):
+        texts(llm, "Once", structured_outputs={"json": kind})
+
+
+# ------------------------------------------------------------------------- regexes and grammars
+
+
+@pytest.mark.parametrize("regex", [
+    r"\w{2}", r"\W", r"\d", r"\S\s", r"[\w-]", r"[^\w]", r"[^\d]", "^ab|^cd", "[^]a]{2}",
+    "a.b", "(?i)ab", "(?P<name>a)+", "(?i-x:a)", r"a\++", "[+*]+",
+    r"[^\s\d]", r"[^a\S]", r"\.\t[\]\-]", "/", ""])
+def test_a_regex_means_what_python_reads(regex):
+    grammar = ByteGrammar("regex", regex)
+    rng = random.Random(3)
+    found = {grammar.walk(rng, 9) for _ in range(150)} - {None}
+    assert found and all(re.fullmatch(regex, text) for text in found)
+
+
+@pytest.mark.parametrize("regex", [
+    "(?=a)a", "(?!b)a", "(?<=b)a", r"\Aa", r"\x41", r"\u0041", r"\p{L}",
+    r"(a)\1", r"\bfoo", r"a\Z", "a$b", "[a-z&&[^b]]", "[[:alpha:]]", "[a~~b]",
+    "((", "a[b", "a++b", "a{2}+", "(?x)a b", "(?ix:a)", "(?U)a*"])
+def test_other_regexes_are_refused(regex):
+    with pytest.raises(ValueError):
+        ByteGrammar("regex", regex)
+
+
+@pytest.mark.parametrize("grammar, yes, no", [
+    ('start: "a" B\nB: /[0-9]+/', ["a1", "a12"], ["a", "ab"]),
+    ('start: ("ha"){1,3} "!"', ["ha!", "hahaha!"], ["!", "hahahaha!"]),
+    ('start: start "a" | "b"', ["b", "baa"], ["a", "ab"]),
+    ('start: pair ("," pair)*\npair: NAME "=" NAME\nNAME: /[a-z]+/', ["a=b", "a=b,c=dd"],
+     ["a", "a=b,"])])
+def test_grammars(grammar, yes, no):
+    found = ByteGrammar("grammar", grammar)
+    assert all(map(found.accepts, yes)) and not any(map(found.accepts, no))
+
+
+@pytest.mark.parametrize("grammar", [
+    'root ::= "a"', 'start ::= "a"', "start: b", "start: start", "start: (?=a)", 'start: "a',
+    'start: "a" %json {"minLength": 1}', "", 5])
+def test_other_grammars_are_refused(llm, grammar):
+    params = SamplingParams(structured_outputs={"grammar": grammar})
+    with pytest.raises(ValueError, match="structured_outputs=.*'grammar': Lark"):
+        llm.generate("Once", params, use_tqdm=False)
+
+
+def test_thousands_of_choices(llm):
+    choices = [f"number {number} of many" for number in range(2000)]
+    found = texts(llm, "Once", structured_outputs={"choice": choices}, n=5)
+    assert {*found} <= {*choices} and len({*found}) > 1
+
+
+# ------------------------------------------------------------------------- tokens and vocabularies
+
+
+def tokenizer(model, decoder, **options):
+    made = Tokenizer(model)
+    made.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=made, **options)
+
+
+ALPHABET = {letter: number for number, letter in enumerate(sorted(
+    pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def allowed(wanted, tokenizer, vocab_size, ends, taken=()) -> list[int]:
+    """The tokens that come next after some."""
+    grammar = Grammar(wanted, tokenizer, vocab_size, ends, 1)
+    grammar.take([0, *taken])
+    mask = permitted([grammar], vocab_size)
+    assert mask.shape == (1, vocab_size)
+    return mask[0].nonzero()[0].tolist()
+
+
+def test_a_vocabulary_without_bytes_is_refused():
+    words = models.WordPiece({"[UNK]": 0, "cat": 1, "##s": 2}, unk_token="[UNK]")
+    pieces = models.Unigram([("<unk>", 0.0), ("▁cat", -1.0), ("s", -2.0)], unk_id=0)
+    for model, decoder in ((words, decoders.WordPiece()), (pieces, decoders.Metaspace())):
+        with pytest.raises(ValueError, match=r"structured_outputs=.*neither ByteLevel nor Byte"):
+            Grammar({"regex": "cat"}, tokenizer(model, decoder), 3, [], 0)
+
+
+@pytest.mark.parametrize("vocab_size", [200, 256, 257, 300])
+def test_no_end_token(vocab_size):
+    """Every token is a letter, in a vocabulary of the model that is smaller, or larger."""
+    letters = tokenizer(models.BPE(ALPHABET, []), decoders.ByteLevel())
+    first, a = ALPHABET["!"], ALPHABET["a"]
+    assert first == 0, "llguidance would take this token for the end"
+    assert allowed({"regex": "a!"}, letters, vocab_size, []) == [a]
+    assert allowed({"regex": "a!"}, letters, vocab_size, [], [a]) == [first]
+    assert allowed({"regex": "a!"}, letters, vocab_size, [], [a, first]) == []
+
+
+def test_end_tokens_that_are_words():
+    letters = tokenizer(models.BPE(ALPHABET, []), decoders.ByteLevel(), eos_token="<eos>")
+    a, b, eos = ALPHABET["a"], ALPHABET["b"], 256
+    wanted = {"regex": "[ab]{2,3}"}
+    assert allowed(wanted, letters, 260, [a, eos]) == [b], "the text would end in the middle"
+    assert allowed(wanted, letters, 260, [a, eos], [b, b]) == [a, b, eos]
+    assert allowed(wanted, letters, 260, [259], [b, b, b]) == [eos, 259], "padding can be an end"
+    assert allowed(wanted, letters, 256, [a], [b, b, b]) == [a], "the model has no EOS"
+    # after an end token that is ignored, the text goes on
+    assert allowed(wanted, letters, 260, [eos], [b, b, eos]) == [a, b, eos]
+
+
+def test_special_tokens_are_no_letters(llm):
+    known = llm.get_tokenizer()
+    special = [*known.added_tokens_decoder]
+    assert special
+    for wanted in ({"regex": r"(?s:.)*"}, {"regex": "[^a]*"}, {"json": {"type": "string"}}):
+        found = allowed(wanted, known, llm.inputs.vocab_size, [])
+        assert found and {*found} & {*special} <= {known.eos_token_id}
+    name = next(iter(known.get_added_vocab()))
+    found = texts(llm, "Once", structured_outputs={"choice": [name]}, skip_special_tokens=True)
+    assert found == [name], "it is spelled, and does not vanish from the text"
+
+
+def test_any_tokens_can_spell_a_text(llm):
+    """Also where the grammar permits one text only."""
+    known = llm.get_tokenizer()
+    letters = sorted({token for letter in "once upn" for token in known.encode(letter)})
+    found = texts(llm, "Once", structured_outputs={"choice": ["once upon"]},
+                  allowed_token_ids=[*letters, *llm.inputs.eos_tokens])
+    assert found == ["once upon"]
+    found = llm.generate("Once", SamplingParams(structured_outputs={"choice": ["once upon"]},
+                         allowed_token_ids=[*letters, *llm.inputs.eos_tokens]), use_tqdm=False)
+    assert len(found[0].outputs[0].token_ids) == 10, "a letter for each token, and EOS"
+
+
+def test_stop_tokens_share_a_vocabulary(llm):
+    make_vocabulary.cache_clear()
+    params = [SamplingParams(structured_outputs={"regex": f"[0-9]{{{number}}}"}, max_tokens=5,
+                             stop_token_ids=[number], ignore_eos=number % 2 == 0)
+              for number in range(1, 5)]
+    outputs = llm.generate(["Once"] * 4, params, use_tqdm=False)
+    assert make_vocabulary.cache_info().misses == 1
+    for number, output in enumerate(outputs, 1):
+        # where EOS is ignored, nothing else can follow a complete text
+        assert re.fullmatch(f"[0-9]{{{number}}}", output.outputs[0].text)
+
+
+def test_an_ignored_eos_follows_a_complete_text(llm):
+    params = SamplingParams(structured_outputs={"regex": "[0-9]{2}"}, ignore_eos=True, max_tokens=6)
+    completion = llm.generate("Once", params, use_tqdm=False)[0].outputs[0]
+    assert re.fullmatch("[0-9]{2}", completion.text) and completion.finish_reason == "length"
+
+
+def test_grammars_are_kept_up_to_a_number(llm):
+    for number in range(100):
+        Grammar({"choice": [str(number)]}, llm.get_tokenizer(), llm.inputs.vocab_size, [], 0)
+    assert make_matcher.cache_info().currsize <= 32
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_own_request(llm):
+    """llguidance has limits, which it meets only on the way."""
+    wide = " | ".join(f'"n{number} y"' for number in range(2500))
+    hard = SamplingParams(structured_outputs={"grammar": f'start: "x" ({wide})'})
+    plain = SamplingParams(structured_outputs={"regex": "[0-9]{3}"}, seed=1)
+    first, second = llm.generate(["Once"] * 2, [hard, plain], use_tqdm=False)
+    assert first.outputs[0].finish_reason == "error"
+    assert "leave no token" in first.outputs[0].stop_reason
+    assert second.outputs[0].finish_reason == "stop" and second.outputs[0].text.isdigit()
+
+
+def test_without_asserts(bundled):
+    """python -O drops them."""
+    script = f"""
+from nanoengine import LLM, SamplingParams
+with LLM({str(bundled)!r}, num_kv_blocks=64) as llm:
+    params = SamplingParams(n=3, structured_outputs={{"regex": "[a-z]{{5}}"}})
+    print([each.text for each in llm.generate("Once", params, use_tqdm=False)[0].outputs])
+"""
+    found = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True)
+    answers = ast.literal_eval(found.stdout.splitlines()[-1])
+    assert len(answers) == 3 and all(re.fullmatch("[a-z]{5}", text) for text in answers)
+
+
+def test_the_default_device_has_no_effect(llm):
+    params = SamplingParams(structured_outputs={"regex": "[a-z]{3}"}, seed=1, min_tokens=2)
+    expected = texts(llm, "Once", structured_outputs={"regex": "[a-z]{3}"}, seed=1, min_tokens=2)
+    with torch.device("meta"):
+        output, = llm.generate("Once", params, use_tqdm=False)
+    assert [output.outputs[0].text] == expected
 
 
 # -------------------------------------------------------------------------------- min_tokens
