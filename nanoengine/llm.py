@@ -26,7 +26,7 @@ from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import InputProcessor, Params
-from nanoengine.seams import kernels
+from nanoengine.seams import kernels, naming, rejected
 
 
 class LLM(AbstractContextManager):
@@ -145,7 +145,8 @@ class LLM(AbstractContextManager):
 
         requests: what `add` returned; those that have finished stay as they are.
         """
-        unfinished = [each for each in requests if not each.is_finished]
+        with naming(rejected("requests", requests, "a list of what `add` returned")):
+            unfinished = [each for each in requests if not each.is_finished]
         self.dropped += unfinished
         # not within a turn: the garbage collector can end a stream in the middle of one
         if unfinished and not self.lock._is_owned():

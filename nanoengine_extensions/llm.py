@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nanoengine.llm
+import nanoengine.sampling_params
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import FORMS, InputProcessor, Params
 from nanoengine.seams import naming, rejected
@@ -48,6 +49,9 @@ class StrictInputProcessor(InputProcessor):
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
         params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
+        # the engine's own class has fewer of them
+        params = [each if isinstance(each, SamplingParams) else SamplingParams(**vars(each))
+                  for each in params]
         priorities = one_for_each(len(prompts), "priority", priority, 0)
         if self.config.scheduling_policy != "priority":
             priorities = [0] * len(prompts)
@@ -80,7 +84,7 @@ class StrictInputProcessor(InputProcessor):
 
 def one_for_each(num_prompts: int, name: str, value: Any, default: Any) -> list[Any]:
     """Returns a value for each prompt, from one value, a list, or None (the default)."""
-    kind = type(default)
+    kind = nanoengine.sampling_params.SamplingParams if name == "sampling_params" else int
     value = default if value is None else value
     values = list(value) if isinstance(value, (list, tuple)) else [value] * num_prompts
     is_right = [isinstance(item, kind) and not isinstance(item, bool) for item in values]
@@ -146,11 +150,6 @@ class LLM(nanoengine.llm.LLM):
         if self.engine.runner is None:
             raise RuntimeError("the LLM is closed")
         super().queue(requests)
-
-    def abort(self, requests: list[Any]) -> None:
-        with naming(rejected("requests", requests, "a list of what `add` returned")):
-            requests = [each for each in requests if not each.is_finished]
-        super().abort(requests)
 
     # the requests that have not ended, by number
     active = property(lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})

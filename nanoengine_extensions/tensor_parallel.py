@@ -182,7 +182,8 @@ class TensorParallelRunner(RankRunner):
         with self.ranks.together():
             self.ranks.send(batch.copies, buffer.numpy(), shape)
             step, hidden = self.forward(batch.copies, buffer, shape)
-            launched = LaunchedOnRanks(**vars(self.sample(batch, step, hidden)))
+            launched: Any = self.sample(batch, step, hidden)
+            launched.__class__ = LaunchedOnRanks
             # to the other ranks
             self.group.backend.broadcast([self.last_sampled]).wait()
         launched.ranks = self.ranks
