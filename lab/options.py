@@ -17,7 +17,9 @@ from nanoengine.loader import find_model, load_config, load_tokenizer
 from nanoengine.model_runner import choose_device
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = {folder.name: folder for folder in (ROOT / "configs").glob("*")}
+# models without weights
+SHAPES = {file.parent.name: file.parent for file in (ROOT / "models").glob("*/config.json")
+          if not (file.parent / "model.safetensors").exists()}
 ENGINE_OPTIONS = [field.name for field in dataclasses.fields(EngineConfig)
                   if field.name not in ("model", "trace")]
 SIZES = "num_seqs min_input max_input min_output max_output prefix_length temperature".split()
@@ -67,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         model = self.add_mutually_exclusive_group()
         model.add_argument("--model", default=ROOT / "models/tiny-qwen3", help="a folder or an id")
         model.add_argument("--config", choices=SHAPES, help="a shape with random weights")
-        self.add_fields("options of the engine, see nanoengine/config.py", ENGINE_OPTIONS)
+        self.add_fields("options of the engine, see docs/reference.md", ENGINE_OPTIONS)
         if workload:
             self.add_argument("--workload", default=workload, choices=WORKLOADS)
             self.add_argument("--prompts", type=Path, help="a file: a text or JSON in each line")

@@ -80,7 +80,7 @@ def test_same_bits_under_every_schedule(make_model, architecture, changes, dtype
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_bits_with_products_as_large_as_real_ones(tmp_path, dtype):
     """Those of Qwen3-0.6B, with smaller heads in their place, two layers and fewer tokens."""
-    config = json.loads((ROOT / "configs/qwen3-0.6b/config.json").read_text())
+    config = json.loads((ROOT / "models/qwen3-0.6b/config.json").read_text())
     config |= dict(num_attention_heads=32, num_key_value_heads=16, head_dim=64,
                    num_hidden_layers=2, vocab_size=5000)
     (tmp_path / "config.json").write_text(json.dumps(config))

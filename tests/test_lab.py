@@ -264,9 +264,10 @@ def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):
     """Each runs, on the bundled model's shape and with small sizes; those that need another
     environment are parsed."""
     shapes = tmp_path / "shapes"
-    for folder in (ROOT / "configs").iterdir():
-        (shapes / folder.name).mkdir(parents=True)
-        shutil.copy(ROOT / "models" / "tiny-qwen3" / "config.json", shapes / folder.name)
+    assert {*options.SHAPES} == {"llama-small", "qwen3-0.6b"}
+    for name in options.SHAPES:
+        (shapes / name).mkdir(parents=True)
+        shutil.copy(ROOT / "models" / "tiny-qwen3" / "config.json", shapes / name)
     monkeypatch.setattr(options, "SHAPES", {folder.name: folder for folder in shapes.iterdir()})
     for module, name in ((limits, "read_bandwidth"), (limits, "matrix_rate"),
                          (bench, "matrix_rate"), (bench, "copy_bandwidth")):

@@ -118,7 +118,7 @@ def test_logits_are_those_of_transformers(make_model, architecture, changes):
 
 
 def test_logits_of_the_06b_shape(tmp_path):
-    config = transformers.AutoConfig.from_pretrained(ROOT / "configs/qwen3-0.6b")
+    config = transformers.AutoConfig.from_pretrained(ROOT / "models/qwen3-0.6b")
     torch.manual_seed(0)
     reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     reference.save_pretrained(tmp_path)
