@@ -166,8 +166,10 @@ class ModelRunner:
     def launch(self, batch: Batch) -> Launched:
         """Begins a step. Its tokens also stay on the device, for the next step."""
         buffer, shape = self.prepare(batch)
-        step, hidden = self.forward(batch.copies, buffer, shape)
-        return self.sample(batch, step, hidden)
+        # whatever precision the user's own code asks for
+        with torch.autocast(self.device, enabled=False):
+            step, hidden = self.forward(batch.copies, buffer, shape)
+            return self.sample(batch, step, hidden)
 
     def prepare(self, batch: Batch) -> tuple[Tensor, StepShape]:
         """Returns the inputs of a step, in one buffer on the host, and their shape."""

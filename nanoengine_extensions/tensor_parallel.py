@@ -179,7 +179,7 @@ class TensorParallelRunner(RankRunner):
     def launch(self, batch: Batch) -> Launched:
         """Begins a step on all ranks."""
         buffer, shape = self.prepare(batch)
-        with self.ranks.together():
+        with self.ranks.together(), torch.autocast(self.device, enabled=False):
             self.ranks.send(batch.copies, buffer.numpy(), shape)
             step, hidden = self.forward(batch.copies, buffer, shape)
             launched: Any = self.sample(batch, step, hidden)

@@ -83,12 +83,9 @@ def engine(request, bundled) -> tuple:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_change_no_token(engine, bundled, name, request):
+def test_settings_change_no_token(engine, bundled, name):
     """Neither before an engine is made, nor after."""
     options, llm, expected = engine
-    if name == "autocast" and options.get("attention_backend") == "gather":
-        # strict: this fails, and has to go, once `ModelRunner.launch` turns autocast off
-        request.applymarker(pytest.mark.xfail(strict=True, reason="products in bfloat16"))
     with SETTINGS[name]():
         llm.reset_prefix_cache()
         assert results(llm) == expected
