@@ -56,6 +56,7 @@ class Engine:
         self.in_flight: Launched | None = None
 
     def make_scheduler(self) -> Scheduler:
+        """Is called once; the extensions make one with policies, priorities and swapping."""
         manager = BlockManager(self.runner.num_kv_blocks, self.config.block_size,
                                self.config.enable_prefix_caching)
         return Scheduler(manager, self.config)

@@ -40,8 +40,7 @@ class Decoder(nn.Module):
             layer.self_attn.cache = cache
             layer.self_attn.backend = backend
 
-    # on a CPU, nanoengine_cpu.optimize replaces this forward: all layers in two calls;
-    # on a GPU, nanoengine_gpu.optimize does: each residual sum is part of the norm after it
+    # on a CPU, nanoengine_cpu.optimize replaces this forward: all layers in two calls
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """Computes the T tokens of the step, and writes their K and V to the cache.
 
@@ -96,7 +95,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias)
 
     # on a CPU, nanoengine_cpu.optimize replaces this forward: the norm of the heads, the rotation,
-    # the writing to the cache and attention are one kernel; on a GPU, the first three are one
+    # the writing to the cache and attention are one kernel
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).
 
@@ -130,8 +129,7 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedLinear(config.hidden_size, gate_up, bias)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias)
 
-    # on a CPU, nanoengine_cpu.optimize replaces this forward: SwiGLU is part of the first product;
-    # on a GPU, SwiGLU is one kernel
+    # on a CPU, nanoengine_cpu.optimize replaces this forward: SwiGLU is part of the first product
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x)))
 
@@ -148,7 +146,6 @@ class FusedLinear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    # on a GPU, nanoengine_gpu.optimize replaces this forward by a kernel
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 

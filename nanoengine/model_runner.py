@@ -7,7 +7,7 @@ sequences run.
       prepare(batch)        on the host: a batch to one buffer of numbers
       forward(buffer)       on the device: block copies; these numbers to hidden states, by the
                             model, or for a decode step on a GPU by a CUDA graph (cuda_graphs.py)
-      sample(hidden)        logits, tokens and log-probabilities (sampler.py)
+      sample(hidden)        logits, and a token for each row (sampler.py)
 """
 
 import time
@@ -39,7 +39,7 @@ class Launched:
     began, done: the moments when the inputs are on the device, and the tokens on the host: seconds
         of `time.monotonic()` on a CPU, CUDA events on a GPU.
 
-    The extensions add `started`, `ended` and `metrics` to a record: see metrics.py there.
+    The extensions add `logprobs`, and `started`, `ended` and `metrics` to a record of the trace.
     """
 
     batch: Batch

@@ -3,8 +3,10 @@
 The engine needs none of the packages beside it. It reaches each of them here alone, by name:
 
     nanoengine_extensions   `extension(name)`: a module, when a user asks for its feature
-    nanoengine_cpu,         `kernels(device)`: functions that replace those of this file, as C
-    nanoengine_gpu          replaces Python in CPython's heapq; tensors in, tensors out
+    nanoengine_cpu          `kernels(device)`: functions that replace those of this file, as C
+                            replaces Python in CPython's heapq; tensors in, tensors out
+
+For a GPU, `kernels` would find a library nanoengine_gpu, which is not there yet.
 """
 
 from contextlib import nullcontext
@@ -36,7 +38,6 @@ def extension(name: str) -> Any:
 # ------------------------------------------------------------------------------ a user's input
 # The engine itself refuses what would hang, compute something else in silence, or fail in the
 # middle of a step. Strict types, and errors that name the nearest keyword, are an extension.
-
 
 
 def rejected(name: str, value: Any, accepted: str) -> ValueError:
