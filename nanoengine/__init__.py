@@ -10,7 +10,7 @@ A map, in an order to read it:
     batch.py            one step: the message from scheduler to runner
     engine.py           the one loop that runs steps, plain or running ahead
     scheduler.py        two queues, one batch a step, preemption
-    policies.py         its policies, small functions in tables
+    policies.py         two ways to fill a step, as small functions
     block_manager.py    the life of a block: tables, references, prefix hashes, forks
     model_runner.py     from a batch to tokens, on a CPU or a GPU
     step_inputs.py      the numbers of a step, in one buffer

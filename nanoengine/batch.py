@@ -13,8 +13,8 @@ from nanoengine.sequence import Sequence
 class Copies:
     """The blocks to copy before a step computes: for each target its source.
 
-    The runner does the copies in the order of these fields; swapping.py does those to and from the
-    host.
+    The runner does the copies in the order of these fields; an extension does those to and from
+    the host.
 
     The order matters, since a block that is freed in a step can be handed out again in the same
     step: block 5 of a preempted sequence is first copied to the host, then a fork's copy is written

@@ -14,8 +14,8 @@ from nanoengine.seams import check
 BY_DEVICE: Any = None
 
 CONDITIONS: Any = (
-    ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs,
-     "at least max_num_seqs={max_num_seqs}"),
+    ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs >= 1,
+     "at least max_num_seqs={max_num_seqs}, and this at least 1"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1"),
     ("scheduling", lambda c: callable(c.scheduling) or c.scheduling in [*BATCHING],
      "'prefill-first' or 'mixed'"))
@@ -50,7 +50,7 @@ class EngineConfig:
     gpu_memory_utilization: the share of a GPU's memory that may be in use, other programs
         included. Weights, the largest step and CUDA graphs are measured; the KV cache gets the
         rest.
-    enforce_eager: no CUDA graphs for decode steps, and no torch.compile.
+    enforce_eager: no CUDA graphs for decode steps.
     attention_backend: a name in the table `BACKENDS` of attention.py: "numba" on a CPU;
         "flash-attn" or "varlen" on a GPU; "gather" on both; "auto": the fastest that works here.
     run_ahead: launch a step before the tokens of the step before it are known; the tokens are the
@@ -90,7 +90,7 @@ class EngineConfig:
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
         defaults: dict[str, Any] = dict(
             max_num_seqs=num_seqs, max_num_batched_tokens=max(8192 if on_gpu else 2048, num_seqs),
-            block_size=256 if on_gpu else 32, run_ahead=on_gpu,
+            block_size=256 if on_gpu else 32, run_ahead=on_gpu, seed=0,
             scheduling="mixed" if on_gpu else "prefill-first")
         given = {name: value for name, value in vars(self).items() if value is not None}
         # a frozen config has no other way to set its fields

@@ -12,8 +12,8 @@ A graph fixes the number of sequences and the width of the block tables. There i
 numbers of sequences ("buckets"); a decode step of another number is padded with dummy sequences,
 which read and write block 0. All graphs have tables for `max_model_len` tokens.
 
-Nothing that depends on a value can be in a graph, such as sampling with a request's parameters. It
-begins after `ModelRunner.hidden_states`.
+Nothing that depends on a value can be in a graph, such as sampling with a request's parameters. So a
+graph ends with the hidden states, and logits and sampling come after its replay.
 """
 
 from bisect import bisect_left
@@ -29,16 +29,16 @@ from nanoengine.step_inputs import StepInputs, StepShape
 
 
 class CudaGraphs:
-    """The graphs of one runner. Call `clear` before the memory that they use is freed.
+    """The graphs of one runner.
 
-    sizes: the numbers of sequences that have a graph: 1, 2, 4, 8, 16, 24, …, max_num_seqs.
+    most: the most sequences of a step (`max_num_seqs`).
+    sizes: the numbers of sequences that have a graph: 1, 2, 4, 8, 16, 24, … and `most`.
     captured: for each shape of a step's inputs: a graph, the inputs that it reads, and the hidden
         states that it writes.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
-        sizes = [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs]
-        self.sizes = [*sizes, max_num_seqs]
+    def __init__(self, most: int) -> None:
+        self.sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
         self.captured: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]] = {}
 
     @torch.inference_mode()

@@ -38,7 +38,7 @@ from nanoengine.sequence import Sequence
 class Engine:
     """Runs sequences to their end.
 
-    runner: a `ModelRunner`, or anything else with its `launch` and its sizes.
+    runner: a `ModelRunner`, or anything else with its `launch`, its `close` and its sizes.
     num_generated_tokens: how many tokens all steps have given to their sequences.
 
     Between two steps, `add` and `finish` can change the sequences, and, for those that are not in

@@ -165,7 +165,6 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     The rows of "….qkv_proj.weight" are those of "….q_proj.weight", then of k and v.
     """
     targets = {}
-    # a tied parameter once, under its first name
     for name, parameter in model.named_parameters():
         # ".layers.0.self_attn", "qkv_proj", "weight"; the first dot gives "norm.weight" three parts
         path, own, kind = f".{name}".rsplit(".", 2)

@@ -131,7 +131,7 @@ class ModelRunner:
 
         On a CPU: a quarter of the free memory, or what can be used. On a GPU: what
         `gpu_memory_utilization` leaves when everything else, including other processes, is at its
-        largest. It runs all graphs and the largest step to find out.
+        largest. It captures all graphs and runs the largest step to find out.
         """
         config = self.config
         if self.device == "cpu":
@@ -193,7 +193,7 @@ class ModelRunner:
         return step, self.hidden_states(step)
 
     def copy_blocks(self, copies: Copies) -> None:
-        """Does the block copies of a step. swapping.py adds copies to and from the host."""
+        """Does the block copies of a step. An extension adds copies to and from the host."""
         for target, source in copies.copy_on_write.items():
             self.blocks[target].copy_(self.blocks[source])
 

@@ -63,7 +63,7 @@ class InputProcessor:
             prompts = [prompts]
         params, priorities = (
             given if isinstance(given, list) else [given] * len(prompts)
-            for given in (params or self.default_params, priority or 0))
+            for given in (self.default_params if params is None else params, priority or 0))
         parsed = [self.parse(*each) for each in enumerate(prompts)]
         for each in params:
             if each.stop:
@@ -103,7 +103,7 @@ class InputProcessor:
         most = params.max_tokens or self.max_model_len
         stops: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         ends = stops | self.eos_tokens
-        seed = hash64(self.config.seed, number) if params.seed is None else params.seed
+        seed = hash64(self.config.seed, number) if params.seed in (None, -1) else params.seed
         seq = Sequence(
             str(number), token_ids, len(token_ids), min(len(token_ids) + most, self.max_model_len),
             params, seed, stops if params.ignore_eos else ends, priority)

@@ -3,8 +3,8 @@
     a matrix of logits ── constrain ──▶ scale ──▶ truncate ──▶ draw ──▶ a token for each row
 
 `StepInputs.draws` has the parameters of each row of logits. They came to the device with the other
-inputs, so that nothing here waits for a GPU. Greedy rows take the likeliest token. All others are
-sampled as one matrix, in parts that fit a cache. There is no generator state: a draw depends only
+inputs, so that nothing here waits for a GPU. Greedy rows without constraints take the likeliest
+token. All others are sampled as one matrix, in parts that fit a cache. There is no generator state: a draw depends only
 on the seed of its sequence and on its position.
 """
 
@@ -36,8 +36,9 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
 
     A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
-    found = likeliest(logits[:len(seqs)])
     rest = [row for row, seq in enumerate(seqs) if seq.params.temperature or seq.params.edits]
+    has_greedy = len(rest) < len(seqs)
+    found = likeliest(logits[:len(seqs)]) if has_greedy else torch.zeros_like(draws.top_k).long()
     # rows with the same edits side by side: a matrix gets the edits that some of its rows need
     rest.sort(key=lambda row: seqs[row].params.edits)
     for start in range(0, len(rest), max_rows(logits)):

@@ -80,7 +80,7 @@ class SamplingParams:
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
     def clone(self) -> "SamplingParams":
-        """Returns a copy with new lists and dicts; the logits processors in it are the same."""
+        """Returns a copy with new lists; the elements of the lists are the same."""
         copies: Any = {name: value.copy() for name, value in vars(self).items()
                        if isinstance(value, (list, dict))}
         return replace(self, **copies)

@@ -32,7 +32,7 @@ class Scheduler:
     def __init__(self, manager: BlockManager, config: EngineConfig) -> None:
         self.block_manager = manager
         self.config = config
-        self.choose_batch: Any = BATCHING.get(config.scheduling)
+        self.choose_batch: Any = BATCHING.get(config.scheduling, config.scheduling)
         self.reset()
 
     def reset(self) -> None:

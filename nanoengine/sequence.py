@@ -55,9 +55,8 @@ class Sequence:
     priority: smaller numbers come first.
     index: the number of this completion in its request.
     needs_tokens: whether its next step needs all its tokens on the host.
-    constraints: the state that constraints.py keeps for it, if its parameters need any.
+    constraints, logprobs_temperature: state of extensions, for its constraints and for beams.
     metrics: the timings of its request, see metrics.py in the extensions.
-    logprobs_temperature: divides the logits for its `logprobs`, if it is not 0.
     """
 
     request_id: str
@@ -84,7 +83,7 @@ class Sequence:
     num_preempted_tokens: int = state(int)
     # the other completions of the prompt (n > 1), which begin with its first generated token
     forks: list["Sequence"] = state(list)
-    # by position, of prompt and generated tokens: see `find_logprobs`
+    # by position, of prompt and generated tokens: see logprobs.py in the extensions
     logprobs: dict[int, Any] = state(dict)
     finish_reason: str | None = state(lambda: None)
     stop_reason: int | str | None = state(lambda: None)

@@ -38,15 +38,16 @@ class Engine(nanoengine.engine.Engine):
             self.metrics.launched(launched.batch, started)
         # a step can preempt all its sequences; after it, a policy has to run something
         self.num_idle = 0 if launched else self.num_idle + 1
-        scheduler = self.scheduler
-        runnable = [seq for seq in scheduler.running
-                    if seq.num_uncomputed_tokens and not seq.is_awaited]
-        if self.num_idle > 2 and (
-                runnable or not scheduler.running and scheduler.can_admit_head()):
+        if self.num_idle > 2 and self._can_run():
             raise RuntimeError(f"scheduling={self.config.scheduling!r} runs nothing, although "
-                               f"{len(scheduler.waiting)} sequences wait, "
-                               f"{len(scheduler.running)} run")
+                               f"{len(self.scheduler.waiting)} sequences wait, "
+                               f"{len(self.scheduler.running)} run")
         return launched
+
+    def _can_run(self) -> bool:
+        running = self.scheduler.running
+        return any(seq.num_uncomputed_tokens and not seq.is_awaited for seq in running) or (
+            not running and self.scheduler.can_admit_head())
 
     def _take_in(self, launched: Any) -> list[Sequence]:
         seqs = super()._take_in(launched)

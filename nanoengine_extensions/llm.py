@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable
 from copy import deepcopy
+from dataclasses import fields, replace
 from functools import cached_property
 from inspect import signature
 from numbers import Integral
@@ -36,7 +37,7 @@ class StrictInputProcessor(InputProcessor):
         super().__init__(config, model_config, folder)
         with naming(file := folder / "generation_config.json"):
             more = defaults_of(file)
-            self.default_params = SamplingParams(**vars(self.default_params) | more)
+            self.default_params = replace(extended(self.default_params), **more)
 
     @cached_property
     def tokenizer_of_user(self) -> Any:
@@ -50,8 +51,7 @@ class StrictInputProcessor(InputProcessor):
             prompts = [prompts]
         params = one_for_each(len(prompts), "sampling_params", params, self.default_params)
         # the engine's own class has fewer of them
-        params = [each if isinstance(each, SamplingParams) else SamplingParams(**vars(each))
-                  for each in params]
+        params = [each if isinstance(each, SamplingParams) else extended(each) for each in params]
         priorities = one_for_each(len(prompts), "priority", priority, 0)
         if self.config.scheduling_policy != "priority":
             priorities = [0] * len(prompts)
@@ -80,6 +80,11 @@ class StrictInputProcessor(InputProcessor):
             is_id = isinstance(token_id, Integral) and type(token_id) is not bool
             if not is_id or not 0 <= int(token_id) <= last:
                 raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
+
+
+def extended(params: Any) -> SamplingParams:
+    """Returns parameters of the engine's own class as those of the extensions."""
+    return SamplingParams(**{each.name: getattr(params, each.name) for each in fields(params)})
 
 
 def one_for_each(num_prompts: int, name: str, value: Any, default: Any) -> list[Any]:

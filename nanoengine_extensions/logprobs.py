@@ -107,14 +107,22 @@ class Scorer(Sequence):
 class ScoringScheduler(PolicyScheduler):
     """A scheduler that has each token of a prompt scored when its chunk is computed."""
 
-    def _place(self, batch: Batch, seq: Sequence) -> None:
-        start = seq.num_computed_tokens
-        index = len(batch)
-        super()._place(batch, seq)
-        if len(batch) > index and getattr(seq.params, "prompt_logprobs", None) is not None:
-            stop = min(start + batch.num_tokens[index] + 1, seq.num_prompt_tokens)
-            scorer = Scorer.of(seq)
-            batch.sampled += [Row(index, scorer, position) for position in range(start + 1, stop)]
+    # whether any request has asked for it
+    has_scores = False
+
+    def add(self, seq: Any) -> None:
+        super().add(seq)
+        self.has_scores |= seq.params.prompt_logprobs is not None
+
+    def schedule(self) -> Batch:
+        batch: Any = super().schedule()
+        parts = zip(batch.sequences, batch.starts, batch.num_tokens) if self.has_scores else ()
+        for index, (seq, start, count) in enumerate(parts):
+            stop = min(start + count + 1, seq.num_prompt_tokens)
+            if seq.params.prompt_logprobs is not None and start + 1 < stop:
+                scorer = Scorer.of(seq)
+                batch.sampled += [Row(index, scorer, place) for place in range(start + 1, stop)]
+        return batch
 
 
 def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Any]) -> dict[Row, RowLogprobs]:
