@@ -12,8 +12,8 @@ A graph fixes the number of sequences and the width of the block tables. There i
 numbers of sequences ("buckets"); a decode step of another number is padded with dummy sequences,
 which read and write block 0. All graphs have tables for `max_model_len` tokens.
 
-Nothing that depends on a value can be in a graph, such as sampling with a request's parameters. So a
-graph ends with the hidden states, and logits and sampling come after its replay.
+Nothing that depends on a value can be in a graph, such as sampling with a request's parameters. So
+a graph ends with the hidden states, and logits and sampling come after its replay.
 """
 
 from bisect import bisect_left

@@ -169,13 +169,13 @@ class LLM(AbstractContextManager):
     def queue(self, requests: list[Any]) -> None:
         """Queues requests of one call, or other objects with the same interface, in the engine.
 
-        Their inbox is one dict: each step adds the requests that have new tokens. Raises ValueError
-        if one of them could never run.
+        Their inbox is one dict: each step adds the requests that have new tokens.
         """
         self._check_caller()
+        if self.engine.runner is None:
+            raise RuntimeError("the LLM is closed")
         inbox: dict[str, Any] = {}
         for request in requests:
-            self.engine.scheduler.check(request.seq)
             request.inbox = inbox
         self.arrived += requests
         try:

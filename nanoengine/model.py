@@ -6,7 +6,7 @@ step, hidden_size). There is no batch dimension: the attention backend knows whi
 which sequence. Parameters have the names of transformers' checkpoints; `loader.py` fills them, and
 says which models can be loaded.
 
-This is plain PyTorch, and complete. Where a library of kernels is installed (`kernels` in seams.py), faster
+This is plain PyTorch, and complete. Where a library of kernels is installed (seams.py), faster
 forwards take the place of these: a comment at each says so.
 """
 

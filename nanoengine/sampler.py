@@ -4,8 +4,8 @@
 
 `StepInputs.draws` has the parameters of each row of logits. They came to the device with the other
 inputs, so that nothing here waits for a GPU. Greedy rows without constraints take the likeliest
-token. All others are sampled as one matrix, in parts that fit a cache. There is no generator state: a draw depends only
-on the seed of its sequence and on its position.
+token. All others are sampled as one matrix, in parts that fit a cache. There is no generator state:
+a draw depends only on the seed of its sequence and on its position.
 """
 
 import math

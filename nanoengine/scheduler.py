@@ -44,17 +44,13 @@ class Scheduler:
         self.preempted: list[tuple[Sequence, str]] = []
         self.block_manager.reset()
 
-    def check(self, seq: Sequence) -> None:
-        """Raises ValueError if a sequence, or one of its forks, could never run."""
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence and its forks. Raises ValueError if one of them could never run."""
         manager = self.block_manager
         num_tokens = max(map(manager.most_tokens, (seq, *seq.forks)))
         if manager.num_blocks_for(num_tokens) > manager.num_blocks:
             raise ValueError(f"request {seq.request_id}: {num_tokens} tokens do not fit: "
                              f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
-
-    def add(self, seq: Sequence) -> None:
-        """Queues a sequence and its forks."""
-        self.check(seq)
         self.enqueue(seq)
 
     def enqueue(self, seq: Sequence, in_front: bool = False) -> None:

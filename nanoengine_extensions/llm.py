@@ -151,11 +151,6 @@ class LLM(nanoengine.llm.LLM):
         """
         return beam_search(self, prompts, params)
 
-    def queue(self, requests: list[Any]) -> None:
-        if self.engine.runner is None:
-            raise RuntimeError("the LLM is closed")
-        super().queue(requests)
-
     # the requests that have not ended, by number
     active = property(lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})
 
