@@ -87,6 +87,11 @@ def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
     return ""
 
 
+def num_of_prompt(seq: Sequence) -> int | None:
+    """Returns its `prompt_logprobs`; the engine's own parameters have none."""
+    return getattr(seq.params, "prompt_logprobs", None)
+
+
 class Scorer(Sequence):
     """Stands for a prompt in the rows that score its tokens; it has ended before it begins.
 
@@ -112,14 +117,14 @@ class ScoringScheduler(PolicyScheduler):
 
     def add(self, seq: Any) -> None:
         super().add(seq)
-        self.has_scores |= seq.params.prompt_logprobs is not None
+        self.has_scores |= num_of_prompt(seq) is not None
 
     def schedule(self) -> Batch:
         batch: Any = super().schedule()
         parts = zip(batch.sequences, batch.starts, batch.num_tokens) if self.has_scores else ()
         for index, (seq, start, count) in enumerate(parts):
             stop = min(start + count + 1, seq.num_prompt_tokens)
-            if seq.params.prompt_logprobs is not None and start + 1 < stop:
+            if num_of_prompt(seq) is not None and start + 1 < stop:
                 scorer = Scorer.of(seq)
                 batch.sampled += [Row(index, scorer, place) for place in range(start + 1, stop)]
         return batch
@@ -133,7 +138,7 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Any]) -> dict[Row,
     """
     # only beams have a temperature here, as their log-probabilities decide
     asked = {number: (count, row.seq.logprobs_temperature) for number, row in enumerate(rows)
-             if (count := row.seq.params.logprobs) is not None}
+             if (count := getattr(row.seq.params, "logprobs", None)) is not None}
     known = {number: row.seq.prompt.token_ids[row.position] for number, row in enumerate(rows)
              if isinstance(row.seq, Scorer)}
     if known:

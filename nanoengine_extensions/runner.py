@@ -71,6 +71,7 @@ class Runner(ModelRunner):
         vars(launched)["logprobs"] = self.logprobs
         return launched
 
-    def observe(self, rows: list[Any], logits: Tensor, tokens: Tensor) -> None:
-        if any(row.seq.params.logprobs is not None for row in rows):
+    def observe(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
+        # the engine's own parameters have none
+        if any(getattr(row.seq.params, "logprobs", None) is not None for row in rows):
             self.logprobs |= find_logprobs(logits, tokens, rows)
