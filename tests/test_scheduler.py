@@ -246,7 +246,7 @@ class CheckedScheduler(ObservedScheduler):
         assert len(self.running) <= config.max_num_seqs
         assert len(set(batch.sequences)) == len(batch)
         assert all(seq in self.running for seq in batch.sequences)
-        sampled = {row.source for row in batch.sampled}
+        sampled = {row.source for row in batch.sampled if not isinstance(row.seq, Scorer)}
         for index, seq in enumerate(batch.sequences):
             assert batch.starts[index] == seq.num_computed_tokens
             assert 0 < batch.num_tokens[index] <= seq.num_uncomputed_tokens
