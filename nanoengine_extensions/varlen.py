@@ -19,7 +19,18 @@ def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     return varlen_attn(  # type: ignore
         query, keys, values, step.query_starts, step.key_starts, step.longest_query,
         step.longest_keys, enable_gqa=True, seqused_k=step.lengths, window_size=window_size,
-        block_table=step.block_tables)
+        block_table=step.block_tables, **splits_of(query, keys, window, step))
+
+
+def splits_of(query: Tensor, keys: Tensor, window: int | None, step: StepInputs) -> dict[str, int]:
+    """Returns the option that keeps the keys of a sequence in one piece, where they have to be.
+
+    torch 2.13 splits the keys of several sequences, and then loses all results but the first,
+    except where the heads of a group share a decode (pytorch/pytorch#194167). 2.12 has no such
+    option.
+    """
+    is_grouped = step.longest_query == 1 and not window and query.shape[1] > keys.shape[2]
+    return {} if is_grouped or torch.__version__ < "2.13" else {"num_splits": 1}
 
 
 def has_varlen(device: str, dtype: torch.dtype) -> bool:

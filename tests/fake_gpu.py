@@ -33,6 +33,7 @@ GPU, but what fails here is wrong.
 
 import ctypes
 import importlib.machinery
+import math
 import os
 import sys
 import types
@@ -766,6 +767,20 @@ def flash_attn_varlen_func(
     return active_gpu().launch(varlen_kernel, arguments, {})
 
 
+def splits_of_keys(num_heads: int, longest_query: int, longest_keys: int, head_dim: int) -> int:
+    """Into how many parts FlashAttention 2 splits the keys on an H100 (`num_splits_heuristic` in
+    flash_api.cpp): as few as keep its 132 multiprocessors nearly as busy as they can be."""
+    num_blocks = -(-longest_keys // (256 if head_dim <= 64 else 128 if head_dim <= 128 else 64))
+    work, slots = num_heads * -(-longest_query // 64), 2 * 132
+    if work >= 0.8 * slots:
+        return 1
+    sizes = [size for size in range(1, min(128, slots, num_blocks) + 1)
+             if size == 1 or -(-num_blocks // size) != -(-num_blocks // (size - 1))]
+    waves = {size: work * size / slots for size in sizes}
+    busy = {size: wave / math.ceil(wave) for size, wave in waves.items()}
+    return min(size for size in sizes if busy[size] >= 0.85 * max(busy.values()))
+
+
 def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Any, cu_seq_k: Any, max_q: int,
                 max_k: int, *, return_aux: Any = None, scale: float | None = None,
                 window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
@@ -780,6 +795,11 @@ def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Any, cu_seq
     check_counts("cu_seq_k", cu_seq_k, num_seqs + 1)
     check_counts("seqused_k", seqused_k, num_seqs)
     check(window_size[1] in (-1, 0), "only windows to the left are emulated")
+    check(num_splits is None or torch.__version__ >= "2.13", "2.12 refuses num_splits")
+    is_grouped = max_q == 1 and window_size == (-1, -1) and query.size(1) > key.size(2)
+    if num_seqs > 1 and not is_grouped and num_splits != 1 and torch.__version__ >= "2.13":
+        check(splits_of_keys(num_seqs * query.size(1), max_q, max_k, query.size(2)) == 1,
+              "the keys of several sequences are split: only the first one's results are right")
     arguments = (query, key, value, cu_seq_q, seqused_k, block_table, max_q, max_k, window_size[0],
                  window_size[1] == 0, scale or query.shape[-1] ** -0.5)
     return active_gpu().launch(varlen_kernel, arguments, {})

@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import check_idle, random_prompts
-from fake_gpu import FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache, storage_of
+from fake_gpu import (
+    FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache, splits_of_keys, storage_of)
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.attention import BACKENDS
 from nanoengine.model_runner import Launched, ModelRunner
 from nanoengine.step_inputs import StepInputs
+from nanoengine_extensions import varlen
 from nanoengine_extensions.offload import Offload, choose_layers
 from nanoengine_extensions.policies import overtaking
 
@@ -165,6 +167,19 @@ def test_every_batch_size(engines, tiny, batch_size):
     expected = engines.reference(tiny, "batch", prompts, GREEDY)
     check_same(engine.generate(prompts[:batch_size], GREEDY), expected[:batch_size])
     check_no_host_reads(engine.gpu)
+
+
+@pytest.mark.parametrize("prompts", [[129, 300], [64] * 8])
+def test_varlen_keeps_the_keys_of_each_sequence_in_one_piece(tiny, monkeypatch, prompts):
+    """PyTorch 2.13 would split those of several sequences, and lose results."""
+    needs("varlen")
+    assert splits_of_keys(2 * 16, 300, 300, 128) > 1 and splits_of_keys(33 * 16, 1, 4000, 128) == 1
+    engine = make_engine(tiny, attention_backend="varlen", enforce_eager=True)
+    engine.generate(random_prompts(prompts), GREEDY)
+    if torch.__version__ >= "2.13":
+        monkeypatch.setattr(varlen, "splits_of", lambda *arguments: {})
+        with pytest.raises(GpuError, match="the keys of several sequences are split"):
+            engine.generate(random_prompts([390, 300, 350]), GREEDY)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 5])
