@@ -202,8 +202,8 @@ class Scheduler:
         and V can be NaN as well."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
-        self.finish(seq, "error", str(seq.error or f"request {seq.request_id}: its logits are NaN "
-                                      "or infinite, or its constraints leave no token"))
+        reason = "its logits are NaN or infinite (model, processors), or constraints leave no token"
+        self.finish(seq, "error", str(seq.error or f"request {seq.request_id}: {reason}"))
 
     # ---------------------------------------------------------------------- one sequence
 

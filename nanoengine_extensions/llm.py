@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cached_property
 from inspect import signature
 from numbers import Integral
@@ -16,7 +16,7 @@ import nanoengine.llm
 import nanoengine.sampling_params
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import FORMS, InputProcessor, Params
-from nanoengine.seams import naming, rejected
+from nanoengine.seams import rejected
 from nanoengine_extensions.beam_search import (
     BeamSearchOutput, BeamSearchParams, BeamSearchSequence, beam_search)
 from nanoengine_extensions.engine import Engine
@@ -34,10 +34,9 @@ class StrictInputProcessor(InputProcessor):
     make_request = ScoredRequest
 
     def __init__(self, config: EngineConfig, model_config: Any, folder: Path) -> None:
+        params = defaults_of(folder / "generation_config.json")
         super().__init__(config, model_config, folder)
-        with naming(file := folder / "generation_config.json"):
-            more = defaults_of(file)
-            self.default_params = replace(extended(self.default_params), **more)
+        self.default_params = params
 
     @cached_property
     def tokenizer_of_user(self) -> Any:

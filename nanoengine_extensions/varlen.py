@@ -3,6 +3,8 @@
 runner.py imports this file before the engine chooses a backend for a GPU.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
         block_table=step.block_tables, **splits_of(query, keys, window, step))
 
 
-def splits_of(query: Tensor, keys: Tensor, window: int | None, step: StepInputs) -> dict[str, int]:
+def splits_of(query: Tensor, keys: Tensor, window: int | None, step: StepInputs) -> dict[str, Any]:
     """Returns the option that keeps the keys of a sequence in one piece, where they have to be.
 
     torch 2.13 splits the keys of several sequences, and then loses all results but the first,

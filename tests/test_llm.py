@@ -654,7 +654,7 @@ def test_no_extension_is_imported_before_it_is_asked_for(bundled):
         with LLM(MODEL) as llm:
             llm.generate("12 + 34 =", use_tqdm=False)
             always = {"checks", "generation_config", "llm", "engine", "metrics",
-                      "beam_search", "logprobs"}
+                      "beam_search", "logprobs", "options", "policies", "runner"}
             assert extensions() == {f"nanoengine_extensions.{name}" for name in always}
             llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
         asked_for = always | {"constraints"}

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from nanoengine.loader import (
     FILES, checkpoint_tensors, context_length, find_model, load_config, load_defaults, load_model)
 from nanoengine_cpu import optimize
 from nanoengine_cpu.modules import PackedLinear
+from nanoengine_extensions import generation_config
 
 PROMPTS = random_prompts([5, 30])
 
@@ -267,7 +269,9 @@ def text_copy(bundled, tmp_path) -> Path:
 
 def defaults_of(folder: Path, content, tokenizer=None):
     (folder / "generation_config.json").write_text(json.dumps(content))
-    return load_defaults(folder, SimpleNamespace(eos_token_id=9, vocab_size=99), tokenizer)
+    config: Any = SimpleNamespace(eos_token_id=9, vocab_size=99)
+    _, eos_tokens = load_defaults(folder, config, tokenizer)
+    return generation_config.defaults_of(folder / "generation_config.json"), eos_tokens
 
 
 def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy, caplog):

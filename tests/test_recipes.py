@@ -223,7 +223,7 @@ def test_a_model_is_compared(execute):
 def test_a_policy(execute):
     names, printed = execute(recipe("Add a policy"))
     assert sum(json.loads(printed)) > 0, "the cache is too small for all"
-    assert names["llm"].engine.scheduler.choose_victim is names["VICTIMS"]["shortest"]
+    assert names["llm"].engine.scheduler.policy is names["VICTIMS"]["shortest"]
 
 
 def test_a_backend(execute):
