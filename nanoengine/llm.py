@@ -181,7 +181,7 @@ class LLM(AbstractContextManager):
         try:
             with self.turn():
                 pass
-        # such as Ctrl-C while it waits: nobody would have a handle
+        # such as Ctrl-C while it waits: the caller then has no request to abort
         except BaseException:
             self.dropped += requests
             raise

@@ -66,9 +66,8 @@ class InputProcessor:
             given if isinstance(given, list) else [given] * len(prompts)
             for given in (self.default_params if params is None else params, priority or 0))
         parsed = [self.parse(*each) for each in enumerate(prompts)]
-        for each in params:
-            if each.stop:
-                self.get_tokenizer()
+        if any(each.stop for each in params):
+            self.get_tokenizer()
         # only now, so that a refused call uses up no numbers (but a grammar is only refused below)
         checked = zip(range(len(prompts)), parsed, params, priorities, strict=True)
         return [self._request_of(*each) for each in checked]
@@ -95,7 +94,7 @@ class InputProcessor:
         return text, list(map(int, token_ids))
 
     def _request_of(self, index: int, prompt: tuple[str | None, list[int]],
-                      params: SamplingParams, priority: int) -> Request:
+                    params: SamplingParams, priority: int) -> Request:
         """Returns a request with the sequence of its first completion, and forks for the others."""
         text, token_ids = prompt
         # later changes by the user have no effect here

@@ -6,8 +6,8 @@ Nothing here knows a model: `requests.py` makes the checks that need a vocabular
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
-from nanoengine.seams import check
 
+from nanoengine.seams import check
 
 CONDITIONS: Any = (
     ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),
@@ -68,13 +68,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check(self, CONDITIONS)
 
+    # whether the extensions' constraints.py edits its logits; SamplingParams there has more reasons
+    is_constrained = property(lambda self: self.min_tokens > 0)
+
     @cached_property
     def edits(self) -> tuple[str, ...]:
         """The edits that its rows of logits need besides a temperature.
 
         Greedy rows need no truncation: the likeliest token is always kept.
         """
-        asked = {"constraints": self.min_tokens > 0}
+        asked = {"constraints": self.is_constrained}
         if self.temperature:
             asked |= {"min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
         return tuple(name for name, is_asked in asked.items() if is_asked)

@@ -3,8 +3,8 @@
 The engine needs none of the packages beside it. It reaches each of them here alone, by name:
 
     nanoengine_extensions   `extension(name)`: a module, when a user asks for its feature
-    nanoengine_cpu          `kernels(device)`: functions that replace those of this file, as C
-                            replaces Python in CPython's heapq; tensors in, tensors out
+    nanoengine_cpu          `kernels(device)`: functions on tensors that replace those of this file,
+                            as `_heapq` in C replaces those of heapq in CPython
 
 For a GPU, `kernels` would find a library nanoengine_gpu, which is not there yet.
 """
@@ -66,8 +66,7 @@ def naming(what: object) -> Any:
 
 @cache
 def kernels(device: str) -> Any:
-    """Returns the functions below, for "cpu" or "cuda", with those of its library in their place.
-    """
+    """Returns the functions below, for "cpu" or "cuda", replaced by those of its library."""
     name = "nanoengine_gpu" if device == "cuda" else "nanoengine_cpu"
     library = vars(import_module(name)) if find_spec(name) else {}
     return SimpleNamespace(**globals() | library)

@@ -87,12 +87,13 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
     requests = llm.inputs.make_requests(prompts, sampling_params)
     scheduler = llm.engine.scheduler
+    counters = llm.engine.metrics.counters
     searches = [BeamSearch(request, params, scheduler) for request in requests]
     with llm.queued(searches) as unfinished:
         while unfinished:
-            num_steps = scheduler.num_steps
+            num_steps = counters["num_steps"]
             # no step could be launched
-            if not llm.step_for(unfinished) and num_steps == scheduler.num_steps:
+            if not llm.step_for(unfinished) and num_steps == counters["num_steps"]:
                 with llm.turn():
                     make_way(searches, scheduler)
     for beam in [beam for search in searches for beam in search.finished]:

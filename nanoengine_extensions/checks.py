@@ -1,7 +1,7 @@
 """Strict types for a user's options, vLLM's shorthands, and errors that name the nearest keyword.
 
-The engine's dataclasses of options plug it in: `@strict` in nanoengine/checking.py. A broken rule
-is a ValueError that names the argument, the value and what is accepted. The rules use pydantic.
+The dataclasses of options use it as a decorator: see options.py. A broken rule is a ValueError that
+names the argument, the value and what is accepted. The rules use pydantic.
 """
 
 import math
@@ -93,11 +93,10 @@ OWN_RULES: dict[str, Any] = {
 def strict(kind: Any) -> Any:
     """Decorates a dataclass: its arguments are checked, and what is assigned to it later."""
     rules = RULES | OWN_RULES[kind.__name__]
-    checked: Any = {each.name: (rules.get(each.name, each.type), None)
-                    for each in fields(kind)}
-    required = {each.name for each in fields(kind)
-                if each.default is each.default_factory is MISSING}
-    checked |= {name: (checked[name][0], ...) for name in required}
+    checked: Any = {
+        each.name: (rules.get(each.name, each.type),
+                    ... if each.default is each.default_factory is MISSING else None)
+        for each in fields(kind)}
     rule = create_model(kind.__name__, __config__=STRICT, **checked).__pydantic_validator__
     known = signature(kind)
     initialize = kind.__init__

@@ -18,7 +18,7 @@ from nanoengine.sampler import max_rows
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import send
 from nanoengine_extensions.options import SamplingParams
-from nanoengine_extensions.policies import PolicyScheduler
+from nanoengine_extensions.policies import PolicyScheduler, num_of_prompt
 
 
 @dataclass
@@ -85,11 +85,6 @@ def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
                 clean.pop()
             return whole[len(commonprefix([whole, decode(clean)])):]
     return ""
-
-
-def num_of_prompt(seq: Sequence) -> int | None:
-    """Returns its `prompt_logprobs`; the engine's own parameters have none."""
-    return getattr(seq.params, "prompt_logprobs", None)
 
 
 class Scorer(Sequence):

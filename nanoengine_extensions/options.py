@@ -6,7 +6,6 @@ the extensions are installed. All are checked strictly: see checks.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import nanoengine.config
@@ -97,13 +96,9 @@ class SamplingParams(nanoengine.sampling_params.SamplingParams):
     logits_processors: list[Callable] = field(default_factory=list)
     structured_outputs: dict[str, Any] | None = None
 
-    @cached_property
-    def edits(self) -> tuple[str, ...]:
-        is_constrained = (
+    @property
+    def is_constrained(self) -> bool:
+        return bool(
             self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
             or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
             or self.logits_processors or self.structured_outputs is not None)
-        asked: dict[str, Any] = {"constraints": is_constrained}
-        if self.temperature:
-            asked |= {"min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
-        return tuple(name for name, is_asked in asked.items() if is_asked)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from nanoengine.batch import Batch
 from nanoengine.block_manager import BlockManager
 from nanoengine.policies import BATCHING
 from nanoengine.scheduler import Scheduler
@@ -127,6 +126,11 @@ def find_policy(option: str, policy: Any) -> Any:
     return policy if callable(policy) else table[policy]
 
 
+def num_of_prompt(seq: Sequence) -> int | None:
+    """Returns its `prompt_logprobs`; the engine's own parameters have none."""
+    return getattr(seq.params, "prompt_logprobs", None)
+
+
 class HoldingBlockManager(BlockManager):
     """Blocks are held for later tokens. hold: one of `KV_ALLOCATION`."""
 
@@ -149,10 +153,11 @@ class HoldingBlockManager(BlockManager):
         self.num_shared_blocks += num_tokens // self.block_size if parent else 0
         return num_tokens
 
-    def find_shared(self, seq: Any, parent: Sequence | None = None) -> list[int]:
+    def find_shared(self, seq: Sequence, parent: Sequence | None = None) -> list[int]:
         """A prompt that is scored shares no cached block: it needs the logits of all its tokens."""
-        is_scored = getattr(seq.params, "prompt_logprobs", None) is not None
-        return [] if is_scored and not parent else super().find_shared(seq, parent)
+        if num_of_prompt(seq) is not None and not parent:
+            return []
+        return super().find_shared(seq, parent)
 
     def most_tokens(self, seq: Sequence) -> int:
         return max(super().most_tokens(seq), self.num_held_tokens(seq))
@@ -167,12 +172,6 @@ class PolicyScheduler(Scheduler):
         super().__init__(*arguments)
         self.choose_batch = find_policy("scheduling", self.config.scheduling)
         self.policy = find_policy("preemption_victim", self.config.preemption_victim)
-        self.num_steps = 0
-
-    def schedule(self) -> Batch:
-        batch = super().schedule()
-        self.num_steps += bool(batch)
-        return batch
 
     def choose_victim(self) -> Sequence:
         victim = self.policy(self.running)

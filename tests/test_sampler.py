@@ -320,7 +320,7 @@ def test_a_result_of_another_precision_counts(dtype):
 
 
 def test_a_processor_gets_copies():
-    """It may keep them, as they don't change, and overwrite them, as nobody else sees that."""
+    """It may keep them, and they don't change. It may overwrite them: the engine's own stay."""
     kept = []
 
     def keep(input_ids, scores):

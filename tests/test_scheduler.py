@@ -276,7 +276,7 @@ class CheckedScheduler(ObservedScheduler):
             assert all(decoded) or not any(decoded)
             assert len(decoded) == len(batch) or not all(decoded) or not decoded
         if config.scheduling == "static" and admitted and running_before:
-            assert not self.has_decoded, "nobody joins a static batch that decodes"
+            assert not self.has_decoded, "a static batch that decodes admits no sequence"
         self.has_decoded = bool(running_before) and (
             self.has_decoded or not admitted and all(decoded))
 
@@ -332,12 +332,12 @@ class Call:
                         if search.request_id == seq.request_id:
                             search.update(seq)
                             call.has_news = True
-        if not self.has_news and self.num_steps == scheduler.num_steps:
+        if not self.has_news and self.num_steps == scheduler.counters["num_steps"]:
             num_preemptions = len(scheduler.preempted)
             make_way(self.searches, scheduler)
             scheduler.counters["ways_made"] += len(scheduler.preempted) > num_preemptions
         self.has_news = False
-        self.num_steps = scheduler.num_steps
+        self.num_steps = scheduler.counters["num_steps"]
 
 
 def begin_search(seq: Sequence, params: BeamSearchParams, engine: Engine) -> BeamSearch:
@@ -352,7 +352,7 @@ def beams_alone(seq: Sequence, params: BeamSearchParams) -> list:
     engine.add(seq)
     while engine.has_unfinished():
         call.take_turn([call])
-        assert engine.scheduler.num_steps < 1000, "it goes on for ever"
+        assert engine.scheduler.counters["num_steps"] < 1000, "it goes on for ever"
     assert not engine.scheduler.counters["ways_made"]
     return call.searches[0].finished
 

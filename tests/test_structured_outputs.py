@@ -389,6 +389,14 @@ def test_other_grammars_are_refused(llm, grammar):
         llm.generate("Once", params, use_tqdm=False)
 
 
+def test_a_grammar_of_llama_cpp_is_refused_by_name(llm):
+    for grammar in ('root ::= "a"', 'list ::= item\n  item-1 ::= [a-z]'):
+        params = SamplingParams(structured_outputs={"grammar": grammar})
+        with pytest.raises(ValueError, match="GBNF and EBNF .* are not supported"):
+            llm.generate("Once", params, use_tqdm=False)
+    assert ByteGrammar("grammar", 'start: "a ::= b"').accepts("a ::= b")
+
+
 def test_thousands_of_choices(llm):
     choices = [f"number {number} of many" for number in range(2000)]
     found = texts(llm, "Once", structured_outputs={"choice": choices}, n=5)
