@@ -11,7 +11,7 @@ import zipfile
 import pytest
 from conftest import ROOT
 
-PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_extensions", "lab")
+PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions", "lab")
 
 SCRIPT = """if True:
     import nanoengine, sys

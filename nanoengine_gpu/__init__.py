@@ -1,0 +1,19 @@
+"""Kernels in Triton for decoders on a GPU: tensors in, tensors out. They need no engine.
+
+    optimize(model)         fewer and faster kernels for norms, rotation and SwiGLU of a decoder
+    paged_attention(…)      attention over keys and values that lie in blocks
+    rms_norm(…), swiglu(…), store_heads(…)
+                            the other kernels, as functions of tensors
+    nucleus(…), draw(…)     sampling: the largest weights of each row, and one token by its weights
+
+To read: norms.py, then attention.py; modules.py puts them into a model. Importing this package
+raises ImportError where Triton is not installed. With TRITON_INTERPRET=1, set before the import,
+the same functions take tensors of a CPU: Triton then interprets the kernels, very slowly.
+"""
+
+from nanoengine_gpu.attention import paged_attention
+from nanoengine_gpu.modules import optimize
+from nanoengine_gpu.norms import rms_norm, store_heads, swiglu
+from nanoengine_gpu.sampling import draw, nucleus
+
+__all__ = ["draw", "nucleus", "optimize", "paged_attention", "rms_norm", "store_heads", "swiglu"]

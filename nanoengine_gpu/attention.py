@@ -1,0 +1,205 @@
+"""Attention over keys and values in blocks, in one kernel for prompts, chunks and decodes.
+
+The kernel is FlashAttention-2 (Dao, 2023, arXiv:2307.08691) over PagedAttention's block tables
+(Kwon et al., 2023, arXiv:2309.06180):
+
+    a tile     some queries of one sequence, and all heads of a group, so that these read each key
+               once. A decode has one query: its tile has the heads of the group alone
+    its keys   come in groups of KEYS. The softmax is online: it keeps the largest score so far, the
+               sum of weights, and the weighted sum of values, and scales them when a larger score
+               comes (Milakov & Gimelshein, 2018, arXiv:1805.02867)
+    a split    a part of the keys. If there are fewer tiles than a GPU has room for, several
+               programs share the keys of a tile, and a second kernel joins their results
+               (Flash-Decoding)
+
+The grid depends on the shape of a step and not on its numbers, and nothing is read on the host:
+CUDA graphs can capture it.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# these change from step to step: a kernel for each of their alignments would be compiled in mid-run
+CHANGING = ["starts", "lengths", "tables", "num_seqs", "num_tokens", "width", "window"]
+
+# The rows and keys of a tile, num_warps and num_stages: of decodes, of steps with both, of prompts.
+# By (is_float32, is_wide): more than 128 numbers in a head. Larger ones spill registers.
+TILES = {
+    (False, False): ((16, 64, 4, 3), (64, 32, 4, 3), (128, 32, 8, 3)),
+    (False, True): ((16, 32, 4, 3), (64, 32, 8, 2), (64, 32, 8, 2)),
+    (True, False): ((16, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 2)),
+    (True, True): ((16, 16, 4, 2), (32, 16, 8, 2), (32, 16, 8, 2))}
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, num_seqs, num_tokens,
+                     width, window, scale, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+                     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+                     QUERIES: tl.constexpr, ROWS: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+                     KEYS: tl.constexpr):
+    """A program has a split of a tile, for one head of keys.
+
+    out: (splits, T, heads, head_dim); sums: (splits, T, heads), log2 of the sums of weights; None
+        without splits
+    """
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    dtype: tl.constexpr = query.dtype.element_ty
+    # the interpreter multiplies the bits of bfloat16 as if they were integers
+    factor: tl.constexpr = tl.float32 if IS_INTERPRETED else dtype
+
+    # 1. The sequence of this tile: the last one whose first tile is not behind it.
+    tile = tl.program_id(0)
+    seq = -1
+    for begin in range(0, num_seqs, 256):
+        seqs = begin + tl.arange(0, 256)
+        begins = tl.load(starts + seqs, seqs < num_seqs, 2**30) + seqs * (QUERIES - 1)
+        seq += tl.sum((begins // QUERIES <= tile).to(tl.int32))
+    start = tl.load(starts + seq)
+    num_queries = tl.load(starts + seq + 1) - start
+    first = (tile - (start + seq * (QUERIES - 1)) // QUERIES) * QUERIES
+    if first >= num_queries:
+        return
+
+    # 2. The queries. A row of the tile is a head of a query.
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    queries = first + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    is_row = (rows < QUERIES * GROUP) & (queries < num_queries)
+    places = (start + queries).to(tl.int64) * (KV_HEADS * GROUP) + heads
+    is_used = is_row[:, None] & (columns < HEAD_DIM)[None, :]
+    q = tl.load(query + places[:, None] * HEAD_DIM + columns[None, :], is_used, 0.0)
+
+    # 3. The keys that the tile sees, and this program's share of them.
+    length = tl.load(lengths + seq)
+    positions = length - num_queries + queries
+    least = tl.maximum(length - num_queries + first - window + 1, 0)
+    most = tl.minimum(length - num_queries + first + QUERIES, length)
+    share = tl.cdiv(tl.cdiv(most - least, tl.num_programs(2)), KEYS) * KEYS
+    least += split * share
+    most = tl.minimum(least + share, most)
+    table = tables + tl.cast(seq, tl.int64) * width
+
+    # 4. The online softmax, in powers of 2.
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in range(least, most, KEYS):
+        places_of_keys = begin + tl.arange(0, KEYS)
+        is_key = places_of_keys < most
+        blocks = tl.load(table + places_of_keys // BLOCK_SIZE, is_key, 0)
+        slots = blocks.to(tl.int64) * BLOCK_SIZE + places_of_keys % BLOCK_SIZE
+        numbers = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + columns[None, :]
+        # what is not read is 0: a weight of 0 would not stop another sequence's NaN
+        is_number = is_key[:, None] & (columns < HEAD_DIM)[None, :]
+        k = tl.load(keys + numbers, is_number, 0.0)
+        scores = tl.dot(q.to(factor), k.to(factor).T, input_precision="ieee") * scale
+        ages = positions[:, None] - places_of_keys[None, :]
+        is_seen = (ages >= 0) & (ages < window) & is_key[None, :]
+        scores = tl.where(is_seen, scores, -float("inf"))
+
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        # a row that has seen no key yet: -inf - -inf would be NaN
+        shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(largest - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(values + numbers, is_number, 0.0)
+        weighted = weighted * shrink[:, None]
+        rounded = weights.to(dtype).to(factor)
+        weighted = tl.dot(rounded, v.to(factor), weighted, input_precision="ieee")
+        largest = new_largest
+
+    # 5. The result. A split in which a row sees no key counts nothing: its sum is 2 ** -inf.
+    result = weighted / tl.where(total == 0, 1.0, total)[:, None]
+    places += split.to(tl.int64) * num_tokens * (KV_HEADS * GROUP)
+    to_out = out + places[:, None] * HEAD_DIM + columns[None, :]
+    tl.store(to_out, result.to(out.dtype.element_ty), is_used)
+    if sums is not None:
+        tl.store(sums + places, largest + tl.log2(total), is_row)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def join_kernel(parts, sums, out, num_heads, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+                SPLITS: tl.constexpr):
+    """A program joins the splits of one head of one query. num_heads: of all queries together"""
+    head = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    places = tl.arange(0, SPLITS).to(tl.int64) * num_heads + head
+    sum_of_split = tl.load(sums + places)
+    weights = tl.exp2(sum_of_split - tl.max(sum_of_split, 0))
+    is_column = columns < HEAD_DIM
+    part = tl.load(parts + places[:, None] * HEAD_DIM + columns[None, :], is_column[None, :], 0.0)
+    joined = tl.sum(part * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out + head * HEAD_DIM + columns, joined.to(out.dtype.element_ty), is_column)
+
+
+def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any) -> Tensor:
+    """Each query attends to the keys of its sequence up to its own.
+
+    query: (T, heads, head_dim), rotated
+    cache: (2, num_blocks, block_size, kv_heads, head_dim), contiguous: K and V, those of this step
+        included
+    window: a query sees its last `window` keys, None for all
+    step: has S sequences with T tokens: query_starts, (S + 1,), where the tokens of each begin, and
+        T; lengths, (S,), how many keys each has; block_tables, (S, width); all int32. And numbers
+        that the host knows: longest_query and longest_keys, the most of any sequence.
+
+    Returns (T, heads, head_dim). Heads and dtype are those of the model; float32 stays float32.
+    """
+    if not cache.is_contiguous():
+        raise ValueError(f"cache={tuple(cache.shape)} with strides {cache.stride()}: contiguous")
+    num_tokens, num_heads, head_dim = query.shape
+    _, _, block_size, kv_heads, _ = cache.shape
+    num_seqs = len(step.lengths)
+    group = num_heads // kv_heads
+    columns = triton.next_power_of_2(head_dim)
+    # Tiles of prompts are large: all of their rows share what is read. A step with decodes and
+    # prompts has smaller ones, since most rows of a decode's tile are empty.
+    kind = 0 if step.longest_query == 1 else 1 if num_tokens * group < 128 * num_seqs else 2
+    rows, keys, warps, stages = TILES[query.dtype == torch.float32, columns > 128][kind]
+    # a group always fits
+    rows = max(rows, triton.next_power_of_2(group))
+    queries = rows // group
+    # a sequence has at most one tile that is not full
+    tiles = (num_tokens + num_seqs * (queries - 1)) // queries
+    splits = num_splits(tiles * kv_heads, step.longest_keys, query.device)
+
+    out = query.new_empty(query.shape)
+    parts, sums = out, None
+    if splits > 1:
+        parts = query.new_empty(splits, *query.shape, dtype=torch.float32)
+        sums = query.new_empty(splits, num_tokens, num_heads, dtype=torch.float32)
+    attention_kernel[(tiles, kv_heads, splits)](
+        query.contiguous(), *cache, parts, sums, step.query_starts, step.lengths,
+        step.block_tables, num_seqs, num_tokens, step.block_tables.stride(0), window or 2**30,
+        math.log2(math.e) / math.sqrt(head_dim), block_size, kv_heads, group, head_dim, columns,
+        queries, rows, query.device.type == "cpu", keys,
+        num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+    if splits > 1:
+        join_kernel[(num_tokens * num_heads,)](
+            parts, sums, out, num_tokens * num_heads, head_dim, columns, splits,
+            num_warps=4, enable_fp_fusion=True)
+    return out
+
+
+def num_splits(programs: int, longest_keys: int, device: torch.device) -> int:
+    """Returns into how many parts, a power of 2, each tile's keys are split.
+
+    Two programs for each core of the GPU are enough, and 128 keys are the least for one.
+    """
+    most = min(2 * num_cores(device) // max(programs, 1), longest_keys // 128, 64)
+    return 1 << max(most, 1).bit_length() - 1
+
+
+def num_cores(device: torch.device) -> int:
+    """Returns how many multiprocessors a GPU has; for a CPU, whose kernels are interpreted, 8."""
+    if device.type == "cpu":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,547 @@
+"""The tests that test_kernels.py runs in Triton's interpreter, on tensors of a CPU.
+
+To run one: TRITON_INTERPRET=1 pytest -n 0 tests/triton/interpreted.py -k NAME
+"""
+
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import triton.language as tl
+from triton.runtime import interpreter
+
+from nanoengine import model as plain
+from nanoengine import sampler
+from nanoengine.attention import gather_attention
+from nanoengine.loader import load_model
+from nanoengine_gpu import (
+    attention, draw, nucleus, optimize, paged_attention, rms_norm, store_heads, swiglu)
+
+ROOT = Path(__file__).resolve().parents[2]
+# how far results may be from those of PyTorch: sums in another order; a step of bfloat16
+CLOSE = {torch.float32: dict(rtol=2e-6, atol=2e-6), torch.bfloat16: dict(rtol=1.6e-2, atol=1e-3),
+         torch.float16: dict(rtol=2e-3, atol=2e-4)}
+# numbers that are not finite are part of some tests
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def rounded_as_on_a_gpu(monkeypatch):
+    """The interpreter cuts bits off where a GPU rounds float32 to bfloat16."""
+    convert = interpreter._convert_float
+
+    def rounded(numbers, from_dtype, to_dtype, mode):
+        if (from_dtype, to_dtype) != (tl.float32, tl.bfloat16):
+            return convert(numbers, from_dtype, to_dtype, mode)
+        in_bfloat16 = torch.from_numpy(numbers.copy()).bfloat16()
+        return in_bfloat16.view(torch.uint16).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+def is_close(x: torch.Tensor, y: torch.Tensor) -> None:
+    assert x.dtype == y.dtype
+    torch.testing.assert_close(x, y, **CLOSE[x.dtype], equal_nan=True)
+
+
+def check_attention(query, cache, window, step) -> None:
+    """The results are those of PyTorch in float32, up to the rounding of weights and results."""
+    out = paged_attention(query, cache, window, step)
+    expected = gather_attention(query.float(), cache.float(), window, step)
+    assert out.dtype == query.dtype and expected.isfinite().all()
+    away = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[query.dtype]
+    torch.testing.assert_close(out.float(), expected, rtol=away, atol=away)
+
+
+# ------------------------------------------------------------------------- small operations
+
+
+@DTYPES
+@pytest.mark.parametrize("rows, size", [(3, 64), (1, 1), (2, 896), (5, 257), (0, 64), (2, 5120)])
+def test_rms_norm(dtype, rows, size):
+    x, weight = torch.randn(rows, size, dtype=dtype), torch.randn(size, dtype=dtype)
+    total, normed = rms_norm(x, weight, 1e-5)
+    assert total is x
+    is_close(normed, plain.rms_norm(x, weight, 1e-5))
+
+
+@DTYPES
+@pytest.mark.parametrize("rows, size", [(3, 64), (1, 1), (2, 896), (5, 257), (0, 64)])
+def test_residual_sum_and_norm(dtype, rows, size):
+    x, delta = torch.randn(2, rows, size, dtype=dtype)
+    x.mul_(30)
+    weight = torch.randn(size, dtype=dtype)
+    before = x.clone()
+    total, normed = rms_norm(x, weight, 1e-6, delta)
+    assert torch.equal(total, x + delta) and torch.equal(x, before)
+    # of the rounded sum
+    is_close(normed, plain.rms_norm(x + delta, weight, 1e-6))
+
+
+def test_norm_of_other_strides():
+    x, delta = torch.randn(2, 8, 3, 64).transpose(1, 2)[..., ::2]
+    weight = torch.randn(32)
+    total, normed = rms_norm(x, weight, 1e-6, delta)
+    assert torch.equal(total, x + delta)
+    is_close(normed, plain.rms_norm(x + delta, weight, 1e-6))
+
+
+def test_a_row_with_nan_or_infinity_is_alone():
+    x = torch.randn(4, 96)
+    x[1, 5], x[2, 90] = torch.nan, torch.inf
+    _, normed = rms_norm(x, torch.ones(96), 1e-6, torch.zeros(4, 96))
+    is_close(normed, plain.rms_norm(x, torch.ones(96), 1e-6))
+    assert normed[[0, 3]].isfinite().all() and normed[1].isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("rows, size", [(3, 64), (1, 1), (2, 1300), (4, 77), (0, 64)])
+def test_swiglu(dtype, rows, size):
+    x = (torch.randn(rows, 2 * size) * 5).to(dtype)
+    is_close(swiglu(x), plain.swiglu(x))
+
+
+def test_swiglu_of_large_gates():
+    x = torch.tensor([[-1e4, -100.0, 100.0, 1e4, torch.nan, 1.0] + [2.0] * 6])
+    is_close(swiglu(x), plain.swiglu(x))
+
+
+@DTYPES
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no-norm"])
+@pytest.mark.parametrize("tokens, queries, keys, head_dim", [
+    (3, 4, 2, 64), (2, 7, 1, 80), (1, 16, 16, 128), (2, 32, 2, 256), (4, 3, 1, 6), (0, 4, 2, 64)])
+def test_store_heads(dtype, has_norm, tokens, queries, keys, head_dim):
+    qkv = torch.randn(tokens, queries + 2 * keys, head_dim, dtype=dtype)
+    weights = torch.randn(2, head_dim, dtype=dtype) if has_norm else (None, None)
+    turns = torch.rand(tokens, 1, head_dim // 2) * 6.3
+    angles = torch.stack((turns.cos(), turns.sin()))
+    cache = torch.randn(2, 5, 16, keys, head_dim, dtype=dtype)
+    slots = torch.randperm(80)[:tokens]
+    before = cache.clone()
+    query = store_heads(qkv, *weights, 1e-6, angles, cache, slots)
+
+    q, k, v = qkv.split([queries, keys, keys], dim=1)
+    if has_norm:
+        q, k = (plain.rms_norm(x, weight, 1e-6) for x, weight in zip((q, k), weights))
+    is_close(query, plain.rotate(q, *angles))
+    stored = cache.flatten(1, 2)
+    is_close(stored[0, slots], plain.rotate(k, *angles))
+    assert torch.equal(stored[1, slots], v)
+    if not has_norm:
+        # nothing is summed, so all bits are PyTorch's
+        assert torch.equal(query, plain.rotate(q, *angles))
+    others = torch.ones(80, dtype=torch.bool)
+    others[slots] = False
+    assert torch.equal(stored[:, others], before.flatten(1, 2)[:, others])
+
+
+def test_a_cache_of_other_strides_is_refused():
+    cache = torch.zeros(2, 3, 2, 16, 64).transpose(2, 3)
+    with pytest.raises(ValueError, match="cache=.* contiguous"):
+        store_heads(torch.zeros(1, 6, 64), None, None, 0.0, torch.zeros(2, 1, 32), cache,
+                    torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="cache=.* contiguous"):
+        paged_attention(torch.zeros(1, 4, 64), cache, None, step_of([(0, 1)]))
+
+
+# -------------------------------------------------------------------------------- attention
+
+
+def step_of(seqs: list[tuple[int, int]], block_size: int = 16, width: int = 0,
+            longest_keys: int = 0) -> SimpleNamespace:
+    """A step of sequences with (computed tokens, new tokens); block 0 is nobody's."""
+    lengths = [computed + new for computed, new in seqs]
+    widths = [-(-length // block_size) for length in lengths]
+    blocks = (1 + torch.randperm(sum(widths))).tolist()
+    tables = torch.zeros(len(seqs), max([width, *widths]), dtype=torch.int32)
+    for row, count in enumerate(widths):
+        tables[row, :count] = torch.tensor([blocks.pop() for _ in range(count)])
+    news = [new for _, new in seqs]
+    owners = torch.arange(len(seqs)).repeat_interleave(torch.tensor(news, dtype=torch.int64))
+    positions = [position for computed, new in seqs for position in range(computed, computed + new)]
+    return SimpleNamespace(
+        query_starts=torch.tensor([0, *accumulate(news)], dtype=torch.int32),
+        lengths=torch.tensor(lengths, dtype=torch.int32), block_tables=tables,
+        positions=torch.tensor(positions, dtype=torch.int32), sequence_of_token=owners.int(),
+        longest_query=max([0, *news]), longest_keys=max([longest_keys, *lengths]))
+
+
+def inputs_of(step, heads: int, kv_heads: int, head_dim: int, block_size: int = 16,
+              dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    num_blocks = 1 + int(step.block_tables.max())
+    query = torch.randn(len(step.positions), heads, head_dim, dtype=dtype)
+    cache = torch.randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
+    # what is free can hold anything: only keys that a query sees count
+    is_used = torch.zeros(num_blocks * block_size, dtype=torch.bool)
+    for table, length in zip(step.block_tables.long(), step.lengths):
+        places = torch.arange(int(length))
+        is_used[table[places // block_size] * block_size + places % block_size] = True
+    cache.flatten(1, 2)[:, ~is_used] = torch.nan
+    return query, cache
+
+
+MIXED = [(40, 1), (0, 1), (15, 1), (5, 20), (0, 9), (33, 2)]
+DECODES = [(40, 1), (0, 1), (15, 1), (16, 1), (63, 1), (64, 1)]
+
+
+@DTYPES
+@pytest.mark.parametrize("seqs", [DECODES, MIXED], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size, window", [
+    (4, 4, 64, 16, None), (6, 2, 80, 16, 7), (7, 1, 128, 32, None), (16, 1, 64, 48, 20),
+    (8, 1, 256, 16, 33), (2, 1, 64, 256, 1)])
+def test_attention(dtype, seqs, heads, kv_heads, head_dim, block_size, window):
+    step = step_of(seqs, block_size)
+    check_attention(*inputs_of(step, heads, kv_heads, head_dim, block_size, dtype), window, step)
+
+
+def test_attention_in_float16():
+    step = step_of(MIXED)
+    check_attention(*inputs_of(step, 4, 2, 64, dtype=torch.float16), None, step)
+
+
+def test_attention_of_more_heads_than_rows_in_a_tile():
+    step = step_of([(20, 1), (3, 4)])
+    check_attention(*inputs_of(step, 71, 1, 64), None, step)
+
+
+@DTYPES
+@pytest.mark.parametrize("seqs, window, longest_keys", [
+    ([(600, 1)], None, 0), ([(400, 1), (2, 1), (130, 1)], 200, 0), ([(270, 9)], None, 0),
+    ([(40, 1)], None, 40_960)], ids=["one", "several", "chunk", "width of a graph"])
+def test_attention_to_split_keys(dtype, seqs, window, longest_keys, monkeypatch):
+    monkeypatch.setattr(attention, "num_cores", lambda device: 24)
+    grids = record_grids(monkeypatch)
+    step = step_of(seqs, longest_keys=longest_keys)
+    check_attention(*inputs_of(step, 4, 2, 64, dtype=dtype), window, step)
+    (splits,) = {grid[2] for grid in grids}
+    assert splits > 1
+
+
+def record_grids(monkeypatch) -> list[tuple[int, ...]]:
+    grids = []
+    kernel = attention.attention_kernel
+    recorder = type("Recorder", (), {
+        "__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})
+    monkeypatch.setattr(attention, "attention_kernel", recorder())
+    return grids
+
+
+def test_a_grid_is_fixed_by_the_shape_of_a_step(monkeypatch):
+    """So a graph that was captured with some numbers can be replayed with others."""
+    grids = record_grids(monkeypatch)
+    for seqs in ([(0, 1)] * 5, DECODES[:5], [(200, 1), (0, 1)] * 2 + [(3, 1)]):
+        step = step_of(seqs, width=16, longest_keys=256)
+        paged_attention(*inputs_of(step, 4, 2, 64), None, step)
+    assert len(grids) == 3 and len({*grids}) == 1
+
+
+def test_attention_has_a_program_for_every_tile():
+    """Sequences of any lengths have no more tiles than the grid."""
+    for news in ([1, 23, 1, 11, 5], [7] * 5, [70, 1]):
+        step = step_of([(3, new) for new in news])
+        check_attention(*inputs_of(step, 3, 1, 64), None, step)
+
+
+def test_attention_of_many_sequences():
+    """All but a few have no query in this step."""
+    step = step_of([(5, 0)] * 100 + [(3, 1)] + [(5, 0)] * 160 + [(20, 1), (3, 4)])
+    check_attention(*inputs_of(step, 16, 1, 64), None, step)
+
+
+def test_padded_rows_read_block_0():
+    step = step_of([(40, 1), (20, 1), (0, 1), (0, 1)], width=8)
+    query, cache = inputs_of(step, 4, 2, 64)
+    expected = gather_attention(query, cache, None, step)
+    step.block_tables[2:] = 0
+    cache[:, 0] = torch.randn(2, 16, 2, 64)
+    out = paged_attention(query, cache, None, step)
+    is_close(out[:2], expected[:2])
+    assert torch.equal(out[2:], cache[1, 0, 0].repeat_interleave(2, dim=0).expand(2, 4, 64))
+
+
+@pytest.mark.parametrize("which, number, cores", [
+    (0, torch.nan, 1), (1, torch.nan, 24), (1, torch.inf, 1), (0, torch.inf, 24)])
+def test_nan_stays_in_its_sequence(which, number, cores, monkeypatch):
+    monkeypatch.setattr(attention, "num_cores", lambda device: cores)
+    step = step_of([(280, 1), (260, 1), (0, 1), (33, 3)])
+    query, cache = inputs_of(step, 4, 2, 64)
+    expected = paged_attention(query, cache, None, step)
+    place = step.block_tables[1, 3]
+    cache[which, place, 2] = number
+    out = paged_attention(query, cache, None, step)
+    others = step.sequence_of_token != 1
+    assert torch.equal(out[others], expected[others])
+    assert not out[~others].isfinite().any()
+    # and a window that has left it behind does not see it
+    assert paged_attention(query, cache, 64, step).isfinite().all()
+
+
+def test_a_step_without_tokens():
+    step = step_of([])
+    out = paged_attention(torch.zeros(0, 4, 64), torch.zeros(2, 1, 16, 2, 64), None, step)
+    assert out.shape == (0, 4, 64)
+
+
+def test_attention_in_chunks():
+    """A prompt at once, in chunks, or token by token: the same results but for rounding."""
+    whole = step_of([(0, 20)])
+    query, cache = inputs_of(whole, 4, 2, 64)
+    expected = paged_attention(query, cache, 13, whole)
+    for size in (1, 7, 19):
+        for start in range(0, 20, size):
+            new = min(size, 20 - start)
+            step = step_of([(start, new)])
+            step.block_tables = whole.block_tables
+            rows = slice(start, start + new)
+            is_close(paged_attention(query[rows], cache, 13, step), expected[rows])
+
+
+# --------------------------------------------------------------------------------- sampling
+
+
+def kinds_of_rows(size: int) -> torch.Tensor:
+    """Weights from 2**-20 to 1, whose sums have no rounding error, and 0: (kinds, size)."""
+    logits = torch.randn(6, size) * 3
+    logits[1:3] = logits[1:3].bfloat16().float()
+    logits[3] = 0
+    logits[4] = -13 * torch.rand(size)
+    logits[4, size // 2] = 0
+    logits[5] = -torch.inf
+    logits[5, size // 3] = 0
+    weights = (logits - logits.amax(dim=1, keepdim=True)).exp()
+    weights[2, torch.rand(size) < 0.5] = 0
+    weights[2, 0] = 1
+    return weights.where(weights > 2**-20, 0)
+
+
+TOP_PS = [1.0, 0.95, 0.5, 1e-12]
+
+
+@pytest.mark.parametrize("size", [1, 257, 2_050])
+def test_nucleus(size):
+    weights = kinds_of_rows(size).repeat_interleave(len(TOP_PS), dim=0)
+    total = weights.double().sum(dim=1, keepdim=True)
+    needed = torch.tensor(TOP_PS, dtype=torch.float64).repeat(6)[:, None] * total
+    found = nucleus(weights, needed)
+    assert found.dtype == torch.bool and torch.equal(found, sampler.nucleus(weights, needed))
+    is_all, _, _, is_least = found.unflatten(0, (6, len(TOP_PS))).unbind(1)
+    assert torch.equal(is_all, weights[::len(TOP_PS)] > 0)
+    assert (is_least.sum(dim=1) == 1).all()
+
+
+def test_nucleus_of_a_vocabulary():
+    weights = kinds_of_rows(20_000)[1:5]
+    needed = torch.tensor([[0.9], [0.99], [0.3], [0.8]]).double() * weights.double().sum(1)[:, None]
+    found = nucleus(weights, needed)
+    assert torch.equal(found, sampler.nucleus(weights, needed))
+    assert (found.sum(dim=1) > 10).all()
+
+
+def test_nucleus_that_needs_nothing_or_too_much():
+    weights = kinds_of_rows(77)
+    total = weights.double().sum(dim=1, keepdim=True)
+    assert not nucleus(weights, 0 * total).any()
+    assert torch.equal(nucleus(weights, 2 * total), sampler.nucleus(weights, 2 * total))
+    # weights that are less than a unit of the sums
+    weights = torch.tensor([[2.0**-50, 1.0, 0.0, 2.0**-60, 1e-42]])
+    total = weights.double().sum(dim=1, keepdim=True)
+    assert nucleus(weights, total)[weights > 0].all()
+    assert nucleus(weights, total * (1 - 1e-9)).tolist() == [[False, True, False, False, False]]
+
+
+def test_nucleus_with_nan():
+    weights = kinds_of_rows(300)
+    needed = weights.double().sum(dim=1, keepdim=True) * 0.9
+    expected = sampler.nucleus(weights, needed)
+    weights[1] = torch.nan
+    weights[2] = -torch.tensor(torch.nan)
+    weights[4, 7] = torch.nan
+    needed[[1, 2, 4]] = torch.nan
+    found = nucleus(weights, needed)
+    assert torch.equal(found[[0, 3, 5]], expected[[0, 3, 5]])
+    tokens = draw(weights.where(found, 0), torch.rand(6, dtype=torch.float64))
+    assert ((tokens == -1) == torch.tensor([0, 1, 1, 0, 1, 0])).all()
+
+
+def test_nucleus_does_not_depend_on_the_order_of_sums():
+    """These weights have rounding errors in sums of float64."""
+    weights = (-30 * torch.rand(2, 3000)).exp()
+    needed = torch.tensor([[0.7], [0.999_999]]).double() * weights.double().sum(dim=1, keepdim=True)
+    expected = nucleus(weights, needed)
+    order = torch.randperm(3000)
+    assert torch.equal(nucleus(weights[:, order], needed), expected[:, order])
+    # of other strides
+    assert torch.equal(nucleus(weights.T.contiguous().T, needed), expected)
+
+
+def test_nucleus_of_no_rows():
+    assert nucleus(torch.zeros(0, 64), torch.zeros(0, 1).double()).shape == (0, 64)
+
+
+# ---------------------------------------------------------------------------------- modules
+
+
+def decoder(folder, dtype: torch.dtype, backend, num_blocks: int = 12):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = load_model(Path(folder), config, dtype, "cpu")
+    shape = num_blocks, 16, config.num_key_value_heads, config.head_dim
+    caches = torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype)
+    model.bind(plain.rope_table(config, 256), caches, backend)
+    return model, caches
+
+
+def next_step(histories: list[list[int]], computed: list[int]) -> tuple[torch.Tensor, Any]:
+    """A step that computes all tokens of some sequences that are not computed yet."""
+    step = step_of([(done, len(ids) - done) for ids, done in zip(histories, computed)])
+    # sequence i has the blocks 1 + 3 * i and so on
+    width = step.block_tables.shape[1]
+    step.block_tables = 1 + torch.arange(len(histories))[:, None] * 3 + torch.arange(width)
+    step.block_tables = step.block_tables.int()
+    owners, positions = step.sequence_of_token.long(), step.positions.long()
+    step.slot_mapping = step.block_tables[owners, positions // 16] * 16 + positions % 16
+    step.slot_mapping = step.slot_mapping.long()
+    step.logits_indices = step.query_starts[1:] - 1
+    new = [token for ids, done in zip(histories, computed) for token in ids[done:]]
+    return torch.tensor(new, dtype=torch.int32), step
+
+
+@torch.inference_mode()
+def generate(model, prompts: list[list[int]], count: int) -> list[list[int]]:
+    histories = [prompt.copy() for prompt in prompts]
+    computed = [0] * len(prompts)
+    for _ in range(count):
+        token_ids, step = next_step(histories, computed)
+        tokens = model.lm_head(model(token_ids, step)).argmax(dim=-1)
+        computed = [len(ids) for ids in histories]
+        for ids, token in zip(histories, tokens.tolist()):
+            ids.append(token)
+    return histories
+
+
+def test_the_bundled_model_generates_the_same_tokens():
+    folder = ROOT / "models" / "tiny-qwen3"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer.encode(text) for text in ("47 + 85 =", "9")]
+    model, caches = decoder(folder, torch.float32, gather_attention)
+    fast, fast_caches = decoder(folder, torch.float32, paged_attention)
+    assert optimize(fast) is False
+    expected = generate(model, prompts, 4)
+    assert generate(fast, prompts, 4) == expected
+    is_used = (caches != 0).flatten(4).any(dim=-1)
+    assert torch.equal(is_used, (fast_caches != 0).flatten(4).any(dim=-1)) and is_used.any()
+    torch.testing.assert_close(fast_caches, caches, rtol=1e-4, atol=1e-4)
+
+
+FAMILIES = [("Qwen2", {}), ("Llama", {"attention_bias": True, "mlp_bias": True}),
+            ("Mistral", {"sliding_window": 8}), ("Qwen3", {"attention_bias": True})]
+
+
+@pytest.fixture(params=FAMILIES, ids=[family for family, _ in FAMILIES])
+def models(request, make_model):
+    """A random model of a family: plain, and optimized."""
+    family, changes = request.param
+    folder, _ = make_model(family, num_hidden_layers=2, **changes)
+    model, _ = decoder(folder, torch.float32, gather_attention)
+    fast, _ = decoder(folder, torch.float32, paged_attention)
+    optimize(fast)
+    return model, fast
+
+
+PROMPTS = [[*range(20, 39)], [7, 8, 9]]
+
+
+def test_families(models):
+    model, fast = models
+    expected = generate(model, PROMPTS, 2)
+    assert generate(fast, PROMPTS, 2) == expected
+
+
+# without norms of heads, and with them
+TWO_FAMILIES = pytest.mark.parametrize("models", FAMILIES[::3], indirect=True, ids=lambda of: of[0])
+
+
+@torch.inference_mode()
+@TWO_FAMILIES
+@pytest.mark.parametrize("rows", [[], [3, 18, 18, 21]], ids=str)
+def test_rows_that_need_an_output(models, rows):
+    token_ids, step = next_step(PROMPTS, [0, 0])
+    step.logits_indices = torch.tensor(rows, dtype=torch.int32)
+    expected, found = (model(token_ids, step) for model in models)
+    assert expected.shape == (len(rows), 64)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_step_of_a_model_without_tokens(models):
+    token_ids, step = next_step([], [])
+    step.logits_indices = torch.zeros(0, dtype=torch.int32)
+    step.block_tables = torch.zeros(0, 1, dtype=torch.int32)
+    assert models[1](token_ids, step).shape == (0, 64)
+
+
+@torch.inference_mode()
+@TWO_FAMILIES
+def test_hooks_run_and_change_what_they_change(models):
+    """Ranks have hooks on products, offloaded weights on layers, and a user anywhere."""
+    token_ids, step = next_step(PROMPTS, [0, 0])
+    calls = []
+    for model in models:
+        names = []
+        calls.append(names)
+        for name, module in model.named_modules():
+            # one kernel does the work of both head norms
+            if name and not name.endswith(("q_norm", "k_norm", "lm_head")):
+                module.register_forward_pre_hook(lambda *_, n=name, to=names: to.append(n))
+        for layer in model.layers:
+            layer.self_attn.o_proj.register_forward_hook(lambda m, inputs, out: out.mul_(2))
+            layer.mlp.down_proj.register_forward_hook(lambda m, inputs, out: out.add_(0.5))
+    expected, found = (model(token_ids, step) for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert "layers.1.self_attn.o_proj" in calls[0] and calls[0] == calls[1] and [*calls[0]] != []
+
+
+def test_names_parameters_and_classes_stay(models):
+    model, fast = models
+    assert [name for name, _ in fast.named_parameters()] == [
+        name for name, _ in model.named_parameters()]
+    assert all(isinstance(b, type(a)) for a, b in zip(model.modules(), fast.modules()))
+    kinds = [type(module) for module in fast.modules()]
+    optimize(fast)
+    assert [type(module) for module in fast.modules()] == kinds
+
+
+@torch.inference_mode()
+def test_a_norm_that_is_not_known_keeps_its_layers(make_model):
+    """A norm of another kind cannot take a residual sum: each layer runs as it is."""
+    folder, _ = make_model("Qwen2", num_hidden_layers=2)
+    results = []
+    for backend in (gather_attention, paged_attention):
+        model, _ = decoder(folder, torch.float32, backend)
+        model.layers[1].input_layernorm = torch.nn.LayerNorm(64)
+        if backend is paged_attention:
+            optimize(model)
+        results.append(model(*next_step(PROMPTS, [0, 0])))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_bfloat16_of_the_bundled_model():
+    folder = ROOT / "models" / "tiny-qwen3"
+    token_ids, step = next_step(PROMPTS, [0, 0])
+    model, caches = decoder(folder, torch.bfloat16, gather_attention)
+    fast, fast_caches = decoder(folder, torch.bfloat16, paged_attention)
+    optimize(fast)
+    expected, found = model(token_ids, step), fast(token_ids, step)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    # the first layer's K and V come before any attention: all but the last bit is the same
+    is_close(fast_caches[0], caches[0])

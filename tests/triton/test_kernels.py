@@ -1,0 +1,25 @@
+"""The kernels in Triton's interpreter, beside plain PyTorch: all tests of interpreted.py.
+
+Triton interprets kernels if TRITON_INTERPRET=1 was set before it was imported, for all of a
+process. So these tests run in processes of their own, and other tests do not notice.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+TESTS = Path(__file__).with_name("interpreted.py")
+
+
+@pytest.mark.parametrize("names", ["attention", "not attention"])
+def test_in_the_interpreter(names):
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k",
+               names, TESTS]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
