@@ -88,8 +88,8 @@ class SimulatedRunner:
         self.now += self.cost.read_byte_seconds * self.cost.kv_bytes * num_read
         self.now += self.cost.swapped_byte_seconds * self.block_bytes * num_swapped
         tokens = torch.ones(len(batch.sampled), dtype=torch.int32)
-        launched: Any = Launched(batch, tokens, began, self.now)
-        launched.logprobs = {}
+        launched: Any = Launched(batch, tokens, self.now)
+        vars(launched).update(began=began, logprobs={})
         metrics = self.engine.metrics
         if metrics.counters["num_steps"] % 16 == 0 and not self.engine.config.trace:
             launched.ended = self.now

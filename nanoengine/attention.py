@@ -62,19 +62,29 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
 def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
     """flash-attn 2 (Dao, 2023, arXiv:2307.08691), whose kernels read the paged cache itself.
 
-    Arguments and result are those of `gather_attention`. It reads nothing on the host. Its decode
-    kernel splits the keys of a sequence over the cores of a GPU, and reads the keys once for all
-    heads of a group only without a window.
+    Arguments and result are those of `gather_attention`. It reads nothing on the host. The decodes,
+    which come first, have a kernel of their own. It splits the keys of a sequence over the cores of
+    a GPU, and reads the keys once for all heads of a group, though not with a window.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-    keys, values = cache
-    options: Any = dict(block_table=step.block_tables, causal=True,
-                        window_size=(window - 1, 0) if window else (-1, -1))
-    if step.longest_query == 1:
-        return flash_attn_with_kvcache(
-            query[:, None], keys, values, cache_seqlens=step.lengths, **options)[:, 0]
-    bounds = step.query_starts, step.key_starts, step.longest_query, step.longest_keys
-    return flash_attn_varlen_func(query, keys, values, *bounds, **options)
+    options: Any = dict(causal=True, window_size=(window - 1, 0) if window else (-1, -1))
+    count = step.num_decodes
+    decoded = query[:0, None] if count == 0 else flash_attn_with_kvcache(
+        query[:count, None], *cache, cache_seqlens=step.lengths[:count],
+        block_table=step.block_tables[:count], **options)
+    if count == len(step.lengths):
+        return decoded[:, 0]
+    out = flash_attn_varlen_func(
+        query, *cache, step.query_starts[count:], step.key_starts[count:], step.longest_query,
+        step.longest_keys, block_table=step.block_tables[count:], **options)
+    # the rows of decodes, which it has not written
+    out[:count] = decoded[:, 0]
+    return out
+
+
+def triton_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
+    """The kernel of nanoengine_gpu, for any GPU and dtype. It reads nothing on the host."""
+    return kernels("cuda").paged_attention(query, cache, window, step)
 
 
 def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
@@ -89,8 +99,8 @@ def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
 
 
 def has_paged_kernel(device: str, dtype: torch.dtype) -> bool:
-    """Whether nanoengine_cpu is there, and works in this dtype."""
-    return device == "cpu" and dtype != torch.half and kernels(device).paged_attention is not None
+    """Whether the library for this device is there, and works in this dtype."""
+    return kernels(device).paged_attention is not None and (device, dtype) != ("cpu", torch.half)
 
 
 @dataclass(frozen=True)
@@ -116,8 +126,10 @@ class Backend:
 # You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS. The extensions add
 # "varlen", PyTorch's own build of flash-attn's kernels.
 BACKENDS = {
-    "flash-attn": Backend(flash_attention, has_flash_attn, 3, block_multiple=256, has_graphs=True),
-    "numba": Backend(None, has_paged_kernel, rank=3),
+    "flash-attn": Backend(flash_attention, has_flash_attn, 4, block_multiple=256, has_graphs=True),
+    "triton": Backend(triton_attention, lambda *on: on[0] == "cuda" and has_paged_kernel(*on), 3,
+                      has_graphs=True),
+    "numba": Backend(None, lambda *on: on[0] == "cpu" and has_paged_kernel(*on), 3),
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 

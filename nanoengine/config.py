@@ -52,7 +52,8 @@ class EngineConfig:
         rest.
     enforce_eager: no CUDA graphs for decode steps.
     attention_backend: a name in the table `BACKENDS` of attention.py: "numba" on a CPU;
-        "flash-attn" or "varlen" on a GPU; "gather" on both; "auto": the fastest that works here.
+        "flash-attn", "triton" or "varlen" on a GPU; "gather" on both; "auto": the fastest that
+        works here.
     run_ahead: launch a step before the tokens of the step before it are known; the tokens are the
         same.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.

@@ -46,7 +46,8 @@ class CudaGraphs:
         """Records a graph for each size, the largest first: the others fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
-            buffer, shape = runner.prepare(dummy_batch(size, 1, runner.max_model_len))
+            # one key is enough: the numbers do not matter, only the width of the tables
+            buffer, shape = runner.prepare(dummy_batch(size, 1, 1), runner.max_model_len)
             step = StepInputs.from_buffer(buffer.to(runner.device), shape)
             # a first run loads the kernels
             runner.hidden_states(step)
@@ -58,9 +59,8 @@ class CudaGraphs:
 
     def can_replay(self, batch: Batch) -> bool:
         """Whether there are graphs, and each sequence computes one token and draws one."""
-        sources = [row.source for row in batch.sampled]
         return bool(self.captured and max(batch.num_tokens) == 1
-                    and sources == list(range(len(batch))))
+                    and [row.source for row in batch.sampled] == [*range(len(batch))])
 
     def padded(self, batch: Batch) -> Batch:
         """Returns a decode step with dummy sequences at its end, of a size that has a graph."""

@@ -196,14 +196,12 @@ def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
     missing = checkpoint_tensors(model)
     for file in weight_files(folder):
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
-            for full_name in list(safe_open(file, framework="pt").keys()):
-                name = full_name.removeprefix("model.")
-                if name.endswith("inv_freq"):
-                    # computed here
-                    continue
+            names = [*safe_open(file, framework="pt").keys()]
+            # rope_table computes inv_freq
+            for full_name in [name for name in names if not name.endswith("inv_freq")]:
                 # opened for each tensor: pages of a mapped file count as memory until it is closed
                 tensor = safe_open(file, framework="pt").get_slice(full_name)
-                target = missing.pop(name)
+                target = missing.pop(full_name.removeprefix("model."))
                 loaded = read(tensor, target)
                 if loaded.shape != target.shape or not loaded.is_floating_point():
                     shown = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"

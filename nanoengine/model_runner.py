@@ -10,12 +10,12 @@ sequences run.
       sample(hidden)        logits, and a token for each row (sampler.py)
 """
 
-import time
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -33,18 +33,16 @@ from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays
 
 @dataclass
 class Launched:
-    """A step that the device computes; later its record in `LLM.trace`.
+    """A step that the device computes.
 
     tokens: one for each of `batch.sampled`, on the host; read them after `wait`.
-    began, done: the moments when the inputs are on the device, and the tokens on the host: seconds
-        of `time.monotonic()` on a CPU, CUDA events on a GPU.
+    done: on a GPU, the CUDA event after which the tokens are there.
 
-    The extensions add `logprobs`, and `started`, `ended` and `metrics` to a record of the trace.
+    The extensions add log-probabilities and times, and keep it as a record in `LLM.trace`.
     """
 
     batch: Batch
     tokens: Tensor
-    began: Any
     done: Any
 
     def wait(self) -> list[int]:
@@ -67,9 +65,8 @@ class ModelRunner:
     Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit.
     """
 
-    # for extensions: the processes that share the model, and whether its events have a time
+    # for extensions: the processes that share the model
     num_ranks = 1
-    is_traced = False
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
         self.config = config
@@ -133,10 +130,9 @@ class ModelRunner:
         `gpu_memory_utilization` leaves when everything else, including other processes, is at its
         largest. It captures all graphs and runs the largest step to find out.
         """
-        config = self.config
         if self.device == "cpu":
-            free, _ = kernels("cpu").mem_get_info()
-            num_blocks = config.max_num_seqs * -(-self.max_model_len // config.block_size)
+            free = psutil.virtual_memory().available
+            num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
             return min(free // (4 * self.num_ranks), num_blocks * self.block_bytes)
         # left over from earlier engines
         torch.cuda.empty_cache()
@@ -147,7 +143,7 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info()
         self.graphs.captured.clear()
         torch.cuda.empty_cache()
-        return int(free - total * (1 - config.gpu_memory_utilization))
+        return int(free - total * (1 - self.config.gpu_memory_utilization))
 
     def largest_batch(self) -> Batch:
         """Returns the step that takes the most memory: as many tokens as a step can have, at the
@@ -171,21 +167,24 @@ class ModelRunner:
             step, hidden = self.forward(batch.copies, buffer, shape)
             return self.sample(batch, step, hidden)
 
-    def prepare(self, batch: Batch) -> tuple[Tensor, StepShape]:
-        """Returns the inputs of a step, in one buffer on the host, and their shape."""
-        longest_keys = max(map(add, batch.starts, batch.num_tokens))
+    def prepare(self, batch: Batch, longest_keys: int = 0) -> tuple[Tensor, StepShape]:
+        """Returns the inputs of a step, in one buffer on the host, and their shape.
+
+        longest_keys: the block tables are wide enough for this many keys, or for more.
+        """
+        longest_keys = max(longest_keys, *map(add, batch.starts, batch.num_tokens))
         if self.graphs.can_replay(batch):
             batch = self.graphs.padded(batch)
             longest_keys = self.max_model_len
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
-        return buffer, (layout, max(batch.num_tokens), longest_keys)
+        num_decodes = [count > 1 for count in (*batch.num_tokens, 2)].index(True)
+        return buffer, (layout, num_decodes, max(batch.num_tokens), longest_keys)
 
     def forward(self, copies: Copies, buffer: Tensor,
                 shape: StepShape) -> tuple[StepInputs, Tensor]:
         """Computes a step; returns its inputs, and the hidden states of the rows that get logits,
         (rows, hidden_size)."""
-        self.began = self.timestamp()
         self.copy_blocks(copies)
         if shape in self.graphs.captured:
             return self.graphs.replay(buffer, shape)
@@ -220,17 +219,11 @@ class ModelRunner:
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)
-        return Launched(batch, tokens, self.began, self.timestamp())
+        done = torch.cuda.current_stream().record_event() if self.device == "cuda" else None
+        return Launched(batch, tokens, done)
 
     def observe(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
         """Is called with the logits, and the tokens of these rows, for log-probabilities."""
-
-    def timestamp(self) -> Any:
-        """Returns the current time of a CPU; on a GPU an event after all work that is queued."""
-        if self.device == "cpu":
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=self.is_traced)
-        return torch.cuda.current_stream().record_event(event)
 
 
 def choose_device(device: str) -> Any:
@@ -242,8 +235,7 @@ def choose_device(device: str) -> Any:
 
 def choose_dtype(dtype: str, device: str) -> torch.dtype:
     """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without bfloat16."""
-    has_bfloat16 = device == "cuda" or kernels(device).has_bfloat16()
-    fastest = "bfloat16" if has_bfloat16 else "float32"
+    fastest = "bfloat16" if device == "cuda" or kernels(device).has_bfloat16() else "float32"
     return getattr(torch, fastest if dtype == "auto" else dtype)
 
 

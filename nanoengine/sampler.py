@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanoengine.seams import extension, kernels
+from nanoengine.seams import extension, fastest
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine.step_inputs import Draws, send
 
@@ -56,14 +56,14 @@ def sample_matrix(scores: Tensor, draws: Draws, seqs: list[Sequence],
     if "constraints" in edits:
         extension("constraints").apply(scores, seqs, last_sampled)
     scale(scores, draws.temperature)
-    tokens, scores = truncate(scores, draws, edits, [seq.params.top_k for seq in seqs])
-    places = draw(scores, draws.uniform)
-    return tokens[places.clamp(min=0)].where(places >= 0, places)
+    tokens, weights = truncate(scores, draws, edits, [seq.params.top_k for seq in seqs])
+    places = fastest(draw, scores.device)(weights, draws.uniform)
+    return tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
 
 
 def likeliest(logits: Tensor) -> Tensor:
     """Returns the token with the largest logit of each row; the first one of several."""
-    largest, tokens = kernels(logits.device.type).first_max(logits)
+    largest, tokens = fastest(first_max, logits.device)(logits)
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
@@ -81,56 +81,75 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
 
 def truncate(scores: Tensor, draws: Draws, edits: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns the tokens that some row can still draw, (few,), and their scores, (rows, few): -inf
+    """Returns the tokens that some row can still draw, (few,), and their weights, (rows, few): 0
     where the token is truncated. Greedy rows lose nothing that they could draw.
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
     al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p of the rest,
-    renormalised. edits: what some row needs; top_ks: of the rows, known without waiting.
+    renormalised: the nucleus (Holtzman et al., 2019, arXiv:1904.09751), the fewest likeliest tokens
+    that together reach top_p, including the one that crosses it.
+
+    scores: overwritten; edits: what some row needs; top_ks: of the rows, known without waiting.
     """
     if edits <= {"constraints"}:
-        return torch.arange(scores.shape[1], device=scores.device), scores
-    top_p = draws.top_p[:, None]
+        return torch.arange(scores.shape[1], device=scores.device), scores.exp_()
     # lower scores cannot be drawn
     least = bound = draws.min_p[:, None].log().float()
     total = None
     if edits <= {"constraints", "top_p"}:
         total = scores.exp().cumsum(dim=-1, dtype=torch.float64)[:, -1:]
         # together, all tokens with lower scores weigh less than half of 1 - top_p
-        bound = (total * (1 - top_p) / (2 * scores.shape[1])).log().float()
+        bound = (total * (1 - draws.top_p[:, None]) / (2 * scores.shape[1])).log().float()
     # a row without top_k can draw any token
-    tokens = kernels(scores.device.type).columns_above(
-        scores, bound, max(top_ks) if min(top_ks) > 0 else 0)
-    scores = scores[:, tokens]
+    few = fastest(columns_above, scores.device)
+    tokens = few(scores, bound, max(top_ks) if min(top_ks) > 0 else 0)
+    if len(tokens) < scores.shape[1]:
+        scores = scores[:, tokens]
     if "top_k" in edits:
         count = min(max(top_ks), len(tokens))
         places = draws.top_k[:, None].long().clamp(1, count) - 1
         kth = scores.topk(count).values.gather(1, places)
         least = least.maximum(kth.where(draws.top_k[:, None] > 0, -math.inf))
-    scores = scores.masked_fill(scores < least, -math.inf)
+    weights = scores.masked_fill(scores < least, -math.inf).exp_()
     if "top_p" in edits:
-        # The nucleus (Holtzman et al., 2019, arXiv:1904.09751): the fewest likeliest tokens that
-        # together reach top_p, including the one that crosses it. Of equally likely tokens, the
-        # first ones count.
-        ordered, order = scores.exp().sort(dim=-1, descending=True, stable=True)
-        cumulated = ordered.cumsum(dim=-1, dtype=torch.float64)
-        is_kept = cumulated - ordered < top_p * (cumulated[:, -1:] if total is None else total)
-        scores = scores.masked_fill(~is_kept.scatter(1, order, is_kept), -math.inf)
-    return tokens, scores
+        if total is None:
+            total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
+        is_kept = fastest(nucleus, scores.device)(weights, draws.top_p[:, None] * total)
+        weights = weights.where(is_kept, 0)
+    return tokens, weights
 
 
-def draw(scores: Tensor, uniform: Tensor) -> Tensor:
+def columns_above(x: Tensor, thresholds: Tensor, count: int) -> Tensor:
+    """Returns columns of x. A column may be left out if no row has a number there that reaches its
+    threshold, and is among its `count` largest (0: any)."""
+    return torch.arange(x.shape[1], device=x.device)
+
+
+def nucleus(weights: Tensor, needed: Tensor) -> Tensor:
+    """Finds, in each row, the fewest largest weights that together reach `needed`, (rows, 1)
+    float64; of equal weights, the first ones. Returns whether each weight is one of them."""
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    cumulated = ordered.cumsum(dim=-1, dtype=torch.float64)
+    is_kept = cumulated - ordered < needed
+    return is_kept.scatter(1, order, is_kept)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling: returns for each row the first place whose cumulated weight exceeds u *
-    total, or NO_TOKEN if the total is NaN or 0. A place is a token, unless `truncate` has left few.
+    total, or -1 if the total is NaN or 0.
 
-    scores: (rows, tokens) float32 with maximum 0, overwritten.
+    weights: (rows, tokens) float32, the largest one 1; uniform: (rows,) float64.
 
     All sums are float64, which loses nothing with 152k tokens. u is at most 1 - 2**-52: total times
     that is rounded to less than total, so that a token exceeds it. Rows do not depend on each
     other.
     """
-    cumulated = scores.exp_().cumsum(dim=-1, dtype=torch.float64)
-    totals = cumulated[:, -1:]
-    sought = uniform[:, None].clamp(max=1 - 2.0**-52) * totals
-    tokens = torch.searchsorted(cumulated, sought, right=True)
-    return torch.where(totals > 0, tokens, NO_TOKEN)[:, 0]
+    cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
+    sought = uniform[:, None].clamp(max=1 - 2.0**-52) * cumulated[:, -1:]
+    places = torch.searchsorted(cumulated, sought, right=True)
+    return places.where(cumulated[:, -1:] > 0, -1)[:, 0]
+
+
+def first_max(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the largest number of each row, and its first place."""
+    return x.max(dim=-1)

@@ -3,10 +3,8 @@
 The engine needs none of the packages beside it. It reaches each of them here alone, by name:
 
     nanoengine_extensions   `extension(name)`: a module, when a user asks for its feature
-    nanoengine_cpu          `kernels(device)`: functions on tensors that replace those of this file,
-                            as `_heapq` in C replaces those of heapq in CPython
-
-For a GPU, `kernels` would find a library nanoengine_gpu, which is not there yet.
+    nanoengine_cpu,         `kernels(device)`: functions on tensors that replace those of this file,
+    nanoengine_gpu          as `_heapq` in C replaces those of heapq in CPython
 """
 
 from contextlib import nullcontext
@@ -16,9 +14,8 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 # --------------------------------------------------------------------------- optional features
 
@@ -66,10 +63,18 @@ def naming(what: object) -> Any:
 
 @cache
 def kernels(device: str) -> Any:
-    """Returns the functions below, for "cpu" or "cuda", replaced by those of its library."""
-    name = "nanoengine_gpu" if device == "cuda" else "nanoengine_cpu"
-    library = vars(import_module(name)) if find_spec(name) else {}
+    """Returns the functions below, for "cpu" or "cuda", replaced by those of its library.
+
+    The library for a GPU needs Triton, which PyTorch brings along on Linux only.
+    """
+    needed = ["nanoengine_gpu", "triton"] if device == "cuda" else ["nanoengine_cpu"]
+    library = vars(import_module(needed[0])) if all(map(find_spec, needed)) else {}
     return SimpleNamespace(**globals() | library)
+
+
+def fastest(function: Any, device: torch.device) -> Any:
+    """Returns the function of this name of a device's library, or this plain one if it has none."""
+    return getattr(kernels(device.type), function.__name__, function)
 
 
 # attention over the paged KV cache in one kernel, if a library has it
@@ -80,17 +85,6 @@ def optimize(model: nn.Module, **options: bool) -> bool:
     """Gives the modules of a finished model faster forwards; returns whether a row of a step then
     has the same bits whatever rows are beside it."""
     return False
-
-
-def first_max(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the largest number of each row, and its first place."""
-    return x.max(dim=-1)
-
-
-def columns_above(x: Tensor, thresholds: Tensor, count: int) -> Tensor:
-    """Returns columns of x. A column may be left out if no row has a number there that reaches its
-    threshold, and is among its `count` largest (0: any)."""
-    return torch.arange(x.shape[1], device=x.device)
 
 
 def has_bfloat16() -> bool:
@@ -104,9 +98,3 @@ def check_process() -> None:
 
 def end_threads() -> None:
     """Ends threads of this thread's operators that would slow down those of another thread."""
-
-
-def mem_get_info() -> tuple[int, int]:
-    """Returns the free and the total bytes of the host's memory."""
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total

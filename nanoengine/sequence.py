@@ -29,8 +29,8 @@ two_words = struct.Struct("<QQ").pack
 
 
 def hash64(seed: int, number: int) -> int:
-    """Returns a 64-bit hash. It derives a request's seed from the engine's seed, and a draw from
-    the request's."""
+    """Returns a 64-bit hash of two numbers: a request's seed is one of the engine's seed and the
+    request's number, and a draw is one of the request's seed and a position."""
     return xxhash.xxh64_intdigest(two_words(seed % 2**64, number))
 
 

@@ -14,8 +14,8 @@ from nanoengine.batch import Batch
 
 # (dtype, shape, number of 32-bit words) of each array in a buffer
 Layout = tuple[tuple[str, tuple[int, ...], int], ...]
-# the layout of a step's inputs, longest_query and longest_keys
-StepShape = tuple[Layout, int, int]
+# the layout of a step's inputs, num_decodes, longest_query and longest_keys
+StepShape = tuple[Layout, int, int, int]
 
 
 class Draws(NamedTuple):
@@ -38,6 +38,7 @@ class StepInputs:
     """What the device needs for one step: T tokens of S sequences, R rows to sample.
 
     buffer: int32, of which all tensors below are views.
+    num_decodes: so many sequences, the first ones, compute one token each.
     longest_query, longest_keys: the most tokens, and the most keys, of any sequence (max_seqlen).
     draws: see `Draws`.
     slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
@@ -63,6 +64,7 @@ class StepInputs:
     """
 
     buffer: Tensor
+    num_decodes: int
     longest_query: int
     longest_keys: int
     draws: Draws
@@ -79,11 +81,11 @@ class StepInputs:
     @classmethod
     def from_buffer(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
         """Returns views of the arrays in a buffer (`to_buffer`), on its device."""
-        layout, longest_query, longest_keys = shape
+        layout, num_decodes, longest_query, longest_keys = shape
         parts = buffer.split([num_words for *_, num_words in layout])
         draws, *views = (part.view(getattr(torch, dtype)).view(shape)
                          for (dtype, shape, _), part in zip(layout, parts))
-        return cls(buffer, longest_query, longest_keys, Draws(*draws), *views)
+        return cls(buffer, num_decodes, longest_query, longest_keys, Draws(*draws), *views)
 
 
 def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.ndarray]:

@@ -6,9 +6,9 @@
 """
 
 from nanoengine_cpu.attention import empty_cache, paged_attention
-from nanoengine_cpu.memory import check_process, end_threads, has_bfloat16, mem_get_info
+from nanoengine_cpu.memory import check_process, end_threads, has_bfloat16
 from nanoengine_cpu.modules import optimize
-from nanoengine_cpu.sampling import columns_above, first_max
+from nanoengine_cpu.sampling import columns_above, first_max, nucleus
 
 __all__ = ["check_process", "columns_above", "empty_cache", "end_threads", "first_max",
-           "has_bfloat16", "mem_get_info", "optimize", "paged_attention"]
+           "has_bfloat16", "nucleus", "optimize", "paged_attention"]

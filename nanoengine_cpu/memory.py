@@ -23,12 +23,6 @@ def has_bfloat16() -> bool:
     return bool(re.search(r"\b(avx512_|amx_)?bf16\b", read_system("cpuinfo")))
 
 
-def mem_get_info() -> tuple[int, int]:
-    """The free and the total bytes of memory, as `torch.cuda.mem_get_info` gives them for a GPU."""
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
-
-
 def in_huge_pages(num_bytes: int) -> torch.Tensor:
     """Memory of the system, in pages of 2 MiB where it has them, as (num_bytes,) uint8.
 

@@ -22,16 +22,19 @@ the line of nanoengine that broke it:
 - Work of two streams on the same memory needs one that waits for the other. A graph holds the work
   of streams that wait for the captured one, and that one has to wait for theirs in the end.
 - flash-attn and PyTorch's varlen kernel take only some types, shapes and strides.
+- The kernels of nanoengine_gpu are one launch each, and compute what PyTorch's operators would.
 
 Products, norms and attention are summed in float64. So a row has the same bits whatever rows are
 beside it, and tokens must be equal with graphs or without, alone, in a batch or in chunks.
 
-What it cannot check: kernels (torch.compile leaves functions as they stand), how much memory is
-free, memory that is freed and used again, and speed. What passes here is not proven to work on a
-GPU, but what fails here is wrong.
+It counts what each operator reads and writes, and how many there are: what a step costs at least.
+
+What it cannot check: kernels themselves, how much memory is free, memory that is freed and used
+again, and speed. What passes here is not proven to work on a GPU, but what fails here is wrong.
 """
 
 import ctypes
+import importlib
 import importlib.machinery
 import math
 import os
@@ -40,8 +43,9 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,7 +58,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import nanoengine
+from nanoengine import model, sampler, seams
 
+HAS_TRITON = find_spec("triton") is not None
 ENGINE_FOLDER = str(Path(nanoengine.__file__).parent)
 
 
@@ -164,6 +170,48 @@ def compute(function: Callable[..., Any], arguments: Any, options: Any) -> Any:
     return function(*exact, **options).to(arguments[0].dtype)
 
 
+def name_of(function: Any) -> str:
+    """"aten::mm" for an operator of PyTorch, or the name of a kernel."""
+    return function.name().split(".")[0] if hasattr(function, "name") else function.__name__
+
+
+def is_kernel(function: Any, arguments: Any, options: Any, result: Any) -> bool:
+    """Whether it computes anything: it makes a tensor, and not only a view, or writes to one."""
+    known = {storage_of(tensor) for tensor in tensors_of((arguments, options))}
+    is_new = any(storage_of(tensor) not in known for tensor in tensors_of(result))
+    schema = getattr(function, "_schema", None)
+    # memory alone
+    is_empty = name_of(function) in ("aten::empty_like", "aten::new_empty", "aten::empty")
+    return not is_empty and (is_new or (schema is not None and schema.is_mutable))
+
+
+# of kernels that know the cache: which arguments it is, and how many keys they read or write
+IN_CACHE: dict[str, tuple[set[int], Callable[..., int]]] = {
+    "decode_kernel": ({1, 2}, lambda query, keys, values, lengths, *_: int(lengths.sum())),
+    "varlen_kernel": ({1, 2}, lambda query, keys, values, starts, lengths, *_: int(lengths.sum())),
+    "triton_kernel": ({1}, lambda query, cache, lengths, *_: int(lengths.sum())),
+    "heads_kernel": ({5}, lambda qkv, *_: len(qkv))}
+# they look up as many numbers of their first argument as they return
+LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
+
+
+def moved_bytes(function: Any, arguments: Any, result: Any) -> int:
+    """The bytes that a kernel at least reads and writes: each tensor once; of a table or a cache,
+    what it looks up there."""
+    name = name_of(function)
+    skipped, num_keys = IN_CACHE.get(name, (set(), lambda *_: 0))
+    skipped = skipped or ({0} if name in LOOKUPS else set())
+    read = tensors_of([each for place, each in enumerate(arguments) if place not in skipped])
+    given = {id(tensor) for tensor in tensors_of(arguments)}
+    written = [tensor for tensor in tensors_of(result) if id(tensor) not in given]
+    looked_up = written if name in LOOKUPS else []
+    num_bytes = sum(tensor.nbytes for tensor in [*read, *written, *looked_up])
+    if name in IN_CACHE:
+        cache = arguments[min(skipped)]
+        num_bytes += num_keys(*arguments) * 2 * cache.itemsize * math.prod(cache.shape[-2:])
+    return num_bytes
+
+
 @dataclass(eq=False)
 class Transfer:
     """A copy between pinned memory and the device, until an event behind it is waited for.
@@ -203,17 +251,22 @@ class FakeGpu:
     """While it is entered, PyTorch has this GPU. It can be entered again, with all its tensors.
 
     flash_attn: whether flash-attn is installed.
+    library: whether nanoengine_gpu is, with Triton; by default where Triton is really installed.
     num_bytes: the size of its memory. All of it is always free.
 
     host_reads: how often the host had to wait for the device, by place and cause.
     num_launched: operators that ran outside of graphs.
+    kernels: those of them that are kernels, as views are not: (name, bytes that it has to move).
+    pinned_bytes: of memory that is pinned now; PyTorch takes it in powers of two.
     num_replays, num_graphs: of CUDA graphs, how often they ran, and how many were captured.
     """
 
     active: "FakeGpu | None" = None
 
-    def __init__(self, flash_attn: bool = True, num_bytes: int = 2**28) -> None:
+    def __init__(self, flash_attn: bool = True, num_bytes: int = 2**28,
+                 library: bool = HAS_TRITON) -> None:
         self.flash_attn = flash_attn
+        self.library = library_functions() if library else {}
         self.num_bytes = num_bytes
         self.reset_counters()
         self.num_graphs = 0
@@ -221,6 +274,8 @@ class FakeGpu:
         self.captured: FakeGraph | None = None
         # by storage; kept for good, so that no other tensor comes to lie there
         self.pinned: dict[int, Tensor] = {}
+        # by storage
+        self.pinned_bytes: Counter[int] = Counter()
         self.num_transfers = 0
         self.in_flight: list[Transfer] = []
         self.main_stream = self.stream = FakeStream()
@@ -234,6 +289,7 @@ class FakeGpu:
         self.host_reads: Counter[str] = Counter()
         self.num_launched = 0
         self.num_replays = 0
+        self.kernels: list[tuple[str, int]] = []
 
     # -------------------------------------------------------------------- entering and leaving
 
@@ -249,6 +305,13 @@ class FakeGpu:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             flash_attn = flash_attn_module() if self.flash_attn else None
             patch.setitem(sys.modules, "flash_attn", flash_attn)
+            # the functions of a device are found once
+            seams.kernels.cache_clear()
+            stack.callback(seams.kernels.cache_clear)
+            for (module, name), function in self.library.items():
+                patch.setattr(importlib.import_module(module), name, function)
+            if not self.library:
+                patch.setattr(seams, "find_spec", find_without_library)
             # so that torch.tensor(…, device="cuda") begins on the host
             torch._C._set_only_lift_cpu_tensors(True)
             stack.callback(torch._C._set_only_lift_cpu_tensors, False)
@@ -297,9 +360,29 @@ class FakeGpu:
     def execute_on_host(self, operator: Any, arguments: Any, options: Any) -> Any:
         is_pinned = options.pop("pin_memory", False)
         result = operator(*arguments, **options)
-        if is_pinned:
-            self.pinned[storage_of(result)] = result
-        return result
+        return self.note_pinned(result) if is_pinned else result
+
+    def note_pinned(self, tensor: Tensor) -> Tensor:
+        """Notes that a new tensor is in pinned memory of PyTorch's own allocator."""
+        storage = storage_of(tensor)
+        self.pinned[storage] = tensor
+        self.pinned_bytes[storage] = 1 << max(tensor.nbytes - 1, 0).bit_length()
+        return tensor
+
+    def register(self, address: int, num_bytes: int, flags: int) -> int:
+        """What cudaHostRegister does."""
+        if address in self.pinned_bytes or num_bytes == 0 or flags:
+            return 1
+        self.pinned[address] = torch.empty(0)
+        self.pinned_bytes[address] = num_bytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """What cudaHostUnregister does. Copies must have ended."""
+        if any(storage_of(transfer.pinned) == address for transfer in self.in_flight):
+            return 1
+        del self.pinned[address], self.pinned_bytes[address]
+        return 0
 
     def check_arguments(self, name: str, arguments: Any, options: Any,
                         tensors: list[Tensor]) -> None:
@@ -330,6 +413,9 @@ class FakeGpu:
         self.use((arguments, options))
         if self.captured is None:
             self.num_launched += 1
+            if is_kernel(function, *of_memory, result):
+                num_bytes = moved_bytes(function, of_memory[0], result)
+                self.kernels.append((name_of(function), num_bytes))
         else:
             self.captured.record(function, *of_memory, result)
         # an operator that works in place returns its argument
@@ -388,7 +474,7 @@ class FakeGpu:
         target = operator(source.memory, **options)
         if non_blocking:
             # PyTorch makes the new tensor in pinned memory
-            self.pinned[storage_of(target)] = target
+            self.note_pinned(target)
         self.write_to_host(target, target.clone(), non_blocking)
         return target
 
@@ -464,9 +550,7 @@ class FakeGpu:
         """What `Tensor.pin_memory` does."""
         if self.is_pinned(tensor):
             return tensor
-        copied = tensor.clone()
-        self.pinned[storage_of(copied)] = copied
-        return copied
+        return self.note_pinned(tensor.clone())
 
     # -------------------------------------------------------------------------- waiting
 
@@ -606,11 +690,10 @@ class FakeGraph:
     def record(self, function: Callable[..., Any], arguments: Any, options: Any,
                result: Any) -> None:
         """Notes what has just been computed. Views need no work when the graph runs again."""
-        known = {storage_of(tensor) for tensor in tensors_of((arguments, options))}
-        outputs = [None if storage_of(tensor) in known else tensor for tensor in tensors_of(result)]
-        is_new = any(output is not None for output in outputs)
-        schema = getattr(function, "_schema", None)
-        if is_new or (schema is not None and schema.is_mutable):
+        if is_kernel(function, arguments, options, result):
+            known = {storage_of(tensor) for tensor in tensors_of((arguments, options))}
+            outputs = [None if storage_of(tensor) in known else tensor
+                       for tensor in tensors_of(result)]
             self.records.append(Record(function, arguments, options, outputs))
 
     def replay(self) -> None:
@@ -725,8 +808,12 @@ def varlen_kernel(query: Tensor, keys: Tensor, values: Tensor, query_starts: Ten
     counts = query_starts.diff().tolist()
     check_maximum("max_seqlen_q", longest_query, max(counts))
     check_maximum("max_seqlen_k", longest_keys, int(lengths.max()))
-    return paged_attention(query, keys, values, block_tables, counts, lengths.tolist(), window,
-                           is_causal, scale)
+    # rows before those of the first sequence stay as they are
+    first = int(query_starts[0])
+    out = torch.full_like(query, torch.nan)
+    out[first:] = paged_attention(query[first:], keys, values, block_tables, counts,
+                                  lengths.tolist(), window, is_causal, scale)
+    return out
 
 
 def flash_attn_with_kvcache(
@@ -815,6 +902,80 @@ def flash_attn_module() -> types.ModuleType:
     return module
 
 
+# --------------------------------------------------------------------- kernels of nanoengine_gpu
+
+
+def find_without_library(name: str) -> Any:
+    """What find_spec returns where the library is not installed."""
+    return None if name in ("nanoengine_gpu", "triton") else find_spec(name)
+
+
+def norm_kernel(x: Tensor, weight: Tensor, eps: float,
+                delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    total = x if delta is None else x + delta
+    return total, model.rms_norm(total, weight, eps)
+
+
+def heads_kernel(qkv: Tensor, query_norm: Any, key_norm: Any, eps: float, angles: Tensor,
+                 cache: Tensor, slots: Tensor) -> Tensor:
+    num_keys = cache.shape[3]
+    query, key, value = qkv.split([qkv.shape[1] - 2 * num_keys, num_keys, num_keys], dim=1)
+    if query_norm is not None:
+        query, key = (model.rms_norm(query, query_norm, eps), model.rms_norm(key, key_norm, eps))
+    cos, sin = angles.view(2, len(qkv), 1, -1)
+    cache.flatten(1, 2)[:, slots] = torch.stack((model.rotate(key, cos, sin), value))
+    return model.rotate(query, cos, sin)
+
+
+def triton_kernel(query: Tensor, cache: Tensor, lengths: Tensor, starts: Tensor,
+                  block_tables: Tensor, longest_query: int, longest_keys: int,
+                  window: int | None) -> Tensor:
+    """It takes float32 as well, and blocks of any size."""
+    counts = starts.diff().tolist()
+    check_maximum("longest_query", longest_query, max(counts))
+    check_maximum("longest_keys", longest_keys, int(lengths.max()))
+    left = window - 1 if window else -1
+    return paged_attention(query, *cache, block_tables, counts, lengths.tolist(), left, True,
+                           query.shape[-1] ** -0.5)
+
+
+def library_functions() -> dict[tuple[str, str], Any]:
+    """What stands there instead of a function of the library, by the module that calls it, and its
+    name. What the library does around its kernels is not emulated: its own tests interpret it."""
+    def launch(kernel: Any, *arguments: Any) -> Any:
+        return active_gpu().launch(kernel, arguments, {})
+
+    def rms_norm(x: Any, weight: Any, eps: float, delta: Any = None) -> Any:
+        return launch(norm_kernel, x, weight, eps, delta)
+
+    def swiglu(gate_up: Any) -> Any:
+        return launch(model.swiglu, gate_up)
+
+    def store_heads(*arguments: Any) -> Any:
+        check(arguments[5].is_contiguous(), "the cache must be contiguous")
+        return launch(heads_kernel, *arguments)
+
+    def attend(query: Any, cache: Any, window: int | None, step: Any) -> Any:
+        named = {"query_starts": len(step.lengths) + 1, "lengths": len(step.lengths)}
+        for name, size in named.items():
+            check_counts(name, getattr(step, name), size)
+        check(cache.is_contiguous(), "the cache must be contiguous")
+        check(step.block_tables.dtype == torch.int32, "block_tables must be int32")
+        return launch(triton_kernel, query, cache, step.lengths, step.query_starts,
+                      step.block_tables, step.longest_query, step.longest_keys, window)
+
+    def nucleus(weights: Any, needed: Any) -> Any:
+        return launch(sampler.nucleus, weights, needed)
+
+    def draw(weights: Any, uniform: Any) -> Any:
+        return launch(sampler.draw, weights, uniform)
+
+    in_modules = dict(rms_norm=rms_norm, swiglu=swiglu, store_heads=store_heads)
+    of_engine = dict(paged_attention=attend, nucleus=nucleus, draw=draw)
+    return ({("nanoengine_gpu.modules", name): function for name, function in in_modules.items()}
+            | {("nanoengine_gpu", name): function for name, function in of_engine.items()})
+
+
 # ---------------------------------------------------------------- what PyTorch has instead
 
 
@@ -832,12 +993,16 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
         made = tensor(*arguments, **options)
         return gpu.pin(made) if pin_memory else made
 
-    def leave_as_it_is(function: Any = None, **options: Any) -> Any:
-        """torch.compile(function, …), and torch.compile(…) as a decorator."""
-        return function if function is not None else lambda decorated: decorated
+    def check_error(status: int) -> None:
+        if status:
+            raise GpuError(f"a call of CUDA's at {place()} returned {status}")
 
+    cudart = types.SimpleNamespace(cudaHostRegister=gpu.register, cudaHostUnregister=gpu.unregister)
     found: list[tuple[Any, str, Any]] = [
         (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "cudart", lambda: cudart),
+        (torch.cuda, "check_error", check_error),
+        (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.num_bytes, gpu.num_bytes)),
@@ -849,8 +1014,6 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "CUDAGraph", FakeGraph),
         (torch.cuda, "graph", gpu.capture),
         (torch.cuda, "graph_pool_handle", lambda: (0, 1)),
-        (torch, "compile", leave_as_it_is),
-        (torch.compiler, "set_stance", lambda *arguments, **options: nullcontext()),
         (torch, "tensor", tensor_pinned),
         (Tensor, "to", to_with_index),
         (Tensor, "pin_memory", lambda self, device=None: gpu.pin(self)),

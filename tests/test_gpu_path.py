@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import check_idle, random_prompts
 from fake_gpu import (
-    FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache, splits_of_keys, storage_of)
+    HAS_TRITON, FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache, splits_of_keys, storage_of)
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
@@ -69,8 +69,10 @@ class Engine:
         return outputs
 
 
-def make_engine(folder: str, device: str = "cuda", **options: Any) -> Engine:
-    gpu = FakeGpu() if device == "cuda" else None
+def make_engine(folder: str, device: str = "cuda", library: bool = HAS_TRITON,
+                **options: Any) -> Engine:
+    """library: whether nanoengine_gpu is there."""
+    gpu = FakeGpu(library=library) if device == "cuda" else None
     with gpu or nullcontext():
         return Engine(LLM(folder, device=device, **SMALL | options), gpu)
 
@@ -127,6 +129,8 @@ def check_no_host_reads(gpu: FakeGpu) -> None:
 def needs(backend: str) -> None:
     if backend == "varlen" and torch.__version__ < "2.12":
         pytest.skip("PyTorch's varlen kernel takes block tables from 2.12 on")
+    if backend == "triton" and not HAS_TRITON:
+        pytest.skip("Triton is not installed")
 
 
 # ------------------------------------------------------------------------------ plain steps
@@ -135,8 +139,8 @@ def needs(backend: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("backend, enforce_eager", [
-    ("flash-attn", False), ("flash-attn", True), ("varlen", False), ("varlen", True),
-    ("gather", False)])
+    ("flash-attn", False), ("flash-attn", True), ("triton", False), ("triton", True),
+    ("varlen", False), ("varlen", True), ("gather", False)])
 def test_backends_graphs_and_running_ahead(engines, tiny, backend, enforce_eager, run_ahead, kind):
     needs(backend)
     engine = engines.get(tiny, attention_backend=backend, enforce_eager=enforce_eager,
@@ -153,10 +157,52 @@ def test_backends_graphs_and_running_ahead(engines, tiny, backend, enforce_eager
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_float32_is_as_on_a_cpu(engines, tiny, kind):
-    on_gpu = engines.get(tiny, **EXACT, run_ahead=True).generate(PROMPTS, KINDS[kind])
+@pytest.mark.parametrize("backend, library", [
+    ("gather", False), ("gather", HAS_TRITON), ("triton", True)])
+def test_float32_is_as_on_a_cpu(engines, tiny, backend, library, kind):
+    needs(backend)
+    on_gpu = engines.get(tiny, **EXACT | {"attention_backend": backend}, library=library,
+                         run_ahead=True).generate(PROMPTS, KINDS[kind])
     on_cpu = engines.get(tiny, **EXACT, device="cpu").generate(PROMPTS, KINDS[kind])
     assert tokens_of(on_gpu) == tokens_of(on_cpu)
+
+
+@pytest.mark.parametrize("backend", ["flash-attn", "varlen", "gather"])
+def test_without_the_library_of_kernels_the_tokens_are_the_same(engines, tiny, backend):
+    needs(backend)
+    plain = engines.get(tiny, library=False, run_ahead=True, attention_backend=backend)
+    assert not any("nanoengine_gpu" in str(type(module).__mro__)
+                   for module in plain.llm.engine.runner.model.modules())
+    with_library = engines.get(tiny, run_ahead=True, attention_backend=backend)
+    check_same(plain.generate(PROMPTS, BOTH), with_library.generate(PROMPTS, BOTH))
+
+
+@pytest.mark.parametrize("flash_attn, library, dtype, expected", [
+    (True, True, "bfloat16", "flash-attn"), (False, True, "bfloat16", "triton"),
+    (True, True, "float32", "triton"), (False, False, "bfloat16", "varlen"),
+    (False, False, "float32", "gather")])
+def test_the_backend_that_auto_takes(tiny, flash_attn, library, dtype, expected):
+    needs(expected)
+    options = SMALL | dict(attention_backend="auto", dtype=dtype)
+    with FakeGpu(flash_attn=flash_attn, library=library):
+        with LLM(tiny, device="cuda", **options) as llm:
+            assert llm.metrics()["attention_backend"] == expected
+            assert bool(llm.engine.runner.graphs.captured) == (expected != "gather")
+
+
+def test_decodes_beside_a_chunk_have_their_own_kernel(engines, tiny):
+    """They come first in a step; the kernel for prompts gets only the other sequences."""
+    engine = make_engine(tiny, max_num_batched_tokens=64, enforce_eager=True)
+    lengths, params = [20, 25, 200, 150], SamplingParams(temperature=0, max_tokens=12)
+    engine.generate(random_prompts(lengths), params)
+    names = [name for name, _ in engine.gpu.kernels if name in ("decode_kernel", "varlen_kernel")]
+    pairs = list(zip(names, names[1:]))
+    assert ("decode_kernel", "varlen_kernel") in pairs
+    # how many queries and keys each read, by the bytes that it moved
+    model = engine.llm.model_config
+    of_key = 2 * 2 * model.num_key_value_heads * model.head_dim
+    most = max(num_bytes for name, num_bytes in engine.gpu.kernels if name == "varlen_kernel")
+    assert most < (200 + 64 + 8) * of_key + 64 * 4 * 2 * model.num_attention_heads * model.head_dim
 
 
 @pytest.mark.parametrize("batch_size", range(1, 9))
@@ -707,7 +753,7 @@ def run_plain_steps(engines: Engines, folder: str, enforce_eager: bool) -> None:
     (False, read_a_value_in_each_step, "the host has waited: .*: tolist"),
     (True, read_a_value_in_each_step, "the host has waited: .*: tolist"),
     (False, read_a_value_in_a_graph, "_local_scalar_dense while a graph is captured"),
-    (True, leave_a_table_on_the_host, "on tensors of both devices at model.py"),
+    (True, leave_a_table_on_the_host, "on tensors of both devices at modules.py"),
     (False, use_memory_that_is_not_pinned, "the host has waited: .*not pinned"),
     (True, use_memory_that_is_not_pinned, "the host has waited: .*not pinned"),
     (False, use_one_buffer_for_all_steps, "a pinned buffer was rewritten"),

@@ -52,13 +52,14 @@ def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
 
 def truncate(scores: torch.Tensor, *others) -> torch.Tensor:
     """All scores, -inf for the tokens that are truncated."""
-    tokens, left = sampler.truncate(scores, *others)
-    assert left.shape == (len(scores), len(tokens))
-    return torch.full_like(scores, -math.inf).index_copy(1, tokens, left)
+    tokens, weights = sampler.truncate(scores.clone(), *others)
+    assert weights.shape == (len(scores), len(tokens))
+    kept = torch.zeros_like(scores, dtype=torch.bool).index_copy(1, tokens, weights > 0)
+    return scores.masked_fill(~kept, -math.inf)
 
 
 def draw(scores: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    return sampler.draw(scores, uniforms)
+    return sampler.draw(scores.exp(), uniforms)
 
 
 def draws(logits: torch.Tensor, count: int, **params) -> torch.Tensor:

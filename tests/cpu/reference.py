@@ -27,6 +27,7 @@ class Step:
     query_starts: Tensor
     key_starts: Tensor
     lengths: Tensor
+    num_decodes: int
     longest_query: int
     longest_keys: int
 
@@ -85,6 +86,7 @@ def make_step(num_tokens, computed, block_size):
         query_starts=F.pad(torch.tensor(num_tokens).cumsum(0), (1, 0)).int(),
         key_starts=F.pad(lengths.cumsum(0), (1, 0)).int(),
         lengths=lengths.int(), block_tables=tables,
+        num_decodes=[count > 1 for count in (*num_tokens, 2)].index(True),
         longest_query=max(num_tokens), longest_keys=int(lengths.max()))
 
 

@@ -64,7 +64,7 @@ def plain(small) -> list:
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("backend", ["flash-attn", "varlen", "gather"])
+@pytest.mark.parametrize("backend", ["flash-attn", "triton", "varlen", "gather"])
 def test_backends_graphs_and_running_ahead(small, plain, backend, enforce_eager, run_ahead):
     if backend not in fast_backends():
         pytest.skip(f"{backend} is not installed")
@@ -147,7 +147,8 @@ def test_float32_is_exact(small):
     reference = reference.to("cuda", torch.float32)
     params = [GREEDY, SamplingParams(seed=1, max_tokens=40, ignore_eos=True)]
     with LLM(folder, dtype="float32", **SMALL) as llm:
-        assert llm.metrics()["attention_backend"] == "gather"
+        expected = "triton" if "triton" in fast_backends() else "gather"
+        assert llm.metrics()["attention_backend"] == expected
         together = [output.token_ids for p in params for output in run(llm, params=p)]
     with LLM(folder, dtype="float32", block_size=16, num_kv_blocks=64, max_num_batched_tokens=100,
              run_ahead=False, **SMALL | dict(max_model_len=800)) as llm:
@@ -237,7 +238,7 @@ def test_drawn_tokens_do_not_depend_on_graphs(small):
     assert_alike(*results)
 
 
-@pytest.mark.parametrize("backend", ["flash-attn", "varlen"])
+@pytest.mark.parametrize("backend", ["flash-attn", "triton", "varlen"])
 def test_nothing_is_lost_with_steps_really_in_flight(small, backend):
     """Without logprobs nothing waits: the same engine, ahead or not, gives the same tokens."""
     if backend not in fast_backends():
