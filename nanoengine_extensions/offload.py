@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from nanoengine.model import Decoder
-from nanoengine_extensions.runner import place_on
+from nanoengine_extensions.runner import pin, place_on
 
 
 def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
@@ -64,7 +64,7 @@ class Offload:
     """
 
     def __init__(self, model: nn.Module, layers: list[nn.Module], device: str) -> None:
-        self.weights = [parameters_to_vector(layer.parameters()).pin_memory() for layer in layers]
+        self.weights = [pin(parameters_to_vector(layer.parameters())) for layer in layers]
         self.buffers = [torch.empty_like(weights, device=device) for weights in self.weights[:2]]
         self.stream = torch.cuda.Stream()
         model.register_forward_pre_hook(lambda *_: self.fetch(0))

@@ -16,6 +16,7 @@ from nanoengine.batch import Copies
 from nanoengine.seams import rejected
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.policies import HoldingBlockManager
+from nanoengine_extensions.runner import pin
 
 
 def add_host_pool(runner: Any) -> None:
@@ -28,8 +29,10 @@ def add_host_pool(runner: Any) -> None:
     if gibibytes * 2**30 > total:
         raise rejected("swap_space", gibibytes, f"at most {total / 2**30:.1f} GiB of memory")
     runner.num_host_blocks = int(gibibytes * 2**30 // runner.block_bytes)
-    pool = torch.empty(runner.num_host_blocks, *runner.blocks.shape[1:], dtype=runner.dtype,
-                       device="cpu", pin_memory=runner.device == "cuda")
+    shape = runner.num_host_blocks, *runner.blocks.shape[1:]
+    pool = torch.empty(shape, dtype=runner.dtype, device="cpu")
+    if runner.device == "cuda" and pool.numel():
+        pin(pool)
 
     # a function that holds the runner would keep it alive
     def copy_blocks(copies: Copies, blocks: Any = runner.blocks) -> None:

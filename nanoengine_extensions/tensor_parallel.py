@@ -20,6 +20,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,7 +146,9 @@ class RankRunner(Runner):
     @torch.inference_mode()
     def follow(self, copies: Copies, numbers: Any, shape: StepShape) -> None:
         """Does another rank's part of a step that rank 0 launches: everything except sampling."""
-        _, hidden = self.forward(copies, torch.from_numpy(numbers), shape)
+        buffer = torch.from_numpy(numbers)
+        buffer = buffer.pin_memory() if self.device == "cuda" else buffer
+        _, hidden = self.forward(copies, buffer, shape)
         for part in hidden.split(self.config.max_num_seqs):
             # skips an empty chunk, for which rank 0 computes no logits
             if len(part):
@@ -163,6 +166,9 @@ class TensorParallelRunner(RankRunner):
         num_gpus = torch.cuda.device_count()
         if config.device == "cuda" and size > max(1, num_gpus):
             raise rejected("tensor_parallel_size", size, f"at most {num_gpus}, the GPUs there are")
+        # rank 1 takes GPU 1, and so on
+        if config.device == "cuda" and (current := torch.cuda.current_device()):
+            raise rejected("torch.cuda.current_device()", current, "0 with several ranks")
         if config.batch_invariant:
             raise rejected("batch_invariant", True, "False with several ranks")
         # a script's functions, such as its policies, cannot be sent
@@ -174,6 +180,8 @@ class TensorParallelRunner(RankRunner):
             while self.ranks.store.add("ranks", 0) < size - 1:
                 self.ranks.check(timeout=0.1)
             super().__init__(config, part, folder, self.ranks)
+        # also when the script ends; NCCL waits for graphs that use its communicator
+        self.end = weakref.finalize(self, end, self.graphs.captured, self.ranks)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -190,7 +198,13 @@ class TensorParallelRunner(RankRunner):
         return launched
 
     def close(self) -> None:
-        self.ranks.close()
+        self.end()
+
+
+def end(graphs: dict, ranks: "Ranks") -> None:
+    """Destroys the graphs, and then ends the ranks."""
+    graphs.clear()
+    ranks.close()
 
 
 class LaunchedOnRanks(Launched):
