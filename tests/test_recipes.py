@@ -32,7 +32,8 @@ from nanoengine_extensions.policies import VICTIMS
 
 README = (ROOT / "README.md").read_text()
 FIRST_SCREEN = README[:README.index("\n## ")]
-RECIPES, SCALING = ((ROOT / "docs" / name).read_text() for name in ("recipes.md", "scaling.md"))
+RECIPES, SCALING, REFERENCE = (
+    (ROOT / "docs" / name).read_text() for name in ("recipes.md", "scaling.md", "reference.md"))
 
 
 def section(heading: str, text: str = README) -> str:
@@ -131,11 +132,17 @@ def test_every_recipe_is_tested():
 
 
 def test_use(execute):
-    names, printed = execute(blocks(section("## Use")))
-    assert "47 + 85 =  132" in printed.splitlines(), "the first block prints answers"
+    _, printed = execute(blocks(section("## Use")))
+    assert "assistant" not in printed and printed.splitlines()[-1].endswith(" True")
+
+
+def test_more_calls(execute):
+    names, printed = execute(
+        blocks(section("## More than one completion, and step by step", REFERENCE)))
+    assert "132" in names["best"].text and len(names["several"].stop) == 0
     by_hand, ended = (names[name].output() for name in ("first", "second"))
     assert f"0 {by_hand.outputs[0].text}\n" in printed and by_hand.outputs[0].token_ids
-    assert ended.outputs[0].finish_reason and not names["llm"].active
+    assert ended.outputs[0].finish_reason and not names["llm"].entered
 
 
 def test_grammar(execute):
