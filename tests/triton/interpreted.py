@@ -1,8 +1,10 @@
 """The tests that test_kernels.py runs in Triton's interpreter, on tensors of a CPU.
 
 To run one: TRITON_INTERPRET=1 pytest -n 0 tests/triton/interpreted.py -k NAME
+On a machine with a GPU, and without TRITON_INTERPRET, they run on the GPU.
 """
 
+import os
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,17 +24,22 @@ from nanoengine_gpu import (
     attention, draw, nucleus, optimize, paged_attention, rms_norm, store_heads, swiglu)
 
 ROOT = Path(__file__).resolve().parents[2]
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # how far results may be from those of PyTorch: sums in another order; a step of bfloat16
 CLOSE = {torch.float32: dict(rtol=2e-6, atol=2e-6), torch.bfloat16: dict(rtol=1.6e-2, atol=1e-3),
          torch.float16: dict(rtol=2e-3, atol=2e-4)}
 # numbers that are not finite are part of some tests
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+              pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(),
+                                 reason="needs TRITON_INTERPRET=1, or a CUDA device")]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -393,10 +400,10 @@ def test_nucleus_of_no_rows():
 
 def decoder(folder, dtype: torch.dtype, backend, num_blocks: int = 12):
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = load_model(Path(folder), config, dtype, "cpu")
+    model = load_model(Path(folder), config, dtype, DEVICE)
     shape = num_blocks, 16, config.num_key_value_heads, config.head_dim
     caches = torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype)
-    model.bind(plain.rope_table(config, 256), caches, backend)
+    model.bind(plain.rope_table(config, 256).to(DEVICE), caches, backend)
     return model, caches
 
 
