@@ -6,8 +6,8 @@ step, hidden_size). There is no batch dimension: the attention backend knows whi
 which sequence. Parameters have the names of transformers' checkpoints; `loader.py` fills them, and
 says which models can be loaded.
 
-This is plain PyTorch, and complete. Where a library of kernels is installed (seams.py), faster
-forwards take the place of these: a comment at each says so.
+This is plain PyTorch, and complete. Where a library of kernels for the device is installed
+(seams.py), faster forwards take the place of these: a comment at each says so.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,8 @@ class Decoder(nn.Module):
             layer.self_attn.cache = cache
             layer.self_attn.backend = backend
 
-    # on a CPU, nanoengine_cpu.optimize replaces this forward: all layers in two calls
+    # on a CPU, nanoengine_cpu.optimize replaces this forward: all layers in two calls; on a GPU,
+    # nanoengine_gpu.optimize does: each residual sum is part of the norm that follows it
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """Computes the T tokens of the step, and writes their K and V to the cache.
 
@@ -64,6 +65,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
+    # on a GPU, nanoengine_gpu.optimize replaces this forward, as that of the decoder
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -95,7 +97,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias)
 
     # on a CPU, nanoengine_cpu.optimize replaces this forward: the norm of the heads, the rotation,
-    # the writing to the cache and attention are one kernel
+    # the writing to the cache and attention are one kernel; on a GPU, nanoengine_gpu.optimize does:
+    # all but attention is one kernel
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).
 
@@ -129,7 +132,8 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedLinear(config.hidden_size, gate_up, bias)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias)
 
-    # on a CPU, nanoengine_cpu.optimize replaces this forward: SwiGLU is part of the first product
+    # on a CPU, nanoengine_cpu.optimize replaces this forward: SwiGLU is part of the first product;
+    # on a GPU, nanoengine_gpu.optimize does: SwiGLU is one kernel
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x)))
 
@@ -146,6 +150,7 @@ class FusedLinear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
+    # on a GPU, nanoengine_gpu.optimize replaces this forward by one kernel
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
