@@ -7,6 +7,7 @@ import json
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from conftest import random_prompts
 from fake_gpu import HAS_TRITON, FakeGpu
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.cuda_graphs import dummy_batch
 from nanoengine_extensions import dummy
+from nanoengine_extensions.tensor_parallel import RankRunner
 
 CONFIG = Path(__file__).parent.parent / "models" / "qwen3-0.6b" / "config.json"
 PLAIN = dict(load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512,
@@ -123,6 +126,19 @@ def test_a_trace_holds_no_pinned_memory(folder):
         assert len(llm.trace) >= 5
         assert not any(gpu.is_pinned(step.tokens) for step in llm.trace)
         assert [step.tokens.tolist() for step in llm.trace[1:]][-1]
+
+
+def test_another_rank_does_not_wait_for_its_inputs(folder):
+    """A message is in memory that is not pinned."""
+    done = SimpleNamespace(wait=lambda: None)
+    with FakeGpu(num_bytes=2**33) as gpu, LLM(folder(1), **PLAIN) as llm:
+        runner = llm.engine.runner
+        runner.group = SimpleNamespace(backend=SimpleNamespace(broadcast=lambda tensors: done))
+        batch = dummy_batch(4, 1, 20)
+        buffer, shape = runner.prepare(batch)
+        gpu.reset_counters()
+        RankRunner.follow(runner, batch.copies, buffer.clone().numpy(), shape)
+        assert gpu.num_replays == 1 and not gpu.host_reads
 
 
 def test_graphs_are_destroyed_before_the_ranks_end(tiny):
