@@ -123,6 +123,7 @@ def run_hf(args: Namespace, workload: Workload, warm_up: Workload) -> Figures:
     tokenizer = load_tokenizer(folder)
     generate_hf(model, tokenizer, warm_up, batch_size=2)
     batch_size = args.hf_batch or len(workload.prompts)
+    print(f"Hugging Face generates in batches of {batch_size} …", file=sys.stderr)
     return {"seconds": generate_hf(model, tokenizer, workload, batch_size)}
 
 

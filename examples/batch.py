@@ -307,7 +307,11 @@ def run(flags: argparse.Namespace) -> None:
         num_finished, lines = skip_finished(numbered(file), flags.output_file)
         with (LLM(flags.model, **flags.options) as llm,
               tqdm(total=total, initial=num_finished, desc="Requests") as bar):
-            Job(llm, str(flags.model), lines, results, bar).run()
+            job = Job(llm, str(flags.model), lines, results, bar)
+            job.run()
+    if job.num_errors:
+        print(f"{job.num_errors} lines failed: their records in {flags.output_file} say why",
+              file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> None:

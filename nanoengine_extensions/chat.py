@@ -6,8 +6,9 @@ from typing import Any
 
 from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
-from nanoengine.seams import naming, rejected
 
+from nanoengine.seams import naming, rejected
+from nanoengine_extensions.metrics import logger
 
 
 def render(tokenizer: Any, messages: Any, encoder: Any = None, *, chat_template: str | None = None,
@@ -35,10 +36,12 @@ def render(tokenizer: Any, messages: Any, encoder: Any = None, *, chat_template:
                    add_generation_prompt=add_generation_prompt,
                    continue_final_message=continue_final_message) | further
     with naming("messages"):
+        template = tokenizer.get_chat_template(options["chat_template"], options["tools"])
         as_parts = formats[chat_template_content_format]
         if as_parts is None:
-            as_parts = takes_parts(
-                tokenizer.get_chat_template(options["chat_template"], options["tools"]))
+            as_parts = takes_parts(template)
+        if options["tools"] and "tools" not in template:
+            logger.warning("tools are dropped: the chat template knows none")
         chats = [[prepared(message, as_parts) for message in chat] for chat in chats]
         texts = tokenizer.apply_chat_template(chats, **options)
         # The template has written the special tokens.
@@ -60,6 +63,8 @@ def prepared(message: dict[str, Any], as_parts: bool) -> dict[str, Any]:
     """
     content = message.get("content")
     parts = content if isinstance(content, list) else [] if content is None else [content]
+    if not parts and not message.get("tool_calls"):
+        logger.warning(f"a message without content, of {message['role']!r}, counts as empty")
     with naming(rejected("content", content, 'a text, or parts {"type": "text", "text": …}')):
         texts = [part if isinstance(part, str) else part["text"] for part in parts]
         joined = "\n".join(texts)

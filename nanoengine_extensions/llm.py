@@ -93,7 +93,8 @@ def one_for_each(num_prompts: int, name: str, value: Any, default: Any) -> list[
     values = list(value) if isinstance(value, (list, tuple)) else [value] * num_prompts
     is_right = [isinstance(item, kind) and not isinstance(item, bool) for item in values]
     if len(values) != num_prompts or not all(is_right):
-        raise rejected(name, value, f"one {kind.__name__}, or {num_prompts} of them")
+        shown = f"a list of {len(values)}" if all(is_right) else value
+        raise rejected(name, shown, f"one {kind.__name__}, or {num_prompts} of them")
     return values
 
 

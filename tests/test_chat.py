@@ -188,3 +188,18 @@ def test_a_template_that_the_user_sets_counts_and_truncation_does_not(bundled):
         tokenizer(["12 + 34"], truncation=True, max_length=1)
         output, = llm.chat(chat, use_tqdm=False)
         assert (output.prompt, output.prompt_token_ids) == ("12 + 34 =", expected)
+
+
+def test_what_is_dropped_is_said(prompt, caplog):
+    """A message without content, and tools that the template does not know."""
+    prompt([{"role": "user", "content": "12 + 34"}], ITEMS)
+    assert not caplog.messages
+    assert prompt([{"role": "user"}], ITEMS) == ""
+    assert caplog.messages == ["a message without content, of 'user', counts as empty"]
+    caplog.clear()
+    call = {"function": {"name": "add", "arguments": {"x": 1}}}
+    prompt([{"role": "assistant", "content": None, "tool_calls": [call]}], ITEMS)
+    assert not caplog.messages
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    prompt([{"role": "user", "content": "12 + 34"}], ITEMS, tools=[tool])
+    assert caplog.messages == ["tools are dropped: the chat template knows none"]
