@@ -3,8 +3,8 @@
 The engine needs none of the packages beside it. It reaches each of them here alone, by name:
 
     nanoengine_extensions   `extension(name)`: a module, when a user asks for its feature
-    nanoengine_cpu,         `kernels(device)`: functions on tensors that replace those of this file,
-    nanoengine_gpu          as `_heapq` in C replaces those of heapq in CPython
+    nanoengine_cpu,         `kernels(device)`: functions on tensors that replace those below, and
+    nanoengine_gpu          some of sampler.py, as `_heapq` in C replaces those of heapq in CPython
 """
 
 from contextlib import nullcontext
