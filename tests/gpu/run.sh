@@ -34,8 +34,8 @@ run() {  # name, seconds at most, command: the end of its output is shown, all o
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 "$python" -c 'import torch, nanoengine; print("torch", torch.__version__)' || exit 1
 [ -f .fa/check_flash_attn.py ] && lines=3 run flash-attn 50 "$python" .fa/check_flash_attn.py
-lines=60 run tests 250 "$python" -m pytest -q -o addopts= --maxfail=8 -p no:cacheprovider tests/gpu
-lines=15 run kernels 100 "$python" -m pytest -q -o addopts= --maxfail=8 -p no:cacheprovider \
+lines=60 run tests 230 "$python" -m pytest -q -o addopts= --maxfail=8 -p no:cacheprovider tests/gpu
+lines=15 run kernels 60 "$python" -m pytest -q -o addopts= --maxfail=8 -p no:cacheprovider \
     tests/triton/interpreted.py
 nano="bench.py --config qwen3-0.6b --max-model-len 2048"
 run nano-vllm-workload 80 "$python" $nano --json "$out/nano.json"
