@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -42,13 +42,14 @@ SAMPLING = {each.name for each in fields(SamplingParams)} - {
 TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
             "continue_final_message", "tools"}
 OF_CHATS = {"messages", "max_completion_tokens", "top_logprobs"}
-KNOWN = {CHAT: SAMPLING | TEMPLATE | OF_CHATS | {"response_format"},
-         COMPLETION: SAMPLING | {"prompt", "response_format"}}
+OF_BOTH = {"response_format", "stream", "stream_options"}
+KNOWN = {CHAT: SAMPLING | OF_BOTH | OF_CHATS | TEMPLATE,
+         COMPLETION: SAMPLING | OF_BOTH | {"prompt"}}
 IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
            "request_id", "safety_identifier", "service_tier", "store", "user"}
 # the only value without an effect
 NEUTRAL: dict[str, Any] = {
-    "best_of": 1, "echo": False, "modalities": ["text"], "priority": 0, "stream": False,
+    "best_of": 1, "echo": False, "modalities": ["text"], "priority": 0,
     "tool_choice": "none", "use_beam_search": False}
 
 BEGIN_OF_RESULT = b'{"id": "line-'
@@ -60,18 +61,21 @@ Lines = Iterator[tuple[int, bytes]]
 
 @dataclass
 class Request:
-    """The request in a line; `read` fills in its fields."""
+    """The request in a line; `read` fills in its fields. serve.py uses the rest."""
 
     number: int
     custom_id: Any = None
     url: Any = COMPLETION
     params: SamplingParams = field(default_factory=SamplingParams)
+    prompts: list[Any] = field(default_factory=list)
+    streams: bool = False
+    with_usage: bool = False
+
+    num_completions = property(lambda self: len(self.prompts) * self.params.n)
 
     def read(self, line: bytes, llm: LLM) -> Any:
         """Reads the line; returns the prompt. Raises an error for unsupported options."""
-        row = json.loads(line, parse_float=finite, parse_constant=finite)
-        if not isinstance(row, dict):
-            raise ValueError("a request must be a JSON object")
+        row = object_of(line)
         self.custom_id = row.pop("custom_id", None)
         if "prompt" in row:
             row = {"url": COMPLETION, "body": row}
@@ -81,53 +85,117 @@ class Request:
         if not is_known or not isinstance(row["body"], dict):
             raise ValueError(f"a request has custom_id, method POST, url {CHAT} or {COMPLETION}, "
                              "an object as its body, and nothing else")
+        self.read_body(row["body"], llm)
+        if len(self.prompts) > 1 or self.streams:
+            raise ValueError("a request has one prompt, and no stream")
+        if self.params.seed is None:
+            self.params.seed = self.number
+        return self.prompts[0]
+
+    def read_call(self, data: bytes, llm: LLM) -> None:
+        """Reads the body of a call over HTTP, and tokenizes. Raises errors as `read_body` does."""
+        body = object_of(data)
+        # the program of a client, and what a client expects to be parsed in the answer
+        for name in {"chat_template", "tools"} & body.keys():
+            raise ValueError(f"{name} is not supported")
+        self.read_body(body, llm)
+        with naming("prompt"):
+            self.prompts = [
+                llm.get_tokenizer().encode(each, verbose=False) if isinstance(each, str) else each
+                for each in self.prompts]
+
+    def read_body(self, body: dict[str, Any], llm: LLM) -> None:
+        """Reads a body. Raises ValueError, whose message begins with the name of a parameter."""
         # null means the default
-        body = {name: value for name, value in row["body"].items() if value is not None}
+        body = {name: value for name, value in body.items() if value is not None}
         for name in body.keys() - KNOWN[self.url] - IGNORED:
             if name not in NEUTRAL or body[name] != NEUTRAL[name]:
                 raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}")
+        self.streams = body.get("stream", False)
+        options = body.get("stream_options", {})
+        if self.streams not in (False, True):
+            raise ValueError("stream must be true or false")
+        if self.streams and body.get("logprobs", False) is not False:
+            raise ValueError("logprobs are not supported in a stream")
+        if not isinstance(options, dict):
+            raise ValueError("stream_options must be an object")
+        self.with_usage = options.get("include_usage", False)
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:
             options = {name: body[name] for name in TEMPLATE & body.keys()}
-            prompt, = render(llm.get_tokenizer(), body.get("messages"), **options)
-            return prompt
+            self.prompts = render(llm.get_tokenizer(), [body.get("messages")], **options)
+            return
         prompt = body.get("prompt")
-        if not isinstance(prompt, (str, list)):
-            raise ValueError("prompt must be a text or a list of token ids")
-        # the API accepts a list of prompts; here it can have one
-        is_nested = len(prompt) == 1 and isinstance(prompt[0], (str, list))
-        return prompt[0] if is_nested else prompt
+        if not isinstance(prompt, (str, list)) or prompt == []:
+            raise ValueError("prompt must be a text, a list of token ids, or a list of these, "
+                             "and not empty")
+        are_several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
+        self.prompts = prompt if are_several else [prompt]
 
     def _sampling_params(self, body: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
         given = {"max_tokens": 16} | {name: body[name] for name in SAMPLING & body.keys()}
-        if given.get("seed", -1) == -1:
-            given["seed"] = self.number
         if "logit_bias" in given:
-            given["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
+            with naming("logit_bias"):
+                given["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
         if "response_format" in body:
             given["structured_outputs"] = grammar_of(body["response_format"])
         if self.url == CHAT:
             # None: as many as fit
-            given["max_tokens"] = body.get("max_completion_tokens", body.get("max_tokens"))
+            given["max_tokens"] = body.get("max_tokens")
+            if "max_completion_tokens" in body:
+                with naming("max_completion_tokens"):
+                    most = SamplingParams(max_tokens=body["max_completion_tokens"])
+                given["max_tokens"] = most.max_tokens
             has_logprobs = body.get("logprobs", False)
             if has_logprobs not in (False, True) or body.get("top_logprobs") and not has_logprobs:
                 raise ValueError("logprobs must be true or false, and true for top_logprobs")
             given["logprobs"] = body.get("top_logprobs", 0) if has_logprobs else None
         return replace(defaults, **given)
 
-    def response(self, output: RequestOutput, model: str) -> dict[str, Any]:
-        """Returns the answer that a server would send."""
-        num_prompt_tokens = len(output.prompt_token_ids)
-        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+    def response(self, outputs: list[RequestOutput], model: str) -> dict[str, Any]:
+        """Returns the answer that a server would send, for one prompt or several.
+
+        Raises RuntimeError for a completion that could not go on.
+        """
+        outputs = sorted(outputs, key=lambda each: each.index)
+        pairs = [(each, completion) for each in outputs for completion in each.outputs]
+        for _, completion in pairs:
+            if completion.finish_reason == "error":
+                raise RuntimeError(completion.stop_reason)
+        num_prompt_tokens = sum(len(each.prompt_token_ids) for each in outputs)
+        num_tokens = sum(len(completion.token_ids) for _, completion in pairs)
         usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens,
                  "total_tokens": num_prompt_tokens + num_tokens}
         return {
             "id": f"cmpl-line-{self.number}",
             "object": "chat.completion" if self.url == CHAT else "text_completion",
             "created": int(time.time()), "model": model,
-            "choices": [self._choice(completion) for completion in output.outputs], "usage": usage}
+            "choices": [self._choice(*pair) for pair in pairs], "usage": usage}
 
-    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+    async def chunks(self, outputs: AsyncIterator[RequestOutput],
+                     model: str) -> AsyncIterator[dict[str, Any]]:
+        """Yields what is new in each output, as a server would stream it."""
+        last: dict[int, RequestOutput] = {}
+        # the length of the text and the finish_reason that were sent, by choice
+        sent: dict[int, Any] = {}
+        head = self.response([], model) | {"usage": None}
+        head["object"] += ".chunk" if self.url == CHAT else ""
+        async for output in outputs:
+            last[output.index] = output
+            for choice in self.response([output], model)["choices"]:
+                text = choice.pop("message")["content"] if self.url == CHAT else choice["text"]
+                before = sent.get(choice["index"])
+                now = sent[choice["index"]] = len(text), choice["finish_reason"]
+                if now != before:
+                    text = text[before[0] if before else 0:]
+                    role = {} if before else {"role": "assistant"}
+                    is_chat = self.url == CHAT
+                    new = {"delta": role | {"content": text}} if is_chat else {"text": text}
+                    yield head | {"choices": [choice | new]}
+        if self.with_usage:
+            yield head | {"usage": self.response([*last.values()], model)["usage"]}
+
+    def _choice(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         pairs = zip(completion.logprobs or [], completion.token_ids)
         entries = [self._logprob(*pair) for pair in pairs]
         content: dict[str, Any] = {"text": completion.text}
@@ -140,7 +208,8 @@ class Request:
             message = {"role": "assistant", "content": completion.text, "refusal": None}
             content, logprobs = {"message": message}, {"content": entries}
         return content | {
-            "index": completion.index, "logprobs": logprobs if entries else None,
+            "index": output.index * self.params.n + completion.index,
+            "logprobs": logprobs if entries else None,
             "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
     def _logprob(self, found: dict[int, Any], token_id: int) -> dict[str, Any]:
@@ -150,6 +219,14 @@ class Request:
         likeliest = sorted(found.values(), key=lambda each: each.rank)
         top = [described(each) for each in likeliest if count == -1 or each.rank <= count]
         return described(found[token_id]) | {"top_logprobs": top}
+
+
+def object_of(data: bytes) -> dict[str, Any]:
+    with naming("JSON"):
+        row = json.loads(data, parse_float=finite, parse_constant=finite)
+    if not isinstance(row, dict):
+        raise ValueError("JSON must be an object here")
+    return row
 
 
 def finite(text: str) -> float:
@@ -276,11 +353,12 @@ class Job:
                 self._write(request, 400, error=str(error))
 
     def _finish(self, request: Request, output: RequestOutput) -> None:
-        failed = [each.stop_reason for each in output.outputs if each.finish_reason == "error"]
-        if failed:
-            self._write(request, 500, error=f"line {request.number}: {failed[0]}")
+        try:
+            body = request.response([output], self.model)
+        except RuntimeError as error:
+            self._write(request, 500, error=f"line {request.number}: {error}")
         else:
-            self._write(request, 200, request.response(output, self.model))
+            self._write(request, 200, body)
 
     def _write(self, request: Request, status: int, body: dict[str, Any] | None = None,
                error: str | None = None) -> None:
