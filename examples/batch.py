@@ -86,8 +86,10 @@ class Request:
             raise ValueError(f"a request has custom_id, method POST, url {CHAT} or {COMPLETION}, "
                              "an object as its body, and nothing else")
         self.read_body(row["body"], llm)
-        if len(self.prompts) > 1 or self.streams:
-            raise ValueError("a request has one prompt, and no stream")
+        if len(self.prompts) > 1:
+            raise ValueError("prompt must be one text or list of token ids in a batch")
+        if self.streams:
+            raise ValueError("stream must be false in a batch")
         if self.params.seed is None:
             self.params.seed = self.number
         return self.prompts[0]

@@ -328,6 +328,8 @@ def check_command(words: list[str]) -> None:
 @pytest.mark.parametrize("file", DOCUMENTS, **by_name)
 def test_commands(file, monkeypatch):
     monkeypatch.chdir(ROOT)
+    # Python adds the folder of a script
+    monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.syspath_prepend(ROOT)
     for words in commands_in(file.read_text()):
         check_command(words)

@@ -13,9 +13,12 @@ import math
 import os
 import re
 import shlex
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +31,7 @@ from conftest import ROOT
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
+from nanoengine_extensions.chat import render
 from nanoengine_extensions.policies import VICTIMS
 
 README = (ROOT / "README.md").read_text()
@@ -122,7 +126,7 @@ def test_figures_of_the_readme_are_those_of_the_docs():
 
 def test_every_recipe_is_tested():
     recipes = re.findall(r"^## (.*)$", without_code(RECIPES), flags=re.MULTILINE)
-    assert len(recipes) == 10
+    assert len(recipes) == 11
     tests = Path(__file__).read_text()
     in_code = [name for name in recipes if blocks(section(f"## {name}", RECIPES))]
     in_commands = re.findall(r"examples/(\w+)\.py", "".join(blocks(RECIPES + SCALING, "sh")))
@@ -165,45 +169,97 @@ def test_perplexity(execute):
     assert 1 < perplexity < float(execute(wrong)[1].split()[-1])
 
 
-def test_a_service(execute):
-    """Under load: of 64 clients at once some leave in the middle, and some ask for too much."""
-    names, printed = execute(recipe("A service"))
-    assert ast.literal_eval(printed)[-1] == " 46"
+def test_a_chat_is_streamed(execute):
+    names, printed = execute(recipe("Stream a chat"))
+    params = SamplingParams(temperature=0)
+    answer, = names["llm"].chat(names["messages"], params, use_tqdm=False)
+    assert printed == answer.outputs[0].text == "46"
+    assert names["token_ids"] == answer.prompt_token_ids
+    prompts = render(names["tokenizer"], names["messages"])
+    *_, last = names["llm"].stream(prompts, params)
+    assert last.outputs[0].text == "46"
+
+
+def test_a_service(execute, capsys):
+    """As it is printed, under load: of 64 clients at once some leave in the middle, and some send
+    what is refused."""
+    names, printed = execute(recipe("A service")[:1])
+    assert "".join(ast.literal_eval(printed)) == " 46"
     llm = names["llm"]
-
-    class Server(names["ThreadingHTTPServer"]):
-        request_queue_size = 64
-
-        def handle_error(self, request, client_address):
-            assert isinstance(sys.exc_info()[1], ConnectionError)
-
-    params = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True}
-    bodies = [{"prompt": f"Once upon a time {number}", "sampling_params": params | {"seed": number}}
-              for number in range(64)]
-    outputs = llm.generate([body["prompt"] for body in bodies], [
-        SamplingParams(**body["sampling_params"]) for body in bodies], use_tqdm=False)
-    expected = [output.outputs[0].text for output in outputs]
+    params = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True, "n": 2}
+    bodies = [{"prompt": [f"Once upon a time {number}", "The fox"],
+               "sampling_params": params | {"seed": number}} for number in range(64)]
+    outputs = llm.generate(
+        [prompt for body in bodies for prompt in body["prompt"]],
+        [SamplingParams(**body["sampling_params"]) for body in bodies for _ in body["prompt"]],
+        use_tqdm=False)
+    texts_of = [[each.text for each in output.outputs] for output in outputs]
+    expected = [first + second for first, second in zip(texts_of[::2], texts_of[1::2])]
+    refused = [
+        (b"", "Expecting value"), (b"{", "property name"), (b"[1]", "must be a JSON object"),
+        (b"5", "must be a JSON object"), (b"[" * 100_000, "recursion"), (b"\xff", "decode"),
+        (b"{}", "prompts=None is not accepted"), (b'{"prompt": 5}', "prompts=5 is not accepted"),
+        (b'{"prompt": [99999]}', "vocabulary"), (b'{"prompt": ""}', "cannot be empty"),
+        (json.dumps({"prompt": "word " * 5000}).encode(), "must be shorter"),
+        (b'{"prompt": "a", "sampling_params": 5}', "mapping"),
+        (b'{"prompt": "a", "sampling_params": {"temprature": 1}}', "nearest is temperature"),
+        (b'{"prompt": "a", "sampling_params": {"n": 0}}', "n=0 is not accepted")]
+    barrier = threading.Barrier(64)
 
     def ask(number: int) -> bool:
-        is_hostile, leaves = number % 10 == 9, number % 4 == 1
-        body = {"prompt": "word " * 5000} if is_hostile else bodies[number]
+        body, message = refused[number // 2 % 14] if number % 2 else (b"", "")
+        barrier.wait(60)
         try:
-            with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60) as answer:
-                last = answer.readline() if leaves else [*answer][-1]
+            data = body if number % 2 else json.dumps(bodies[number]).encode()
+            with urllib.request.urlopen(url, data, timeout=60) as answer:
+                lines = [answer.readline()] if number % 8 == 2 else [*answer]
         except urllib.error.HTTPError as error:
-            return is_hostile and error.code == 400 and b"must be shorter" in error.read()
-        return not is_hostile and (leaves or json.loads(last)["text"] == expected[number])
+            return error.code == 400 and message in json.load(error)["error"]
+        texts = [""] * 4
+        for line in map(json.loads, lines):
+            texts[line["index"]] += line["text"]
+        return not number % 2 and (number % 8 == 2 or texts == expected[number])
 
-    with Server(("127.0.0.1", 0), names["Handler"]) as server:
+    with names["Server"](("127.0.0.1", 0), names["Handler"]) as server:
         url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         with ThreadPoolExecutor(64) as pool:
             assert all(pool.map(ask, range(64)))
+        # one that leaves before it has asked for anything
+        with socket.create_connection(server.server_address) as client:
+            client.send(b"POST / HTTP/1.0\r\nContent-Length: 100\r\n\r\n{")
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        end = time.monotonic() + 60
+        while llm.active and time.monotonic() < end:
+            time.sleep(0.01)
         server.shutdown()
         thread.join()
-    # the server has waited for the threads of all clients
     assert not llm.active and llm.metrics()["num_blocks_used"] == 0
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors and errors.count(" 400 ") == 32
+
+
+def test_serve(monkeypatch, capsys):
+    """The command of the recipes, with their client; test_serve.py has the rest."""
+    pytest.importorskip("openai")
+    monkeypatch.chdir(ROOT)
+    _, client = recipe("A service")
+    *arguments, port = command("serve")
+    assert f":{port}/v1" in client
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = str(free.getsockname()[1])
+    with subprocess.Popen([sys.executable, "examples/serve.py", *arguments, number],
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+                          stderr=subprocess.PIPE) as server:
+        try:
+            assert any("running on" in line for line in server.stderr)
+            exec(client.replace(port, number), {})
+        finally:
+            server.terminate()
+            server.stderr.read()
+    assert capsys.readouterr().out == "46"
 
 
 def test_two_processes(tmp_path):

@@ -222,7 +222,7 @@ def test_bad_rows(job):
         (good | {"messages": []}, "messages"), (good | {"prompt_logprobs": 1}, "prompt_logprobs"),
         (good | {"max_completion_tokens": 1}, "max_completion_tokens"),
         ({"prompt": ""}, "empty"), ({"prompt": []}, "empty"), ({"prompt": 5}, "prompt"),
-        ({"prompt": None}, "prompt"), ({"prompt": ["a", "b"]}, "vocabulary"),
+        ({"prompt": None}, "prompt"), ({"prompt": ["a", "b"]}, "one text"),
         ({"prompt": [99999]}, "vocabulary"), ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": [5] * 5000}, "max_model_len"), (of_api({}, CHAT), "messages"),
         (of_api({"messages": []}, CHAT), "messages"), (of_api({"messages": "x"}, CHAT), "messages"),

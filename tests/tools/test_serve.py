@@ -197,8 +197,9 @@ BAD = [
     ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"temprature": 1}, "temprature"),
     ({"self": 1}, "self"), ({"messages": CHAT}, "messages"), ({"\ud800": 1}, None)]
 BAD_CHATS = [
-    ({"messages": None}, "messages"), ({"messages": []}, "messages"), ({"messages": "x"}, "messages"),
-    ({"messages": [CHAT]}, "messages"), ({"messages": [{"content": "x"}]}, "messages"),
+    ({"messages": None}, "messages"), ({"messages": []}, "messages"),
+    ({"messages": "x"}, "messages"), ({"messages": [CHAT]}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
     ({"max_completion_tokens": -1}, "max_completion_tokens"), ({"tools": [{}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"), ({"chat_template": "x"}, "chat_template")]
@@ -420,7 +421,8 @@ def test_a_broken_step_is_an_error_of_its_requests(serve, llm, monkeypatch):
     calls.clear()
     with post(port, LONG | {"stream": True}) as answer:
         *others, last, _ = answer.read().decode().split("\n\n")
-    assert len(others) > 10 and "no memory" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert len(others) > 10 and "no memory" in error["message"]
     with post(port, {"prompt": "12 + 34 =", "temperature": 0}) as answer:
         assert json.load(answer)["choices"][0]["text"] == " 46"
     check_idle(llm)
