@@ -44,7 +44,6 @@ from lab.figures import Figures, Runs, figures_of, report, medians_of
 from lab.limits import matrix_rate, seconds_of, step_limit
 from lab.options import Parser, Workload
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.engine import Engine
 from nanoengine.loader import load_config, load_tokenizer
 from nanoengine.model_runner import choose_dtype
 
@@ -65,7 +64,8 @@ def copy_bandwidth(device: str) -> float:
 def run_nanoengine(args: Namespace, workload: Workload, warm_up: Workload) -> Figures:
     with LLM(**vars(args.engine_config)) as llm:
         generate(llm, SamplingParams, warm_up)
-        llm.engine = Engine(llm.config, llm.engine.runner)  # forgets what was cached and counted
+        # forgets what was cached and counted
+        llm.engine = llm.make_engine(llm.config, llm.engine.runner)
         seconds, outputs = generate(llm, SamplingParams, workload, use_tqdm=sys.stderr.isatty())
         figures = figures_of(llm.engine, seconds, [output.metrics for output in outputs])
         bandwidth = copy_bandwidth(llm.config.device)

@@ -91,7 +91,7 @@ def run_variant(llm: LLM, workload: Workload, changes: Options) -> tuple[Engine,
               for number, most in enumerate(workload.max_tokens)]
     seqs = [request.seq for request in llm.inputs.make_requests(workload.prompts, params)]
     lengths = {seq.request_id: length for seq, length in zip(seqs, workload.lengths)}
-    engine = Engine(replace(llm.config, **options), llm.engine.runner)
+    engine = llm.make_engine(replace(llm.config, **options), llm.engine.runner)
     started = time.perf_counter()
     for seq in seqs:
         engine.add(seq)

@@ -205,7 +205,7 @@ class ModelRunner:
 
         With many forks there are more; the memory for this many was measured.
         """
-        size = self.config.max_num_seqs
+        size = len(self.last_sampled)
         tokens = torch.empty(len(batch.sampled), dtype=torch.int64, device=hidden.device)
         for start in range(0, len(tokens), size):
             logits = self.model.lm_head(hidden[start:start + size])

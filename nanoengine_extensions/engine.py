@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import nanoengine.engine
+from nanoengine.batch import Batch
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.logprobs import ScoringScheduler
@@ -32,7 +33,8 @@ class Engine(nanoengine.engine.Engine):
 
     def _launch(self) -> Any:
         started = self.clock()
-        launched = super()._launch()
+        batch = self.scheduler.schedule() if self.scheduler.has_unfinished() else None
+        launched = self.launch(batch) if batch else None
         if launched:
             vars(launched)["started"] = started
             self.metrics.launched(launched.batch, started)
@@ -43,6 +45,10 @@ class Engine(nanoengine.engine.Engine):
                                f"{len(self.scheduler.waiting)} sequences wait, "
                                f"{len(self.scheduler.running)} run")
         return launched
+
+    def launch(self, batch: Batch) -> Any:
+        """Launches a step; speculation.py has a subclass that adds guesses to it."""
+        return self.runner.launch(batch)
 
     def _can_run(self) -> bool:
         running = self.scheduler.running
@@ -61,6 +67,14 @@ class Engine(nanoengine.engine.Engine):
     def reset(self) -> None:
         super().reset()
         self.num_idle = 0
+
+
+def make_engine(config: Any, runner: Any, *clock: Callable[[], float]) -> Engine:
+    """Returns an engine, which speculates if the config says so."""
+    if config.speculation == "none":
+        return Engine(config, runner, *clock)
+    from nanoengine_extensions.speculation import SpeculatingEngine
+    return SpeculatingEngine(config, runner, *clock)
 
 
 def make_scheduler(config: Any, num_blocks: int, max_model_len: int,

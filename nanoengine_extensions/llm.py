@@ -19,7 +19,7 @@ from nanoengine.requests import FORMS, InputProcessor, Params
 from nanoengine.seams import rejected
 from nanoengine_extensions.beam_search import (
     BeamSearchOutput, BeamSearchParams, BeamSearchSequence, beam_search)
-from nanoengine_extensions.engine import Engine
+from nanoengine_extensions.engine import make_engine
 from nanoengine_extensions.generation_config import defaults_of
 from nanoengine_extensions.logprobs import ScoredRequest
 from nanoengine_extensions.metrics import RequestMetrics
@@ -105,7 +105,7 @@ class LLM(nanoengine.llm.LLM):
     __signature__ = signature(EngineConfig)
     make_config = EngineConfig
     make_inputs = StrictInputProcessor
-    make_engine = Engine
+    make_engine = staticmethod(make_engine)
 
     @staticmethod
     def make_runner(config: EngineConfig, model_config: Any, folder: Path) -> Runner:

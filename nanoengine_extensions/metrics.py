@@ -113,7 +113,7 @@ class Metrics:
             seq.metrics.num_preemptions += 1
 
     def done(self, launched: Any, seqs: list[Any]) -> None:
-        """Records which sequences have a new token."""
+        """Records which sequences have a new token. launched: None if it was drawn before."""
         now = self.engine.clock()
         for seq in seqs:
             seq.metrics.finished_time = now
@@ -121,11 +121,8 @@ class Metrics:
             if seq.finish_reason == "error":
                 logger.error(seq.stop_reason)
         self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for seq in seqs)
-        if self.engine.config.trace:
+        if self.engine.config.trace and launched:
             vars(launched).update(ended=now, metrics=self.gauges())
-            # a copy, so that a later step can use this pinned memory
-            if hasattr(launched, "tokens"):
-                launched.tokens = launched.tokens.clone()
             self.trace.append(launched)
 
     def log_room(self, config: Any, runner: Any) -> None:
@@ -164,6 +161,8 @@ class Metrics:
         swapped_bytes: bytes of both.
         shared_blocks: blocks that forks took over from their parent, without a copy.
         copy_on_write_blocks: blocks that were copied for forks.
+        guessed_tokens: guesses of next tokens that steps computed.
+        right_guesses: those of them that were right.
         attention_backend: the name of the backend that was chosen.
         """
         scheduler = self.engine.scheduler

@@ -109,9 +109,13 @@ KV_ALLOCATION: dict[str, Callable[[Any, int], int]] = {
     "reserve": lambda seq, max_model_len: seq.max_num_tokens,
     "max-length": lambda seq, max_model_len: max_model_len}
 
+# from a sequence to a guess of its next tokens: speculation.py has that for "prompt-lookup"
+SPECULATION: dict[str, Any] = {"none": None, "prompt-lookup": None}
+
 # by the option of `LLM`
 POLICIES: dict[str, dict[str, Any]] = {
-    "scheduling": BATCHING, "preemption_victim": VICTIMS, "kv_allocation": KV_ALLOCATION}
+    "scheduling": BATCHING, "preemption_victim": VICTIMS, "kv_allocation": KV_ALLOCATION,
+    "speculation": SPECULATION}
 
 
 def find_policy(option: str, policy: Any) -> Any:

@@ -149,8 +149,8 @@ class ShadowCache:
         for seq in batch.sequences:
             held = [self.slots.get(slot) for slot in slots[seq]]
             assert held == prefixes[seq][:len(held)], "reads another's K and V"
-        self.sampled = [next_token(tokens[batch.sequences[index]], seq)
-                        for index, seq, _ in batch.sampled]
+        self.sampled = [next_token(tokens[batch.sequences[index]][:position], seq)
+                        for index, seq, position in batch.sampled]
         return self.sampled
 
     def tokens(self, seq: Sequence) -> list[int]:
@@ -182,6 +182,8 @@ class ShadowRunner:
     """A runner for `Engine`: it launches a step on a shadow cache."""
 
     block_bytes, backend, swap_seconds = 1, "shadow", 0.0
+    model_config = SimpleNamespace(vocab_size=VOCABULARY)
+    last_sampled = torch.zeros(0)
 
     def __init__(self, cache: ShadowCache, num_kv_blocks: int, num_host_blocks: int,
                  max_model_len: int, max_num_seqs: int) -> None:
@@ -296,11 +298,12 @@ def make_engine(cache: ShadowCache, num_blocks, max_num_seqs, max_num_batched_to
     config = EngineConfig(
         model="none", device="cpu", block_size=cache.block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=caching, **options)
-    engine = Engine(config, ShadowRunner(
+    engine = engines.make_engine(config, ShadowRunner(
         cache, num_blocks, num_host_blocks, max_model_len, max_num_seqs))
     engine.scheduler.__class__ = CheckedScheduler
     engine.scheduler.metrics = engine.metrics
-    engine.metrics = SimpleNamespace(launched=lambda *_: None, done=lambda *_: None)
+    engine.metrics = SimpleNamespace(
+        launched=lambda *_: None, done=lambda *_: None, counters=engine.metrics.counters)
     engine.scheduler.scheduled = []
     return engine
 

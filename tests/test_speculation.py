@@ -1,0 +1,361 @@
+"""Speculation: the tokens are those without it, whatever is guessed, and it does not cost much."""
+
+import itertools
+import math
+import random
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_scheduler
+import torch
+from conftest import check_idle, random_prompts
+from safetensors.torch import load_file, save_file
+from test_random_requests import make_options, make_params, make_prompt, parts_of
+from test_scheduler import expected_output, is_beam, run_workload
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.model_runner import ModelRunner
+from nanoengine_extensions import speculation
+from nanoengine_extensions.engine import make_engine
+from nanoengine_extensions.options import EngineConfig
+from nanoengine_extensions.speculation import PromptLookup, SpeculatingEngine, StepCosts
+
+FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """All guesses that fit are computed, as if they cost nothing."""
+    monkeypatch.setattr(speculation, "LEAST_ODDS", 0)
+    monkeypatch.setattr(speculation, "LEAST_GAIN", 0)
+    monkeypatch.setattr(StepCosts, "estimates",
+                        lambda costs, first, last: np.ones(last - first + 1))
+
+
+def wrong_to_a_degree(rng: random.Random, following: list[int], share: float,
+                      vocab_size: int) -> list[int]:
+    """A guess whose tokens are each right with this probability, and that does not end in time."""
+    following = following + rng.choices(range(vocab_size), k=rng.randint(0, 9))
+    return [token if rng.random() < share else rng.randrange(vocab_size) for token in following]
+
+
+# ------------------------------------------------------------------ over a shadow cache
+
+
+@pytest.fixture
+def speculating(monkeypatch):
+    """The engines of test_scheduler.py speculate."""
+    rng = random.Random(0)
+    make = test_scheduler.engines.make_engine
+
+    def make_speculating(config, runner):
+        share = rng.choice([0, 0.3, 0.7, 0.9, 1])
+
+        def guess(seq):
+            assert min(seq.token_ids) >= 0 and not is_beam(seq)
+            following = expected_output(seq)[0][seq.num_tokens:]
+            return wrong_to_a_degree(rng, following, share, test_scheduler.VOCABULARY)
+
+        policy = "prompt-lookup" if rng.random() < 0.2 else guess
+        options = vars(config) | dict(run_ahead=False, speculation=policy)
+        return make(EngineConfig(**options), runner, itertools.count().__next__)
+    monkeypatch.setattr(test_scheduler.engines, "make_engine", make_speculating)
+
+
+def test_random_workloads_over_a_shadow_cache(speculating, always):
+    totals: Counter[str] = Counter()
+    for seed in range(300):
+        totals.update(run_workload(seed))
+    for name in ("recompute_preemptions", "swap_preemptions", "shared_blocks", "swap_in_blocks",
+                 "copy_on_write_blocks"):
+        assert totals[name] > 300, name
+    assert totals["right_guesses"] > 1500 and totals["errors"] > 100 and totals["scored"] > 3000
+    assert totals["guessed_tokens"] > totals["right_guesses"] + 1500
+
+
+# -------------------------------------------------------------------- over the model
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def plain_llm(request, bundled):
+    with LLM(bundled, dtype=request.param, num_kv_blocks=40) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_requests(bundled, plain_llm, seed, always):
+    """Under random options, in one thread or three, each as if alone in an engine that does not
+    guess."""
+    rng = random.Random(seed)
+    work = [(make_prompt(rng, plain_llm.model_config.vocab_size), make_params(rng),
+             rng.randrange(3)) for _ in range(20)]
+    alone = [plain_llm.generate(*each[:2], use_tqdm=False)[0] for each in work]
+    known = {(*output.prompt_token_ids, params.seed, completion.index): completion.token_ids
+             for (_, params, _), output in zip(work, alone) for completion in output.outputs}
+    share = rng.choice([0.2, 0.7, 0.95, 1])
+
+    def guess(seq):
+        assert min(seq.token_ids) >= 0 and "constraints" not in seq.params.edits
+        num_prompt = seq.num_prompt_tokens
+        tokens = known[(*seq.token_ids[:num_prompt], seq.params.seed, seq.index)]
+        return wrong_to_a_degree(rng, tokens[seq.num_tokens - num_prompt:], share, 800)
+
+    options = make_options(rng) | dict(
+        run_ahead=False, speculation="prompt-lookup" if seed % 4 == 0 else guess)
+    found = {}
+    num_threads = rng.choice([1, 3])
+
+    def call(part: int) -> None:
+        prompts, params, priorities = map(list, zip(*work[part::num_threads]))
+        for output in llm.stream(prompts, params, priorities):
+            before = found.get((part, output.index))
+            for completion, now in zip(before.outputs if before else [], output.outputs):
+                assert len(now.token_ids) - len(completion.token_ids) in (0, 1) or (
+                    num_threads > 1), "one at a time, but for steps of other threads"
+            found[part, output.index] = output
+
+    with LLM(bundled, dtype=plain_llm.config.dtype, **options) as llm:
+        threads = [threading.Thread(target=call, args=(part,)) for part in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        metrics = llm.metrics()
+        check_idle(llm)
+    assert metrics["guessed_tokens"] > 0
+    for part in range(num_threads):
+        for index, expected in enumerate(alone[part::num_threads]):
+            assert parts_of(found[part, index]) == parts_of(expected)
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(max_model_len=64), dict(max_num_seqs=2, max_num_batched_tokens=5),
+    dict(max_num_seqs=4, num_kv_blocks=4), dict(max_num_seqs=1)])
+def test_guesses_fit(bundled, monkeypatch, always, options):
+    """Into the budget, into blocks that are there anyway, before the end, and into one product."""
+    launch = ModelRunner.launch
+    prompts = [[7] * 50, [8] * 31, [9] * 3]
+    params = SamplingParams(temperature=0, max_tokens=None if "max_model_len" in options else 30,
+                            ignore_eos=True)
+    batches = []
+
+    def checked_launch(runner, batch):
+        assert sum(batch.num_tokens) <= runner.config.max_num_batched_tokens
+        stops = [start + count for start, count in zip(batch.starts, batch.num_tokens)]
+        assert max(stops) < runner.max_model_len
+        num_products.clear()
+        launched = launch(runner, batch)
+        assert len(num_products) <= 1
+        batches.append(stops)
+        return launched
+
+    with LLM(bundled, dtype="float32", **options) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+        num_preemptions = llm.metrics()["num_preemptions"]
+    monkeypatch.setattr(ModelRunner, "launch", checked_launch)
+    known = {seq.prompt_token_ids[0]: seq.outputs[0].token_ids for seq in expected}
+    options |= dict(speculation=lambda seq: [
+        *known[seq.token_ids[0]][seq.num_tokens - seq.num_prompt_tokens:], *[7] * 50])
+    num_products: list = []
+    with LLM(bundled, dtype="float32", **options) as llm:
+        llm.engine.runner.model.lm_head.register_forward_hook(
+            lambda *_: num_products.append(1))
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [each.outputs for each in outputs] == [each.outputs for each in expected]
+        metrics = llm.metrics()
+    assert metrics["num_preemptions"] <= num_preemptions
+    assert metrics["right_guesses"] > 20 and metrics["num_steps"] == len(batches)
+    assert metrics["num_steps"] < metrics["generation_tokens"] - metrics["right_guesses"] + 30
+
+
+# ------------------------------------------------------------------------ what goes wrong
+
+
+@pytest.mark.parametrize("options", [
+    dict(dtype="float32"), dict(dtype="bfloat16"), dict(dtype="float32", block_size=12),
+    dict(dtype="float32", attention_backend="gather")])
+def test_a_guess_whose_k_and_v_are_nan_harms_no_sequence(make_model, always, options):
+    folder, _ = make_model(num_hidden_layers=2)
+    tensors = load_file(Path(folder) / "model.safetensors")
+    tensors["model.embed_tokens.weight"][300, 5] = math.nan
+    save_file(tensors, Path(folder) / "model.safetensors")
+    prompts = random_prompts([20, 7, 33], vocab_size=300)
+    forms = [[300], [1, 300], [300] * 16, [5, 6, 7, 8, 9, 300, 2]]
+    calls = itertools.count()
+    options |= dict(num_kv_blocks=64)
+    with LLM(folder, **options) as llm:
+        expected = llm.generate(prompts, FREE, use_tqdm=False)
+    with LLM(folder, speculation=lambda seq: forms[next(calls) % 4], **options) as llm:
+        outputs = llm.generate(prompts, FREE, use_tqdm=False)
+        assert [each.outputs for each in outputs] == [each.outputs for each in expected]
+        assert llm.metrics()["guessed_tokens"] > 100
+        check_idle(llm)
+
+
+@pytest.fixture(scope="module")
+def small_llm(tiny):
+    with LLM(tiny, dtype="float32", num_kv_blocks=64, max_num_seqs=8) as llm:
+        yield llm
+
+
+def speculate(llm: LLM, policy, *clock) -> None:
+    """Gives a loaded model an engine that speculates."""
+    options = vars(llm.config) | dict(speculation=policy, run_ahead=False)
+    llm.engine = make_engine(EngineConfig(**options), llm.engine.runner, *clock)
+
+
+def raise_error(seq):
+    raise ZeroDivisionError("a guess")
+
+
+@pytest.mark.parametrize("guess, message", [
+    (raise_error, "a guess"), (lambda seq: 3, "not iterable"), (lambda seq: None, "not iterable"),
+    (lambda seq: [1, 320], "0 to 319"), (lambda seq: [-1], "0 to 319"),
+    (lambda seq: "ab", "'str' object"), (lambda seq: [1.0], "'float' object"),
+    (lambda seq: [next(iter(()))], "StopIteration")])
+def test_a_policy_that_fails_ends_its_own_request(small_llm, always, guess, message):
+    prompts = random_prompts([5, 6, 7])
+    speculate(small_llm, lambda seq: [])
+    expected = small_llm.generate(prompts, FREE, use_tqdm=False)
+
+    def policy(seq):
+        return guess(seq) if seq.token_ids[:6] == prompts[1] and seq.num_tokens > 8 else [1]
+
+    speculate(small_llm, policy)
+    requests = small_llm.add(prompts, FREE)
+    while small_llm.active:
+        small_llm.step()
+    found = [request.output().outputs[0] for request in requests]
+    assert [found[0], found[2]] == [expected[0].outputs[0], expected[2].outputs[0]]
+    assert found[1].finish_reason == "error" and isinstance(requests[1].seq.error, ValueError)
+    assert found[1].stop_reason.startswith(f"request {requests[1].request_id}: its speculation")
+    assert message in found[1].stop_reason
+    assert found[1].token_ids == expected[1].outputs[0].token_ids[:len(found[1].token_ids)]
+    with pytest.raises(ValueError, match=message):
+        small_llm.generate(prompts[1], FREE, use_tqdm=False)
+    check_idle(small_llm)
+
+
+def test_numbers_of_numpy_and_of_pytorch_are_tokens(small_llm, always):
+    prompts = random_prompts([5])
+    speculate(small_llm, lambda seq: (make(1) for make in (np.int64, torch.tensor, int)))
+    found = small_llm.generate(prompts, FREE, use_tqdm=False)
+    assert small_llm.metrics()["guessed_tokens"] > 50
+    speculate(small_llm, lambda seq: itertools.repeat(1))
+    assert small_llm.generate(prompts, FREE, use_tqdm=False)[0].outputs == found[0].outputs
+
+
+def test_an_interrupted_step_leaves_a_clean_engine(small_llm, always):
+    prompts = random_prompts([5, 6])
+    speculate(small_llm, lambda seq: [])
+    expected = small_llm.generate(prompts, FREE, use_tqdm=False)
+    calls = itertools.count()
+
+    def policy(seq):
+        if next(calls) == 9:
+            raise KeyboardInterrupt
+        return expected[len(seq.token_ids) % 2].outputs[0].token_ids
+
+    speculate(small_llm, policy)
+    with pytest.raises(KeyboardInterrupt):
+        small_llm.generate(prompts, FREE, use_tqdm=False)
+    found = small_llm.generate(prompts, FREE, use_tqdm=False)
+    assert [each.outputs for each in found] == [each.outputs for each in expected]
+    check_idle(small_llm)
+
+
+def test_what_is_refused(bundled):
+    """Before a model is loaded: there is none."""
+    with pytest.raises(ValueError, match="run_ahead=True is not accepted: it must be False with"):
+        LLM("none", speculation="prompt-lookup", run_ahead=True)
+    with pytest.raises(ValueError, match="speculation='ngram' .* one of .*'none', 'prompt-lookup'"):
+        LLM("none", speculation="ngram")
+    for device in ("cpu", "cuda"):
+        for policy in ("prompt-lookup", lambda seq: []):
+            config = EngineConfig(model="none", device=device, speculation=policy)
+            assert config.run_ahead is False
+    assert EngineConfig(model="none", device="cuda", speculation="none").run_ahead is True
+
+
+# ------------------------------------------------------------------------ what it costs
+
+
+def test_costs_are_interpolated_and_an_unlucky_one_is_forgotten():
+    costs = StepCosts()
+    costs.learn(2, 10.0)
+    assert costs.estimates(2, 4).tolist() == [10, 12.5, 15], "half of a token's share"
+    costs.learn(6, 12.0)
+    assert costs.estimates(2, 6).tolist() == [10, 10.5, 11, 11.5, 12]
+    costs.learn(6, 11.0)
+    costs.learn(6, 100.0)
+    assert costs.seconds[6] == pytest.approx(11.55), "what disturbs a step makes it longer"
+    costs.learn(2, 20.0)
+    assert costs.seconds[2] == 10.5
+    costs = StepCosts()
+    costs.learn(3, 50.0)
+    for _ in range(300):
+        costs.learn(2, 10.0)
+    assert 10 < costs.seconds[3] < 13
+    costs.learn(4, 9.0)
+    assert costs.estimates(2, 4).tolist() == sorted(costs.estimates(2, 4))
+
+
+class Machine:
+    """A clock whose steps take as long as a function of their tokens says."""
+
+    def __init__(self, engine, seconds) -> None:
+        self.now = 0.0
+        launch = engine.runner.launch
+
+        def launch_in_time(batch):
+            self.now += seconds(sum(batch.num_tokens))
+            return launch(batch)
+
+        engine.runner = type("Runner", (), dict(
+            vars(engine.runner), launch=staticmethod(launch_in_time), close=lambda runner: None))()
+        engine.clock = lambda: self.now
+
+
+def seconds_of(llm, policy, seconds, prompts) -> float:
+    speculate(llm, policy)
+    runner = llm.engine.runner
+    machine = Machine(llm.engine, seconds)
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
+                 use_tqdm=False)
+    llm.engine.runner = runner
+    return machine.now
+
+
+MACHINES = {"waits for memory": lambda count: 1 + 0.02 * count,
+            "computes": lambda count: 0.1 + count,
+            "both": lambda count: max(1.0, 0.15 * count) + 0.02 * count}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_it_guesses_where_it_pays(small_llm, machine, num_seqs):
+    prompts = random_prompts([5 + number for number in range(num_seqs)])
+    plain = seconds_of(small_llm, lambda seq: [], MACHINES[machine], prompts)
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    known = {tuple(each.prompt_token_ids): each.outputs[0].token_ids
+             for each in small_llm.generate(prompts, params, use_tqdm=False)}
+    rng = random.Random(0)
+
+    def ratio(share: float) -> float:
+        def policy(seq):
+            num_prompt = seq.num_prompt_tokens
+            tokens = known[tuple(seq.token_ids[:num_prompt])][seq.num_tokens - num_prompt:]
+            return [token if rng.random() < share else 319 - token for token in tokens]
+
+        return plain / seconds_of(small_llm, policy, MACHINES[machine], prompts)
+
+    ratios = [ratio(share) for share in (0, 0.5, 0.8, 1)]
+    assert min(ratios) > 0.98, ratios
+    if machine == "waits for memory":
+        assert ratios[1] > 1.3 and ratios[2] > 2 and ratios[3] > 4, ratios
+
+
+# ------------------------------------------------------------------------ what is guessed
