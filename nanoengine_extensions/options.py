@@ -35,8 +35,8 @@ class EngineConfig(nanoengine.config.EngineConfig):
     swap_space: GiB of the host's memory for the pool of "swap", for each rank.
     speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
         the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text goes on as it
-        did before; or a function from a `Sequence` to an iterable of token ids. It needs
-        run_ahead=False, which is then the default on a GPU, too.
+        did before; or a function from a `Sequence` to an iterable of token ids. It works on a CPU,
+        and needs run_ahead=False.
     batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
         request, and however it was chunked, preempted or cached. On a CPU with packed weights this
         always holds; where it cannot hold, True is an error. All multiples of 32 as block_size give
@@ -58,15 +58,15 @@ class EngineConfig(nanoengine.config.EngineConfig):
     def __post_init__(self) -> None:
         if self.scheduling is not None:
             find_policy("scheduling", self.scheduling)
-        if find_policy("speculation", self.speculation) or self.speculation != "none":
-            if self.run_ahead:
-                raise rejected("run_ahead", True, "False with speculation, which needs each token")
-            vars(self)["run_ahead"] = False
         super().__post_init__()
         if self.cpu_offload_gb and self.device == "cpu":
             raise rejected("cpu_offload_gb", self.cpu_offload_gb, "0 on a CPU")
-        for option in ("kv_allocation", "preemption_victim"):
+        for option in ("kv_allocation", "preemption_victim", "speculation"):
             find_policy(option, getattr(self, option))
+        if self.speculation != "none" and self.device == "cuda":
+            raise rejected("speculation", self.speculation, "'none' on a GPU")
+        if self.speculation != "none" and self.run_ahead:
+            raise rejected("run_ahead", True, "False with speculation, which needs each token")
 
 
 @strict

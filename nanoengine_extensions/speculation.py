@@ -28,15 +28,11 @@ raises the expected number of tokens a second (`_worthwhile`). The decision can 
 since the tokens do not depend on the decision.
 """
 
-import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import cycle, islice, takewhile
+from itertools import accumulate, cycle, islice
 from operator import eq, index
 from typing import Any
-
-import numpy as np
 
 from nanoengine.batch import Batch, Copies, Row
 from nanoengine.seams import naming
@@ -44,65 +40,52 @@ from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine_extensions.engine import Engine
 from nanoengine_extensions.policies import find_policy
 
-# the most rows of a step with guesses, and the most guesses of a sequence in a step
-MOST_ROWS = 64
-MOST_GUESSES = 16
+Guesses = dict[Sequence, list[int]]
+# the most guesses of a step
+MOST_GUESSES = 32
+# the weight of the newest guess in the odds of its sequence
+WEIGHT = 0.2
 # a guess that is right less often is not computed
 LEAST_ODDS = 0.1
-# the weight of the newest guess in the odds of its sequence, and in those of a new sequence
-WEIGHT = 0.2
-WEIGHT_FOR_NEW = 0.02
-# what a step with guesses has to gain: less than this can be an error of measurement
-LEAST_GAIN = 1.02
+# a step with guesses has to promise so many times the tokens a second: odds and seconds are rough
+LEAST_GAIN = 1.1
 
 
 class PromptLookup:
-    """Guesses that a text goes on as it did after the same four, three or two tokens before (prompt
-    lookup decoding: Saxena, 2023).
+    """Guesses that a text goes on as the last text did with the same eight, four or two tokens
+    before (prompt lookup decoding: Saxena, 2023): the sequence itself, or any other, also one that
+    has ended. Each token is indexed once, when its sequence is looked at.
 
-    It looks in the sequence itself, then in all others, also those that have ended. Each token is
-    indexed once.
-
-    own: for each sequence, from a few tokens to the place after them, where they stood last.
-    seen: the same for all sequences, with their tokens; only the newest entries.
+    seen: from a few tokens to the text with the place after them; only the newest entries.
+    indexed: how many tokens of a sequence are.
     """
 
-    SIZES = (4, 3, 2)
-    MOST_SEEN = 2**17
+    SIZES = (8, 4, 2)
 
     def __init__(self) -> None:
-        self.own: dict[Sequence, dict[Any, int]] = {}
-        self.seen: OrderedDict[Any, tuple[list[int], int]] = OrderedDict()
+        self.seen: OrderedDict[tuple[int, ...], tuple[list[int], int]] = OrderedDict()
+        self.indexed: dict[Sequence, int] = {}
 
-    def __call__(self, seq: Sequence) -> Iterable[int]:
-        tokens = seq.token_ids
-        if seq not in self.own:
-            self.own = {each: own for each, own in self.own.items() if not each.finish_reason}
-        own = self.own.setdefault(seq, {})
-        # after no tokens at all: how far the text is indexed
-        for place in range(own.get((), 0) + 1, len(tokens)):
-            for size in (*self.SIZES, 0):
-                key = tuple(tokens[place - min(size, place):place])
-                own[key] = place
-                self.seen[key] = tokens, place
-        while len(self.seen) > self.MOST_SEEN:
+    def __call__(self, seq: Sequence) -> Any:
+        text = seq.token_ids
+        # most of them have ended; the others are indexed anew
+        if len(self.indexed) > 2000:
+            self.indexed.clear()
+        for place in range(self.indexed.get(seq, 1), len(text)):
+            for size in self.SIZES:
+                self.seen[tuple(text[max(0, place - size):place])] = text, place
+        self.indexed[seq] = len(text)
+        while len(self.seen) > 2**17:
             self.seen.popitem(last=False)
-        keys = [tuple(tokens[-size:]) for size in self.SIZES]
-        found = [(tokens, own[key]) for key in keys if key in own]
-        found += [self.seen[key] for key in keys if key in self.seen]
-        text, place = found[0] if found else ([], 0)
+        keys = [tuple(text[-size:]) for size in self.SIZES]
+        found, place = next((self.seen[key] for key in keys if key in self.seen), ([], 0))
         # a repetition goes on for ever
-        return cycle(text[place:place + MOST_GUESSES])
+        return cycle(found[place:place + MOST_GUESSES])
 
 
-class StepCosts:
-    """The seconds of decode steps, by their number of tokens.
-
-    seconds: the shortest of the last measurements. What disturbs a step makes it longer.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[int, float] = {}
+class StepCosts(dict[int, float]):
+    """The seconds of decode steps, by their number of tokens: the shortest of the last ones, since
+    what disturbs a step makes it longer."""
 
     def learn(self, count: int, seconds: float) -> None:
         """Takes in a measurement.
@@ -110,24 +93,20 @@ class StepCosts:
         What is known of larger steps comes a little closer to it: so a step that was too long by
         chance, and is avoided since, is tried again some time.
         """
-        # it can rise by 5 % a step
-        found = min(seconds, 1.05 * self.seconds.get(count, math.inf))
-        for other, known in self.seconds.items():
-            if other > count and known > found:
-                self.seconds[other] = known - 0.01 * (known - found)
-        self.seconds[count] = found
+        # it can rise by 5 % a step; a clock can stand still
+        found = self[count] = max(1e-9, min(seconds, 1.05 * self.get(count, seconds)))
+        self.update({other: known - 0.005 * (known - found) for other, known in self.items()
+                     if other > count and known > found})
 
-    def estimates(self, first: int, last: int) -> Any:
-        """Returns the seconds of steps of `first` to `last` tokens, interpolated.
+    def estimate(self, count: int, without: int) -> float:
+        """Returns the seconds of a step of `count` tokens, of which `without` are no guesses.
 
-        A token more than in the largest step so far is assumed to cost half as much as each of its
-        tokens, until it is measured.
+        The next smaller step that is known is taken as a base. Each token more costs as much as the
+        guesses in that step; if there are none, half as much as each of its tokens.
         """
-        counts = sorted(self.seconds)
-        # more tokens never take less time
-        seconds = np.maximum.accumulate([self.seconds[count] for count in counts])
-        return np.interp(range(first, last + 1), [*counts, 99 * counts[-1]],
-                         [*seconds, 50 * seconds[-1]])
+        base = max(known for known in self if without <= known <= count)
+        cost = self[base] - self[without] if base > without else self[base] / 2
+        return self[base] + cost * (count - base) / (base - without or base)
 
 
 class SpeculatingEngine(Engine):
@@ -135,22 +114,18 @@ class SpeculatingEngine(Engine):
 
     guess: the policy, from a sequence to its next tokens, as many as it likes.
     drawn: the tokens of each sequence that are drawn, but have yet to join it.
-    odds: how often guesses of each sequence were right of late; None is for a new sequence.
-    most_rows: the most rows of a step with guesses.
+    odds: how often guesses of each sequence were right of late.
     """
 
     def __init__(self, config: Any, runner: Any, *clock: Any) -> None:
         super().__init__(config, runner, *clock)
         self.guess = find_policy("speculation", config.speculation) or PromptLookup()
-        self.drawn: dict[Sequence, list[int]] = {}
-        self.odds: dict[Sequence | None, float] = {None: 0.25}
+        self.drawn: Guesses = {}
+        self.odds: dict[Sequence, float] = {}
         self.costs = StepCosts()
-        self.most_rows = min(MOST_ROWS, config.max_num_seqs)
-        # logits of more rows in one product; graphs of a GPU, and other ranks, have a fixed number
-        if config.device == "cpu" and config.tensor_parallel_size == 1:
-            self.most_rows = MOST_ROWS
-            size = max(MOST_ROWS, config.max_num_seqs)
-            runner.last_sampled = runner.last_sampled.new_zeros(size)
+        # the logits of all guesses in one product; several ranks have agreed on max_num_seqs rows
+        if config.tensor_parallel_size == 1:
+            runner.last_sampled = runner.last_sampled.new_zeros(config.max_num_seqs + MOST_GUESSES)
 
     def step(self) -> list[Sequence]:
         """Runs a step, or takes in tokens that the last one has drawn after right guesses."""
@@ -158,135 +133,113 @@ class SpeculatingEngine(Engine):
         if not seqs:
             return super().step()
         batch = self.scheduler.build(seqs, admit=False)
-        tokens = [self.drawn[row.seq].pop(0) for row in batch.sampled]
-        taken = self.scheduler.postprocess(batch, tokens)
+        taken = self.scheduler.postprocess(batch, [self.drawn[seq].pop(0) for seq in seqs])
         self.num_generated_tokens += len(taken)
         self.metrics.done(None, taken)
         return taken
 
     def launch(self, batch: Batch) -> Any:
-        """Runs a step with guesses, and keeps the tokens that it draws after right ones."""
-        began = self.clock()
+        """Runs a step with guesses, and keeps the tokens that it draws after right ones.
+
+        1. The policy guesses, and the guesses that pay are computed.
+        2. Guesses are compared with the tokens that were drawn in their places.
+        """
         self.drawn = {}
-        self.odds = {seq: each for seq, each in self.odds.items()
-                     if seq is None or not seq.finish_reason}
-        asked = self._guesses(batch)
-        guesses = self._worthwhile(batch, asked)
-        launched = self.runner.launch(with_guesses(batch, guesses, self.config.device))
+        # a step with a prompt computes, and does not wait for memory
+        if max(batch.num_tokens) > 1:
+            return self.runner.launch(batch)
+        began = self.clock()
+        start = sum(self.odds.values()) / len(self.odds) if self.odds else 0.25
+        self.odds = {row.seq: self.odds.get(row.seq, start) for row in batch.sampled}
+        asked = self._ask(batch)
+        guesses = self._worthwhile(asked, batch)
+        launched = self.runner.launch(with_guesses(batch, guesses))
         tokens = launched.wait()
         num_rows = len(batch.sampled)
         num_guesses = len(tokens) - num_rows
-        if guesses and min(tokens[:num_rows]) < 0:
-            # K and V of a guess can be NaN, and then reach the token before it: without guesses,
-            # and with the block copies already done
+        self.costs.learn(len(batch) + num_guesses, self.clock() - began)
+        if num_guesses and min(tokens[:num_rows]) < 0:
+            # K and V of a guess can be NaN, and then reach the token before it: once more without
+            # guesses, and without the block copies, which are done
             guesses = {}
             launched = self.runner.launch(replace(batch, copies=Copies()))
             tokens = launched.wait()
-        elif max(batch.num_tokens) == 1:
-            self.costs.learn(len(batch) + num_guesses, self.clock() - began)
-        following = iter(tokens[num_rows:])
-        for row, guess in asked.items():
-            drawn = [tokens[row], *islice(following, len(guesses.get(row, ())))]
-            self._compare(batch.sampled[row].seq, guess, drawn)
+
         self.metrics.counters.update(guessed_tokens=num_guesses, computed_tokens=num_guesses)
-        tokens = [NO_TOKEN if row.seq.error else token
-                  for row, token in zip(batch.sampled, tokens)]
+        after_guesses = iter(tokens[num_rows:])
+        for row, (_, seq, _) in enumerate(batch.sampled):
+            drawn = [tokens[row], *islice(after_guesses, len(guesses.get(seq, ())))]
+            # also compares, for nothing, the first guess that was not computed
+            are_right = [*map(eq, asked.get(seq, ()), drawn)]
+            num_right = [*are_right, False].index(False)
+            self.metrics.counters["right_guesses"] += min(num_right, len(drawn) - 1)
+            # NaN after a guess need not be its own: the next step will tell
+            self.drawn[seq] = [token for token in drawn[1:num_right + 1] if token >= 0]
+            for is_right in are_right[:num_right + 1]:
+                self.odds[seq] += WEIGHT * (is_right - self.odds[seq])
+            tokens[row] = NO_TOKEN if seq.error else tokens[row]
         # for the scheduler, a step like any other
         vars(launched).update(batch=batch, wait=lambda: tokens)
         return launched
 
-    def _guesses(self, batch: Batch) -> dict[int, list[int]]:
-        """Returns guesses for rows of `batch.sampled`, by row, as many as could be computed.
+    def _ask(self, batch: Batch) -> Guesses:
+        """Returns the policy's guesses, as many as could be computed.
 
-        Only a decode step waits for memory rather than computes. If guesses of a sequence were
-        wrong of late, the policy is asked in every eighth step only.
+        If guesses of a sequence were wrong of late, the policy is asked in every eighth step only.
+        An error of the policy becomes that of the sequence.
         """
         asked = {}
-        for row, (_, seq, position) in enumerate(batch.sampled):
-            # beams, and draws that depend on more than logits and seed
-            is_fixed = not seq.needs_tokens and "constraints" not in seq.params.edits
-            # slots that it holds, and tokens that it can still get
+        vocabulary = range(self.runner.model_config.vocab_size)
+        for _, seq, position in batch.sampled:
+            # in slots that it holds, and before its end
             most = min(MOST_GUESSES, len(seq.block_table) * self.config.block_size - position,
                        seq.max_num_tokens - position - 1)
-            if max(batch.num_tokens) > 1 or not is_fixed or most < 1:
+            # beams, and draws that depend on more than logits and seed
+            is_edited = seq.needs_tokens or "constraints" in seq.params.edits
+            if most < 1 or is_edited or (self.odds[seq] < LEAST_ODDS and position % 8):
                 continue
-            if self.odds.setdefault(seq, self.odds[None]) >= LEAST_ODDS or position % 8 == 0:
-                asked[row] = self._ask(seq, most)
+            try:
+                with naming(f"request {seq.request_id}: its speculation {self.guess}"):
+                    # raises an error for what is no token
+                    asked[seq] = [vocabulary.index(index(token))
+                                  for token in islice(self.guess(seq), most)]
+            except ValueError as error:
+                seq.error = error
         return asked
 
-    def _ask(self, seq: Sequence, most: int) -> list[int]:
-        """Returns the guess of the policy; an error of the policy becomes that of the sequence."""
-        vocab_size = self.runner.model_config.vocab_size
-        try:
-            with naming(f"request {seq.request_id}: its speculation {self.guess}"):
-                guess = [index(token) for token in islice(self.guess(seq), most)]
-                if not all(0 <= token < vocab_size for token in guess):
-                    raise ValueError(f"{guess} are not all token ids, 0 to {vocab_size - 1}")
-                return guess
-        except ValueError as error:
-            seq.error = error
-            return []
-
-    def _worthwhile(self, batch: Batch, asked: dict[int, list[int]]) -> dict[int, list[int]]:
-        """Returns the guesses, cut so that most tokens a second are expected.
+    def _worthwhile(self, asked: Guesses, batch: Batch) -> Guesses:
+        """Returns guesses cut so that the most tokens a second are expected.
 
         The i-th guess of a sequence brings a token with probability odds**i. The likeliest ones
-        come first; as many are taken as the seconds of the larger step allow.
+        come first; as many are computed as the seconds of the larger step allow.
         """
-        room = min(self.most_rows - len(batch.sampled), batch.budget)
-        chances = sorted(
-            ((chance, row) for row, guess in asked.items() for i in range(len(guess))
-             if (chance := self.odds[batch.sampled[row].seq] ** (i + 1)) >= LEAST_ODDS),
-            reverse=True)[:max(0, room)]
-        # its time without guesses has to be known
-        if not chances or len(batch) not in self.costs.seconds:
+        count = len(batch)
+        # the seconds without guesses have to be known
+        if count not in self.costs:
             return {}
-        seconds = self.costs.estimates(len(batch), len(batch) + len(chances))
-        gains = np.cumsum([0.0, *(chance for chance, _ in chances)])
-        rates = (len(batch) + gains) / seconds
-        best = int(rates.argmax()) if rates.max() > LEAST_GAIN * rates[0] else 0
-        counts = Counter(row for _, row in chances[:best])
-        return {row: guess[:counts[row]] for row, guess in asked.items() if counts[row]}
-
-    def _compare(self, seq: Sequence, guess: list[int], drawn: list[int]) -> None:
-        """Keeps the tokens that were drawn after right guesses, and learns the odds.
-
-        drawn: the token at the first guess's place, and one after each guess that was computed. So
-        one guess more can be compared than was computed.
-        """
-        are_right = [*map(eq, guess, drawn)]
-        num_right = (are_right + [False]).index(False)
-        self.drawn[seq] = [*takewhile(lambda token: token >= 0, drawn[1:num_right + 1])]
-        self.metrics.counters["right_guesses"] += min(num_right, len(drawn) - 1)
-        for is_right in are_right[:num_right + 1]:
-            self.odds[seq] += WEIGHT * (is_right - self.odds[seq])
-            self.odds[None] += WEIGHT_FOR_NEW * (is_right - self.odds[None])
+        chances = [(self.odds[seq] ** i, place) for place, seq in enumerate(asked)
+                   for i in range(1, len(asked[seq]) + 1) if self.odds[seq] ** i >= LEAST_ODDS]
+        room = min(MOST_GUESSES, len(self.runner.last_sampled) - len(batch.sampled), batch.budget)
+        chances = sorted(chances, reverse=True)[:max(0, room)]
+        gains = accumulate((chance for chance, _ in chances), initial=count)
+        rates = [gain / self.costs.estimate(count + i, count) for i, gain in enumerate(gains)]
+        rates[0] *= LEAST_GAIN
+        counts = Counter(place for _, place in chances[:rates.index(max(rates))])
+        return {seq: asked[seq][:counts[place]] for place, seq in enumerate(asked)}
 
 
-def with_guesses(batch: Batch, guesses: dict[int, list[int]], device: str) -> Batch:
+def with_guesses(batch: Batch, guesses: Guesses) -> Batch:
     """Returns a batch that also computes guesses, and draws a token after each.
 
-    They stand in copies of the sequences, which share the block tables. On a CPU, the guesses of a
-    sequence and its own token are one chunk, which reads the keys once. On a GPU, each is a decode
-    of its own, so that the step has a CUDA graph.
-
-    guesses: by row of `batch.sampled`. The additional rows come last.
+    A sequence's own token and its guesses are one chunk of a copy, which shares the block table.
+    The additional rows come last.
     """
-    wider = replace(batch, sequences=batch.sequences[:], starts=batch.starts[:],
-                    num_tokens=batch.num_tokens[:], sampled=batch.sampled[:])
-    for row, guess in guesses.items():
-        source, seq, position = batch.sampled[row]
-        copy = seq.fork(token_ids=seq.token_ids + guess)
-        copy.block_table = seq.block_table
-        wider.budget -= len(guess)
-        if device == "cpu":
-            wider.sequences[source] = copy
+    wider = replace(batch, sequences=batch.sequences[:], num_tokens=batch.num_tokens[:],
+                    sampled=batch.sampled[:])
+    for source, seq, position in batch.sampled:
+        if guess := guesses.get(seq):
+            copy = wider.sequences[source] = seq.fork(token_ids=seq.token_ids + guess)
+            copy.block_table = seq.block_table
             wider.num_tokens[source] += len(guess)
-        for place in range(position, position + len(guess)):
-            if device == "cuda":
-                source = len(wider)
-                wider.sequences.append(copy)
-                wider.starts.append(place)
-                wider.num_tokens.append(1)
-            wider.sampled.append(Row(source, seq, place + 1))
+            wider.sampled += [Row(source, seq, position + 1 + i) for i in range(len(guess))]
     return wider

@@ -21,7 +21,7 @@ from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions import speculation
 from nanoengine_extensions.engine import make_engine
 from nanoengine_extensions.options import EngineConfig
-from nanoengine_extensions.speculation import PromptLookup, SpeculatingEngine, StepCosts
+from nanoengine_extensions.speculation import PromptLookup, StepCosts
 
 FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -31,8 +31,7 @@ def always(monkeypatch):
     """All guesses that fit are computed, as if they cost nothing."""
     monkeypatch.setattr(speculation, "LEAST_ODDS", 0)
     monkeypatch.setattr(speculation, "LEAST_GAIN", 0)
-    monkeypatch.setattr(StepCosts, "estimates",
-                        lambda costs, first, last: np.ones(last - first + 1))
+    monkeypatch.setattr(StepCosts, "estimate", lambda costs, count, without: 1.0)
 
 
 def wrong_to_a_degree(rng: random.Random, following: list[int], share: float,
@@ -67,13 +66,13 @@ def speculating(monkeypatch):
 
 def test_random_workloads_over_a_shadow_cache(speculating, always):
     totals: Counter[str] = Counter()
-    for seed in range(300):
+    for seed in range(200):
         totals.update(run_workload(seed))
     for name in ("recompute_preemptions", "swap_preemptions", "shared_blocks", "swap_in_blocks",
                  "copy_on_write_blocks"):
-        assert totals[name] > 300, name
-    assert totals["right_guesses"] > 1500 and totals["errors"] > 100 and totals["scored"] > 3000
-    assert totals["guessed_tokens"] > totals["right_guesses"] + 1500
+        assert totals[name] > 200, name
+    assert totals["right_guesses"] > 1000 and totals["errors"] > 70 and totals["scored"] > 2000
+    assert totals["guessed_tokens"] > totals["right_guesses"] + 1000
 
 
 # -------------------------------------------------------------------- over the model
@@ -85,7 +84,7 @@ def plain_llm(request, bundled):
         yield llm
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_requests(bundled, plain_llm, seed, always):
     """Under random options, in one thread or three, each as if alone in an engine that does not
     guess."""
@@ -213,7 +212,7 @@ def raise_error(seq):
 
 @pytest.mark.parametrize("guess, message", [
     (raise_error, "a guess"), (lambda seq: 3, "not iterable"), (lambda seq: None, "not iterable"),
-    (lambda seq: [1, 320], "0 to 319"), (lambda seq: [-1], "0 to 319"),
+    (lambda seq: [1, 320], "320 is not in range"), (lambda seq: [-1], "-1 is not in range"),
     (lambda seq: "ab", "'str' object"), (lambda seq: [1.0], "'float' object"),
     (lambda seq: [next(iter(()))], "StopIteration")])
 def test_a_policy_that_fails_ends_its_own_request(small_llm, always, guess, message):
@@ -273,34 +272,31 @@ def test_what_is_refused(bundled):
         LLM("none", speculation="prompt-lookup", run_ahead=True)
     with pytest.raises(ValueError, match="speculation='ngram' .* one of .*'none', 'prompt-lookup'"):
         LLM("none", speculation="ngram")
-    for device in ("cpu", "cuda"):
-        for policy in ("prompt-lookup", lambda seq: []):
-            config = EngineConfig(model="none", device=device, speculation=policy)
-            assert config.run_ahead is False
-    assert EngineConfig(model="none", device="cuda", speculation="none").run_ahead is True
+    for policy in ("prompt-lookup", lambda seq: []):
+        assert EngineConfig(model="none", device="cpu", speculation=policy).run_ahead is False
+        with pytest.raises(ValueError, match="speculation=.* is not accepted: .* 'none' on a GPU"):
+            EngineConfig(model="none", device="cuda", speculation=policy)
 
 
 # ------------------------------------------------------------------------ what it costs
 
 
-def test_costs_are_interpolated_and_an_unlucky_one_is_forgotten():
+def test_costs_are_estimated_and_an_unlucky_one_is_forgotten():
     costs = StepCosts()
     costs.learn(2, 10.0)
-    assert costs.estimates(2, 4).tolist() == [10, 12.5, 15], "half of a token's share"
+    assert [costs.estimate(count, 2) for count in (2, 3, 4)] == [10, 12.5, 15], "half its share"
     costs.learn(6, 12.0)
-    assert costs.estimates(2, 6).tolist() == [10, 10.5, 11, 11.5, 12]
+    assert [costs.estimate(count, 2) for count in (4, 6, 8)] == [15, 12, 13]
     costs.learn(6, 11.0)
     costs.learn(6, 100.0)
-    assert costs.seconds[6] == pytest.approx(11.55), "what disturbs a step makes it longer"
+    assert costs[6] == pytest.approx(11.55), "what disturbs a step makes it longer"
     costs.learn(2, 20.0)
-    assert costs.seconds[2] == 10.5
+    assert costs[2] == 10.5
     costs = StepCosts()
     costs.learn(3, 50.0)
-    for _ in range(300):
+    for _ in range(600):
         costs.learn(2, 10.0)
-    assert 10 < costs.seconds[3] < 13
-    costs.learn(4, 9.0)
-    assert costs.estimates(2, 4).tolist() == sorted(costs.estimates(2, 4))
+    assert 10 < costs[3] < 13
 
 
 class Machine:
