@@ -4,9 +4,9 @@
     python -m lab.compare memory --true-lengths 0.5 --plot chart.png --timeline steps.png
     python -m lab.compare --trace steps.json    # no comparison: the engine as its options say
 
-Comparisons: batching, memory, preemption, victims, prefix, sampling, overtaking. By default, 64
-prompts of 16 to 256 tokens generate 16 to 256 each, with blocks for a third of them. A single run
-misleads: the table has the medians of three runs, and the lowest and highest.
+Comparisons: batching, memory, preemption, victims, prefix, sampling, overtaking, speculation. By
+default, 64 prompts of 16 to 256 tokens generate 16 to 256 each, with blocks for a third of them. A
+single run misleads: the table has the medians of three runs, and the lowest and highest.
 """
 
 import sys
@@ -38,6 +38,7 @@ COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each, by name
                  "top-k 20": {"top_k": 20}, "top-p 0.9": {"top_p": 0.9},
                  "penalties": {"repetition_penalty": 1.1}, "n = 4": {"n": 4, "temperature": 0.8}},
     "overtaking": {"never": {}, "more than 8 wait": {"scheduling": overtaking(max_waiting=8)}},
+    "speculation": {name: {"speculation": name} for name in ("none", "prompt-lookup")},
     "none": {"nanoengine": {}},
 }
 

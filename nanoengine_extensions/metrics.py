@@ -123,6 +123,9 @@ class Metrics:
         self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for seq in seqs)
         if self.engine.config.trace and launched:
             vars(launched).update(ended=now, metrics=self.gauges())
+            # a copy, so that a later step can use this pinned memory
+            if hasattr(launched, "tokens"):
+                launched.tokens = launched.tokens.clone()
             self.trace.append(launched)
 
     def log_room(self, config: Any, runner: Any) -> None:

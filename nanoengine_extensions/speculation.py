@@ -95,7 +95,7 @@ class StepCosts(dict[int, float]):
         """
         # it can rise by 5 % a step; a clock can stand still
         found = self[count] = max(1e-9, min(seconds, 1.05 * self.get(count, seconds)))
-        self.update({other: known - 0.005 * (known - found) for other, known in self.items()
+        self.update({other: known - 0.001 * (known - found) for other, known in self.items()
                      if other > count and known > found})
 
     def estimate(self, count: int, without: int) -> float:

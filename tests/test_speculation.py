@@ -14,13 +14,14 @@ import torch
 from conftest import check_idle, random_prompts
 from safetensors.torch import load_file, save_file
 from test_random_requests import make_options, make_params, make_prompt, parts_of
-from test_scheduler import expected_output, is_beam, run_workload
+from test_scheduler import expected_output, is_beam, make_sequence, run_workload
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions import speculation
 from nanoengine_extensions.engine import make_engine
 from nanoengine_extensions.options import EngineConfig
+from nanoengine.sequence import Sequence
 from nanoengine_extensions.speculation import PromptLookup, StepCosts
 
 FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -294,9 +295,9 @@ def test_costs_are_estimated_and_an_unlucky_one_is_forgotten():
     assert costs[2] == 10.5
     costs = StepCosts()
     costs.learn(3, 50.0)
-    for _ in range(600):
+    for _ in range(4000):
         costs.learn(2, 10.0)
-    assert 10 < costs[3] < 13
+    assert 10 < costs[3] < 11
 
 
 class Machine:
@@ -349,9 +350,56 @@ def test_it_guesses_where_it_pays(small_llm, machine, num_seqs):
         return plain / seconds_of(small_llm, policy, MACHINES[machine], prompts)
 
     ratios = [ratio(share) for share in (0, 0.5, 0.8, 1)]
-    assert min(ratios) > 0.98, ratios
+    # where a guess costs as much as it brings, an unlucky one costs more
+    assert min(ratios) > (0.96 if machine == "computes" else 0.98) and ratios[0] > 0.99, ratios
     if machine == "waits for memory":
-        assert ratios[1] > 1.3 and ratios[2] > 2 and ratios[3] > 4, ratios
+        assert ratios[1] > 1.1 and ratios[2] > 1.8 and ratios[3] > 3.5, ratios
 
 
 # ------------------------------------------------------------------------ what is guessed
+
+
+def first_guesses(lookup: PromptLookup, seq: Sequence, count: int = 4) -> list[int]:
+    return [*itertools.islice(lookup(seq), count)]
+
+
+def test_prompt_lookup_finds_the_last_place_of_the_longest_text():
+    lookup = PromptLookup()
+    seq = make_sequence([1, 2, 3, 4, 5, 9, 3, 4, 7, 8, 3, 4], 9)
+    assert first_guesses(lookup, seq) == [7, 8, 3, 4], "the last of two places"
+    seq.token_ids[-4:] = [8, 1, 2, 3]
+    seq = make_sequence([*seq.token_ids, 4], 9)
+    assert first_guesses(PromptLookup(), seq) == [5, 9, 3, 4], "four tokens count more than two"
+    seq = make_sequence([1, 2, 1, 2, 1, 2], 9)
+    assert first_guesses(PromptLookup(), seq, 5) == [1, 2, 1, 2, 1], "a repetition goes on"
+    assert first_guesses(PromptLookup(), make_sequence([1, 2, 3], 9)) == []
+    assert first_guesses(PromptLookup(), make_sequence([1], 9)) == []
+
+
+def test_prompt_lookup_also_looks_in_other_texts_and_forgets_the_oldest():
+    lookup = PromptLookup()
+    first = make_sequence([5, 6, 7, 8, 9], 9)
+    first_guesses(lookup, first)
+    assert first_guesses(lookup, make_sequence([6, 7], 9)) == [8, 9, 8, 9]
+    rng = random.Random(0)
+    for _ in range(50):
+        first_guesses(lookup, make_sequence(rng.choices(range(10, 10**6), k=1000), 9))
+    assert len(lookup.seen) == 2**17 and (6, 7) not in lookup.seen
+    for _ in range(2100):
+        first_guesses(lookup, make_sequence([1, 2], 9))
+    assert len(lookup.indexed) < 2002
+
+
+def test_a_text_that_repeats_takes_fewer_steps(small_llm):
+    """With a clock that counts, on which each step takes as long as any other."""
+    prompts = [[7, 8, 9] * 10]
+    speculate(small_llm, "none")
+    expected = small_llm.generate(prompts, FREE, use_tqdm=False)
+    tokens = expected[0].outputs[0].token_ids
+    for policy, most in (("prompt-lookup", 41), (lambda seq: tokens[seq.num_tokens - 30:], 20)):
+        speculate(small_llm, policy, itertools.count().__next__)
+        found = small_llm.generate(prompts, FREE, use_tqdm=False)
+        metrics = small_llm.metrics()
+        assert found[0].outputs == expected[0].outputs and metrics["num_steps"] <= most
+        assert metrics["computed_tokens"] >= metrics["guessed_tokens"] + metrics["num_steps"] - 1
+        assert metrics["generation_tokens"] == 40
