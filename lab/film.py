@@ -74,12 +74,14 @@ def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
 
 def main(argv: list[str]) -> None:
     parser = Parser(__doc__, workload="film")
-    # without the last three: one compares sampling, one holds a function, one has a single variant
-    parser.add_argument("comparison", choices=[*COMPARISONS][:-3])
+    # without the last four: two need real tokens, one holds a function, one has a single variant
+    parser.add_argument("comparison", choices=[*COMPARISONS][:-4])
     parser.add_argument("--gap", type=float, default=2, help="steps between two requests")
     parser.add_argument("--n", type=int, default=2, help="completions of the second request")
     parser.add_argument("-o", "--output", type=Path, default="film.html")
     args = parser.parse(argv, device="cpu", **OPTIONS)
+    if args.engine_config.speculation != "none":
+        parser.error("a film has no tokens to guess")
     film = vars(parser.draw(args)) | {"title": args.comparison, "variants": {}}
     for name, changes in COMPARISONS[args.comparison].items():
         frames = record(args, parser.draw(args), changes)

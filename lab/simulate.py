@@ -143,8 +143,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rate", type=float, help="requests a second; default: all at once")
     parser.add_argument("--reject", action="store_true", help="requests that can't start at once")
     args = parser.parse(argv, device="cpu", block_size=16, max_num_batched_tokens=16384)
-    if args.comparison == "sampling":
-        parser.error("a simulation has no tokens to compare the sampling of")
+    is_guessing = args.engine_config.speculation != "none"
+    if args.comparison in ("sampling", "speculation") or is_guessing:
+        parser.error("a simulation has no tokens to sample or to guess")
     workload = parser.draw(args)
     is_drawn = bool(args.timeline or args.trace)  # otherwise a sample of the steps is enough
     args.engine_config = replace(args.engine_config, run_ahead=False, trace=is_drawn)

@@ -201,7 +201,7 @@ class ModelRunner:
         return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
-        """Computes the tokens, for at most `max_num_seqs` rows at a time.
+        """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`.
 
         With many forks there are more; the memory for this many was measured.
         """

@@ -8,7 +8,7 @@ The kernel is FlashAttention-2 (Dao, 2023, arXiv:2307.08691) over PagedAttention
     its keys   come in groups of KEYS. The softmax is online: it keeps the largest score so far, the
                sum of weights, and the weighted sum of values, and scales them when a larger score
                comes (Milakov & Gimelshein, 2018, arXiv:1805.02867)
-    a split    a part of the keys. If there are fewer tiles than a GPU has room for, several
+    a split    a part of the keys. If there are too few tiles to keep a GPU busy, several
                programs share the keys of a tile, and a second kernel joins their results
                (Flash-Decoding)
 

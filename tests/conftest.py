@@ -1,5 +1,6 @@
 """What several tests need: the bundled model, and tiny models with random weights on disk."""
 
+import ast
 import dataclasses
 import os
 import shutil
@@ -222,3 +223,15 @@ def check_idle(llm) -> None:
     assert metrics["num_blocks_used"] == 0 and metrics["num_blocks_free"] == num_blocks
     assert metrics["num_host_blocks_used"] == metrics["num_requests_swapped"] == 0
     check_blocks(scheduler)
+
+
+def packages_imported_by(file: Path) -> set[str]:
+    """The packages that a file imports anywhere, none of them by a relative import."""
+    imported = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(str(node.module))
+    return {name.partition(".")[0] for name in imported}

@@ -191,8 +191,9 @@ IN_CACHE: dict[str, tuple[set[int], Callable[..., int]]] = {
     "varlen_kernel": ({1, 2}, lambda query, keys, values, starts, lengths, *_: int(lengths.sum())),
     "triton_kernel": ({1}, lambda query, cache, lengths, *_: int(lengths.sum())),
     "heads_kernel": ({5}, lambda qkv, *_: len(qkv))}
-# they look up as many numbers of their first argument as they return
+# they look up as many numbers of their first argument as they return, or write as many as they get
 LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
+SCATTERS = ("aten::index_put_", "aten::_index_put_impl_")
 
 
 def moved_bytes(function: Any, arguments: Any, result: Any) -> int:
@@ -200,10 +201,14 @@ def moved_bytes(function: Any, arguments: Any, result: Any) -> int:
     what it looks up there."""
     name = name_of(function)
     skipped, num_keys = IN_CACHE.get(name, (set(), lambda *_: 0))
-    skipped = skipped or ({0} if name in LOOKUPS else set())
+    skipped = skipped or ({0} if name in (*LOOKUPS, *SCATTERS) else set())
     read = tensors_of([each for place, each in enumerate(arguments) if place not in skipped])
     given = {id(tensor) for tensor in tensors_of(arguments)}
-    written = [tensor for tensor in tensors_of(result) if id(tensor) not in given]
+    # an operator that works in place writes to its first argument, and returns it
+    written = [tensor for tensor in tensors_of(result)
+               if id(tensor) not in given or name.endswith("_")]
+    if name in SCATTERS:
+        written = [arguments[2]]
     looked_up = written if name in LOOKUPS else []
     num_bytes = sum(tensor.nbytes for tensor in [*read, *written, *looked_up])
     if name in IN_CACHE:

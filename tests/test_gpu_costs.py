@@ -80,10 +80,13 @@ def test_kernels_and_bytes_of_a_layer(folder, library, backend, most):
 
 
 @pytest.mark.parametrize("params, most", [
-    ({}, 4), (dict(top_k=20, top_p=0.95), 12), (dict(top_p=0.95), 12), (dict(min_p=0.1), 8)],
+    ({}, 11), (dict(top_k=20, top_p=0.95), 24), (dict(top_p=0.95), 24), (dict(min_p=0.1), 15)],
     ids=str)
 def test_bytes_of_sampling(folder, params, most):
-    """In float32 matrices of logits that are read and written; nothing sorts all logits."""
+    """In float32 matrices of logits, each read or written; nothing sorts all logits.
+
+    Without the library it would be 15, 41, 42 and 18 of them.
+    """
     if not HAS_TRITON:
         pytest.skip("Triton is not installed")
     kernels = decode_step(folder(1), dict(temperature=0.6, **params))
@@ -91,8 +94,7 @@ def test_bytes_of_sampling(folder, params, most):
     # without the weights of lm_head
     moved = sum(count for _, count in kernels[start + 1:])
     matrix = NUM_SEQS * VOCABULARY * 4
-    # each of them is read and written
-    assert matrix < moved < 2 * most * matrix, (moved / matrix, kernels[start + 1:])
+    assert matrix < moved < most * matrix, (moved / matrix, kernels[start + 1:])
     assert not {"aten::sort"} & {name for name, _ in kernels[start:]}
 
 
@@ -142,7 +144,7 @@ def test_another_rank_does_not_wait_for_its_inputs(folder):
 
 
 def test_graphs_are_destroyed_before_the_ranks_end(tiny):
-    """NCCL waits for graphs that use its communicator; also where nobody has called `close`."""
+    """NCCL waits for graphs that use its communicator; also without a call of `close`."""
     order = []
 
     class Graph:

@@ -1,6 +1,6 @@
 """The engine without what only Linux has: the tokens are the same.
 
-Nobody has tried another system. But what is Linux' own can be taken away.
+It was never tried on another system. But what only Linux has can be taken away.
 """
 
 import json

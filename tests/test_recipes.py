@@ -143,7 +143,7 @@ def test_use(execute):
 def test_more_calls(execute):
     names, printed = execute(
         blocks(section("## More than one completion, and step by step", REFERENCE)))
-    assert "132" in names["best"].text and len(names["several"].stop) == 0
+    assert "132" in names["best"].text
     by_hand, ended = (names[name].output() for name in ("first", "second"))
     assert f"0 {by_hand.outputs[0].text}\n" in printed and by_hand.outputs[0].token_ids
     assert ended.outputs[0].finish_reason and not names["llm"].entered

@@ -1,12 +1,12 @@
 """The library as a whole: it stands alone, and its README's example runs."""
 
-import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import packages_imported_by
 
 import nanoengine_cpu
 
@@ -23,16 +23,9 @@ def run(script: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
 def test_no_file_imports_an_engine(file):
-    imported = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            imported.add(node.module)
-    tops = {name.partition(".")[0] for name in imported}
+    imported = packages_imported_by(file)
     allowed = {"torch", "numpy", "numba", "llvmlite", "psutil", "nanoengine_cpu"}
-    assert imported and tops - allowed <= sys.stdlib_module_names
+    assert imported and imported - allowed <= sys.stdlib_module_names
 
 
 def test_importing_it_imports_no_engine(tmp_path):

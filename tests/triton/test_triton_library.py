@@ -1,13 +1,12 @@
 """The library as a whole: it stands alone, and its README's example runs."""
 
-import ast
 import os
 import re
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, packages_imported_by
 
 pytest.importorskip("triton")
 FOLDER = ROOT / "nanoengine_gpu"
@@ -24,15 +23,8 @@ def run(script: str, folder) -> str:
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
 def test_no_file_imports_an_engine(file):
-    imported = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            imported.add(node.module)
-    tops = {name.partition(".")[0] for name in imported}
-    assert imported and tops - {"torch", "triton", "nanoengine_gpu"} <= sys.stdlib_module_names
+    imported = packages_imported_by(file)
+    assert imported and imported - {"torch", "triton", "nanoengine_gpu"} <= sys.stdlib_module_names
     assert "torch.compile" not in file.read_text()
 
 
