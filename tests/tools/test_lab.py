@@ -240,7 +240,8 @@ def test_steps_of_a_prompt():
 @pytest.mark.parametrize("module, flags", [
     (simulate, ("sampling",)), (simulate, ("speculation",)),
     (simulate, ("memory", "--speculation", "prompt-lookup")), (compare, ("--true-lengths", 0)),
-    (compare, ("nothing",)), (compare, ("--min-input", 9, "--max-input", 8)), (limits, ("--batches", "many"))])
+    (compare, ("nothing",)), (compare, ("--min-input", 9, "--max-input", 8)),
+    (limits, ("--batches", "many"))])
 def test_bad_flags(capsys, module, flags):
     with pytest.raises(SystemExit):
         module.main([*map(str, flags)])
