@@ -47,8 +47,8 @@ def tile_sizes(rows: int) -> np.ndarray:
     return sizes
 
 
-# by rows
-TILE_SIZES = np.array([tile_sizes(rows) for rows in range(LANES + 1)])
+# By rows. A product of no rows has tiles, too: some CPUs end a process whose tiles have no line.
+TILE_SIZES = np.array([tile_sizes(max(1, rows)) for rows in range(LANES + 1)])
 
 
 def emit(builder, name, *operands):

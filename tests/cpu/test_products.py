@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from nanoengine_cpu import compiling
 from nanoengine_cpu.modules import PackedLinear
 from nanoengine_cpu.products import BLOCKS, MOST_WORDS
+from nanoengine_cpu.tiles import TILE_SIZES
 
-ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 15, 16, 17, 31, 32, 33, 47, 50, 128, 300, 513, 1024, 1056]
+ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 9, 15, 16, 17, 31, 32, 33, 47, 50, 128, 300, 513, 1024, 1056]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 # relative errors: half a unit in the last place of a result, and what float32 sums differ by
 RTOL = {torch.float32: 1e-4, torch.bfloat16: 2**-8}
@@ -237,3 +238,9 @@ def test_other_cpus(name, features, tmp_path):
     printed = subprocess.check_output(
         [sys.executable, "-c", script], env=environment, text=True).split()
     assert float(printed[0]) < 2e-6 and float(printed[1]) < 2e-2
+
+
+def test_each_tile_has_lines():
+    """Also where a product has no rows: some CPUs refuse tiles that have only a width."""
+    for sizes in TILE_SIZES:
+        assert all(sizes[48:56]) and all(sizes[16:32:2])
