@@ -38,7 +38,7 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
 def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
     """Plain PyTorch: slow, but works everywhere and in any precision. Gathers each sequence's keys.
 
-    query: (T, heads, head_dim), rotated; cache: that of a layer, including K and V of this step
+    query: (T, heads, head_dim), rotated; cache: K and V of one layer, including those of this step
     window: a query sees its last `window` keys, None for all
 
     Returns (T, heads, head_dim). It reads lengths on the host, so CUDA graphs cannot capture it.
@@ -64,7 +64,7 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
 
     Arguments and result are those of `gather_attention`. It reads nothing on the host. The decodes,
     which come first, have a kernel of their own. It splits the keys of a sequence over the cores of
-    a GPU, and reads the keys once for all heads of a group, though not with a window.
+    a GPU. Without a window it also reads the keys only once for all heads of a group.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
     options: Any = dict(causal=True, window_size=(window - 1, 0) if window else (-1, -1))

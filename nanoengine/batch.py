@@ -11,14 +11,14 @@ from nanoengine.sequence import Sequence
 
 @dataclass
 class Copies:
-    """The blocks to copy before a step computes: for each target its source.
+    """The blocks to copy before a step computes. Each dict maps a target to its source.
 
     The runner does the copies in the order of these fields; an extension does those to and from
     the host.
 
     The order matters, since a block that is freed in a step can be handed out again in the same
-    step: block 5 of a preempted sequence is first copied to the host, then a fork's copy is written
-    to it, or a block of a returning sequence. Each block is read before it is overwritten.
+    step. Block 5 of a preempted sequence is first copied to the host. Then the copy for its new
+    owner, a fork or a sequence that comes back, is written to it.
     """
 
     swap_out: dict[int, int] = field(default_factory=dict)

@@ -78,7 +78,7 @@ class BlockManager:
         return self.num_blocks_to_hold(seq) - num_used <= len(self.free)
 
     def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
-        """Gives a sequence blocks for all its tokens, or more.
+        """Gives a sequence blocks for all its tokens, or more if a policy reserves them.
 
         It first shares existing blocks (`find_shared`), then takes fresh ones. The first fresh
         block of a new fork gets a copy of its parent's last block, if that is partial: otherwise
@@ -154,8 +154,8 @@ class BlockManager:
     # --------------------------------------------------------------------- prefix cache
 
     def find_shared(self, seq: Sequence, parent: Sequence | None = None) -> list[int]:
-        """Returns the blocks that a sequence can share: all full ones of its parent, or the longest
-        run of cached blocks that it begins with.
+        """Returns the blocks that a sequence can share: all full ones of its parent, or the cached
+        blocks of its prefix, up to the first one that is not cached.
 
         A hit never covers the last token, since its logits are needed. So if a prompt of whole
         blocks is cached, its last block is computed again, into a twin: no sequence ever writes to
@@ -168,10 +168,11 @@ class BlockManager:
         return [next(iter(twins)) for twins in takewhile(bool, found)]
 
     def register(self, seq: Sequence, stop: int) -> None:
-        """Makes blocks findable that become full when the tokens before `stop` are computed.
+        """Adds blocks to the prefix cache: those that are full once the tokens before `stop` are
+        computed.
 
         Call this once K and V are written, or are sure to be written before any sequence admitted
-        later reads them. The tokens of the step that is being scheduled qualify: each layer writes
+        later reads them. This also holds for the step that is being scheduled: each layer writes
         the K and V of the whole batch before it reads any.
         """
         num_full = stop // self.block_size if self.enable_prefix_caching else 0

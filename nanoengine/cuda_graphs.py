@@ -6,14 +6,14 @@ numbers in its inputs change. So each kind of decode step is recorded once, and 
 one, which is called a replay:
 
     capture   the inputs of a dummy step in a buffer ──▶ embedding, layers, norm ──▶ hidden states
-    replay    a step's numbers into that buffer, one launch, the hidden states of the same place
+    replay    a step's numbers into that buffer, one launch, hidden states in the same memory
 
 A graph fixes the number of sequences and the width of the block tables. There is a graph for a few
 numbers of sequences ("buckets"); a decode step of another number is padded with dummy sequences,
 which read and write block 0. All graphs have tables for `max_model_len` tokens.
 
-Nothing that depends on a value can be in a graph, such as sampling with a request's parameters. So
-a graph ends with the hidden states, and logits and sampling come after its replay.
+A graph cannot choose what to launch by what a request asks for, as sampling does. So it ends with
+the hidden states, and logits and sampling come after its replay.
 """
 
 from bisect import bisect_left

@@ -11,16 +11,18 @@ A plain step is three lines:
 
 Running ahead keeps a step in flight: step 2 is scheduled and launched before the tokens of step 1
 are waited for, so that the device never waits for the host. To make this possible, step 1 is
-advanced first: its tokens join their sequences as pending tokens, and get their numbers later.
+advanced first: its tokens join their sequences as pending tokens, and get their ids later.
 
     host     schedule 1  launch 1 │ advance 1  schedule 2  launch 2  take in 1 │ advance 2  sche…
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
-    tokens of step 1              ▲ pending tokens begin              ▲ and get their numbers
+    tokens of step 1              ▲ they are pending                  ▲ and get their ids
+
+A │ is the border between two calls of `step`.
 
 nanoengine_extensions/engine.py observes the steps, for metrics and the trace.
 
-Between two calls of `step` no token is pending: a step is advanced when the next one begins, and
-its tokens are taken in before that one ends.
+Between two calls no token is pending: a call begins by advancing the step in flight, and takes in
+its tokens before it returns.
 """
 
 from typing import Any
@@ -41,9 +43,9 @@ class Engine:
     runner: a `ModelRunner`, or anything else with its `launch`, its `close` and its sizes.
     num_generated_tokens: how many tokens all steps have given to their sequences.
 
-    Between two steps, `add` and `finish` can change the sequences, and, for those that are not in
-    flight, the scheduler's own `fork` and `preempt`. So an algorithm over several steps, such as
-    beam search, can be a client of the engine.
+    Between two steps, a client can call `add` and `finish`, and for sequences that are not in
+    flight the scheduler's `fork` and `preempt`. So an algorithm over several steps, such as beam
+    search, needs nothing else of the engine.
     """
 
     def __init__(self, config: EngineConfig, runner: Any) -> None:
@@ -65,9 +67,9 @@ class Engine:
         return self.in_flight is not None or self.scheduler.has_unfinished()
 
     def step(self) -> list[Sequence]:
-        """Runs one step; returns the sequences that have a new token.
+        """Runs one step; returns the sequences that have a new token, or end with an error.
 
-        If the engine runs ahead, these tokens are those of the step before.
+        If the engine runs ahead, these tokens are those of the step that the last call launched.
         """
         if self.runner is None:
             raise RuntimeError("the LLM is closed")
@@ -77,12 +79,11 @@ class Engine:
         """Launches the next step before it waits for the tokens of the one in flight.
 
         A sequence that needs its last token on the host (`Sequence.is_awaited`) is left out of the
-        next step, and so runs in every second step. If there are many, the whole next step waits
-        for the next call.
+        step, and so runs in every second step. If there are many, this call launches none.
         """
         before = self.in_flight
         if before:
-            # as if its tokens were known
+            # its tokens join their sequences as pending tokens
             self.scheduler.advance(before.batch)
         has_to_wait = before and self._has_to_wait_for(before.batch)
         self.in_flight = None if has_to_wait else self._launch()
@@ -94,7 +95,7 @@ class Engine:
         return self.runner.launch(batch) if batch else None
 
     def _has_to_wait_for(self, batch: Batch) -> bool:
-        """Whether the next step waits for the tokens of this one.
+        """Whether the next step is launched only when the tokens of this batch are known.
 
         If a fourth of the sequences run at half their speed, an eighth of the tokens is lost: about
         as much as a device loses by waiting for the host. The device can look up at most

@@ -6,9 +6,11 @@ the new tokens into text. `generate` shows how: queue requests, and step until a
 Calls of several threads share steps. A thread holds the engine for one step at a time, which is its
 turn; the step moves the requests of all threads.
 
-    thread A   queue  step 1        look         step 3   look
-    thread B              queue          step 2   look      …
-                                         └─ computes the requests of both
+    thread A   queue  [step 1, look]                  [step 3, look]
+    thread B                        [queue]  [step 2, look]     …
+                                              └─ computes the requests of both
+
+To look is to take the new tokens of the call's own requests. Brackets are turns.
 """
 
 import threading
@@ -44,7 +46,7 @@ class LLM(AbstractContextManager):
     the step gets this error; the threads of the other requests get a RuntimeError that names it.
     """
 
-    # the extensions have others
+    # the extensions replace these classes
     make_config: Any = EngineConfig
     make_inputs: Any = InputProcessor
     make_runner: Any = ModelRunner
@@ -62,8 +64,9 @@ class LLM(AbstractContextManager):
         self.kernels.end_threads()
         self.engine = self.make_engine(config, runner)
         self.inputs.max_model_len = runner.max_model_len
-        # what the next turn of any thread gives to the engine, and what it ends
+        # requests that the next turn of any thread adds to the engine
         self.arrived: deque[Any] = deque()
+        # requests that it ends
         self.dropped: deque[Any] = deque()
         # the requests that the engine has, changed only in a turn
         self.entered: dict[str, Any] = {}
@@ -124,7 +127,7 @@ class LLM(AbstractContextManager):
             priority: int | list[int] | None = None) -> list[Request]:
         """Queues requests for `step` to run; returns them. The arguments are those of `generate`.
 
-        A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
+        A request has `.is_finished`, and `.output()`, its `RequestOutput` so far.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         self.queue(requests)
@@ -134,8 +137,8 @@ class LLM(AbstractContextManager):
         """Runs one step for all requests, and returns the requests that have new tokens.
 
         A request that cannot continue gets the `finish_reason` "error". An error that breaks the
-        step is raised, and ends all requests ("abort"). If other threads run steps as well, read a
-        request `with llm.turn():`.
+        step is raised; the next turn then ends all requests ("abort"). If other threads run steps
+        as well, read a request `with llm.turn():`.
         """
         with self.turn():
             return self._step()
@@ -148,7 +151,7 @@ class LLM(AbstractContextManager):
         with naming(rejected("requests", requests, "a list of what `add` returned")):
             unfinished = [each for each in requests if not each.is_finished]
         self.dropped += unfinished
-        # not within a turn: the garbage collector can end a stream in the middle of one
+        # not within a turn: the garbage collector can close a stream while this thread has a turn
         if unfinished and not self.lock._is_owned():
             with self.turn():
                 pass
@@ -199,8 +202,8 @@ class LLM(AbstractContextManager):
                 self._step()
             updated = [inbox.pop(request_id) for request_id in [*inbox]]
             unfinished.difference_update([each for each in updated if each.is_finished])
-            # The next step can run in the thread of another call. It would be slower beside the
-            # OpenMP threads of this one.
+            # Another thread can run the next step. The OpenMP threads of this one would slow it
+            # down.
             if len(self.entered) > len(unfinished):
                 self.kernels.end_threads()
             seen = [look(request) for request in updated]
@@ -226,7 +229,7 @@ class LLM(AbstractContextManager):
         return list(updated.values())
 
     def _check_caller(self) -> None:
-        """Raises RuntimeError within a turn of this thread, and in a fork of a process."""
+        """Raises RuntimeError if this thread already has a turn, or if this process is a fork."""
         self.kernels.check_process()
         if self.lock._is_owned():
             raise RuntimeError("a call of this thread is running")
@@ -236,28 +239,27 @@ class LLM(AbstractContextManager):
         """Holds the engine for this thread alone, between two steps or for one step.
 
         A turn first queues the requests that have arrived since the last turn, and ends those that
-        were dropped. If an error or Ctrl-C interrupted the last turn, the engine may be
-        inconsistent, so all its requests are ended. Raises RuntimeError within another turn of this
-        thread.
+        were dropped. If any error, or Ctrl-C, left the last turn, the engine may be inconsistent,
+        so all its requests are ended. Raises RuntimeError if this thread already has a turn.
         """
         self._check_caller()
         with self.lock:
             try:
-                self._take_in()
+                self._begin_turn()
                 yield
             except BaseException as error:
                 self.error = RuntimeError(f"a step that all calls share was broken off: {error!r}")
                 raise
 
-    def _take_in(self) -> None:
+    def _begin_turn(self) -> None:
         if self.error:
             self.engine.reset()
             self.dropped += self.entered.values()
         while self.arrived:
-            # it is always in one of both: a request that was lost would never end
+            # a request is always in one of the two: if Ctrl-C came between, it would never end
             self.entered[self.arrived[0].request_id] = self.arrived[0]
             self.engine.add(self.arrived.popleft().seq)
-        # other threads can drop more meanwhile; requests of another engine stay there
+        # other threads can drop more meanwhile; requests of another engine are ignored
         dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
         dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
         if dropped:

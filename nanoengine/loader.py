@@ -37,7 +37,7 @@ def find_model(model: str | Path, revision: str | None = None,
                download_dir: str | Path | None = None, name: str = "model") -> Path:
     """Returns the folder of a model: the given one, or the download of a Hugging Face id."""
     folder = Path(model).expanduser().absolute()
-    accepted = f"a folder with safetensors, or a Hugging Face id; there is no folder {folder}"
+    accepted = f"a folder with safetensors (not GGUF), or a Hugging Face id; there is no {folder}"
     # an invalid or unknown id, no network, no space, …
     with naming(rejected(name, str(model), accepted)):
         return folder if folder.is_dir() else Path(snapshot_download(
@@ -145,8 +145,8 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
                read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
     """Returns the model with its weights in `dtype`; "dummy": random ones, always the same.
 
-    place, read: for extensions: allocates memory for the weights, and reads the part of a
-        checkpoint's tensor that belongs in its target.
+    place: allocates memory for the weights; extensions have others.
+    read: reads the part of a checkpoint's tensor that belongs in its target, likewise.
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)

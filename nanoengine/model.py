@@ -40,8 +40,8 @@ class Decoder(nn.Module):
             layer.self_attn.cache = cache
             layer.self_attn.backend = backend
 
-    # on a CPU, nanoengine_cpu.optimize replaces this forward: all layers in two calls; on a GPU,
-    # nanoengine_gpu.optimize does: each residual sum is part of the norm that follows it
+    # nanoengine_cpu.optimize replaces this forward: it runs all layers in two calls. So does
+    # nanoengine_gpu.optimize: each residual sum becomes a part of the norm that follows it
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """Computes the T tokens of the step, and writes their K and V to the cache.
 
@@ -65,7 +65,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    # on a GPU, nanoengine_gpu.optimize replaces this forward, as that of the decoder
+    # nanoengine_gpu.optimize replaces this forward, together with that of the decoder
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -96,9 +96,8 @@ class Attention(nn.Module):
         self.k_norm = head_norm(self.head_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias)
 
-    # on a CPU, nanoengine_cpu.optimize replaces this forward: the norm of the heads, the rotation,
-    # the writing to the cache and attention are one kernel; on a GPU, nanoengine_gpu.optimize does:
-    # all but attention is one kernel
+    # nanoengine_cpu.optimize replaces this forward: one kernel norms the heads, rotates them, writes
+    # K and V, and attends. So does nanoengine_gpu.optimize: its kernel does all but attend
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).
 
@@ -132,14 +131,14 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedLinear(config.hidden_size, gate_up, bias)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias)
 
-    # on a CPU, nanoengine_cpu.optimize replaces this forward: SwiGLU is part of the first product;
-    # on a GPU, nanoengine_gpu.optimize does: SwiGLU is one kernel
+    # nanoengine_cpu.optimize replaces this forward: SwiGLU becomes a part of the first product. So
+    # does nanoengine_gpu.optimize: SwiGLU becomes one kernel
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x)))
 
 
-# on a CPU, nanoengine_cpu.optimize packs the weights of this and of every other nn.Linear, and
-# replaces the forward
+# nanoengine_cpu.optimize packs the weights of this and of every other nn.Linear, and replaces the
+# forward
 class FusedLinear(nn.Linear):
     """Several projections of one input as one product. parts: how many rows of the weight each has,
     by its name."""
@@ -150,7 +149,7 @@ class FusedLinear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    # on a GPU, nanoengine_gpu.optimize replaces this forward by one kernel
+    # nanoengine_gpu.optimize replaces this forward by one kernel
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 

@@ -126,9 +126,9 @@ class ModelRunner:
     def measure_free_bytes(self) -> int:
         """Returns the bytes for the KV cache.
 
-        On a CPU: a quarter of the free memory, or what can be used. On a GPU: what
-        `gpu_memory_utilization` leaves when everything else, including other processes, is at its
-        largest. It captures all graphs and runs the largest step to find out.
+        On a CPU: a quarter of the free memory, or less if `max_num_seqs` sequences cannot use it.
+        On a GPU: `gpu_memory_utilization` of its memory, minus the peak of everything else, other
+        processes included. It captures all graphs and runs the largest step to find out.
         """
         if self.device == "cpu":
             free = psutil.virtual_memory().available
@@ -138,7 +138,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         # first, since it returns what the allocator keeps
         self.capture()
-        # each rank on its own
+        # not the launch of a subclass, which would also run the other ranks
         ModelRunner.launch(self, self.largest_batch())
         free, total = torch.cuda.mem_get_info()
         self.graphs.captured.clear()
@@ -178,6 +178,7 @@ class ModelRunner:
             longest_keys = self.max_model_len
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
+        # how many come before the first sequence with several tokens
         num_decodes = [count > 1 for count in (*batch.num_tokens, 2)].index(True)
         return buffer, (layout, num_decodes, max(batch.num_tokens), longest_keys)
 
@@ -215,7 +216,7 @@ class ModelRunner:
                 logits, step.draws.of(part), [row.seq for row in rows], self.last_sampled)
             self.observe(rows, logits, tokens[part])
         # There are more than max_num_seqs only when forks begin, and then the next step waits for
-        # their tokens. For NO_TOKEN the next step computes token 0, whose result is not used.
+        # their tokens. NO_TOKEN becomes token 0: its sequence ends, and drops what that gives.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)
@@ -249,6 +250,7 @@ def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) ->
     """
     num_blocks = config.num_kv_blocks or max(0, free // block_bytes)
     longest = min(limit, num_blocks * config.block_size)
+    # one token of a prompt and one of output are the least
     if (config.max_model_len or 2) > longest:
         raise rejected("max_model_len", config.max_model_len or limit, f"at most {longest}: "
                        f"{num_blocks} blocks of {config.block_size}, and the model's own {limit}")

@@ -75,15 +75,15 @@ class Completion:
         self.tokenizer: Any = tokenizer.backend_tokenizer if has_text else None
         # the tokens before the next ones, which are decoded together with them
         self.context = self._last_seen(seq.token_ids) if has_text else []
-        # tokens in the middle of a character
-        self.pending: list[int] = []
+        # tokens whose text is not complete: they end in the middle of a character
+        self.undecoded: list[int] = []
         # characters at the end that could become a stop string
         self.num_held_back = max(map(len, seq.params.stop), default=1) - 1
 
     def update(self) -> str | None:
         """Takes in the newest token; returns the stop string that its text completes, if any.
 
-        The text is cut there."""
+        The text then ends before the stop string, or after it if it is to be included."""
         seq = self.seq
         # there is no new token
         if seq.finish_reason == "error":
@@ -107,24 +107,24 @@ class Completion:
     def _decode(self) -> str:
         """Returns the text that the newest tokens complete: none in the middle of a character."""
         skip = self.seq.params.skip_special_tokens
-        self.pending.append(self.seq.token_ids[-1])
-        # of many pending tokens only the last ones matter: a character cut before them leaves at
-        # most three replacement characters
-        if len(self.pending) > 8:
-            tail = self.tokenizer.decode(self.pending[-8:], skip)
+        self.undecoded.append(self.seq.token_ids[-1])
+        # of many tokens only the last eight matter: if they begin within a character, their text
+        # begins with at most three replacement characters, which do not count
+        if len(self.undecoded) > 8:
+            tail = self.tokenizer.decode(self.undecoded[-8:], skip)
             # or all are special tokens
-            if not tail or tail.endswith("\ufffd", 3):
+            if not tail or tail[3:].endswith("\ufffd"):
                 return ""
         before = self.tokenizer.decode(self.context, skip)
-        piece = self.tokenizer.decode(self.context + self.pending, skip)[len(before):]
+        piece = self.tokenizer.decode(self.context + self.undecoded, skip)[len(before):]
         if piece.endswith("\ufffd"):
             return ""
         if piece:
-            self.context = self.pending
+            self.context = self.undecoded
         elif not before:
             # a decoder can cut a space, but only the one at the beginning of a text
-            self.context = self._last_seen(self.context + self.pending)
-        self.pending = []
+            self.context = self._last_seen(self.context + self.undecoded)
+        self.undecoded = []
         return piece
 
     def _last_seen(self, token_ids: list[int]) -> list[int]:
@@ -145,7 +145,7 @@ class Completion:
             seq.index, text, token_ids, None, None, seq.finish_reason, seq.stop_reason)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Request:
     """A prompt in the engine, and its completions.
 

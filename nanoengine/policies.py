@@ -17,7 +17,7 @@ def prefill_first(scheduler: Any) -> Any:
 def mixed(scheduler: Any) -> Any:
     """Decodes first; the rest of the budget goes to prompts, in chunks.
 
-    So decodes never wait for a prompt, only for new forks: Sarathi-Serve (Agrawal et al., 2024,
+    So decodes never wait for a prompt, as in Sarathi-Serve (Agrawal et al., 2024,
     arXiv:2403.02310).
     """
     return scheduler.build([*scheduler.running], admit=True)

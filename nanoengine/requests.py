@@ -37,7 +37,7 @@ class InputProcessor:
     """
 
     max_model_len: int
-    # the extensions have another
+    # the extensions replace it
     make_request: Any = Request
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
@@ -69,7 +69,7 @@ class InputProcessor:
         if any(each.stop for each in params):
             self.get_tokenizer()
         # only now, so that a refused call uses up no numbers (but a grammar is only refused below)
-        checked = zip(range(len(prompts)), parsed, params, priorities, strict=True)
+        checked = [*zip(range(len(prompts)), parsed, params, priorities, strict=True)]
         return [self._request_of(*each) for each in checked]
 
     def parse(self, index: int, prompt: Any) -> tuple[str | None, list[int]]:
@@ -100,14 +100,14 @@ class InputProcessor:
         # later changes by the user have no effect here
         params = params.clone()
         number = next(self.numbers)
-        most = params.max_tokens or self.max_model_len
+        longest = min(len(token_ids) + (params.max_tokens or 2**31), self.max_model_len)
         stops: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         ends = stops | self.eos_tokens
         seed = hash64(self.config.seed, number) if params.seed in (None, -1) else params.seed
         seq = Sequence(
-            str(number), token_ids, len(token_ids), min(len(token_ids) + most, self.max_model_len),
-            params, seed, stops if params.ignore_eos else ends, priority)
-        # ~seed: the hashes of seed itself are draws
+            str(number), token_ids, len(token_ids), longest, params, seed,
+            stops if params.ignore_eos else ends, priority)
+        # ~seed, since hash64(seed, i) is the draw at position i
         seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
         seqs = [seq, *seq.forks]
         if "constraints" in params.edits:

@@ -31,7 +31,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     """Returns one token for each sequence, from its row of logits: (len(seqs),) int64.
 
     logits: (rows, vocab_size); rows after those of the sequences are padding.
-    draws: that of the step, for these rows.
+    draws: the draws of the step, for these rows.
     last_sampled: the values of pending tokens.
 
     A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
@@ -82,7 +82,7 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
 def truncate(scores: Tensor, draws: Draws, edits: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
     """Returns the tokens that some row can still draw, (few,), and their weights, (rows, few): 0
-    where the token is truncated. Greedy rows lose nothing that they could draw.
+    where the token is truncated. The likeliest token is never truncated, nor are greedy rows.
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
     al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p of the rest,
@@ -93,7 +93,7 @@ def truncate(scores: Tensor, draws: Draws, edits: set[str],
     """
     if edits <= {"constraints"}:
         return torch.arange(scores.shape[1], device=scores.device), scores.exp_()
-    # lower scores cannot be drawn
+    # a token whose score is below `least` gets weight 0; one below `bound` in each row may get none
     least = bound = draws.min_p[:, None].log().float()
     total = None
     if edits <= {"constraints", "top_p"}:

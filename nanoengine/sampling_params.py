@@ -26,6 +26,7 @@ CONDITIONS: Any = (
 @dataclass(kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
+
     n: the number of completions of a prompt, at most 16384; the prompt is computed once. More than
         1 needs a temperature above 0.
     temperature: divides the logits; 0 is greedy.
@@ -36,7 +37,7 @@ class SamplingParams:
         the number of the request.
     max_tokens: the most tokens to generate; None: up to the engine's `max_model_len`.
     min_tokens: until this many tokens are generated, EOS and stop tokens are masked, and stop
-        strings do not count.
+        strings do not count. It needs the extensions.
     stop: strings that end the completion; they are cut from the text unless
         include_stop_str_in_output.
     stop_token_ids: tokens that end the completion, besides EOS.

@@ -153,9 +153,9 @@ class Scheduler:
     def advance(self, batch: Batch) -> None:
         """Counts a launched step as computed, so that the next one can be scheduled.
 
-        Its sampled tokens join their sequences as pending tokens; a sequence that thereby reaches
-        its maximum length is finished. Sequences that finished since the step was scheduled are
-        skipped.
+        Its sampled tokens join their sequences as pending tokens. A sequence that reaches its
+        maximum length with one is finished at once. Sequences that finished since the step was
+        scheduled are skipped.
         """
         batch.is_advanced = True
         for seq, start, num_tokens in zip(batch.sequences, batch.starts, batch.num_tokens):
@@ -165,11 +165,11 @@ class Scheduler:
                 if stop % self.block_manager.block_size == 0:
                     self.block_manager.register(seq, stop)
                 seq.num_computed_tokens = stop
-        for row, (index, seq, _) in enumerate(batch.sampled):
+        for number, (source, seq, _) in enumerate(batch.sampled):
             if not seq.finish_reason:
-                seq.token_ids.append(-1 - row)
-                if seq is not batch.sequences[index]:
-                    self.fork(batch.sequences[index], seq)
+                seq.token_ids.append(-1 - number)
+                if seq is not batch.sequences[source]:
+                    self.fork(batch.sequences[source], seq)
                 if len(seq.token_ids) == seq.max_num_tokens:
                     self.finish(seq, "length")
 
@@ -177,7 +177,7 @@ class Scheduler:
         """Takes in the sampled tokens, one for each of `batch.sampled`, and ends sequences.
 
         A step that was not advanced in flight is advanced first: its tokens are pending for a
-        moment, and then get their numbers.
+        moment, and then get their ids.
 
         Returns the sequences that have a new token, and those that end because none could be
         sampled ("error"). Tokens of sequences that ended before are dropped.
@@ -226,8 +226,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, waiting or running, and frees its blocks.
 
-        A sequence that ended by its length is ended again if its last token, pending until then, is
-        EOS or completes a stop string: "stop" replaces "length".
+        Length ends a sequence while its last token is still pending. If that token turns out to be
+        EOS, or to complete a stop string, "stop" replaces "length".
         """
         if not seq.finish_reason:
             (self.running if seq.is_running else self.waiting).remove(seq)

@@ -1,10 +1,11 @@
 """Where the engine meets what is outside of it: a user's input, optional features, fast kernels.
 
-The engine needs none of the packages beside it. It reaches each of them here alone, by name:
+The engine needs none of the packages beside it. Only this file imports them, by name:
 
-    nanoengine_extensions   `extension(name)`: a module, when a user asks for its feature
-    nanoengine_cpu,         `kernels(device)`: functions on tensors that replace those below, and
-    nanoengine_gpu          some of sampler.py, as `_heapq` in C replaces those of heapq in CPython
+    nanoengine_extensions            `extension(name)`: a module, when a user asks for its feature
+    nanoengine_cpu, nanoengine_gpu   `kernels(device)`: functions on tensors that replace those
+                                     below and some of sampler.py, as `_heapq`, in C, replaces
+                                     those of heapq in CPython
 """
 
 from contextlib import nullcontext
@@ -97,4 +98,4 @@ def check_process() -> None:
 
 
 def end_threads() -> None:
-    """Ends threads of this thread's operators that would slow down those of another thread."""
+    """Ends the OpenMP threads that PyTorch keeps for this thread: they would slow down others."""

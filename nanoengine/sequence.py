@@ -6,8 +6,8 @@ Plain Python: nothing here knows a tensor, a model or a policy.
     computed     ─────────────────────────────▶              num_computed_tokens = 6
     block_table  [   4      ] [      9       ] [  2     ]    blocks of 3 tokens
 
-A step computes the next of the remaining tokens: here "a", or "a fox". In a decode one token
-remains, in a prefill several.
+A step computes one or more of the tokens that are not computed yet: here "a", or "a fox". It is
+called a decode if one token was left, and a prefill if there were several.
 """
 
 import struct
@@ -29,8 +29,8 @@ two_words = struct.Struct("<QQ").pack
 
 
 def hash64(seed: int, number: int) -> int:
-    """Returns a 64-bit hash of two numbers: a request's seed is one of the engine's seed and the
-    request's number, and a draw is one of the request's seed and a position."""
+    """Returns a 64-bit hash of two numbers. A request's seed is the hash of the engine's seed and
+    the request's number; a draw is the hash of the request's seed and a position."""
     return xxhash.xxh64_intdigest(two_words(seed % 2**64, number))
 
 
@@ -54,7 +54,8 @@ class Sequence:
     end_tokens: the token ids that end it, each with its `stop_reason`.
     priority: smaller numbers come first.
     index: the number of this completion in its request.
-    needs_tokens: whether its next step needs all its tokens on the host.
+    needs_tokens: whether its next step needs all its tokens on the host. Extensions set it, for
+        constraints and beams.
     constraints, logprobs_temperature: state of extensions, for its constraints and for beams.
     metrics: the timings of its request, see metrics.py in the extensions.
     """
@@ -94,12 +95,12 @@ class Sequence:
     num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)
     num_known_tokens = property(lambda self: len(self.token_ids) - (self.token_ids[-1] < 0))
     is_running = property(lambda self: len(self.block_table) > 0)
-    # whether the next step has to wait for its last token
+    # whether it cannot run until its last token is known
     is_awaited = property(lambda self: self.needs_tokens and self.token_ids[-1] < 0)
 
     def uniform(self, position: int) -> float:
         """The number in [0, 1) that decides its token at a position; 0 for greedy ones."""
-        return self.params.temperature and (hash64(self.seed, position) >> 11) * 2.0**-53
+        return (hash64(self.seed, position) >> 11) * 2.0**-53 if self.params.temperature else 0.0
 
     def fork(self, **changes: Any) -> "Sequence":
         """Returns a new sequence with the same tokens and parameters."""

@@ -38,7 +38,7 @@ class StepInputs:
     """What the device needs for one step: T tokens of S sequences, R rows to sample.
 
     buffer: int32, of which all tensors below are views.
-    num_decodes: so many sequences, the first ones, compute one token each.
+    num_decodes: how many sequences at the start of the batch compute one token each.
     longest_query, longest_keys: the most tokens, and the most keys, of any sequence (max_seqlen).
     draws: see `Draws`.
     slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
@@ -53,14 +53,14 @@ class StepInputs:
 
     The other tensors are int32.
 
-    An example, with blocks of 4 tokens: a chunk of sequence 0 (its tokens 4 to 6, not its last) and
-    a decode of sequence 1 (its ninth token).
+    An example, with blocks of 4 tokens: a decode of sequence 0 (its ninth token) and a chunk of
+    sequence 1 (its tokens 4 to 6, which are not its last ones).
 
-        token_ids          51 52 53 | 17        query_starts   0  3  4
-        positions           4  5  6 |  8        lengths        7  9
-        sequence_of_token   0  0  0 |  1        key_starts     0  7 16
-        slot_mapping       32 33 34 | 24        block_tables   [3 8 0], [5 2 6]
-        logits_indices      3
+        token_ids          17 | 51 52 53        query_starts   0  1  4
+        positions           8 |  4  5  6        lengths        9  7
+        sequence_of_token   0 |  1  1  1        key_starts     0  9 16
+        slot_mapping       24 | 32 33 34        block_tables   [5 2 6], [3 8 0]
+        logits_indices      0                   num_decodes    1
     """
 
     buffer: Tensor
@@ -83,8 +83,8 @@ class StepInputs:
         """Returns views of the arrays in a buffer (`to_buffer`), on its device."""
         layout, num_decodes, longest_query, longest_keys = shape
         parts = buffer.split([num_words for *_, num_words in layout])
-        draws, *views = (part.view(getattr(torch, dtype)).view(shape)
-                         for (dtype, shape, _), part in zip(layout, parts))
+        draws, *views = (part.view(getattr(torch, dtype)).view(size)
+                         for part, (dtype, size, _) in zip(parts, layout))
         return cls(buffer, num_decodes, longest_query, longest_keys, Draws(*draws), *views)
 
 
@@ -99,12 +99,13 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.nda
         token_ids += seq.token_ids[start:start + count]
     lengths = np.add(batch.starts, batch.num_tokens)
     query_starts = np.append(0, np.cumsum(batch.num_tokens))
-    # a token's place in the step, less its position
+    # of each sequence: where a token is in the step, minus its position
     offsets = query_starts[:-1] - batch.starts
     owners = np.arange(len(batch)).repeat(batch.num_tokens)
     positions = np.arange(len(token_ids)) - offsets[owners]
 
     width = -(-longest_keys // block_size)
+    # bytes, since a block table is an array of int32; missing blocks are 0
     tables = [seq.block_table[:width].tobytes().ljust(4 * width, b"\0") for seq in batch.sequences]
     block_tables = np.frombuffer(b"".join(tables), np.int32).reshape(-1, width)
     blocks = block_tables[owners, positions // block_size].astype(np.int64)
@@ -114,7 +115,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.nda
     draws = [(p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(position))
              for _, seq, position in rows for p in [seq.params]]
 
-    # 64-bit numbers come first, so that they are aligned; a row of draws is a field of `Draws`
+    # 64-bit numbers come first, so that they are aligned; `.T` makes a line of each field of draws
     slot_mapping = blocks * block_size + positions % block_size
     in_32_bits = [token_ids, positions, owners, query_starts, np.append(0, lengths.cumsum()),
                   lengths, block_tables, logits_indices]
