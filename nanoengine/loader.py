@@ -37,7 +37,8 @@ def find_model(model: str | Path, revision: str | None = None,
                download_dir: str | Path | None = None, name: str = "model") -> Path:
     """Returns the folder of a model: the given one, or the download of a Hugging Face id."""
     folder = Path(model).expanduser().absolute()
-    accepted = f"a folder with safetensors (not GGUF), or a Hugging Face id; there is no {folder}"
+    accepted = ("a folder with safetensors, or a Hugging Face id; there is no folder "
+                f"{folder}, and GGUF files cannot be read")
     # an invalid or unknown id, no network, no space, …
     with naming(rejected(name, str(model), accepted)):
         return folder if folder.is_dir() else Path(snapshot_download(

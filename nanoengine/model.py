@@ -96,8 +96,8 @@ class Attention(nn.Module):
         self.k_norm = head_norm(self.head_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias)
 
-    # nanoengine_cpu.optimize replaces this forward: one kernel norms the heads, rotates them, writes
-    # K and V, and attends. So does nanoengine_gpu.optimize: its kernel does all but attend
+    # nanoengine_cpu.optimize replaces this forward: one kernel norms the heads, rotates them,
+    # writes K and V, and attends. So does nanoengine_gpu.optimize: its kernel does all but attend
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).
 

@@ -10,9 +10,9 @@ A step computes one or more of the tokens that are not computed yet: here "a", o
 called a decode if one token was left, and a prefill if there were several.
 """
 
-import struct
 from array import array
 from dataclasses import dataclass, field, replace
+from struct import pack
 from typing import Any
 
 import xxhash
@@ -24,14 +24,10 @@ from nanoengine.sampling_params import SamplingParams
 NO_TOKEN = -(2**30)
 
 
-# two unsigned numbers of 64 bits
-two_words = struct.Struct("<QQ").pack
-
-
 def hash64(seed: int, number: int) -> int:
     """Returns a 64-bit hash of two numbers. A request's seed is the hash of the engine's seed and
     the request's number; a draw is the hash of the request's seed and a position."""
-    return xxhash.xxh64_intdigest(two_words(seed % 2**64, number))
+    return xxhash.xxh64_intdigest(pack("<QQ", seed % 2**64, number))
 
 
 def state(make: Any) -> Any:

@@ -238,7 +238,7 @@ def test_a_shard_is_absent(make_model, tmp_path):
 @pytest.mark.parametrize("model", ["/no/such/folder", "not a model!", "./missing/../folder"])
 def test_a_path_that_is_no_model(model):
     """The message says which absolute path was looked for."""
-    accepted = "must be a folder with safetensors (not GGUF), or a Hugging Face id; there is no /"
+    accepted = "must be a folder with safetensors, or a Hugging Face id; there is no folder /"
     with pytest.raises(ValueError, match=f"model=.* {accepted}"):
         find_model(model)
     with pytest.raises(ValueError, match=f"tokenizer=.* {accepted}"):
