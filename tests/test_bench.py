@@ -73,6 +73,7 @@ def test_two_engines_in_turn(tmp_path, capsys):
     assert "output tokens/s, nanoengine / hf:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_engine_in_a_process_of_its_own(tmp_path):
     found = run(tmp_path, *SMALL, "--workload", "cpu-prefix", "--repeat", 2,
                 "--python", f"nanoengine=env OMP_NUM_THREADS=1 {sys.executable}")

@@ -134,6 +134,7 @@ def test_ctrl_c_while_tokens_are_waited_for(two_ranks, monkeypatch):
     assert [o.outputs for o in again] == [o.outputs for o in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_in_a_step", [True, False])
 def test_a_rank_that_dies_is_named_at_once(two_ranks, is_in_a_step, monkeypatch):
     """And a device that waits for it is freed, without which a GPU would wait for ever."""
@@ -191,6 +192,7 @@ def test_a_rank_that_does_not_even_start_is_named(tiny, monkeypatch):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_ranks_that_are_out_of_step_are_ended(two_ranks, error):
     """An error in the middle of the model on rank 0 alone: the next step's sums would be wrong."""
@@ -232,6 +234,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_runs_two_engines_and_leaves_nothing_when_it_is_killed(
         tiny, tmp_path):
     """The other ranks do not run the script again, and end with it."""

@@ -143,6 +143,7 @@ def test_another_rank_does_not_wait_for_its_inputs(folder):
         assert gpu.num_replays == 1 and not gpu.host_reads
 
 
+@pytest.mark.slow
 def test_graphs_are_destroyed_before_the_ranks_end(tiny):
     """NCCL waits for graphs that use its communicator; also without a call of `close`."""
     order = []

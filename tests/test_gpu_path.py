@@ -310,6 +310,7 @@ def check_errors(name: str, outputs: list) -> None:
     assert has_failed == (name == "a processor that gives NaN"), tokens_of(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_sampling_parameters(engines, tiny, enforce_eager, name):

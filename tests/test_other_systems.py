@@ -12,6 +12,8 @@ from conftest import ROOT, random_prompts
 
 from nanoengine import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, sys
 import ctypes, mmap, os, pathlib

@@ -11,6 +11,8 @@ import zipfile
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions", "lab")
 
 SCRIPT = """if True:

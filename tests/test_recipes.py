@@ -262,6 +262,7 @@ def test_serve(monkeypatch, capsys):
     assert capsys.readouterr().out == "46"
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     code, = recipe("Two processes")
     file = tmp_path / "two.py"
@@ -342,6 +343,7 @@ def test_batch(monkeypatch, tmp_path):
     assert [result["response"]["status_code"] for result in results].count(200) == 5
 
 
+@pytest.mark.slow
 def test_ray_data(tmp_path, ray_job):
     """The command of the README; test_ray_data.py has the rest."""
     pytest.importorskip("ray")

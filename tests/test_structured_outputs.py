@@ -515,6 +515,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request(llm):
     assert second.outputs[0].finish_reason == "stop" and second.outputs[0].text.isdigit()
 
 
+@pytest.mark.slow
 def test_without_asserts(bundled):
     """python -O drops them."""
     script = f"""

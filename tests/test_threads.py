@@ -400,6 +400,7 @@ print(in_child(llm.close))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_of_a_process_with_an_engine_is_told_so(tiny):
     result = run(FORK.replace("MODEL", repr(tiny)))

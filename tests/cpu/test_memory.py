@@ -78,6 +78,7 @@ def run(script, **environment):
     return subprocess.check_output([sys.executable, "-c", script], text=True, env=environment)
 
 
+@pytest.mark.slow
 @needs_libgomp
 @pytest.mark.parametrize("is_another", [False, True])
 def test_threads_end_in_the_libgomp_that_torch_computes_with(another_libgomp, is_another):

@@ -152,6 +152,7 @@ def largest_error(dtype):
     return (out.double() - plain_attention(qkv[:, :4], plain, None, step)).abs().max().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, features", [("haswell", "+avx,+avx2,+fma"), ("generic", "")])
 def test_other_cpus(name, features, tmp_path):
     """The instructions follow the CPU that numba compiles for, not the one it runs on."""

@@ -381,6 +381,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_killed(tmp_path, bundled):
     """kill -9, three times, at random moments after the first new result."""
     rows = many(200)

@@ -16,6 +16,8 @@ pytest.importorskip("ray")
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ray_data():

@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 
 def run(script: str) -> list:

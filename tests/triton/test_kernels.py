@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 TESTS = Path(__file__).with_name("interpreted.py")
 
 
