@@ -38,8 +38,8 @@ class EngineConfig:
     seed: the seeds of requests without one are derived from it; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
         "hf" and "safetensors" read safetensors.
-    max_model_len: the most tokens of a prompt and its output together; by default, and with the
-        extensions for -1, what the model and the cache allow.
+    max_model_len: the most tokens of a prompt and its output together; by default what the model
+        and the cache allow.
     max_num_seqs: the most sequences that run at once; by default 256, or fewer where the token
         budget is smaller.
     max_num_batched_tokens: the token budget: the most tokens that a step computes; at least

@@ -37,7 +37,7 @@ class SamplingParams:
         the number of the request.
     max_tokens: the most tokens to generate; None: up to the engine's `max_model_len`.
     min_tokens: until this many tokens are generated, EOS and stop tokens are masked, and stop
-        strings do not count. It needs the extensions.
+        strings do not count.
     stop: strings that end the completion; they are cut from the text unless
         include_stop_str_in_output.
     stop_token_ids: tokens that end the completion, besides EOS.

@@ -76,6 +76,18 @@ def apply(scores: Tensor, seqs: list[Any], last_sampled: Tensor) -> None:
             scores[row] = run_processors(scores[row, None], seq)[0]
 
 
+def after(seq: Sequence, token_ids: list[int]) -> Sequence:
+    """Returns a sequence for the draw after these tokens, which are guesses and may be wrong: a
+    copy that has them, if the constraints of `seq` look at the tokens so far."""
+    if "constraints" not in seq.params.edits:
+        return seq
+    copy = seq.fork(token_ids=seq.token_ids + token_ids)
+    copy.logprobs = seq.logprobs
+    texts, words, grammar = seq.constraints
+    copy.constraints = texts, words, grammar and grammar.copy()
+    return copy
+
+
 @lru_cache(maxsize=2)
 def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list[int]]:
     """Returns what each token adds to a text, in UTF-8; for some, it is a part of a character.

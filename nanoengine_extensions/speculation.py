@@ -22,6 +22,9 @@ The first drawn token joins its sequence at the end of the step, as usual. Each 
 that its sequence holds anyway. K and V of a wrong one lie after the last token, where no query sees
 them until a later step overwrites them.
 
+Constraints look at the tokens so far: the row after a guess has a copy of its sequence that has the
+guess (`constraints.after`). Where a grammar forces a text, this text is the guess.
+
 How many guesses pay? `StepCosts` knows how long steps of so many tokens take on this machine, and
 `odds` how often the guesses of each sequence were right of late. A guess is computed only if it
 raises the expected number of tokens a second (`_worthwhile`). The decision can depend on the time,
@@ -37,6 +40,7 @@ from typing import Any
 from nanoengine.batch import Batch, Copies, Row
 from nanoengine.seams import naming
 from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine_extensions.constraints import after
 from nanoengine_extensions.engine import Engine
 from nanoengine_extensions.policies import find_policy
 
@@ -114,14 +118,16 @@ class SpeculatingEngine(Engine):
 
     guess: the policy, from a sequence to its next tokens, as many as it likes.
     drawn: the tokens of each sequence that are drawn, but have yet to join it.
-    odds: how often guesses of each sequence were right of late.
+    odds: how often guesses were right of late, those of the policy by sequence, and those of the
+        text that a grammar forces by grammar.
+    sources: whose guesses those of a sequence are, itself or its grammar, in this step.
     """
 
     def __init__(self, config: Any, runner: Any, *clock: Any) -> None:
         super().__init__(config, runner, *clock)
         self.guess = find_policy("speculation", config.speculation) or PromptLookup()
         self.drawn: Guesses = {}
-        self.odds: dict[Sequence, float] = {}
+        self.odds: dict[Any, float] = {}
         self.costs = StepCosts()
         # the logits of all guesses in one product; several ranks have agreed on max_num_seqs rows
         if config.tensor_parallel_size == 1:
@@ -150,7 +156,8 @@ class SpeculatingEngine(Engine):
             return self.runner.launch(batch)
         began = self.clock()
         start = sum(self.odds.values()) / len(self.odds) if self.odds else 0.25
-        self.odds = {row.seq: self.odds.get(row.seq, start) for row in batch.sampled}
+        self.odds = {each: self.odds.get(each, start) for row in batch.sampled
+                     for each in (row.seq, grammar_of(row.seq))}
         asked = self._ask(batch)
         guesses = self._worthwhile(asked, batch)
         launched = self.runner.launch(with_guesses(batch, guesses))
@@ -175,36 +182,45 @@ class SpeculatingEngine(Engine):
             self.metrics.counters["right_guesses"] += min(num_right, len(drawn) - 1)
             # NaN after a guess need not be its own: the next step will tell
             self.drawn[seq] = [token for token in drawn[1:num_right + 1] if token >= 0]
+            source = self.sources.get(seq)
             for is_right in are_right[:num_right + 1]:
-                self.odds[seq] += WEIGHT * (is_right - self.odds[seq])
+                self.odds[source] += WEIGHT * (is_right - self.odds[source])
             tokens[row] = NO_TOKEN if seq.error else tokens[row]
         # for the scheduler, a step like any other
         vars(launched).update(batch=batch, wait=lambda: tokens)
         return launched
 
     def _ask(self, batch: Batch) -> Guesses:
-        """Returns the policy's guesses, as many as could be computed.
+        """Returns as many guesses as could be computed: the text that a grammar forces, or else
+        what the policy guesses and a grammar permits.
 
-        If guesses of a sequence were wrong of late, the policy is asked in every eighth step only.
-        An error of the policy becomes that of the sequence.
+        If such guesses were wrong of late, they are looked at in every eighth step only. An error
+        of the policy becomes that of the sequence.
         """
         asked = {}
+        self.sources: dict[Sequence, Any] = {}
         vocabulary = range(self.runner.model_config.vocab_size)
         for _, seq, position in batch.sampled:
             # in slots that it holds, and before its end
             most = min(MOST_GUESSES, len(seq.block_table) * self.config.block_size - position,
                        seq.max_num_tokens - position - 1)
-            # beams, and draws that depend on more than logits and seed
-            is_edited = seq.needs_tokens or "constraints" in seq.params.edits
-            if most < 1 or is_edited or (self.odds[seq] < LEAST_ODDS and position % 8):
+            # a user's processors, which can keep a state, and beams
+            is_alone = seq.params.logits_processors or (seq.needs_tokens and not seq.constraints)
+            if most < 1 or is_alone:
+                continue
+            grammar = grammar_of(seq)
+            guesses = grammar.forced(seq.token_ids)[:most] if grammar else []
+            source = self.sources[seq] = grammar if guesses else seq
+            if self.odds[source] < LEAST_ODDS and position % 8:
                 continue
             try:
                 with naming(f"request {seq.request_id}: its speculation {self.guess}"):
                     # raises an error for what is no token
-                    asked[seq] = [vocabulary.index(index(token))
-                                  for token in islice(self.guess(seq), most)]
+                    guesses = guesses or [vocabulary.index(index(token))
+                                          for token in islice(self.guess(seq), most)]
             except ValueError as error:
                 seq.error = error
+            asked[seq] = guesses[:grammar.matcher.validate_tokens(guesses)] if grammar else guesses
         return asked
 
     def _worthwhile(self, asked: Guesses, batch: Batch) -> Guesses:
@@ -217,8 +233,9 @@ class SpeculatingEngine(Engine):
         # the seconds without guesses have to be known
         if count not in self.costs:
             return {}
-        chances = [(self.odds[seq] ** i, place) for place, seq in enumerate(asked)
-                   for i in range(1, len(asked[seq]) + 1) if self.odds[seq] ** i >= LEAST_ODDS]
+        odds = [self.odds[self.sources[seq]] for seq in asked]
+        chances = [(odds[place] ** i, place) for place, seq in enumerate(asked)
+                   for i in range(1, len(asked[seq]) + 1) if odds[place] ** i >= LEAST_ODDS]
         room = min(MOST_GUESSES, len(self.runner.last_sampled) - len(batch.sampled), batch.budget)
         chances = sorted(chances, reverse=True)[:max(0, room)]
         gains = accumulate((chance for chance, _ in chances), initial=count)
@@ -241,5 +258,10 @@ def with_guesses(batch: Batch, guesses: Guesses) -> Batch:
             copy = wider.sequences[source] = seq.fork(token_ids=seq.token_ids + guess)
             copy.block_table = seq.block_table
             wider.num_tokens[source] += len(guess)
-            wider.sampled += [Row(source, seq, position + 1 + i) for i in range(len(guess))]
+            wider.sampled += [Row(source, after(seq, guess[:i]), position + i)
+                              for i in range(1, len(guess) + 1)]
     return wider
+
+
+def grammar_of(seq: Sequence) -> Any:
+    return seq.constraints and seq.constraints[2]

@@ -98,7 +98,7 @@ def test_random_requests(bundled, plain_llm, seed, always):
     share = rng.choice([0.2, 0.7, 0.95, 1])
 
     def guess(seq):
-        assert min(seq.token_ids) >= 0 and "constraints" not in seq.params.edits
+        assert min(seq.token_ids) >= 0 and not seq.params.logits_processors
         num_prompt = seq.num_prompt_tokens
         tokens = known[(*seq.token_ids[:num_prompt], seq.params.seed, seq.index)]
         return wrong_to_a_degree(rng, tokens[seq.num_tokens - num_prompt:], share, 800)
@@ -277,6 +277,75 @@ def test_what_is_refused(bundled):
         assert EngineConfig(model="none", device="cpu", speculation=policy).run_ahead is False
         with pytest.raises(ValueError, match="speculation=.* is not accepted: .* 'none' on a GPU"):
             EngineConfig(model="none", device="cuda", speculation=policy)
+
+
+# ------------------------------------------------------------------------ with constraints
+
+SCHEMA = {"type": "object", "required": ["the name of the animal", "legs", "is it tame"],
+          "properties": {"the name of the animal": {"enum": ["fox", "crow", "a fox and a crow"]},
+                         "legs": {"type": "integer", "minimum": 0, "maximum": 99},
+                         "is it tame": {"type": "boolean"}}}
+CONSTRAINED = [
+    dict(structured_outputs={"json": SCHEMA}, max_tokens=90),
+    dict(structured_outputs={"json": SCHEMA}, max_tokens=90, logprobs=2, temperature=0.9),
+    dict(structured_outputs={"regex": "(fox|crow|dog)( and (fox|crow|dog)){3,9}"}, min_tokens=12),
+    dict(structured_outputs={"choice": ["a fox in the house", "a fox in the garden"]}),
+    dict(bad_words=["fox", "the"], min_tokens=9), dict(repetition_penalty=1.3, temperature=0.7),
+    dict(presence_penalty=0.8, frequency_penalty=0.5, logit_bias={70: 3.0}, logprobs=0),
+    dict(allowed_token_ids=[*range(60, 120)], stop="e"), dict(ignore_eos=True)]
+
+
+@pytest.mark.parametrize("options", [
+    dict(dtype="float32"), dict(dtype="bfloat16", num_kv_blocks=20, max_num_batched_tokens=24),
+    dict(dtype="float32", num_kv_blocks=14, preemption_mode="swap")])
+def test_constraints_look_at_the_guesses_before_a_row(bundled, always, options):
+    """Also where only some guesses are right."""
+    prompts = ["Once upon a time there was a fox."] * len(CONSTRAINED)
+    params = [SamplingParams(**dict(max_tokens=40, temperature=0, seed=5) | each)
+              for each in CONSTRAINED]
+    rng = random.Random(0)
+    with LLM(bundled, **options) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+        known = {each.request_id: each.outputs[0].token_ids for each in expected}
+        seen = set()
+
+        def guess(seq):
+            seen.add(seq.request_id)
+            tokens = known[seq.request_id][seq.num_tokens - seq.num_prompt_tokens:]
+            return wrong_to_a_degree(rng, tokens, 0.9, 800)
+
+        speculate(llm, guess)
+        llm.inputs.numbers = itertools.count()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [parts_of(each) for each in outputs] == [parts_of(each) for each in expected]
+        assert len(seen) >= len(params) - 1, "all but the text that is forced nearly everywhere"
+        assert llm.metrics()["right_guesses"] > 60
+        check_idle(llm)
+
+
+def test_a_grammar_guesses_the_text_that_it_forces(bundled):
+    """With a policy that guesses nothing, and a clock on which each step takes as long."""
+    params = SamplingParams(structured_outputs={"json": SCHEMA}, max_tokens=200, temperature=0)
+    with LLM(bundled, dtype="float32", num_kv_blocks=64) as llm:
+        speculate(llm, "none")
+        (expected,) = llm.generate("The fox", params, use_tqdm=False)
+        num_steps = llm.metrics()["num_steps"]
+        speculate(llm, lambda seq: [], itertools.count().__next__)
+        (found,) = llm.generate("The fox", params, use_tqdm=False)
+        metrics = llm.metrics()
+    assert parts_of(found) == parts_of(expected)
+    assert 0 < metrics["right_guesses"] <= metrics["guessed_tokens"]
+    assert metrics["num_steps"] < 0.7 * num_steps, (num_steps, metrics)
+
+
+def test_the_processors_of_a_user_see_no_guess(small_llm, always):
+    """They can keep a state."""
+    calls = []
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True,
+                            logits_processors=[lambda ids, scores: calls.append(len(ids)) or scores])
+    speculate(small_llm, lambda seq: [1, 2, 3])
+    small_llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    assert len(calls) == 9 and small_llm.metrics()["guessed_tokens"] == 0
 
 
 # ------------------------------------------------------------------------ what it costs
