@@ -205,7 +205,8 @@ class SpeculatingEngine(Engine):
             most = min(MOST_GUESSES, len(seq.block_table) * self.config.block_size - position,
                        seq.max_num_tokens - position - 1)
             # a user's processors, which can keep a state, and beams
-            is_alone = seq.params.logits_processors or (seq.needs_tokens and not seq.constraints)
+            params: Any = seq.params
+            is_alone = params.logits_processors or (seq.needs_tokens and not seq.constraints)
             if most < 1 or is_alone:
                 continue
             grammar = grammar_of(seq)

@@ -341,8 +341,13 @@ def test_a_grammar_guesses_the_text_that_it_forces(bundled):
 def test_the_processors_of_a_user_see_no_guess(small_llm, always):
     """They can keep a state."""
     calls = []
+
+    def processor(token_ids, scores):
+        calls.append(len(token_ids))
+        return scores
+
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True,
-                            logits_processors=[lambda ids, scores: calls.append(len(ids)) or scores])
+                            logits_processors=[processor])
     speculate(small_llm, lambda seq: [1, 2, 3])
     small_llm.generate([[5, 6, 7]], params, use_tqdm=False)
     assert len(calls) == 9 and small_llm.metrics()["guessed_tokens"] == 0
