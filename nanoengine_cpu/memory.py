@@ -55,8 +55,8 @@ def check_process() -> None:
 # of its own, and numba would otherwise load the system's, with other threads. There can be another
 # one by now: one that replaces torch's (LD_PRELOAD), or one of some other package.
 files = set(re.findall(r"(?m)/.*/libgomp[-\w]*\.so[.\d]*$", read_system("self/maps")))
-torch_first = sorted(files, key=lambda file: not file.startswith(torch.__path__[0]))
-LIBGOMPS = [ctypes.CDLL(file, ctypes.RTLD_GLOBAL) for file in torch_first]
+ordered = sorted(files, key=lambda file: not file.startswith(os.path.realpath(torch.__path__[0])))
+LIBGOMPS = [ctypes.CDLL(file, ctypes.RTLD_GLOBAL) for file in ordered]
 
 
 def limit_threads() -> None:

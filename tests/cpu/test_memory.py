@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanoengine_cpu import memory
 
@@ -107,11 +108,13 @@ ctypes.CDLL = load
 
 
 @needs_libgomp
-@pytest.mark.parametrize("is_another", [False, True])
-def test_libraries_find_the_libgomp_of_torch_before_any_other(another_libgomp, is_another):
-    """Even one that was loaded before."""
+@pytest.mark.parametrize("is_another, is_linked", [(False, False), (True, False), (True, True)])
+def test_libraries_find_the_libgomp_of_torch_before_any_other(
+        another_libgomp, is_another, is_linked, tmp_path):
+    """Even one that was loaded before; also where PyTorch's folder is a link to another place."""
+    (tmp_path / "torch").symlink_to(torch.__path__[0])
     found = run(f"import ctypes\nif {is_another}: ctypes.CDLL({another_libgomp!r})" + LOAD_LOCALLY
-                + """
+                + f"if {is_linked}: torch.__path__[0] = {str(tmp_path / 'torch')!r}" + """
 def address(library):
     return ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value
 print(hasattr(load(None), "omp_get_max_threads"))
