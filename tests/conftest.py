@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import os
 import shutil
 import subprocess
@@ -207,6 +208,13 @@ def generate(llm, prompts, params=GREEDY) -> list:
 def use_policies(llm: LLM, **changes) -> None:
     """Gives a loaded model an engine with other policies."""
     llm.engine = Engine(dataclasses.replace(llm.config, **changes), llm.engine.runner)
+
+
+def next_number(llm) -> int:
+    """The number of the next request."""
+    number = next(llm.inputs.numbers)
+    llm.inputs.numbers = itertools.count(number)
+    return number
 
 
 def token_ids(outputs) -> list[list[int]]:

@@ -1,13 +1,12 @@
 """Logits have the same bits under every schedule, on a CPU: compared bit for bit."""
 
-import copy
 import json
 import random
 
 import numba
 import pytest
 import torch
-from conftest import ROOT, random_prompts
+from conftest import ROOT, next_number, random_prompts
 
 from nanoengine import LLM, SamplingParams
 from nanoengine_extensions.options import EngineConfig
@@ -26,7 +25,7 @@ SCHEDULES = {
 
 def logits_of(llm: LLM, prompts: list[list[int]], max_tokens: int = 20) -> dict:
     """(prompt, number of tokens before): the logits there, of all tokens that were sampled."""
-    found, first = {}, next(copy.copy(llm.inputs.numbers))
+    found, first = {}, next_number(llm)
     runner, newest = llm.engine.runner, []
     launch = runner.launch
 

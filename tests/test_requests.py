@@ -1,18 +1,13 @@
 """What a user may ask for: every form of prompt and parameters, and what is refused."""
 
-import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import GREEDY, check_idle, generate, token_ids
+from conftest import GREEDY, check_idle, generate, next_number, token_ids
 
 from nanoengine import SamplingParams
 from nanoengine_extensions.chat import render
-
-
-def next_number(llm) -> int:
-    return next(copy.copy(llm.inputs.numbers))
 
 
 def test_every_form_of_prompt(llm):
