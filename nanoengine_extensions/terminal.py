@@ -1,24 +1,46 @@
-"""`python -m nanoengine "a prompt"`: streams a text to the terminal."""
+"""`python -m nanoengine "a prompt"`: streams a text, or the answers of a chat, to the terminal."""
 
+import sys
 from argparse import ArgumentParser
+from typing import Any
 
 from nanoengine import LLM, SamplingParams
+from nanoengine_extensions.chat import render
 
 
 def main() -> None:
-    """Completes the prompt of the command line."""
+    """Completes the prompt of the command line, or of standard input; or answers it in a chat."""
     parser = ArgumentParser("python -m nanoengine", description="streams a text to the terminal")
-    parser.add_argument("prompt", help="the beginning of the text")
+    parser.add_argument("prompt", nargs="?", help="the beginning of the text, or the first message "
+                        "of a chat; without it, what standard input has")
+    parser.add_argument("--chat", action="store_true", help="answer each line of standard input")
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a folder or a Hugging Face id")
     parser.add_argument("--max-tokens", default=256, type=int, help="the most tokens to generate")
     parser.add_argument("--temperature", default=0.7, type=float, help="0 is greedy; default: 0.7")
+    parser.add_argument("--top-p", default=1.0, type=float, help="the share of the nucleus")
+    parser.add_argument("--seed", type=int, help="of the draws; by default always the same")
     args = parser.parse_args()
-    num_shown = 0
     try:
-        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        for output in LLM(args.model).stream(args.prompt, params):
-            print(output.outputs[0].text[num_shown:], end="", flush=True)
-            num_shown = len(output.outputs[0].text)
+        params = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed,
+                                max_tokens=args.max_tokens)
+        llm = LLM(args.model)
+        if not args.chat:
+            show(llm, sys.stdin.read() if args.prompt is None else args.prompt, params)
+            return
+        messages: list[dict[str, str]] = []
+        for line in [args.prompt] if args.prompt is not None else sys.stdin:
+            messages.append({"role": "user", "content": line.rstrip("\n")})
+            answer = show(llm, render(llm.get_tokenizer(), messages), params)
+            messages.append({"role": "assistant", "content": answer})
     except ValueError as error:
         parser.error(str(error))
+
+
+def show(llm: LLM, prompt: Any, params: SamplingParams) -> str:
+    """Prints a text as it grows, and returns it."""
+    text = ""
+    for output in llm.stream(prompt, params):
+        print(output.outputs[0].text[len(text):], end="", flush=True)
+        text = output.outputs[0].text
     print()
+    return text

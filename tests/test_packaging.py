@@ -1,5 +1,6 @@
 """The wheel: what is in it, and that it generates text far from this repository."""
 
+import io
 import os
 import re
 import runpy
@@ -10,6 +11,8 @@ import zipfile
 
 import pytest
 from conftest import ROOT
+
+from nanoengine import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -60,13 +63,27 @@ def test_it_generates_text_in_an_empty_folder(wheel, bundled, tmp_path):
 
 
 def test_it_streams_a_text_to_the_terminal(bundled, monkeypatch, capsys):
-    def run(*flags: str) -> str:
-        command = ["nanoengine", "47 + 85 =", "--model", bundled, "--temperature", "0"]
+    def run(*flags: str, prompt: tuple[str, ...] = ("47 + 85 =",), lines: str = "") -> str:
+        command = ["nanoengine", *prompt, "--model", bundled, "--temperature", "0"]
         monkeypatch.setattr(sys, "argv", [*command, *flags])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         runpy.run_module("nanoengine", run_name="__main__")
         return capsys.readouterr().out
 
     assert run("--max-tokens", "20") == " 132\n"
+    assert run(prompt=(), lines="count 17 to 23 =") == " 17 18 19 20 21 22 23\n"
+    assert run("--chat", prompt=("12 + 34",), lines="not read") == "46\n"
+    with LLM(bundled) as llm:
+        first = [{"role": "user", "content": "12 + 34"}]
+        second = [*first, {"role": "assistant", "content": "46"},
+                  {"role": "user", "content": "and 5 + 6?"}]
+        params = SamplingParams(temperature=0, max_tokens=30)
+        answers = [each.outputs[0].text for each in llm.chat([first, second], params)]
+    chat = run("--chat", "--max-tokens", "30", prompt=(), lines="12 + 34\nand 5 + 6?\n")
+    assert chat == "".join(f"{answer}\n" for answer in answers)
+    hot = ("--temperature", "2", "--max-tokens", "20", "--seed")
+    assert run(*hot, "1") == run(*hot, "1") != run(*hot, "2")
+    assert run(*hot, "1", "--top-p", "0.0001") == " 132\n"
     for flag, value, message in (("--max-tokens", "-1", "max_tokens=-1 is not accepted"),
                                  ("--model", "/no/such", "model='/no/such' is not accepted")):
         with pytest.raises(SystemExit, match="2"):
