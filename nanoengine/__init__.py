@@ -3,6 +3,7 @@
 A map, in an order to read it:
 
     llm.py              what a user calls: `generate` with its loop, streams, threads
+    seams.py            the way to what is outside: optional features, libraries of kernels
     sampling_params.py  how a request is sampled
     config.py           the options of an engine
     requests.py         prompts and parameters, checked, as requests with sequences
@@ -20,7 +21,6 @@ A map, in an order to read it:
     sampler.py          from logits to tokens
     loader.py           from a folder to a model with its weights
     outputs.py          from tokens to text, and the results
-    seams.py            the way to what is outside: optional features, libraries of kernels
 
 The engine needs no other package of this repository.
 """
