@@ -127,7 +127,7 @@ class LLM(AbstractContextManager):
             priority: int | list[int] | None = None) -> list[Request]:
         """Queues requests for `step` to run; returns them. The arguments are those of `generate`.
 
-        A request has `.is_finished`, and `.output()`, its `RequestOutput` so far.
+        A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         self.queue(requests)
