@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 pytestmark = pytest.mark.slow
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).with_name("interpreted.py")
 

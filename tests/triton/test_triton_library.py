@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, packages_imported_by
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 FOLDER = ROOT / "nanoengine_gpu"
 README = (FOLDER / "README.md").read_text()
 

@@ -7,7 +7,7 @@ import torch
 
 from nanoengine import sampler
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 
 from nanoengine_gpu import draw  # noqa: E402
 
