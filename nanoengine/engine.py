@@ -69,7 +69,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that have a new token, or end with an error.
 
-        If the engine runs ahead, these tokens are those of the step that the last call launched.
+        If the engine runs ahead, these tokens are those of the step that the call before launched.
         """
         if self.runner is None:
             raise RuntimeError("the LLM is closed")

@@ -93,7 +93,7 @@ def truncate(scores: Tensor, draws: Draws, edits: set[str],
     """
     if edits <= {"constraints"}:
         return torch.arange(scores.shape[1], device=scores.device), scores.exp_()
-    # a token whose score is below `least` gets weight 0; one below `bound` in each row may get none
+    # a token below `least` gets weight 0; a token below `bound` in every row can be left out
     least = bound = draws.min_p[:, None].log().float()
     total = None
     if edits <= {"constraints", "top_p"}:

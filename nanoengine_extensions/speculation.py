@@ -157,7 +157,7 @@ class SpeculatingEngine(Engine):
         began = self.clock()
         start = sum(self.odds.values()) / len(self.odds) if self.odds else 0.25
         self.odds = {each: self.odds.get(each, start) for row in batch.sampled
-                     for each in (row.seq, grammar_of(row.seq))}
+                     for each in (row.seq, grammar_of(row.seq)) if each}
         asked = self._ask(batch)
         guesses = self._worthwhile(asked, batch)
         launched = self.runner.launch(with_guesses(batch, guesses))

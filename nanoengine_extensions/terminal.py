@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a folder or a Hugging Face id")
     parser.add_argument("--max-tokens", default=256, type=int, help="the most tokens to generate")
     parser.add_argument("--temperature", default=0.7, type=float, help="0 is greedy; default: 0.7")
-    parser.add_argument("--top-p", default=1.0, type=float, help="the share of the nucleus")
+    parser.add_argument("--top-p", default=1.0, type=float, help="as in SamplingParams")
     parser.add_argument("--seed", type=int, help="of the draws; by default always the same")
     args = parser.parse_args()
     try:
