@@ -91,13 +91,15 @@ def test_the_inputs_of_a_step():
 
 
 def test_the_example_of_the_docstring():
-    """What `StepInputs` says of a chunk beside a decode is what the code makes of such a batch."""
+    """What `StepInputs` says of a decode beside a chunk is what the code makes of such a batch."""
     text = StepInputs.__doc__.partition("An example")[2].partition("\n\n")[2]
     example = {name: [int(number) for number in re.findall(r"-?\d+", numbers)]
                for name, numbers in re.findall(r"([a-z_]+) {2,}([-\d \[\],|]+)", text)}
-    assert example.keys() == set(TENSORS)
-    batch = make_batch(([3, 8], [47, 48, 49, 50, 51, 52, 53, 54], 4, 3),
-                       ([5, 2, 6], range(9, 18), 8, 1))
+    assert example.pop("num_decodes") == [1] and example.keys() == set(TENSORS)
+    batch = make_batch(([5, 2, 6], range(9, 18), 8, 1),
+                       ([3, 8], [47, 48, 49, 50, 51, 52, 53, 54], 4, 3))
+    _, (_, num_decodes, *_) = make_runner().prepare(batch)
+    assert num_decodes == 1
     arrays = dict(zip(("draws", *TENSORS), step_arrays(batch, 4, longest_keys=9)))
     assert {name: arrays[name].flatten().tolist() for name in example} == example
     assert arrays["block_tables"].shape == (2, 3)
