@@ -31,9 +31,8 @@ def main() -> None:
         print("\nA story as it is written: ", end="", flush=True)
         shown = 0
         story = [{"role": "user", "content": "Tell me a story about a fox."}]
-        prompt = llm.get_tokenizer().apply_chat_template(
-            story, tokenize=False, add_generation_prompt=True)
-        for output in llm.stream(prompt, SamplingParams(temperature=0.6, max_tokens=150, seed=2)):
+        params = SamplingParams(temperature=0.6, max_tokens=150, seed=2)
+        for output in llm.stream_chat(story, params):
             text = output.outputs[0].text
             print(text[shown:], end="", flush=True)
             shown = len(text)

@@ -410,7 +410,9 @@ def main(arguments: list[str] | None = None) -> None:
     except BlockingIOError:
         sys.exit(f"{output}: another job is writing to this file")
     except (OSError, KeyboardInterrupt) as error:
-        sys.exit(f"Stopped by {error!r}. {output} has the results; the same command continues.")
+        has_results = output.is_file() and output.stat().st_size
+        kept = f" {output} has the results; the same command continues." if has_results else ""
+        sys.exit(f"Stopped by {str(error) or repr(error)}.{kept}")
 
 
 if __name__ == "__main__":

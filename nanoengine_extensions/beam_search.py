@@ -133,9 +133,10 @@ class BeamSearch(Request):
         seq = self.seq
         manager = scheduler.block_manager
         most = manager.num_blocks // manager.num_blocks_for(manager.most_tokens(seq))
-        if params.beam_width > min(most, scheduler.config.max_num_seqs):
+        most_seqs = scheduler.config.max_num_seqs
+        if params.beam_width > min(most, most_seqs):
             raise rejected("beam_width", params.beam_width, f"at most {most} with num_kv_blocks="
-                           f"{manager.num_blocks}, or max_num_seqs={scheduler.config.max_num_seqs}")
+                           f"{manager.num_blocks}, and at most max_num_seqs={most_seqs}")
         self.params = params
         self.scheduler = scheduler
         # a beam that samples one of these tokens need not end

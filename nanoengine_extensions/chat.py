@@ -2,6 +2,7 @@
 
 import json
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 from jinja2 import nodes
@@ -47,6 +48,9 @@ def render(tokenizer: Any, messages: Any, encoder: Any = None, *, chat_template:
         # The template has written the special tokens.
         ids = (encoder or tokenizer)(texts, add_special_tokens=False).input_ids
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids)]
+
+
+OPTIONS = [*signature(render).parameters][3:]
 
 
 def is_chat(messages: Any) -> bool:

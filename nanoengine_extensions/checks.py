@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from functools import wraps
-from inspect import signature
+from inspect import getdoc, signature
 from pathlib import Path
 from traceback import walk_tb
 from typing import Annotated, Any, Literal
@@ -119,6 +119,9 @@ def strict(kind: Any) -> Any:
         object.__setattr__(self, name, value)
 
     kind.__init__ = __init__
+    # for help(); python -OO leaves it out
+    if kind.__doc__ and kind.__base__ is not object:
+        kind.__doc__ = f"{getdoc(kind)}\n\nThose of the engine:\n\n{getdoc(kind.__base__)}"
     if not kind.__dataclass_params__.frozen:
         kind.__setattr__ = __setattr__
     return kind
@@ -127,13 +130,18 @@ def strict(kind: Any) -> Any:
 # --------------------------------------------------------------------------------- errors
 
 
+def not_known(name: str, known: list[str]) -> str:
+    """Returns the message for an unknown keyword: it names the nearest known one, or all."""
+    near = get_close_matches(name, known, 1)
+    return f"{name} is not known: " + (
+        f"the nearest is {near[0]}" if near else f"it can be {known}")
+
+
 def explain(found: Any, known: list[str]) -> str:
-    """Describes a mistake in the arguments of a dataclass, in the style of `rejected`. For an
-    unknown keyword, it names the nearest known one."""
+    """Describes a mistake in the arguments of a dataclass, in the style of `rejected`."""
     name = ".".join(map(str, found["loc"]))
     if found["type"] == "extra_forbidden":
-        near = get_close_matches(name, known, 1)
-        return f"{name} is not known: " + (f"the nearest is {near[0]}" if near else f"{known} are")
+        return not_known(name, known)
     if found["type"] == "missing":
         return f"{name} is missing"
     _, should, rest = found["msg"].partition(" should ")

@@ -3,7 +3,7 @@
 `from nanoengine import LLM` is this class, where the extensions are installed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import fields
 from functools import cached_property
@@ -19,6 +19,7 @@ from nanoengine.requests import FORMS, InputProcessor, Params
 from nanoengine.seams import rejected
 from nanoengine_extensions.beam_search import (
     BeamSearchOutput, BeamSearchParams, BeamSearchSequence, beam_search)
+from nanoengine_extensions.checks import not_known
 from nanoengine_extensions.engine import make_engine
 from nanoengine_extensions.generation_config import defaults_of
 from nanoengine_extensions.logprobs import ScoredRequest
@@ -137,12 +138,23 @@ class LLM(nanoengine.llm.LLM):
 
         The other arguments are those of `generate`. Raises ValueError if there is no template.
         """
-        from nanoengine_extensions.chat import render
+        return self.generate(self._render(messages, options), sampling_params, use_tqdm, priority)
+
+    def stream_chat(self, messages: list[Any], sampling_params: Params = None, *,
+                    priority: int | list[int] | None = None,
+                    **options: Any) -> Iterator[RequestOutput]:
+        """Like `chat`, but yields a request's output so far whenever it has new tokens: `stream`.
+        """
+        return self.stream(self._render(messages, options), sampling_params, priority)
+
+    def _render(self, messages: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
+        from nanoengine_extensions.chat import OPTIONS, render
+        for name in options.keys() - OPTIONS:
+            raise TypeError(not_known(name, OPTIONS))
         own = self.inputs.get_tokenizer()
         # the user's copy can have another template, but must not change how texts are encoded
         tokenizer = vars(self.inputs).get("tokenizer_of_user", own)
-        prompts = render(tokenizer, messages, own, **options)
-        return self.generate(prompts, sampling_params, use_tqdm, priority)
+        return render(tokenizer, messages, own, **options)
 
     def beam_search(self, prompts: Any, params: Any) -> list[Any]:
         """Returns a `BeamSearchOutput` for each prompt: its `params.beam_width` best completions.

@@ -63,6 +63,12 @@ class RequestMetrics:
         return replace(self, num_decoded_tokens=max(0, most - 1))
 
 
+COUNTERS = """num_steps batched_sequences max_blocks_used prompt_tokens computed_tokens
+    generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions recompute_preemptions
+    swap_preemptions recomputed_tokens swap_out_blocks swap_in_blocks copy_on_write_blocks
+    guessed_tokens right_guesses""".split()
+
+
 class Metrics:
     """Counters and times of one engine, and with trace=True a record of each step.
 
@@ -72,7 +78,7 @@ class Metrics:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.counters: Counter[str] = Counter()
+        self.counters = Counter[str](dict.fromkeys(COUNTERS, 0))
         self.trace: list[Any] = []
         # kept for when the runner is gone
         self.block_bytes = engine.runner.block_bytes
@@ -131,8 +137,10 @@ class Metrics:
     def log_room(self, config: Any, runner: Any) -> None:
         """Logs how many requests the KV cache can hold."""
         most = runner.num_kv_blocks * config.block_size / runner.max_model_len
-        logger.info(f"{config.model}: {runner.num_kv_blocks} KV blocks of {config.block_size} "
-                    f"tokens hold {most:.1f} requests of {runner.max_model_len} tokens at once")
+        num_mib = runner.num_kv_blocks * runner.block_bytes / 2**20
+        logger.info(f"{config.model}: {num_mib:.3g} MiB, {runner.num_kv_blocks} KV blocks of "
+                    f"{config.block_size} tokens hold {most:.1f} requests of "
+                    f"{runner.max_model_len} tokens at once")
 
     def gauges(self) -> Counter:
         """Returns current gauges, and counters since the start, as a flat dict.
@@ -144,6 +152,7 @@ class Metrics:
         num_blocks_free: blocks that no sequence holds.
         num_blocks_cached: free blocks that the prefix cache can still find.
         num_host_blocks_used: blocks of the host's pool that are in use.
+        kv_cache_bytes: the memory of all blocks, used or free.
         max_blocks_used: the largest num_blocks_used so far.
         reserved_waste: slots in whole blocks that a sequence holds for later tokens.
         internal_waste: slots after the newest token of a sequence, in its last block.
@@ -187,6 +196,7 @@ class Metrics:
             "num_blocks_free": manager.num_free_blocks,
             "num_blocks_cached": len(manager.free.keys() & manager.hash_of_block),
             "num_host_blocks_used": sum(map(len, host_tables.values())),
+            "kv_cache_bytes": manager.num_blocks * self.block_bytes,
             "reserved_waste": sum(unused) - internal_waste,
             "internal_waste": internal_waste,
             "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"]),

@@ -36,7 +36,8 @@ class EngineConfig(nanoengine.config.EngineConfig):
     speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
         the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text goes on as it
         did before; or a function from a `Sequence` to an iterable of token ids. It works on a CPU,
-        and needs run_ahead=False.
+        and needs run_ahead=False. How much is guessed depends on the time that steps take, the
+        tokens do not.
     batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
         request, and however it was chunked, preempted or cached. On a CPU with packed weights this
         always holds; where it cannot hold, True is an error. All multiples of 32 as block_size give

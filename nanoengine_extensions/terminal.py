@@ -2,10 +2,10 @@
 
 import sys
 from argparse import ArgumentParser
+from collections.abc import Iterable
 from typing import Any
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.chat import render
 
 
 def main() -> None:
@@ -25,21 +25,21 @@ def main() -> None:
                                 max_tokens=args.max_tokens)
         llm = LLM(args.model)
         if not args.chat:
-            show(llm, sys.stdin.read() if args.prompt is None else args.prompt, params)
+            show(llm.stream(sys.stdin.read() if args.prompt is None else args.prompt, params))
             return
         messages: list[dict[str, str]] = []
         for line in [args.prompt] if args.prompt is not None else sys.stdin:
             messages.append({"role": "user", "content": line.rstrip("\n")})
-            answer = show(llm, render(llm.get_tokenizer(), messages), params)
+            answer = show(llm.stream_chat(messages, params))
             messages.append({"role": "assistant", "content": answer})
     except ValueError as error:
         parser.error(str(error))
 
 
-def show(llm: LLM, prompt: Any, params: SamplingParams) -> str:
+def show(outputs: Iterable[Any]) -> str:
     """Prints a text as it grows, and returns it."""
     text = ""
-    for output in llm.stream(prompt, params):
+    for output in outputs:
         print(output.outputs[0].text[len(text):], end="", flush=True)
         text = output.outputs[0].text
     print()

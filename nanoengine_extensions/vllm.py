@@ -26,11 +26,11 @@ WITHOUT_EFFECT = {*"""async_scheduling attention_config backend chat_template_co
     disable_log_stats enable_chunked_prefill enable_log_requests enable_sleep_mode extra_args
     flat_logprobs guided_decoding_backend hf_token kernel_config limit_mm_per_prompt
     long_prefill_token_threshold max_seq_len_to_capture model_impl num_scheduler_steps
-    optimization_level output_kind prefix_caching_hash_algo served_model_name
-    spaces_between_special_tokens trust_remote_code use_tqdm_on_load
+    optimization_level output_kind performance_mode prefix_caching_hash_algo served_model_name
+    skip_clone spaces_between_special_tokens trust_remote_code use_tqdm_on_load
     use_v2_block_manager""".split()}
 # … and those that must not turn on anything, since this engine has nothing like it.
-OFF = {*"""config_format convert data_parallel_size disable_additional_properties
+OFF = {*"""additional_config config_format convert data_parallel_size disable_additional_properties
     distributed_executor_backend enable_expert_parallel enable_in_reasoning enable_lora
     enable_prompt_embeds generation_config hf_overrides kv_cache_dtype kv_cache_memory_bytes
     logprobs_mode lora_request pipeline_parallel_size quantization reasoning_parser runner
