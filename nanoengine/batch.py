@@ -30,7 +30,8 @@ class Row(NamedTuple):
     """A row of logits, for the token of `seq` at `position`.
 
     source: the index in the batch of the sequence that computes the token before `position`: `seq`
-        itself, or its parent, if `seq` is a new fork.
+        itself, or its parent, if `seq` is a new fork. With speculation, `seq` can be a copy that
+        has guesses.
     """
 
     source: int

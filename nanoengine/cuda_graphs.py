@@ -12,8 +12,8 @@ A graph fixes the number of sequences and the width of the block tables. There i
 numbers of sequences ("buckets"); a decode step of another number is padded with dummy sequences,
 which read and write block 0. All graphs have tables for `max_model_len` tokens.
 
-A graph cannot choose what to launch by what a request asks for, as sampling does. So it ends with
-the hidden states, and logits and sampling come after its replay.
+What sampling launches depends on the parameters of the requests, and a graph always launches the
+same. So a graph ends with the hidden states, and logits and sampling come after its replay.
 """
 
 from bisect import bisect_left

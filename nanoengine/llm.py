@@ -239,8 +239,9 @@ class LLM(AbstractContextManager):
         """Holds the engine for this thread alone, between two steps or for one step.
 
         A turn first queues the requests that have arrived since the last turn, and ends those that
-        were dropped. If any error, or Ctrl-C, left the last turn, the engine may be inconsistent,
-        so all its requests are ended. Raises RuntimeError if this thread already has a turn.
+        were dropped. If the last turn ended with an error or Ctrl-C, the engine may be
+        inconsistent, so all its requests are ended. Raises RuntimeError if this thread already has
+        a turn.
         """
         self._check_caller()
         with self.lock:

@@ -146,8 +146,9 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
                read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
     """Returns the model with its weights in `dtype`; "dummy": random ones, always the same.
 
-    place: allocates memory for the weights; extensions have others.
-    read: reads the part of a checkpoint's tensor that belongs in its target, likewise.
+    place: allocates memory for the weights.
+    read: reads the part of a checkpoint's tensor that belongs in its target. Extensions replace
+        both.
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)

@@ -97,7 +97,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias)
 
     # nanoengine_cpu.optimize replaces this forward: one kernel norms the heads, rotates them,
-    # writes K and V, and attends. So does nanoengine_gpu.optimize: its kernel does all but attend
+    # writes K and V, and computes attention. So does nanoengine_gpu.optimize: its kernel does all
+    # but the attention
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).
 

@@ -216,7 +216,8 @@ class ModelRunner:
                 logits, step.draws.of(part), [row.seq for row in rows], self.last_sampled)
             self.observe(rows, logits, tokens[part])
         # There are more than max_num_seqs only when forks begin, and then the next step waits for
-        # their tokens. NO_TOKEN becomes token 0: its sequence ends, and drops what that gives.
+        # their tokens. In place of NO_TOKEN, the next step computes token 0. Its sequence has ended
+        # by then, so the result is dropped.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

@@ -154,8 +154,8 @@ class Scheduler:
         """Counts a launched step as computed, so that the next one can be scheduled.
 
         Its sampled tokens join their sequences as pending tokens. A sequence that reaches its
-        maximum length with one is finished at once. Sequences that finished since the step was
-        scheduled are skipped.
+        maximum length with its pending token is finished at once. Sequences that finished since the
+        step was scheduled are skipped.
         """
         batch.is_advanced = True
         for seq, start, num_tokens in zip(batch.sequences, batch.starts, batch.num_tokens):
@@ -226,8 +226,9 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, waiting or running, and frees its blocks.
 
-        Length ends a sequence while its last token is still pending. If that token turns out to be
-        EOS, or to complete a stop string, "stop" replaces "length".
+        A sequence that reaches its maximum length is finished while its last token is still
+        pending. If this token turns out to be EOS, or to complete a stop string, "stop" replaces
+        "length".
         """
         if not seq.finish_reason:
             (self.running if seq.is_running else self.waiting).remove(seq)

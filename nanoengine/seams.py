@@ -98,4 +98,4 @@ def check_process() -> None:
 
 
 def end_threads() -> None:
-    """Ends the OpenMP threads that PyTorch keeps for this thread: they would slow down others."""
+    """Ends the OpenMP threads of this thread, which would slow down those of another thread."""

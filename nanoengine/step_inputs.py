@@ -115,7 +115,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.nda
     draws = [(p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(position))
              for _, seq, position in rows for p in [seq.params]]
 
-    # 64-bit numbers come first, so that they are aligned; `.T` makes a line of each field of draws
+    # 64-bit numbers come first, so that they are aligned; `.T`: one line for each field of `Draws`
     slot_mapping = blocks * block_size + positions % block_size
     in_32_bits = [token_ids, positions, owners, query_starts, np.append(0, lengths.cumsum()),
                   lengths, block_tables, logits_indices]

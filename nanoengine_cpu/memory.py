@@ -55,7 +55,7 @@ def check_process() -> None:
 # of its own, and numba would otherwise load the system's, with other threads. There can be another
 # one by now: one that replaces torch's (LD_PRELOAD), or one of some other package.
 files = set(re.findall(r"(?m)/.*/libgomp[-\w]*\.so[.\d]*$", read_system("self/maps")))
-ordered = sorted(files, key=lambda file: not file.startswith(os.path.realpath(torch.__path__[0])))
+ordered = sorted(files, key=lambda f: not f.startswith(str(Path(torch.__file__).resolve().parent)))
 LIBGOMPS = [ctypes.CDLL(file, ctypes.RTLD_GLOBAL) for file in ordered]
 
 

@@ -47,7 +47,7 @@ def tile_sizes(rows: int) -> np.ndarray:
     return sizes
 
 
-# By rows. A product of no rows has tiles, too: some CPUs refuse tiles without lines.
+# By the number of rows; for 0 those of one row: some CPUs refuse a tile with a width and no lines.
 TILE_SIZES = np.array([tile_sizes(max(1, rows)) for rows in range(LANES + 1)])
 
 

@@ -77,8 +77,8 @@ def apply(scores: Tensor, seqs: list[Any], last_sampled: Tensor) -> None:
 
 
 def after(seq: Sequence, token_ids: list[int]) -> Sequence:
-    """Returns a sequence for the draw after these tokens, which are guesses: `seq` itself; or a
-    copy that has them, since constraints look at the tokens so far."""
+    """Returns the sequence for the row after these guesses. With constraints, which look at the
+    tokens so far, it is a copy that has the guesses; otherwise `seq` itself."""
     if "constraints" not in seq.params.edits:
         return seq
     copy = seq.fork(token_ids=seq.token_ids + token_ids)

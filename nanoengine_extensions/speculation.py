@@ -12,9 +12,9 @@ tokens that come next if a guess is right, and draw a token after each of them:
     drawn                                    saw the cat  ran    after "fox", "saw", "the", "crow"
 
 Of the guesses, "saw" and "the" are right, so the step has drawn three tokens: "saw", "the", "cat".
-It has drawn "ran" after a wrong guess, and drops it. Nothing is approximate: a draw depends only on
-the logits, the seed and the position, so these are the tokens that three steps would have drawn,
-greedy or not. (Leviathan et al., 2023, arXiv:2211.17192, guess with a small model. Their draws have
+It has drawn "ran" after a wrong guess, and drops it. Nothing is approximate: a draw depends on the
+logits, the seed and the position alone, and with constraints on the tokens so far, which its row
+knows. So these are the tokens that three steps would have drawn, greedy or not. (Leviathan et al., 2023, arXiv:2211.17192, guess with a small model. Their draws have
 no fixed seed for a position, so they need a rule for which guesses to accept. Here it is `==`.)
 
 The first drawn token joins its sequence at the end of the step, as usual. Each of the next calls of
@@ -26,14 +26,14 @@ Constraints look at the tokens so far: the row after a guess has a copy of its s
 guess (`constraints.after`). Where a grammar forces a text, this text is the guess.
 
 How many guesses pay? `StepCosts` knows how long steps of so many tokens take on this machine, and
-`odds` how often the guesses of each sequence were right of late. A guess is computed only if it
-raises the expected number of tokens a second (`_worthwhile`). The decision can depend on the time,
-since the tokens do not depend on the decision.
+`odds` how often recent guesses were right, for each sequence and each grammar. A guess is computed
+only if it raises the expected number of tokens a second (`_worthwhile`). The decision can depend on
+the time, since the tokens do not depend on the decision.
 """
 
 from collections import Counter, OrderedDict
 from dataclasses import replace
-from itertools import accumulate, cycle, islice
+from itertools import accumulate, cycle, islice, takewhile
 from operator import eq, index
 from typing import Any
 
@@ -118,9 +118,10 @@ class SpeculatingEngine(Engine):
 
     guess: the policy, from a sequence to its next tokens, as many as it likes.
     drawn: the tokens of each sequence that are drawn, but have yet to join it.
-    odds: how often guesses were right of late, those of the policy by sequence, and those of the
-        text that a grammar forces by grammar.
-    sources: whose guesses those of a sequence are, itself or its grammar, in this step.
+    odds: how often recent guesses were right: the policy's for each sequence, forced text for each
+        grammar.
+    sources: for each sequence of this step, the key of its guesses in `odds`: the sequence itself,
+        or its grammar.
     """
 
     def __init__(self, config: Any, runner: Any, *clock: Any) -> None:
@@ -140,6 +141,10 @@ class SpeculatingEngine(Engine):
             return super().step()
         batch = self.scheduler.build(seqs, admit=False)
         taken = self.scheduler.postprocess(batch, [self.drawn[seq].pop(0) for seq in seqs])
+        for seq in taken:
+            # in place of the tokens of its copy, which are the same
+            if found := seq.logprobs.get(seq.num_tokens - 1):
+                found.token_ids = seq.token_ids
         self.num_generated_tokens += len(taken)
         self.metrics.done(None, taken)
         return taken
@@ -155,9 +160,11 @@ class SpeculatingEngine(Engine):
         if max(batch.num_tokens) > 1:
             return self.runner.launch(batch)
         began = self.clock()
-        start = sum(self.odds.values()) / len(self.odds) if self.odds else 0.25
-        self.odds = {each: self.odds.get(each, start) for row in batch.sampled
-                     for each in (row.seq, grammar_of(row.seq)) if each}
+        of_seqs = [odds for each, odds in self.odds.items() if isinstance(each, Sequence)]
+        start = sum(of_seqs) / len(of_seqs) if of_seqs else 0.25
+        starts: dict[Any, float] = {row.seq: start for row in batch.sampled}
+        starts |= {grammar: 0.9 for seq in [*starts] if (grammar := grammar_of(seq))}
+        self.odds = {each: self.odds.get(each, start) for each, start in starts.items()}
         asked = self._ask(batch)
         guesses = self._worthwhile(asked, batch)
         launched = self.runner.launch(with_guesses(batch, guesses))
@@ -210,9 +217,12 @@ class SpeculatingEngine(Engine):
             if most < 1 or is_alone:
                 continue
             grammar = grammar_of(seq)
-            guesses = grammar.forced(seq.token_ids)[:most] if grammar else []
-            source = self.sources[seq] = grammar if guesses else seq
-            if self.odds[source] < LEAST_ODDS and position % 8:
+            guesses = []
+            if grammar and (self.odds[grammar] >= LEAST_ODDS or position % 8 == 0):
+                forced = grammar.forced(seq.token_ids)[:most]
+                guesses = [*takewhile(vocabulary.__contains__, forced)]
+            self.sources[seq] = grammar if guesses else seq
+            if not guesses and self.odds[seq] < LEAST_ODDS and position % 8:
                 continue
             try:
                 with naming(f"request {seq.request_id}: its speculation {self.guess}"):

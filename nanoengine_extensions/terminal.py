@@ -11,14 +11,14 @@ from nanoengine import LLM, SamplingParams
 def main() -> None:
     """Completes the prompt of the command line, or of standard input; or answers it in a chat."""
     parser = ArgumentParser("python -m nanoengine", description="streams a text to the terminal")
-    parser.add_argument("prompt", nargs="?", help="the beginning of the text, or the first message "
-                        "of a chat; without it, what standard input has")
-    parser.add_argument("--chat", action="store_true", help="answer each line of standard input")
+    parser.add_argument("prompt", nargs="?", help="the beginning of a text, or with --chat a "
+                        "message; without it, standard input is read")
+    parser.add_argument("--chat", action="store_true", help="answer the prompt, or each line")
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a folder or a Hugging Face id")
     parser.add_argument("--max-tokens", default=256, type=int, help="the most tokens to generate")
     parser.add_argument("--temperature", default=0.7, type=float, help="0 is greedy; default: 0.7")
     parser.add_argument("--top-p", default=1.0, type=float, help="as in SamplingParams")
-    parser.add_argument("--seed", type=int, help="of the draws; by default always the same")
+    parser.add_argument("--seed", type=int, help="without it, each run draws the same")
     args = parser.parse_args()
     try:
         params = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed,
@@ -28,12 +28,15 @@ def main() -> None:
             show(llm.stream(sys.stdin.read() if args.prompt is None else args.prompt, params))
             return
         messages: list[dict[str, str]] = []
-        for line in [args.prompt] if args.prompt is not None else sys.stdin:
+        lines = [args.prompt] if args.prompt is not None else sys.stdin
+        for line in filter(str.strip, lines):
             messages.append({"role": "user", "content": line.rstrip("\n")})
             answer = show(llm.stream_chat(messages, params))
             messages.append({"role": "assistant", "content": answer})
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def show(outputs: Iterable[Any]) -> str:

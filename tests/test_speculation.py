@@ -338,6 +338,50 @@ def test_a_grammar_guesses_the_text_that_it_forces(bundled):
     assert metrics["num_steps"] < 0.7 * num_steps, (num_steps, metrics)
 
 
+@pytest.mark.parametrize("policy", [lambda seq: [], "prompt-lookup"])
+@pytest.mark.parametrize("grammar", [
+    # a special token within, and a text after which llguidance cannot go on
+    'start: "the " <|endoftext|> "fox" " crow"',
+    'start: "x and the fox" (' + " | ".join(f'"{i}a" "{i}b"' for i in range(2500)) + ")"])
+def test_a_look_at_the_forced_text_changes_nothing(tiny, bundled, always, grammar, policy):
+    params = SamplingParams(structured_outputs={"grammar": grammar}, max_tokens=40, temperature=0)
+    found = []
+    with LLM(tiny, tokenizer=bundled, dtype="float32", num_kv_blocks=24) as llm:
+        for each in ("none", policy):
+            speculate(llm, each)
+            llm.inputs.numbers = itertools.count()
+            found += llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    assert parts_of(found[0]) == parts_of(found[1])
+    assert found[0].outputs[0].text in ("the fox crow", "x and the fox")
+
+
+def test_a_forced_text_whose_tokens_the_model_does_not_have(make_model, bundled, always):
+    """The tokenizer can know more."""
+    folder, _ = make_model(vocab_size=367, num_hidden_layers=2)
+    params = SamplingParams(structured_outputs={"json": SCHEMA}, max_tokens=60, temperature=0)
+    with LLM(folder, tokenizer=bundled, dtype="float32", num_kv_blocks=24) as llm:
+        speculate(llm, "none")
+        (expected,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        speculate(llm, "prompt-lookup")
+        (found,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        assert llm.metrics()["guessed_tokens"] > 0
+    assert parts_of(found) == parts_of(expected)
+
+
+def test_log_probabilities_keep_one_list_of_tokens(small_llm, always):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=1,
+                            repetition_penalty=1.1)
+    (expected,) = small_llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    tokens = expected.outputs[0].token_ids
+    speculate(small_llm, lambda seq: tokens[seq.num_tokens - 3:])
+    (request,) = small_llm.add([[5, 6, 7]], params)
+    while not request.is_finished:
+        small_llm.step()
+    assert small_llm.metrics()["right_guesses"] > 10
+    assert all(row.token_ids is request.seq.token_ids for row in request.seq.logprobs.values())
+    assert parts_of(request.output()) == parts_of(expected)
+
+
 def test_the_processors_of_a_user_see_no_guess(small_llm, always):
     """They can keep a state."""
     calls = []

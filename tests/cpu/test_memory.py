@@ -111,10 +111,10 @@ ctypes.CDLL = load
 @pytest.mark.parametrize("is_another, is_linked", [(False, False), (True, False), (True, True)])
 def test_libraries_find_the_libgomp_of_torch_before_any_other(
         another_libgomp, is_another, is_linked, tmp_path):
-    """Even one that was loaded before; also where PyTorch's folder is a link to another place."""
-    (tmp_path / "torch").symlink_to(torch.__path__[0])
+    """Even one that was loaded before; also where PyTorch's files are links to another place."""
+    (tmp_path / "__init__.py").symlink_to(torch.__file__)
     found = run(f"import ctypes\nif {is_another}: ctypes.CDLL({another_libgomp!r})" + LOAD_LOCALLY
-                + f"if {is_linked}: torch.__path__[0] = {str(tmp_path / 'torch')!r}" + """
+                + f"if {is_linked}: torch.__file__ = {str(tmp_path / '__init__.py')!r}" + """
 def address(library):
     return ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value
 print(hasattr(load(None), "omp_get_max_threads"))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All tests, with each version of Python, and with the newest and the oldest releases that
-# pyproject.toml admits of what nanoengine depends on. Prints a table last.
+# All tests, with several versions of Python, and with the oldest releases of the dependencies that
+# pyproject.toml admits. Prints a table last.
 #
 #   tests/versions/run.sh [NAME …]    # of those below; by default all of them
 #
@@ -23,20 +23,22 @@ print(*["==".join(bound.groups()) for bound in bounds if bound])'
 }
 
 find_python() {  # of a version: made by pyenv, or in the PATH
-    ls -d "$HOME/.pyenv/versions/$1".*/bin/python3 2> /dev/null | tail -n 1 | grep . ||
+    ls -d "$HOME/.pyenv/versions/$1".*/bin/python3 2> /dev/null | sort -V | tail -n 1 | grep . ||
         command -v "python$1"
 }
 
-declare -A python=([3.10]=3.10 [3.11]=3.11 [3.12]=3.12 [3.13]=3.13 [oldest]=3.11)
-declare -A packages=([oldest]="$(oldest)")
 names=("$@")
 [ $# = 0 ] && names=(3.10 3.11 3.12 3.13 oldest)
+declare -A python=([3.10]=3.10 [3.11]=3.11 [3.12]=3.12 [3.13]=3.13 [oldest]=3.11)
+declare -A packages=()
+[[ " ${names[*]} " = *" oldest "* ]] && packages[oldest]=$(oldest)
 table=()
 for name in "${names[@]}"; do
     bin=$folder/$name/bin
     if [ ! -e "$bin/pytest" ]; then
         "$(find_python "${python[$name]}")" -m venv "$folder/$name" &&
-            "$bin/pip" install -q ".[test]" ${packages[$name]:-} || exit 1
+            "$bin/pip" install -q ".[test]" ${packages[$name]:-} ||
+            { table+=("$name: no result, it was not installed"); continue; }
     fi
     began=$SECONDS
     "$bin/python" -m pytest -q -m "" -p no:cacheprovider > "$folder/$name.log" 2>&1 < /dev/null
