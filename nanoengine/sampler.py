@@ -37,8 +37,8 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
     rest = [row for row, seq in enumerate(seqs) if seq.params.temperature or seq.params.edits]
-    has_greedy = len(rest) < len(seqs)
-    found = likeliest(logits[:len(seqs)]) if has_greedy else torch.zeros_like(draws.top_k).long()
+    # of the rest, all are overwritten
+    found = likeliest(logits[:len(seqs)]) if len(rest) < len(seqs) else draws.top_k.long()
     # rows with the same edits side by side: a matrix gets the edits that some of its rows need
     rest.sort(key=lambda row: seqs[row].params.edits)
     for start in range(0, len(rest), max_rows(logits)):

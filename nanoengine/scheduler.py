@@ -145,8 +145,7 @@ class Scheduler:
         """Whether there is a place, and blocks, for the head of waiting."""
         if not self.waiting or len(self.running) == self.config.max_num_seqs:
             return False
-        head = self.waiting[0]
-        return not head.is_awaited and self.block_manager.can_allocate(head)
+        return not self.waiting[0].is_awaited and self.block_manager.can_allocate(self.waiting[0])
 
     # ---------------------------------------------------------------------- after a step
 

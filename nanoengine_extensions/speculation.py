@@ -14,8 +14,9 @@ tokens that come next if a guess is right, and draw a token after each of them:
 Of the guesses, "saw" and "the" are right, so the step has drawn three tokens: "saw", "the", "cat".
 It has drawn "ran" after a wrong guess, and drops it. Nothing is approximate: a draw depends on the
 logits, the seed and the position alone, and with constraints on the tokens so far, which its row
-knows. So these are the tokens that three steps would have drawn, greedy or not. (Leviathan et al., 2023, arXiv:2211.17192, guess with a small model. Their draws have
-no fixed seed for a position, so they need a rule for which guesses to accept. Here it is `==`.)
+knows. So these are the tokens that three steps would have drawn, greedy or not. (Leviathan et al.,
+2023, arXiv:2211.17192, guess with a small model. Their draws have no fixed seed for a position, so
+they need a rule for which guesses to accept. Here it is `==`.)
 
 The first drawn token joins its sequence at the end of the step, as usual. Each of the next calls of
 `step` gives one more to each sequence that has some, and computes nothing. A guess uses only slots
