@@ -68,8 +68,8 @@ COPY = PART + MOST_ROWS * LANES
 SUMS = 2 * MOST_ROWS * BLOCK
 # a few rows take little time: the weight is prefetched this many words before it is needed
 SOON = 2**11 if HAS_TILES else 2**10
-# up to this many rows do not prefetch it: the CPU predicts what they read (measured on Zen 4)
-FEW = 4 if has("avx512f") and not HAS_TILES else 0
+# up to this many rows do not prefetch it: CPUs of AMD predict what they read (measured on Zen 4)
+FEW = 4 if has("avx512f") and has("clzero") else 0
 # on registers, it is prefetched once every EVERY words of a row
 EVERY = 1 if has("avx512f") else LANES
 
