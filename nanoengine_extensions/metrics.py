@@ -6,10 +6,13 @@ batch and its sequences; gauges are read between two steps (`LLM.metrics`). Each
 """
 
 import logging
+import re
 import time
 import weakref
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 # Messages go to stderr, or to the user's own handlers if there are any.
@@ -141,6 +144,17 @@ class Metrics:
         logger.info(f"{config.model}: {num_mib:.3g} MiB, {runner.num_kv_blocks} KV blocks of "
                     f"{config.block_size} tokens hold {most:.1f} requests of "
                     f"{runner.max_model_len} tokens at once")
+        if config.device == "cpu" and hasattr(runner, "model"):
+            self.log_pages(sum(weights.nbytes for weights in runner.model.parameters()))
+
+    def log_pages(self, num_bytes: int) -> None:
+        """Warns if Linux does not have the weights, so many bytes, in huge pages."""
+        with suppress(OSError):
+            pages = Path("/proc/self/smaps_rollup").read_text()
+            in_huge_pages = 1024 * sum(map(int, re.findall(r"AnonHugePages: +(\d+)", pages)))
+            if in_huge_pages < num_bytes / 2 > 2**26:
+                logger.warning(f"{in_huge_pages / num_bytes:.0%} of the weights are in huge pages: "
+                               "decodes take up to 1.5 times as long, see tuning.md")
 
     def gauges(self) -> Counter:
         """Returns current gauges, and counters since the start, as a flat dict.

@@ -23,7 +23,7 @@ def main() -> None:
     try:
         params = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed,
                                 max_tokens=args.max_tokens)
-        llm = LLM(args.model)
+        llm: Any = LLM(args.model)
         if not args.chat:
             show(llm.stream(sys.stdin.read() if args.prompt is None else args.prompt, params))
             return

@@ -166,6 +166,27 @@ def test_the_progress_bar_shows_tokens_per_second(llm, capsys):
     assert found and int(found[1]) > 0
 
 
+def test_weights_that_are_not_in_huge_pages_are_told(make_llm, caplog, monkeypatch):
+    """Small ones do not matter, and other systems do not tell."""
+    with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
+        assert not any("huge" in message for message in caplog.messages)
+        metrics = llm.engine.metrics
+        metrics.log_pages(2**40)
+        assert caplog.messages[-1].startswith("0% of the weights are in huge pages")
+        caplog.clear()
+        monkeypatch.setattr(Path, "read_text", lambda path: f"AnonHugePages:  {2**30} kB")
+        metrics.log_pages(2**40)
+        monkeypatch.setattr(Path, "read_text", lambda path: "AnonHugePages:  0 kB")
+        metrics.log_pages(2**20)
+        monkeypatch.setattr(Path, "read_text", missing)
+        metrics.log_pages(2**40)
+        assert not caplog.messages
+
+
+def missing(path) -> str:
+    raise FileNotFoundError(path)
+
+
 def test_what_is_logged(make_llm, caplog):
     with caplog.at_level(logging.INFO, logger="nanoengine"):
         with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
