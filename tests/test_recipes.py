@@ -31,7 +31,6 @@ from conftest import ROOT
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
-from nanoengine_extensions.chat import render
 from nanoengine_extensions.policies import VICTIMS
 
 README = (ROOT / "README.md").read_text()
@@ -174,10 +173,10 @@ def test_a_chat_is_streamed(execute):
     params = SamplingParams(temperature=0)
     answer, = names["llm"].chat(names["messages"], params, use_tqdm=False)
     assert printed == answer.outputs[0].text == "46"
-    assert names["token_ids"] == answer.prompt_token_ids
-    prompts = render(names["tokenizer"], names["messages"])
-    *_, last = names["llm"].stream(prompts, params)
-    assert last.outputs[0].text == "46"
+    *_, last = names["llm"].stream_chat(names["messages"], params, add_generation_prompt=False)
+    assert last.prompt_token_ids == answer.prompt_token_ids[:-3]
+    with pytest.raises(TypeError, match="^tool is not known: the nearest is tools$"):
+        names["llm"].stream_chat(names["messages"], params, tool=[])
 
 
 def test_a_service(execute, capsys):
