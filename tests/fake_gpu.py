@@ -54,6 +54,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -349,7 +350,8 @@ class FakeGpu:
             return self.execute_on_host(operator, arguments, options)
 
         if operator._can_decompose():
-            with self.intercept:
+            # PyTorch 2.9 would ask the GPU what its kernels for attention can do
+            with self.intercept, sdpa_kernel(SDPBackend.MATH):
                 result = operator.decompose(*arguments, **options)
             if result is not NotImplemented:
                 return result
