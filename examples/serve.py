@@ -71,7 +71,7 @@ class Server:
             raise HTTPException(429, f"at most {num_most} completions", {"retry-after": "1"})
         news = call.news = asyncio.Queue()
         late = HTTPException(504, "the time limit is over", {"x-should-retry": "false"})
-        # the body was read, so the next message is that the client has left: nobody gets the error
+        # the body was read: the next message is that the client has left; the error goes nowhere
         left = asyncio.ensure_future(http.receive())
         ended = asyncio.ensure_future(asyncio.wait([left], timeout=self.flags.timeout))
         ended.add_done_callback(lambda _: news.put_nowait(late))

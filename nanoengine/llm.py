@@ -257,7 +257,7 @@ class LLM(AbstractContextManager):
             self.engine.reset()
             self.dropped += self.entered.values()
         while self.arrived:
-            # a request is always in one of the two: if Ctrl-C came between, it would never end
+            # a request is always in one of the two: Ctrl-C in between would lose it otherwise
             self.entered[self.arrived[0].request_id] = self.arrived[0]
             self.engine.add(self.arrived.popleft().seq)
         # other threads can drop more meanwhile; requests of another engine are ignored

@@ -37,7 +37,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
     rest = [row for row, seq in enumerate(seqs) if seq.params.temperature or seq.params.edits]
-    # of the rest, all are overwritten
+    # without greedy rows, any numbers of this shape: all of them are overwritten
     found = likeliest(logits[:len(seqs)]) if len(rest) < len(seqs) else draws.top_k.long()
     # rows with the same edits side by side: a matrix gets the edits that some of its rows need
     rest.sort(key=lambda row: seqs[row].params.edits)

@@ -143,8 +143,7 @@ class LLM(nanoengine.llm.LLM):
     def stream_chat(self, messages: list[Any], sampling_params: Params = None, *,
                     priority: int | list[int] | None = None,
                     **options: Any) -> Iterator[RequestOutput]:
-        """Like `chat`, but yields a request's output so far whenever it has new tokens: `stream`.
-        """
+        """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
         return self.stream(self._render(messages, options), sampling_params, priority)
 
     def _render(self, messages: Any, options: dict[str, Any]) -> list[dict[str, Any]]:

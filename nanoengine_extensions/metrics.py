@@ -148,13 +148,14 @@ class Metrics:
             self.log_pages(sum(weights.nbytes for weights in runner.model.parameters()))
 
     def log_pages(self, num_bytes: int) -> None:
-        """Warns if Linux does not have the weights, so many bytes, in huge pages."""
+        """Warns if this process has fewer bytes in huge pages than half of its weights, which are
+        num_bytes. Only Linux tells."""
         with suppress(OSError):
             pages = Path("/proc/self/smaps_rollup").read_text()
             in_huge_pages = 1024 * sum(map(int, re.findall(r"AnonHugePages: +(\d+)", pages)))
             if in_huge_pages < num_bytes / 2 > 2**26:
                 logger.warning(f"{in_huge_pages / num_bytes:.0%} of the weights are in huge pages: "
-                               "decodes take up to 1.5 times as long, see tuning.md")
+                               "decodes take longer, see docs/tutorial/tuning.md")
 
     def gauges(self) -> Counter:
         """Returns current gauges, and counters since the start, as a flat dict.

@@ -173,6 +173,7 @@ def test_weights_that_are_not_in_huge_pages_are_told(make_llm, caplog, monkeypat
     with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
         assert not any("huge" in message for message in caplog.messages)
         metrics = llm.engine.metrics
+        monkeypatch.setattr(Path, "read_text", lambda path: "AnonHugePages:  0 kB")
         metrics.log_pages(2**40)
         assert caplog.messages[-1].startswith("0% of the weights are in huge pages")
         caplog.clear()

@@ -166,7 +166,7 @@ def test_a_cache_of_other_strides_is_refused():
 
 def step_of(seqs: list[tuple[int, int]], block_size: int = 16, width: int = 0,
             longest_keys: int = 0) -> SimpleNamespace:
-    """A step of sequences with (computed tokens, new tokens); block 0 is nobody's."""
+    """A step of sequences with (computed tokens, new tokens); block 0 belongs to none."""
     lengths = [computed + new for computed, new in seqs]
     widths = [-(-length // block_size) for length in lengths]
     blocks = (1 + torch.randperm(sum(widths))).tolist()

@@ -4,7 +4,7 @@
 #
 #   tests/versions/run.sh [NAME …]    # of those below; by default all of them
 #
-# A run needs these versions of Python, in the PATH or in ~/.pyenv, and takes half an hour for each.
+# A run needs these versions of Python, in the PATH or in ~/.pyenv, and takes 9 to 15 minutes for each.
 # FOLDER (/tmp/nanoengine-versions) gets the environments, of up to 6 GB each, and the logs. An
 # environment that is there is used again.
 set -uo pipefail
