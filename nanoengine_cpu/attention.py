@@ -23,7 +23,7 @@ NaN or infinity.
 
 Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are one of its tiles.
 
-A decode waits for memory. So while it reads the keys of a span, it asks for the values, and while
+Few tokens wait for memory. So while it reads the keys of a span, it asks for the values, and while
 it reads the values, for the keys of the next span, or of the next task. A head in `qkv` lies far
 from that of the next token, so each head is prefetched a few tokens ahead.
 
@@ -167,14 +167,14 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
     right: words; each piece of its lines begins at one of `starts`
     lines: (how many are in a piece, how far a line begins after the line before)
     columns: where each vector begins, in the first line
-    panel: (rows, vectors, per_word, is_tiled, asks): how much is multiplied, how many
-        numbers a word holds, and whether AMX multiplies, 16 lines at a time, which must be finite
-    soon: (words, starts): what is needed soon, laid out as `right`. A panel that asks requests a
-        line of it with each line that it multiplies.
+    panel: (rows, vectors, per_word, is_tiled): how much is multiplied, how many numbers a word
+        holds, and whether AMX multiplies, 16 lines at a time, which must be finite
+    soon: (words, starts, all_rows): what is needed soon, laid out as `right`. With each line that
+        is multiplied, a line of it is requested. AMX does so only where few rows wait for memory.
     """
     in_piece, line = lines
-    words_soon, starts_soon = soon
-    rows, vectors, per_word, is_tiled, asks = panel
+    words_soon, starts_soon, all_rows = soon
+    rows, vectors, per_word, is_tiled = panel
     # where a global says that there are no tiles, numba leaves them out, and compiles faster
     if HAS_TILES and is_tiled:
         below = rows - min(rows, LANES)
@@ -183,7 +183,7 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
             start = starts[k // in_piece] + k % in_piece * line
             add_tiles(left[:, k:], pitch, below, right, start, columns, line)
             start = starts_soon[k // in_piece] + k % in_piece * line
-            for i in range(LANES * vectors if asks else 0):
+            for i in range(LANES * vectors if all_rows <= LANES else 0):
                 prefetch(words_soon, start + columns[i % vectors] + i // vectors * line)
         store_sums(out, pitch, below)
         return
@@ -195,8 +195,7 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
         for k in range(first, min(first + in_piece, depth)):
             for c in range(vectors):
                 numbers = load(right, start + columns[c])
-                if asks:
-                    prefetch(words_soon, start + columns[c] + ahead)
+                prefetch(words_soon, start + columns[c] + ahead)
                 for r in range(rows):
                     i = (r * vectors + c) * LANES
                     word = fill(left[r, k])
@@ -278,7 +277,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
     """
     begin, end, last, kv_head, _ = tile
     head_dim, width, group_size, _, per_word, unit = shape
-    rows, vectors, _, is_tiled, asks = panel
+    rows, vectors, _, is_tiled = panel
     begin_tiles(TILE_SIZES[min(rows, LANES)])
     keys, values = kv[0], kv[1]
     tail = stack(TAIL)
@@ -305,7 +304,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
     first = last + 1 - (end - begin)
     # tiles of keys at a time
     together = 2 if is_tiled else min(2, MOST_VECTORS // rows)
-    key_panel = (rows, together, per_word, is_tiled, asks)
+    key_panel = (rows, together, per_word, is_tiled)
     # for a plain 0, numba would compile one more variant
     base, here = find_keys(np.int64(0), tile, block_tables, window, kv, shape)
     while base <= last:
@@ -320,7 +319,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
         for t in range(0, num_tiles, together):
             for r in range(0, num_rows, rows):
                 multiply(scratch[r:], keys, ONE_PIECE, (words, LANES), here[t:], words,
-                         scores[r:, t * LANES:], pitch, key_panel, (values, ONE_PIECE))
+                         scores[r:, t * LANES:], pitch, key_panel, (values, ONE_PIECE, num_rows))
 
         # softmax
         for r in range(num_rows):
@@ -341,10 +340,10 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
             across = COLUMNS[c // LANES:]
             for r in range(0, num_rows, rows):
                 multiply(scores[r:], values, here, (LANES // per_word, width), across, depth - rest,
-                         totals[r:, c:], pitch, panel, (keys, later))
+                         totals[r:, c:], pitch, panel, (keys, later, num_rows))
                 if HAS_TILES and rest:
                     multiply(scores[r:, depth - rest:], tail, ONE_PIECE, (LANES, width), across,
-                             rest, totals[r:, c:], pitch, panel, (keys, later[whole:]))
+                             rest, totals[r:, c:], pitch, panel, (keys, later[whole:], num_rows))
         base, here = stop, later
 
     end_tiles()
@@ -386,9 +385,9 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     is_tiled = (HAS_TILES and per_word == 2 and head_dim in TILED_HEAD_DIMS
                 and block_size % (LANES * per_word) == 0)
 
-    def panel_of(rows: int, asks: bool) -> tuple[int, int, int, bool, bool]:
+    def panel_of(rows: int) -> tuple[int, int, int, bool]:
         vectors = 2 if is_tiled else largest_divisor(width // LANES, MOST_VECTORS // rows)
-        return rows, vectors, per_word, is_tiled, asks
+        return rows, vectors, per_word, is_tiled
 
     # A tile of keys lies in one block. So spans begin anew with each block of other sizes.
     unit = SPAN if block_size % LANES == 0 else block_size
@@ -396,8 +395,8 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     # compiles a function; in named tuples they would be any numbers, and compiling take longer.
     shape = (head_dim, width, group_size, block_size, per_word, unit)
     rows = 2 * LANES if is_tiled else MOST_ROWS
-    panel = panel_of(rows, asks=False)
-    decode_panel = panel_of(largest_divisor(group_size, rows), asks=True)
+    panel = panel_of(rows)
+    decode_panel = panel_of(largest_divisor(group_size, rows))
     most_rows = round_up.py_func(most_tokens * group_size, rows)
     # see `attend`: a query, scores, values and a state
     scratch_size = most_rows * (head_dim // per_word + SPAN + width + STATE)
