@@ -27,14 +27,15 @@ Constraints look at the tokens so far: the row after a guess has a copy of its s
 guess (`constraints.after`). Where a grammar forces a text, this text is the guess.
 
 How many guesses pay? `StepCosts` knows how long steps of so many tokens take on this machine, and
-`odds` how often recent guesses were right, for each sequence and each grammar. A guess is computed
-only if it raises the expected number of tokens a second (`_worthwhile`). The decision can depend on
-the time, since the tokens do not depend on the decision.
+`odds` how often recent guesses of each sequence and each kind were right: a lookup that has found
+eight tokens is right more often than one that has found two. A guess is computed only if it raises
+the expected number of tokens a second (`_worthwhile`). The decision can depend on the time, since
+the tokens do not depend on the decision.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import replace
-from itertools import accumulate, cycle, islice, takewhile
+from itertools import accumulate, islice
 from operator import eq, index
 from typing import Any
 
@@ -43,49 +44,17 @@ from nanoengine.seams import naming
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine_extensions.constraints import after
 from nanoengine_extensions.engine import Engine
-from nanoengine_extensions.policies import find_policy
+from nanoengine_extensions.policies import PromptLookup, find_policy
 
 Guesses = dict[Sequence, list[int]]
 # the most guesses of a step
 MOST_GUESSES = 32
-# the weight of the newest guess in the odds of its sequence
+# the weight of the newest guess in the odds
 WEIGHT = 0.2
 # a guess that is right less often is not computed
 LEAST_ODDS = 0.1
 # a step with guesses has to promise so many times the tokens a second: odds and seconds are rough
 LEAST_GAIN = 1.1
-
-
-class PromptLookup:
-    """Guesses that a text goes on as the last text did with the same eight, four or two tokens
-    before (prompt lookup decoding: Saxena, 2023): the sequence itself, or any other, also one that
-    has ended. Each token is indexed once, when its sequence is looked at.
-
-    seen: from a few tokens to the text with the place after them; only the newest entries.
-    indexed: how many tokens of a sequence are.
-    """
-
-    SIZES = (8, 4, 2)
-
-    def __init__(self) -> None:
-        self.seen: OrderedDict[tuple[int, ...], tuple[list[int], int]] = OrderedDict()
-        self.indexed: dict[Sequence, int] = {}
-
-    def __call__(self, seq: Sequence) -> Any:
-        text = seq.token_ids
-        # most of them have ended; the others are indexed anew
-        if len(self.indexed) > 2000:
-            self.indexed.clear()
-        for place in range(self.indexed.get(seq, 1), len(text)):
-            for size in self.SIZES:
-                self.seen[tuple(text[max(0, place - size):place])] = text, place
-        self.indexed[seq] = len(text)
-        while len(self.seen) > 2**17:
-            self.seen.popitem(last=False)
-        keys = [tuple(text[-size:]) for size in self.SIZES]
-        found, place = next((self.seen[key] for key in keys if key in self.seen), ([], 0))
-        # a repetition goes on for ever
-        return cycle(found[place:place + MOST_GUESSES])
 
 
 class StepCosts(dict[int, float]):
@@ -117,19 +86,20 @@ class StepCosts(dict[int, float]):
 class SpeculatingEngine(Engine):
     """An engine that guesses.
 
-    guess: the policy, from a sequence to its next tokens, as many as it likes.
+    guess: the policy, from a sequence to its next tokens, as many as it likes. If it has an
+        attribute `kind`, that says how the last guess was found.
     drawn: the tokens of each sequence that are drawn, but have yet to join it.
-    odds: how often recent guesses were right: the policy's for each sequence, forced text for each
-        grammar.
-    sources: for each sequence of this step, the key of its guesses in `odds`: the sequence itself,
-        or its grammar.
+    odds: how often recent guesses of a sequence were right, by their kind: the policy's, or
+        "forced" by a grammar.
+    all_odds: the same for the guesses of all sequences; a new sequence begins with them.
     """
 
     def __init__(self, config: Any, runner: Any, *clock: Any) -> None:
         super().__init__(config, runner, *clock)
         self.guess = find_policy("speculation", config.speculation) or PromptLookup()
         self.drawn: Guesses = {}
-        self.odds: dict[Any, float] = {}
+        self.odds: dict[Sequence, dict[Any, float]] = {}
+        self.all_odds: dict[Any, float] = {}
         self.costs = StepCosts()
         # the logits of all guesses in one product; several ranks have agreed on max_num_seqs rows
         if config.tensor_parallel_size == 1:
@@ -161,11 +131,6 @@ class SpeculatingEngine(Engine):
         if max(batch.num_tokens) > 1:
             return self.runner.launch(batch)
         began = self.clock()
-        of_seqs = [odds for each, odds in self.odds.items() if isinstance(each, Sequence)]
-        start = sum(of_seqs) / len(of_seqs) if of_seqs else 0.25
-        starts: dict[Any, float] = {row.seq: start for row in batch.sampled}
-        starts |= {grammar: 0.9 for seq in [*starts] if (grammar := grammar_of(seq))}
-        self.odds = {each: self.odds.get(each, start) for each, start in starts.items()}
         asked = self._ask(batch)
         guesses = self._worthwhile(asked, batch)
         launched = self.runner.launch(with_guesses(batch, guesses))
@@ -176,8 +141,7 @@ class SpeculatingEngine(Engine):
         if num_guesses and min(tokens[:num_rows]) < 0:
             # K and V of a guess can be NaN, and then reach the token before it: once more without
             # guesses, and without the block copies, which are done
-            guesses = {}
-            launched = self.runner.launch(replace(batch, copies=Copies()))
+            guesses, launched = {}, self.runner.launch(replace(batch, copies=Copies()))
             tokens = launched.wait()
 
         self.metrics.counters.update(guessed_tokens=num_guesses, computed_tokens=num_guesses)
@@ -185,28 +149,30 @@ class SpeculatingEngine(Engine):
         for row, (_, seq, _) in enumerate(batch.sampled):
             drawn = [tokens[row], *islice(after_guesses, len(guesses.get(seq, ())))]
             # also compares, for nothing, the first guess that was not computed
-            are_right = [*map(eq, asked.get(seq, ()), drawn)]
+            guess, kind, odds = asked.get(seq, ((), None, {}))
+            are_right = [*map(eq, guess, drawn)]
             num_right = [*are_right, False].index(False)
             self.metrics.counters["right_guesses"] += min(num_right, len(drawn) - 1)
             # NaN after a guess need not be its own: the next step will tell
             self.drawn[seq] = [token for token in drawn[1:num_right + 1] if token >= 0]
-            source = self.sources.get(seq)
             for is_right in are_right[:num_right + 1]:
-                self.odds[source] += WEIGHT * (is_right - self.odds[source])
+                odds[kind] += WEIGHT * (is_right - odds[kind])
+                self.all_odds[kind] += WEIGHT * (is_right - self.all_odds[kind])
             tokens[row] = NO_TOKEN if seq.error else tokens[row]
         # for the scheduler, a step like any other
         vars(launched).update(batch=batch, wait=lambda: tokens)
         return launched
 
-    def _ask(self, batch: Batch) -> Guesses:
-        """Returns as many guesses as could be computed: the text that a grammar forces, or else
-        what the policy guesses and a grammar permits.
+    def _ask(self, batch: Batch) -> dict[Sequence, Any]:
+        """Returns (guess, kind, odds) of sequences: as many tokens as could be computed, and how
+        often recent guesses of each kind were right. Guessed is the text that a grammar forces, or
+        else what the policy guesses and a grammar permits.
 
-        If such guesses were wrong of late, they are looked at in every eighth step only. An error
-        of the policy becomes that of the sequence.
+        If its guesses were wrong of late, a sequence gets new ones in every eighth step only. An
+        error of the policy becomes that of the sequence.
         """
-        asked = {}
-        self.sources: dict[Sequence, Any] = {}
+        self.odds = {row.seq: self.odds.get(row.seq, {}) for row in batch.sampled}
+        asked: dict[Sequence, Any] = {}
         vocabulary = range(self.runner.model_config.vocab_size)
         for _, seq, position in batch.sampled:
             # in slots that it holds, and before its end
@@ -215,28 +181,29 @@ class SpeculatingEngine(Engine):
             # a user's processors, which can keep a state, and beams
             params: Any = seq.params
             is_alone = params.logits_processors or (seq.needs_tokens and not seq.constraints)
-            if most < 1 or is_alone:
+            odds = self.odds[seq]
+            has_hope = position % 8 == 0 or max(odds.values(), default=1) >= LEAST_ODDS
+            if most < 1 or is_alone or not has_hope:
                 continue
-            grammar = grammar_of(seq)
-            guesses = []
-            if grammar and (self.odds[grammar] >= LEAST_ODDS or position % 8 == 0):
-                forced = grammar.forced(seq.token_ids)[:most]
-                guesses = [*takewhile(vocabulary.__contains__, forced)]
-            self.sources[seq] = grammar if guesses else seq
-            if not guesses and self.odds[seq] < LEAST_ODDS and position % 8:
-                continue
-            try:
-                with naming(f"request {seq.request_id}: its speculation {self.guess}"):
-                    # raises an error for what is no token
-                    guesses = guesses or [vocabulary.index(index(token))
-                                          for token in islice(self.guess(seq), most)]
-            except ValueError as error:
-                seq.error = error
-            asked[seq] = guesses[:grammar.matcher.validate_tokens(guesses)] if grammar else guesses
+            kind: Any = "forced"
+            grammar = seq.constraints and seq.constraints[2]
+            guess = grammar.forced(seq.token_ids, vocabulary)[:most] if grammar else []
+            if not guess:
+                try:
+                    with naming(f"request {seq.request_id}: its speculation {self.guess}"):
+                        # raises an error for what is no token
+                        guess = [vocabulary.index(index(token))
+                                 for token in islice(self.guess(seq), most)]
+                except ValueError as error:
+                    seq.error = error
+                kind = getattr(self.guess, "kind", None)
+            odds.setdefault(kind, self.all_odds.setdefault(kind, 0.25))
+            guess = guess[:grammar.matcher.validate_tokens(guess)] if grammar else guess
+            asked[seq] = guess, kind, odds
         return asked
 
-    def _worthwhile(self, asked: Guesses, batch: Batch) -> Guesses:
-        """Returns guesses cut so that the most tokens a second are expected.
+    def _worthwhile(self, asked: dict[Sequence, Any], batch: Batch) -> Guesses:
+        """Returns guesses cut so that the most tokens a second are expected. asked: from `_ask`
 
         The i-th guess of a sequence brings a token with probability odds**i. The likeliest ones
         come first; as many are computed as the seconds of the larger step allow.
@@ -245,16 +212,16 @@ class SpeculatingEngine(Engine):
         # the seconds without guesses have to be known
         if count not in self.costs:
             return {}
-        odds = [self.odds[self.sources[seq]] for seq in asked]
-        chances = [(odds[place] ** i, place) for place, seq in enumerate(asked)
-                   for i in range(1, len(asked[seq]) + 1) if odds[place] ** i >= LEAST_ODDS]
+        chances = [(odds[kind] ** i, place)
+                   for place, (guess, kind, odds) in enumerate(asked.values())
+                   for i in range(1, len(guess) + 1) if odds[kind] ** i >= LEAST_ODDS]
         room = min(MOST_GUESSES, len(self.runner.last_sampled) - len(batch.sampled), batch.budget)
         chances = sorted(chances, reverse=True)[:max(0, room)]
         gains = accumulate((chance for chance, _ in chances), initial=count)
         rates = [gain / self.costs.estimate(count + i, count) for i, gain in enumerate(gains)]
         rates[0] *= LEAST_GAIN
         counts = Counter(place for _, place in chances[:rates.index(max(rates))])
-        return {seq: asked[seq][:counts[place]] for place, seq in enumerate(asked)}
+        return {seq: asked[seq][0][:counts[place]] for place, seq in enumerate(asked)}
 
 
 def with_guesses(batch: Batch, guesses: Guesses) -> Batch:
@@ -273,7 +240,3 @@ def with_guesses(batch: Batch, guesses: Guesses) -> Batch:
             wider.sampled += [Row(source, after(seq, guess[:i]), position + i)
                               for i in range(1, len(guess) + 1)]
     return wider
-
-
-def grammar_of(seq: Sequence) -> Any:
-    return seq.constraints and seq.constraints[2]
