@@ -19,7 +19,10 @@ BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
 
 def read_prompts(file: Path) -> dict[int, str]:
     """Returns the prompts by id. Only newlines, perhaps after carriage returns, end a line."""
-    lines = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+    try:
+        lines = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"{file} cannot be read: {error}") from error
     return {i: line for i, line in enumerate(lines) if line.strip()}
 
 
@@ -30,7 +33,10 @@ def finished_ids(answers: Path) -> set[int]:
     content = answers.read_bytes()
     whole = content[:content.rfind(b"\n") + 1]
     os.truncate(answers, len(whole))
-    return {json.loads(line)["id"] for line in whole.splitlines() if line}
+    try:
+        return {json.loads(line)["id"] for line in whole.splitlines() if line}
+    except (ValueError, TypeError, KeyError) as error:
+        raise SystemExit(f"{answers} has a line without an id: {error!r}") from error
 
 
 def run(llm: LLM, prompts: dict[int, str], answers: Path, max_tokens: int) -> None:
@@ -56,8 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default=BUNDLED)
     parser.add_argument("--max-tokens", type=int, default=64)
     flags = parser.parse_args(arguments)
+    prompts = read_prompts(flags.prompts)
     with LLM(flags.model) as llm:
-        run(llm, read_prompts(flags.prompts), flags.answers, flags.max_tokens)
+        run(llm, prompts, flags.answers, flags.max_tokens)
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ class SpeculatingEngine(Engine):
         super().__init__(config, runner, *clock)
         self.guess = find_policy("speculation", config.speculation) or PromptLookup()
         self.drawn: Guesses = {}
-        self.odds: dict[Sequence, dict[Any, float]] = {}
-        self.all_odds: dict[Any, float] = {}
+        self.odds: dict[Sequence, dict[str, float]] = {}
+        self.all_odds: dict[str, float] = {}
         self.costs = StepCosts()
         # the logits of all guesses in one product; several ranks have agreed on max_num_seqs rows
         if config.tensor_parallel_size == 1:
@@ -149,7 +149,7 @@ class SpeculatingEngine(Engine):
         for row, (_, seq, _) in enumerate(batch.sampled):
             drawn = [tokens[row], *islice(after_guesses, len(guesses.get(seq, ())))]
             # also compares, for nothing, the first guess that was not computed
-            guess, kind, odds = asked.get(seq, ((), None, {}))
+            guess, kind, odds = asked.get(seq, ((), "", {}))
             are_right = [*map(eq, guess, drawn)]
             num_right = [*are_right, False].index(False)
             self.metrics.counters["right_guesses"] += min(num_right, len(drawn) - 1)
@@ -185,7 +185,7 @@ class SpeculatingEngine(Engine):
             has_hope = position % 8 == 0 or max(odds.values(), default=1) >= LEAST_ODDS
             if most < 1 or is_alone or not has_hope:
                 continue
-            kind: Any = "forced"
+            kind = "forced"
             grammar = seq.constraints and seq.constraints[2]
             guess = grammar.forced(seq.token_ids, vocabulary)[:most] if grammar else []
             if not guess:
@@ -194,9 +194,9 @@ class SpeculatingEngine(Engine):
                         # raises an error for what is no token
                         guess = [vocabulary.index(index(token))
                                  for token in islice(self.guess(seq), most)]
+                        kind = str(getattr(self.guess, "kind", ""))
                 except ValueError as error:
                     seq.error = error
-                kind = getattr(self.guess, "kind", None)
             odds.setdefault(kind, self.all_odds.setdefault(kind, 0.25))
             guess = guess[:grammar.matcher.validate_tokens(guess)] if grammar else guess
             asked[seq] = guess, kind, odds

@@ -375,6 +375,20 @@ def test_lines_of_a_resumable_job(tmp_path):
         assert len(found) == 3
 
 
+@pytest.mark.parametrize("source, target, message", [
+    (None, "", "No such file"), (b"caf\xe9\n", "", "cannot be read"),
+    (b"a\n", "{}\n", "line without an id"), (b"a\n", "[1]\n", "line without an id"),
+    (b"a\n", "damaged\n", "line without an id")])
+def test_a_resumable_job_names_a_damaged_file(tmp_path, source, target, message):
+    files = [tmp_path / "prompts.txt", tmp_path / "answers.jsonl"]
+    if source:
+        files[0].write_bytes(source)
+    files[1].write_text(target)
+    with pytest.raises(SystemExit, match=message):
+        example("resumable").main([*map(str, files)])
+    assert files[1].read_text() == target
+
+
 def test_resumable(monkeypatch, tmp_path):
     module = example("resumable")
     prompts = ["Once upon a time", "12 + 34 =", "sort d b e a =", "count 17 to 23 =",

@@ -1,6 +1,7 @@
 """Speculation: the tokens are those without it, whatever is guessed, and it does not cost much."""
 
 import itertools
+import json
 import math
 import random
 import threading
@@ -8,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import prompter
 import pytest
 import test_scheduler
 import torch
@@ -15,6 +17,7 @@ from conftest import check_idle, random_prompts
 from safetensors.torch import load_file, save_file
 from test_random_requests import make_options, make_params, make_prompt, parts_of
 from test_scheduler import expected_output, is_beam, make_sequence, run_workload
+from tokenizers import Tokenizer
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.model_runner import ModelRunner
@@ -474,6 +477,46 @@ def test_it_guesses_where_it_pays(small_llm, machine, num_seqs):
         assert ratios[1] > 1.1 and ratios[2] > 1.8 and ratios[3] > 3.5, ratios
 
 
+class TwoKinds:
+    """Guesses the right token after every second one, and a wrong one after the others."""
+
+    def __init__(self, tokens: list[int], num_prompt_tokens: int) -> None:
+        self.tokens, self.num_prompt_tokens = tokens, num_prompt_tokens
+
+    def __call__(self, seq):
+        place = seq.num_tokens - self.num_prompt_tokens
+        self.kind = ["right", "wrong"][place % 2]
+        return [self.tokens[place] if self.kind == "right" else 319 - self.tokens[place]]
+
+
+def test_odds_are_learnt_for_each_kind(small_llm):
+    (prompt,) = random_prompts([6])
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    speculate(small_llm, "none")
+    (expected,) = small_llm.generate([prompt], params, use_tqdm=False)
+    policy = TwoKinds(expected.outputs[0].token_ids, len(prompt))
+    speculate(small_llm, policy, itertools.count().__next__)
+    (found,) = small_llm.generate([prompt], params, use_tqdm=False)
+    assert found.outputs == expected.outputs
+    metrics, engine = small_llm.metrics(), small_llm.engine
+    assert engine.all_odds["right"] > 0.9 > 0.1 > engine.all_odds["wrong"], engine.all_odds
+    num_wrong = metrics["guessed_tokens"] - metrics["right_guesses"]
+    assert metrics["right_guesses"] > 60 and num_wrong < 10, metrics
+
+    # a new sequence begins with the odds of those before it
+    small_llm.generate([prompt], params, use_tqdm=False)
+    again = small_llm.metrics()
+    assert again["right_guesses"] - metrics["right_guesses"] > 60, again
+    assert again["guessed_tokens"] - again["right_guesses"] - num_wrong < 3, again
+
+
+@pytest.mark.parametrize("kind", [["a list"], None, 7, object()])
+def test_a_kind_can_be_any_object(small_llm, kind):
+    policy = type("Policy", (), {"kind": kind, "__call__": lambda policy, seq: [1, 2]})()
+    speculate(small_llm, policy)
+    assert small_llm.generate([[5, 6, 7]], FREE, use_tqdm=False)[0].finished
+
+
 # ------------------------------------------------------------------------ what is guessed
 
 
@@ -491,6 +534,12 @@ def test_prompt_lookup_finds_the_last_place_of_the_longest_text():
     seq = make_sequence([1, 2, 1, 2, 1, 2], 9)
     assert first_guesses(PromptLookup(), seq, 5) == [1, 2, 1, 2, 1], "a repetition goes on"
     assert first_guesses(PromptLookup(), make_sequence([1, 2, 3], 9)) == []
+    seq = make_sequence([*range(20), 90, *range(10), 91, 6, 7, 92, 7], 9)
+    for length, guess, kind in ((31, [10, 11, 12, 13], 8), (34, [8, 9, 91, 6], 2),
+                                (36, [92, 7, 92, 7], 1), (35, [], 0)):
+        lookup = PromptLookup()
+        assert first_guesses(lookup, make_sequence(seq.token_ids[:length], 9)) == guess
+        assert lookup.kind == kind, "how many tokens were equal"
     assert first_guesses(PromptLookup(), make_sequence([1], 9)) == []
 
 
@@ -506,6 +555,24 @@ def test_prompt_lookup_also_looks_in_other_texts_and_forgets_the_oldest():
     for _ in range(2100):
         first_guesses(lookup, make_sequence([1, 2], 9))
     assert len(lookup.indexed) < 2002
+
+
+def test_real_texts(tmp_path):
+    """A model that writes them, at the size of a toy: see prompter.py."""
+    config = json.loads((prompter.ROOT / "models/qwen3-0.6b/config.json").read_text())
+    config |= {"hidden_size": 320, "num_hidden_layers": 2, "num_attention_heads": 2,
+               "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 4096}
+    tokenizer = Tokenizer.from_file(str(prompter.ROOT / "models/tiny-qwen3/tokenizer.json"))
+    tasks = prompter.make_tasks(lambda text: tokenizer.encode(text).ids, 4096, 400, 128)
+    prompter.save_prompter(tmp_path, config, tasks)
+    steps = {}
+    with LLM(str(tmp_path), num_kv_blocks=24, speculation="prompt-lookup") as llm:
+        speculate(llm, "prompt-lookup", itertools.count().__next__)
+        for name, task in tasks.items():
+            assert len(task["prompt"]) == 528 and len(task["text"]) == 128
+            steps[name] = prompter.write(llm, task)[1]
+    edited = [steps[name] for name in tasks if "continued" not in name and "stories" not in name]
+    assert len(edited) == 3 and max(edited) < 50 and max(steps.values()) < 120, steps
 
 
 def test_a_text_that_repeats_takes_fewer_steps(small_llm):

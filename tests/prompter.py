@@ -1,0 +1,185 @@
+"""A model that writes given texts, at the cost of a real one: to measure speculation.
+
+    python tests/prompter.py                                # the texts below, with and without
+    python tests/prompter.py --tokenizer tokenizer.json --runs 5 --folder /tmp/prompter
+
+Speculation pays as often as guesses are right, and random weights write nothing that resembles a
+text. A prompter has the shape of any Qwen3 model, and computes all of it, but what it writes is
+given: it repeats what stands `distance` tokens before the next one. So a prompt of this length
+begins with the text, enciphered:
+
+    prompt    the text, enciphered | what a user would write: a task, a document …
+    output    the text
+
+Enciphered tokens have ids of their own. So a lookup finds the text nowhere in the prompt, unless it
+is in the part of the user.
+
+How it works: the first head of the first layer attends to the token that stands `distance` before
+the next one. Its queries and keys are the same for all tokens; only the rotation (RoPE) makes them
+differ, by their distance. Its values are codes of tokens, and the output matrix finds the token of
+a code. All other outputs of attention and MLPs are 0.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from nanoengine import LLM, SamplingParams
+from nanoengine_extensions.policies import PromptLookup
+
+ROOT = Path(__file__).parents[1]
+TEXTS = Path(__file__).parent / "texts"
+# the numbers of a code, and how many pairs of a head tell the distance
+CODE, PAIRS = 128, 16
+Encode = Callable[[str], list[int]]
+
+
+def weights(config: dict[str, Any], distance: int, cipher: dict[int, int]) -> dict[str, Any]:
+    """Returns a checkpoint of Qwen3, in bfloat16. cipher: from a token to its enciphered one."""
+    size, head_dim, vocabulary = (config[name] for name in ("hidden_size", "head_dim",
+                                                            "vocab_size"))
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
+    inner = config["intermediate_size"]
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return 0.02 * torch.randn(shape, generator=generator)
+
+    tensors = {"model.norm": torch.ones(size)}
+    for layer in range(config["num_hidden_layers"]):
+        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in {
+            "input_layernorm": torch.ones(size), "post_attention_layernorm": torch.ones(size),
+            "self_attn.q_norm": torch.ones(head_dim), "self_attn.k_norm": torch.ones(head_dim),
+            "self_attn.q_proj": noise(queries, size), "self_attn.k_proj": noise(keys, size),
+            "self_attn.v_proj": noise(keys, size), "self_attn.o_proj": torch.zeros(size, queries),
+            "mlp.gate_proj": noise(inner, size), "mlp.up_proj": noise(inner, size),
+            "mlp.down_proj": torch.zeros(size, inner)}.items()}
+
+    # The input is the code of the token and a constant; the norms change nothing.
+    plain, enciphered = torch.tensor([*cipher]), torch.tensor([*cipher.values()])
+    codes = torch.zeros(vocabulary, CODE)
+    codes[plain] = codes[enciphered] = F.normalize(noise(len(cipher), CODE))
+    unit = (size / 2) ** 0.5
+    embedding, head = torch.zeros(2, vocabulary, size)
+    embedding[:, :CODE], embedding[:, -1] = codes * unit, unit
+    # what attention writes has its place after the input's code
+    head[plain, CODE:2 * CODE] = codes[plain]
+
+    q, k, v, o, q_norm, k_norm = (tensors[f"model.layers.0.self_attn.{name}"] for name in (
+        "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"))
+    q[:head_dim], k[:head_dim], v[:head_dim] = 0, 0, 0
+    # A query is turned back, so that the key at this distance lies in its direction. The next
+    # places get scores that are at least 40 lower.
+    base = config["rope_theta"] ** (-2 / head_dim)
+    turns = (distance - 1) * base ** torch.arange(PAIRS)
+    q[:PAIRS, -1], q[head_dim // 2:head_dim // 2 + PAIRS, -1] = turns.cos(), -turns.sin()
+    k[:PAIRS, -1] = 1
+    q_norm[:], k_norm[:] = 6.5, 6.5
+    v[:CODE, :CODE] = o[CODE:2 * CODE, :CODE] = torch.eye(CODE)
+    tensors |= {"model.embed_tokens": embedding, "lm_head": head}
+    return {f"{name}.weight": tensor.bfloat16() for name, tensor in tensors.items()}
+
+
+def save_prompter(folder: Path, config: dict[str, Any], tasks: dict[str, Any]) -> None:
+    """Saves a prompter for tasks, see `make_tasks`. head_dim must be 128."""
+    cipher = {token: place for task in tasks.values()
+              for place, token in zip(task["prompt"], task["text"])}
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    save_file(weights(config, len(next(iter(tasks.values()))["prompt"]), cipher),
+              folder / "model.safetensors")
+
+
+def make_tasks(encode: Encode, vocab_size: int, visible: int, written: int) -> dict[str, Any]:
+    """Returns prompts, with `visible` tokens after the enciphered text, and texts of `written`."""
+    code = (ROOT / "nanoengine/scheduler.py").read_text()
+    code = code[code.index("class Scheduler"):]
+    config = (ROOT / "models/qwen3-0.6b/config.json").read_text()
+    larger = json.loads(config) | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+        "num_hidden_layers": 36, "max_window_layers": 36, "tie_word_embeddings": False}
+    before, after, stories = [(TEXTS / name).read_text()
+                              for name in ("before.md", "after.md", "stories.txt")]
+    prose = encode((ROOT / "docs/tutorial/03-scheduling.md").read_text())
+
+    def edited(old: list[int], request: str, new: str) -> tuple[list[int], list[int]]:
+        asked = encode(f"\n\n{request}\n\n")
+        return prose[:visible] + old[:visible - len(asked)] + asked, encode(new)
+
+    def continued(text: list[int]) -> tuple[list[int], list[int]]:
+        return text[:visible], text[visible:]
+
+    tasks = {
+        "code, a name replaced": edited(encode(code), "With `request` in place of `seq`:",
+                                        re.sub(r"\bseq\b", "request", code)),
+        "JSON, some values changed": edited(encode(config), "The same for the model with 8B:",
+                                            json.dumps(larger, indent=2)),
+        "a document, corrected": edited(encode(before), "With better sentences:", after),
+        "stories, one after another": continued(encode(stories)),
+        "code, continued": continued(encode(code)),
+        "prose, continued": continued(prose)}
+    texts = {name: text[:written] for name, (_, text) in tasks.items()}
+    used = sorted({token for text in texts.values() for token in text})
+    cipher = {token: vocab_size - len(used) + place for place, token in enumerate(used)}
+    return {name: {"prompt": [*map(cipher.get, texts[name]), *prompt[-visible:]],
+                   "text": texts[name]} for name, (prompt, _) in tasks.items()}
+
+
+def write(llm: LLM, task: dict[str, Any]) -> tuple[float, int]:
+    """Returns the seconds and the steps that a text takes, without its prompt."""
+    engine: Any = llm.engine
+    # the seconds of steps stay known, but no text and no odds
+    engine.guess, engine.odds, engine.all_odds = PromptLookup(), {}, {}
+    found = []
+    for length in (1, len(task["text"])):
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        started, steps = time.perf_counter(), llm.metrics()["num_steps"]
+        (output,) = llm.generate([task["prompt"]], params, use_tqdm=False)
+        found.append((time.perf_counter() - started, llm.metrics()["num_steps"] - steps))
+        assert output.outputs[0].token_ids == task["text"][:length]
+    return found[1][0] - found[0][0], found[1][1] - found[0][1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokenizer", default=ROOT / "models/tiny-qwen3/tokenizer.json")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--visible", type=int, default=768)
+    parser.add_argument("--written", type=int, default=256)
+    parser.add_argument("--folder", type=Path, help="is kept, with tasks.json, for other engines")
+    args = parser.parse_args()
+    folder = args.folder or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((ROOT / "models/qwen3-0.6b/config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(args.tokenizer))
+    tasks = make_tasks(lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+                       config["vocab_size"], args.visible, args.written)
+    save_prompter(folder, config, tasks)
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    options = {"dtype": "bfloat16", "num_kv_blocks": 40, "max_model_len": 2048, "block_size": 128}
+    plain = LLM(str(folder), **options)
+    guessing = LLM(str(folder), speculation="prompt-lookup", **options)
+    print(f"{'text':30}{'plain':>9}{'guessing':>9}{'ratio':>7}{'tokens a step':>15}")
+    for name, task in tasks.items():
+        # in turn; the first run does not count
+        runs = [[write(llm, task) for llm in (plain, guessing)] for _ in range(args.runs + 1)][1:]
+        before, after, steps = [statistics.median(run[i][j] for run in runs)
+                                for i, j in ((0, 0), (1, 0), (1, 1))]
+        ratio = statistics.median(first[0] / second[0] for first, second in runs)
+        print(f"{name:30}{before:9.2f}{after:9.2f}{ratio:7.2f}"
+              f"{(len(task['text']) - 1) / steps:15.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
