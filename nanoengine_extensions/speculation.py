@@ -75,12 +75,12 @@ class StepCosts(dict[int, float]):
     def estimate(self, count: int, without: int) -> float:
         """Returns the seconds of a step of `count` tokens, of which `without` are no guesses.
 
-        The next smaller step that is known is taken as a base. Each token more costs as much as the
-        guesses in that step; if there are none, half as much as each of its tokens.
+        The next smaller step that is known is taken as a base. Each token more is hoped to cost half
+        as much as a guess in that step, or as a token if it has none: so larger steps are tried.
         """
         base = max(known for known in self if without <= known <= count)
-        cost = self[base] - self[without] if base > without else self[base] / 2
-        return self[base] + cost * (count - base) / (base - without or base)
+        cost = self[base] - self[without] if base > without else self[base]
+        return self[base] + cost / 2 * (count - base) / (base - without or base)
 
 
 class SpeculatingEngine(Engine):

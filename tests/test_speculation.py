@@ -408,7 +408,7 @@ def test_costs_are_estimated_and_an_unlucky_one_is_forgotten():
     costs.learn(2, 10.0)
     assert [costs.estimate(count, 2) for count in (2, 3, 4)] == [10, 12.5, 15], "half its share"
     costs.learn(6, 12.0)
-    assert [costs.estimate(count, 2) for count in (4, 6, 8)] == [15, 12, 13]
+    assert [costs.estimate(count, 2) for count in (4, 6, 8)] == [15, 12, 12.5]
     costs.learn(6, 11.0)
     costs.learn(6, 100.0)
     assert costs[6] == pytest.approx(11.55), "what disturbs a step makes it longer"
