@@ -75,12 +75,13 @@ class StepCosts(dict[int, float]):
     def estimate(self, count: int, without: int) -> float:
         """Returns the seconds of a step of `count` tokens, of which `without` are no guesses.
 
-        The next smaller step that is known is taken as a base. Each token more is hoped to cost half
-        as much as a guess in that step, or as a token if it has none: so larger steps are tried.
+        The next smaller step that is known is taken as a base. Each token more costs as much as the
+        guesses in that step; if there are none, half as much as each of its tokens.
         """
         base = max(known for known in self if without <= known <= count)
-        cost = self[base] - self[without] if base > without else self[base]
-        return self[base] + cost / 2 * (count - base) / (base - without or base)
+        cost = self[base] - self[without] if base > without else self[base] / 2
+        # a little less: so larger steps are tried
+        return self[base] + 0.9 * cost * (count - base) / (base - without or base)
 
 
 class SpeculatingEngine(Engine):
