@@ -64,13 +64,13 @@ class StepCosts(dict[int, float]):
     def learn(self, count: int, seconds: float) -> None:
         """Takes in a measurement.
 
-        What is known of larger steps comes a little closer to it: so a step that was too long by
-        chance, and is avoided since, is tried again some time.
+        No smaller step takes longer. What is known of larger steps comes a little closer to it: so
+        a step that was too long by chance, and is avoided since, is tried again some time.
         """
         # it can rise by 5 % a step; a clock can stand still
         found = self[count] = max(1e-9, min(seconds, 1.05 * self.get(count, seconds)))
-        self.update({other: known - 0.001 * (known - found) for other, known in self.items()
-                     if other > count and known > found})
+        self.update({other: found if other < count else known - 0.001 * (known - found)
+                     for other, known in self.items() if known > found})
 
     def estimate(self, count: int, without: int) -> float:
         """Returns the seconds of a step of `count` tokens, of which `without` are no guesses.

@@ -415,6 +415,9 @@ def test_costs_are_estimated_and_an_unlucky_one_is_forgotten():
     assert costs[6] == pytest.approx(11.55), "what disturbs a step makes it longer"
     costs.learn(2, 20.0)
     assert costs[2] == 10.5
+    costs.learn(4, 90.0)
+    costs.learn(8, 11.0)
+    assert costs == {2: 10.5, 4: 11, 6: 11, 8: 11}, "a smaller step does not take longer"
     costs = StepCosts()
     costs.learn(3, 50.0)
     for _ in range(4000):
