@@ -159,7 +159,9 @@ def main() -> None:
     parser.add_argument("--written", type=int, default=256)
     parser.add_argument("--folder", type=Path, help="is kept, with tasks.json, for other engines")
     args = parser.parse_args()
-    folder = args.folder or Path(tempfile.mkdtemp())
+    # 1.5 GB, removed at the end
+    temporary = tempfile.TemporaryDirectory()
+    folder = args.folder or Path(temporary.name)
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((ROOT / "models/qwen3-0.6b/config.json").read_text())
     tokenizer = Tokenizer.from_file(str(args.tokenizer))
