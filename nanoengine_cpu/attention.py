@@ -23,9 +23,9 @@ NaN or infinity.
 
 Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are one of its tiles.
 
-Few tokens wait for memory. So while it reads the keys of a span, it asks for the values, and while
-it reads the values, for the keys of the next span, or of the next task. A head in `qkv` lies far
-from that of the next token, so each head is prefetched a few tokens ahead.
+A tile of few tokens waits for memory. So while it reads the keys of a span, it asks for the values,
+and while it reads the values, for the keys of the next span, or of the next task. A head in `qkv`
+lies far from that of the next token, so each head is prefetched a few tokens ahead.
 
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,

@@ -169,8 +169,9 @@ class SpeculatingEngine(Engine):
         often recent guesses of each kind were right. Guessed is the text that a grammar forces, or
         else what the policy guesses and a grammar permits.
 
-        If its guesses were wrong of late, a sequence gets new ones in every eighth step only. An
-        error of the policy becomes that of the sequence.
+        Forced text that was wrong of late gives way to the policy. Where all kinds were wrong, none
+        is looked at, except in every eighth step. An error of the policy becomes that of the
+        sequence.
         """
         self.odds = {row.seq: self.odds.get(row.seq, {}) for row in batch.sampled}
         asked: dict[Sequence, Any] = {}
@@ -182,14 +183,15 @@ class SpeculatingEngine(Engine):
             # a user's processors, which can keep a state, and beams
             params: Any = seq.params
             is_alone = params.logits_processors or (seq.needs_tokens and not seq.constraints)
-            odds = self.odds[seq]
-            has_hope = position % 8 == 0 or max(odds.values(), default=1) >= LEAST_ODDS
-            if most < 1 or is_alone or not has_hope:
+            odds, grammar = self.odds[seq], seq.constraints and seq.constraints[2]
+            hopeless = {each for each in odds if odds[each] < LEAST_ODDS and position % 8}
+            # with a grammar, one of the kinds is its own
+            if most < 1 or is_alone or len(odds) == len(hopeless) > bool(grammar):
                 continue
             kind = "forced"
-            grammar = seq.constraints and seq.constraints[2]
+            # also moves the grammar on to this place
             guess = grammar.forced(seq.token_ids, vocabulary)[:most] if grammar else []
-            if not guess:
+            if not guess or kind in hopeless:
                 try:
                     with naming(f"request {seq.request_id}: its speculation {self.guess}"):
                         # raises an error for what is no token

@@ -26,6 +26,7 @@ from nanoengine_extensions.engine import make_engine
 from nanoengine_extensions.options import EngineConfig
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.speculation import PromptLookup, StepCosts
+from nanoengine_extensions.structured_outputs import Grammar
 
 FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -339,6 +340,35 @@ def test_a_grammar_guesses_the_text_that_it_forces(bundled):
     assert parts_of(found) == parts_of(expected)
     assert 0 < metrics["right_guesses"] <= metrics["guessed_tokens"]
     assert metrics["num_steps"] < 0.7 * num_steps, (num_steps, metrics)
+
+
+def test_a_forced_text_that_is_never_right_gives_way_to_the_policy(bundled, monkeypatch):
+    """The model may spell it with other tokens; here, it always does."""
+    params = SamplingParams(structured_outputs={"json": SCHEMA}, max_tokens=200, temperature=0)
+    forced = Grammar.forced
+
+    def spelled_otherwise(grammar, token_ids, vocabulary):
+        usual = forced(grammar, token_ids, vocabulary)
+        text = grammar.vocabulary.decode_bytes(usual)
+        in_letters = [grammar.vocabulary.tokenize_bytes(bytes([letter]))[0] for letter in text]
+        following = answer[len(token_ids) - len(expected.prompt_token_ids):][:1]
+        return next((each for each in (usual, in_letters) if each[:1] != following), [])
+
+    with LLM(bundled, dtype="float32", num_kv_blocks=64) as llm:
+        speculate(llm, "none")
+        (expected,) = llm.generate("The fox", params, use_tqdm=False)
+        num_steps = llm.metrics()["num_steps"]
+        answer = expected.outputs[0].token_ids
+        monkeypatch.setattr(Grammar, "forced", spelled_otherwise)
+        speculate(llm, lambda seq: answer[seq.num_tokens - seq.num_prompt_tokens:][:3],
+                  itertools.count().__next__)
+        found, steps = [], [0]
+        for _ in range(4):
+            found += llm.generate("The fox", params, use_tqdm=False)
+            steps.append(llm.metrics()["num_steps"])
+        assert llm.engine.all_odds["forced"] < 0.1, llm.engine.all_odds
+    assert steps[4] - steps[3] < num_steps / 3, (num_steps, steps)
+    assert all(parts_of(each) == parts_of(expected) for each in found)
 
 
 @pytest.mark.parametrize("policy", [lambda seq: [], "prompt-lookup"])
