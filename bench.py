@@ -42,7 +42,7 @@ import transformers
 
 from lab.figures import Figures, Runs, figures_of, report, medians_of
 from lab.limits import matrix_rate, seconds_of, step_limit
-from lab.options import Parser, Workload
+from lab.options import Parser, Workload, new_engine
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import load_config, load_tokenizer
 from nanoengine.model_runner import choose_dtype
@@ -65,7 +65,7 @@ def run_nanoengine(args: Namespace, workload: Workload, warm_up: Workload) -> Fi
     with LLM(**vars(args.engine_config)) as llm:
         generate(llm, SamplingParams, warm_up)
         # forgets what was cached and counted
-        llm.engine = llm.make_engine(llm.config, llm.engine.runner)
+        new_engine(llm)
         seconds, outputs = generate(llm, SamplingParams, workload, use_tqdm=sys.stderr.isatty())
         figures = figures_of(llm.engine, seconds, [output.metrics for output in outputs])
         bandwidth = copy_bandwidth(llm.config.device)

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanoengine.seams import naming
+from nanoengine.checks import naming
 from nanoengine_extensions.chat import render
 
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
@@ -125,7 +125,7 @@ class Request:
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:
             options = {name: body[name] for name in TEMPLATE & body.keys()}
-            self.prompts = render(llm.get_tokenizer(), [body.get("messages")], **options)
+            self.prompts = render(llm.inputs, [body.get("messages")], **options)
             return
         prompt = body.get("prompt")
         if not isinstance(prompt, (str, list)) or prompt == []:

@@ -35,7 +35,7 @@ from ray.data.block import BlockAccessor
 from ray.data.datasource import BlockBasedFileDatasink, FileBasedDatasource
 
 from nanoengine import LLM, RequestOutput, SamplingParams
-from nanoengine.seams import naming
+from nanoengine.checks import naming
 from nanoengine_extensions.chat import render
 
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
@@ -98,7 +98,7 @@ class Replica:
         text = json.dumps(row, sort_keys=True, default=str)
         params.setdefault("seed", xxhash.xxh64_intdigest(text.encode(), self.llm.config.seed or 0))
         if "messages" in row:
-            prompt, = render(self.llm.get_tokenizer(), row["messages"],
+            prompt, = render(self.llm.inputs, row["messages"],
                              chat_template_kwargs=row.get("chat_template_kwargs"))
         elif not isinstance(prompt := row["prompt"], (str, list)):
             raise ValueError("prompt must be a text or a list of token ids")

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.engine import Engine
-from nanoengine_extensions.policies import VICTIMS
+from nanoengine.engine import Engine
+from nanoengine.policies import VICTIMS
 from nanoengine_extensions.policies import overtaking
 from .drawing import draw_comparison, draw_timeline, write_perfetto
 from .figures import Figures, Runs, figures_of, report
-from .options import Parser, Workload, picture
+from .options import Parser, Workload, new_engine, picture
 
 Options = dict[str, Any]  # options of the engine, or of the sampling
 COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each, by name
@@ -63,11 +63,12 @@ def compare(args: Any, run: Callable[[Options], tuple[Engine, Figures]]) -> Runs
             engine, figures = run(changes)
             runs[name].append(figures)
             ending = f"-{name}" if len(variants) > 1 else ""
+            trace = engine.features["metrics"].trace
             if args.timeline and number == 0:
                 path = args.timeline.with_stem(args.timeline.stem + ending)
-                draw_timeline(engine.metrics.trace, path, engine.config.block_size)
+                draw_timeline(trace, path, engine.config.block_size)
             if args.trace and number == 0:
-                write_perfetto(engine.metrics.trace, args.trace.with_stem(args.trace.stem + ending))
+                write_perfetto(trace, args.trace.with_stem(args.trace.stem + ending))
     if args.plot:
         draw_comparison(runs, args.plot)
     return runs
@@ -75,7 +76,7 @@ def compare(args: Any, run: Callable[[Options], tuple[Engine, Figures]]) -> Runs
 
 def run_until(engine: Engine, lengths: dict[str, int], stop: float = float("inf")) -> None:
     """Runs steps. A request that has reached its true length ends, without notice."""
-    while engine.has_unfinished() and engine.clock() < stop:
+    while engine.has_unfinished() and engine.features["metrics"].clock() < stop:
         for seq in engine.step():
             num_outputs = seq.num_tokens - seq.num_prompt_tokens
             if num_outputs == lengths[seq.request_id] and not seq.finish_reason:
@@ -92,14 +93,14 @@ def run_variant(llm: LLM, workload: Workload, changes: Options) -> tuple[Engine,
               for number, most in enumerate(workload.max_tokens)]
     seqs = [request.seq for request in llm.inputs.make_requests(workload.prompts, params)]
     lengths = {seq.request_id: length for seq, length in zip(seqs, workload.lengths)}
-    engine = llm.make_engine(replace(llm.config, **options), llm.engine.runner)
+    engine = new_engine(llm, **options)
     started = time.perf_counter()
     for seq in seqs:
         engine.add(seq)
     run_until(engine, lengths)
     seconds = time.perf_counter() - started
     workload.check([seq.num_tokens - seq.num_prompt_tokens for seq in seqs])
-    return engine, figures_of(engine, seconds, [seq.metrics for seq in seqs])
+    return engine, figures_of(engine, seconds, [seq.kept["metrics"] for seq in seqs])
 
 
 def scarce_blocks(workload: Workload, config: Any) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from nanoengine_extensions.engine import Engine
+from nanoengine.engine import Engine
 from nanoengine_extensions.metrics import RequestMetrics
 
-Step = Any  # a record of `LLM.trace`: see model_runner.py's `Launched`
+Step = Any  # a `StepRecord` of `LLM.trace`
 Figures = dict[str, float]
 Runs = dict[str, list[Figures]]  # of each engine or variant
 COUNTED = ("num_steps", "mean_batch", "num_preemptions", "recomputed_tokens", "prefix_cache_hits",
@@ -21,8 +21,8 @@ COUNTED = ("num_steps", "mean_batch", "num_preemptions", "recomputed_tokens", "p
 
 def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -> Figures:
     """Returns the figures of a run on a new engine."""
-    metrics = engine.metrics.gauges()
-    trace = engine.metrics.trace
+    metrics = engine.features["metrics"].gauges()
+    trace = engine.features["metrics"].trace
     figures = {"output_tokens_per_second": metrics["generation_tokens"] / seconds}
     figures["seconds"] = seconds
     first_token = [request.time_to_first_token for request in requests]

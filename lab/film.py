@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.batch import Batch
-from nanoengine_extensions.engine import Engine
+from nanoengine.engine import Engine
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.metrics import RequestMetrics
+from nanoengine_extensions.metrics import Metrics, RequestMetrics
 from .compare import COMPARISONS, run_until
 from .options import Parser, Workload
 from .simulate import Cost, SimulatedRunner
@@ -60,12 +60,12 @@ def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
     longest = [len(prompt) + most for prompt, most in zip(workload.prompts, workload.max_tokens)]
     camera = Camera(Cost("a step", 1.0, 0.0, 0.0, 0.0), config, max(longest))
     camera.frames = []
-    engine = camera.engine = Engine(config, camera, clock=lambda: camera.now)
+    engine = camera.engine = Engine(config, camera, {"metrics": Metrics(lambda: camera.now)})
     lengths = {str(number): length for number, length in enumerate(workload.lengths)}
     for number, prompt in enumerate(workload.prompts):
         run_until(engine, lengths, number * args.gap)
-        seq = Sequence(str(number), [*prompt], len(prompt), longest[number],
-                       metrics=RequestMetrics(camera.now))
+        seq = Sequence(str(number), [*prompt], len(prompt), longest[number])
+        seq.kept["metrics"] = RequestMetrics(camera.now)
         seq.forks = [seq.fork(index=index) for index in range(1, args.n) if number == 1]
         engine.add(seq)
     run_until(engine, lengths)

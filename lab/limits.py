@@ -21,7 +21,7 @@ import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.batch import Batch, Row
-from nanoengine_extensions.options import EngineConfig
+from nanoengine.config import EngineConfig
 from nanoengine.sequence import Sequence
 from .drawing import draw_grid
 from .figures import write_json

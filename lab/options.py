@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-from nanoengine_extensions.options import EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.observers import load_observers
 from nanoengine.loader import find_model, load_config, load_tokenizer
 from nanoengine.model_runner import choose_device
 
@@ -177,3 +179,11 @@ def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
             raise SystemExit(f"{file}: the model has no tokenizer, give prompt_token_ids")
         prompts.append(prompt.get("prompt_token_ids") or tokenizer.encode(prompt["prompt"]))
     return prompts
+
+
+def new_engine(llm: Any, **changes: Any) -> Engine:
+    """Gives a loaded model a new engine, with other options."""
+    runner = llm.engine.runner
+    runner.features = llm.inputs.features = load_observers()
+    llm.engine = Engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
+    return llm.engine

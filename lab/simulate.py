@@ -18,11 +18,11 @@ import torch
 
 from nanoengine import LLM
 from nanoengine.batch import Batch
-from nanoengine_extensions.options import EngineConfig
-from nanoengine_extensions.engine import Engine
-from nanoengine.model_runner import Launched
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.step_inputs import Launched
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.metrics import RequestMetrics
+from nanoengine_extensions.metrics import Metrics, RequestMetrics, StepRecord
 from .compare import Options, compare, comparison_parser, run_until, run_variant
 from .figures import Figures, figures_of, report, spans
 from .options import Workload
@@ -56,7 +56,7 @@ def measured_cost(config: EngineConfig, workload: Workload) -> Cost:
             engine, _ = run_variant(llm, short, {})
     starts, tokens, seconds = np.array([
         (sum(step.batch.starts), sum(step.batch.num_tokens), end - start)
-        for start, end, step in spans(engine.metrics.trace)]).T
+        for start, end, step in spans(engine.features["metrics"].trace)]).T
     causes = np.stack([np.ones_like(tokens), tokens, starts + tokens], axis=1)
     per_step, per_token, per_key = np.linalg.lstsq(causes, seconds)[0].clip(0).tolist()
     kv_bytes = engine.runner.block_bytes // config.block_size
@@ -77,7 +77,7 @@ class SimulatedRunner:
         self.max_model_len = max_model_len
         self.block_bytes = cost.kv_bytes * config.block_size
         self.num_kv_blocks = config.num_kv_blocks or cost.num_slots // config.block_size
-        self.num_host_blocks = int(config.swap_space * 2**30 / self.block_bytes)
+        self.host_blocks = range(int(config.swap_space * 2**30 / self.block_bytes))
 
     def launch(self, batch: Batch) -> Launched:
         began = self.now
@@ -88,14 +88,11 @@ class SimulatedRunner:
         self.now += self.cost.read_byte_seconds * self.cost.kv_bytes * num_read
         self.now += self.cost.swapped_byte_seconds * self.block_bytes * num_swapped
         tokens = torch.ones(len(batch.sampled), dtype=torch.int32)
-        launched: Any = Launched(batch, tokens, self.now)
-        vars(launched).update(began=began, logprobs={})
-        metrics = self.engine.metrics
+        metrics = self.engine.features["metrics"]
         if metrics.counters["num_steps"] % 16 == 0 and not self.engine.config.trace:
-            launched.ended = self.now
-            launched.metrics = metrics.gauges()
-            metrics.trace.append(launched)
-        return launched
+            metrics.trace.append(StepRecord(
+                batch, began, began, self.now, self.now, metrics=metrics.gauges()))
+        return Launched(batch, tokens, self.now)
 
 
 def can_start(engine: Engine) -> bool:
@@ -114,7 +111,7 @@ def simulate(args: Any, workload: Workload, cost: Cost,
     config = replace(args.engine_config, **changes)
     most = max(map(len, workload.prompts)) + max(workload.max_tokens)
     runner = SimulatedRunner(cost, config, config.max_model_len or most)
-    engine = runner.engine = Engine(config, runner, clock=lambda: runner.now)
+    engine = runner.engine = Engine(config, runner, {"metrics": Metrics(lambda: runner.now)})
     gap = 1 / args.rate if args.rate else 0.0
     arrivals = np.random.default_rng(config.seed).exponential(gap, len(workload.prompts)).cumsum()
     lengths = {str(number): length for number, length in enumerate(workload.lengths)}
@@ -123,13 +120,15 @@ def simulate(args: Any, workload: Workload, cost: Cost,
         run_until(engine, lengths, arrival)
         runner.now = max(runner.now, arrival)
         longest = len(prompt) + workload.max_tokens[index]
-        seq = Sequence(str(index), [*prompt], len(prompt), longest, metrics=RequestMetrics(arrival))
+        seq = Sequence(str(index), [*prompt], len(prompt), longest)
+        seq.kept["metrics"] = RequestMetrics(arrival)
         engine.add(seq)
         seqs.append(seq)
         if args.reject and not can_start(engine):
             engine.finish(seq, "abort")
     run_until(engine, lengths)
-    accepted = [replace(seq.metrics, num_decoded_tokens=seq.num_tokens - seq.num_prompt_tokens - 1)
+    accepted = [replace(seq.kept["metrics"],
+                        num_decoded_tokens=seq.num_tokens - seq.num_prompt_tokens - 1)
                 for seq in seqs if seq.finish_reason != "abort"]
     figures = figures_of(engine, runner.now, accepted)
     figures["rejected_percent"] = 100 * (1 - len(accepted) / len(seqs))

@@ -3,7 +3,6 @@
 A map, in an order to read it:
 
     llm.py              what a user calls: `generate` with its loop, streams, threads
-    seams.py            the way to what is outside: optional features, libraries of kernels
     sampling_params.py  how a request is sampled
     config.py           the options of an engine
     requests.py         prompts and parameters, checked, as requests with sequences
@@ -21,18 +20,30 @@ A map, in an order to read it:
     sampler.py          from logits to tokens
     loader.py           from a folder to a model with its weights
     outputs.py          from tokens to text, and the results
+    features.py         optional features: how they are found, and whose an option is
+    observers.py        what an optional feature can do, and when
+    kernels.py          the way to libraries of kernels
+    checks.py           errors for a user's input
 
 The engine needs no other package of this repository.
 """
 
+from typing import Any
+
+from nanoengine.features import TABLES, extension, is_installed
 from nanoengine.llm import LLM
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.seams import extension, has_extensions
 
 __version__ = "0.2.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
-if has_extensions():
-    # an LLM with more methods, and what beam search takes and returns
-    globals().update(extension("llm").EXPORTS)
+for _name in filter(is_installed, TABLES):
+    extension(_name)
+
+
+def __getattr__(name: str) -> Any:
+    """`from nanoengine import BeamSearchParams` is its class in the extensions."""
+    if name in ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"):
+        return getattr(extension("beam_search"), name)
+    raise AttributeError(f"module 'nanoengine' has no attribute {name!r}")

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from nanoengine.seams import kernels, rejected
+from nanoengine.checks import rejected
+from nanoengine.kernels import kernels
 from nanoengine.step_inputs import StepInputs
 
 
@@ -123,8 +124,8 @@ class Backend:
     has_graphs: bool = False
 
 
-# You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS. The extensions add
-# "varlen", PyTorch's own build of flash-attn's kernels.
+# You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS. "varlen", PyTorch's
+# own build of flash-attn's kernels, is in nanoengine_extensions/varlen.py.
 BACKENDS = {
     "flash-attn": Backend(flash_attention, has_flash_attn, 4, block_multiple=256, has_graphs=True),
     "triton": Backend(triton_attention, lambda *on: on[0] == "cuda" and has_paged_kernel(*on), 3,
@@ -136,14 +137,12 @@ BACKENDS = {
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
     """Returns the backend with this name, or for "auto" the fastest one for this device and dtype.
 
-    Raises ValueError for a backend that cannot work here; warns if only the slow one can.
+    Raises ValueError for a backend that cannot work here.
     """
     usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
     chosen = max(usable, key=lambda each: BACKENDS[each].rank) if name == "auto" else name
     if chosen not in usable:
         raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
-    if name == "auto" and chosen == "gather":
-        logging.getLogger("nanoengine").warning(f"slow attention for {dtype} on {device}")
     multiple = BACKENDS[chosen].block_multiple
     if block_size % multiple:
         raise rejected("block_size", block_size, f"a multiple of {multiple} for {chosen}")

@@ -13,8 +13,8 @@ from nanoengine.sequence import Sequence
 class Copies:
     """The blocks to copy before a step computes. Each dict maps a target to its source.
 
-    The runner does the copies in the order of these fields; an extension does those to and from
-    the host.
+    The runner does the copies in the order of these fields. swap_out and swap_in are to and from a
+    pool on the host, if there is one.
 
     The order matters, since a block that is freed in a step can be handed out again in the same
     step. Block 5 of a preempted sequence is first copied to the host. Then the copy for its new
@@ -30,8 +30,8 @@ class Row(NamedTuple):
     """A row of logits, for the token of `seq` at `position`.
 
     source: the index in the batch of the sequence that computes the token before `position`: `seq`
-        itself, or its parent, if `seq` is a new fork. With speculation, `seq` can be a copy that
-        has guesses.
+        itself, or its parent, if `seq` is a new fork. Features can add rows: for a finished
+        sequence, whose token is dropped, or for a copy of one (speculation).
     """
 
     source: int
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     position: int
 
 
-@dataclass
+@dataclass(repr=False)
 class Batch:
     """One step: the whole message from scheduler to runner.
 
@@ -54,6 +54,8 @@ class Batch:
         had (set by `Scheduler.build`).
     preempted: the sequences that were preempted since the step before, each with "swap" or
         "recompute" (set by `Scheduler.schedule`).
+    is_known: whether its tokens are known without a step, from guesses that an earlier step has
+        computed (set by speculation).
     is_advanced: whether its tokens count as computed (set by `Scheduler.advance`).
     """
 
@@ -65,12 +67,8 @@ class Batch:
     copies: Copies = field(default_factory=Copies)
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[tuple[Sequence, str]] = field(default_factory=list)
+    is_known: bool = False
     is_advanced: bool = False
 
     def __len__(self) -> int:
         return len(self.sequences)
-
-    def __repr__(self) -> str:
-        parts = zip(self.sequences, self.starts, self.num_tokens)
-        shown = [f"{seq.request_id}.{seq.index}[{i}:{i + count}]" for seq, i, count in parts]
-        return f"<Batch of {sum(self.num_tokens)} tokens: {' '.join(shown)}>"

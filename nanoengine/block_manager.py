@@ -21,6 +21,7 @@ evicting one never loses the other.
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from itertools import takewhile
 
 import xxhash
@@ -37,13 +38,18 @@ class BlockManager:
     A block is used (a block table refers to it) or free. A free block with a hash is cached, one
     without is blank. Block 0 is never handed out: padded rows of a CUDA graph write there. Every
     operation is O(1) per block.
+
+    hold: how many tokens a sequence has blocks for, at least (a policy: `kv_allocation`).
+    num_shared_blocks: how many blocks forks have taken over from their parents.
     """
 
-    def __init__(self, num_blocks: int, block_size: int,
-                 enable_prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
+                 hold: Callable[[Sequence], int] = lambda seq: 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.hold = hold
+        self.num_shared_blocks = 0
         self.reset()
 
     def reset(self) -> None:
@@ -64,11 +70,7 @@ class BlockManager:
 
     def num_blocks_to_hold(self, seq: Sequence) -> int:
         """Returns how many blocks a sequence has once it is admitted."""
-        return self.num_blocks_for(seq.num_tokens)
-
-    def most_tokens(self, seq: Sequence) -> int:
-        """Returns the most tokens for which a sequence can ever hold blocks."""
-        return seq.max_num_tokens
+        return self.num_blocks_for(max(seq.num_tokens, self.hold(seq)))
 
     # --------------------------------------------------------------------- taking blocks
 
@@ -107,6 +109,7 @@ class BlockManager:
                 self.copies.copy_on_write[fresh[0]] = parent.block_table[len(shared)]
             seq.num_computed_tokens = parent.num_computed_tokens
             seq.block_hashes = parent.block_hashes[:]
+            self.num_shared_blocks += len(shared)
         return len(shared) * self.block_size
 
     def may_append(self, seq: Sequence) -> None:
@@ -163,6 +166,8 @@ class BlockManager:
         """
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
+        if not seq.reads_cache:
+            return []
         num_full = (seq.num_tokens - 1) // self.block_size
         found = (self.blocks_by_hash.get(self._hash(seq, i), {}) for i in range(num_full))
         return [next(iter(twins)) for twins in takewhile(bool, found)]

@@ -7,27 +7,27 @@ how long a sequence can be. Nothing writes to a config once it is made.
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from nanoengine.policies import BATCHING
-from nanoengine.seams import check
+from nanoengine.checks import Condition, check, strict
+from nanoengine.features import of
+from nanoengine.policies import POLICIES, find_policy
 
 # an option whose default depends on the device
 BY_DEVICE: Any = None
 
-CONDITIONS: Any = (
+CONDITIONS: list[Condition] = [
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs >= 1,
      "at least max_num_seqs={max_num_seqs}, and this at least 1"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1"),
     ("max_model_len", lambda c: c.max_model_len is None or c.max_model_len >= 2,
-     "at least 2, or None"),
-    ("scheduling", lambda c: callable(c.scheduling) or c.scheduling in [*BATCHING],
-     "'prefill-first' or 'mixed'"))
+     "at least 2, or None")]
 
 
+@strict
 @dataclass(frozen=True)
 class EngineConfig:
     """The keywords of `LLM`. Raises ValueError with the option, its value and what is accepted.
 
-    nanoengine_extensions/options.py adds those of optional features.
+    Those that are declared with `of` belong to an optional feature: see features.py.
 
     model: a folder with config.json and safetensors, or a Hugging Face id.
     tokenizer: the folder or id of the tokenizer; by default the model's own.
@@ -57,13 +57,38 @@ class EngineConfig:
     attention_backend: a name in the table `BACKENDS` of attention.py: "numba" on a CPU;
         "flash-attn", "triton" or "varlen" on a GPU; "gather" on both; "auto": the fastest that
         works here.
+    kernels: False: plain PyTorch alone, and nothing else than the code of model.py, attention.py
+        and sampler.py runs: slow, but a debugger stops where you read.
     run_ahead: launch a step before the tokens of the step before it are known; the tokens are the
         same.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
+    batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
+        request, and however it was chunked, preempted or cached. On a CPU with packed weights this
+        always holds; where it cannot hold, True is an error. All multiples of 32 as block_size give
+        the same bits; other sizes may give others, because they group the sums differently.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
-        then prompts in the rest of the step). nanoengine_extensions/policies.py adds "static" (a
-        batch ends before the next one begins) and `overtaking(...)`, for comparison. Each policy
-        can also be a function: see policies.py.
+        then prompts in the rest of the step); for comparison, "static" (a batch ends before the
+        next one begins) or `overtaking(...)`. This policy and the next three are names in the
+        tables of policies.py, or functions like those there.
+    scheduling_policy: "fcfs" (in order of arrival), or "priority" (in order of
+        `generate(priority=)`, smaller numbers first).
+    preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority"; for
+        comparison "least-recently-run" or "random".
+    kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), for all that it
+        may generate ("reserve"), or for max_model_len ("max-length", for comparison).
+    preemption_mode: the blocks of a preempted sequence are dropped ("recompute"), or copied to a
+        pool on the host ("swap"); when the pool is full, they are dropped.
+    swap_space: GiB of the host's memory for the pool of "swap", for each rank.
+    speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
+        the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text goes on as it
+        did before; or a function from a `Sequence` to an iterable of token ids. It works on a CPU,
+        and needs run_ahead=False. How much is guessed depends on the time that steps take, the
+        tokens do not.
+    cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
+        to the GPU in each step. If several GPUs share the model, it counts for each GPU. On a CPU
+        only 0 is accepted.
+    tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.
+    trace: keep a record of each step in `LLM.trace`: see nanoengine_extensions/metrics.py.
     """
 
     model: str
@@ -85,8 +110,19 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     attention_backend: str = "auto"
+    kernels: bool = True
     run_ahead: bool = BY_DEVICE
+    batch_invariant: bool = of("guards", False)
     scheduling: Any = BY_DEVICE
+    scheduling_policy: Any = "fcfs"
+    preemption_victim: Any = "youngest"
+    kv_allocation: Any = "on-demand"
+    preemption_mode: str = of("swapping", "recompute")
+    swap_space: float = of("swapping", 4.0)
+    speculation: Any = of("speculation", "none")
+    cpu_offload_gb: float = of("offload", 0.0)
+    tensor_parallel_size: int = of("tensor_parallel", 1)
+    trace: bool = of("metrics", False)
 
     def __post_init__(self) -> None:
         """Fills in the defaults that depend on the device, and checks the options."""
@@ -97,6 +133,11 @@ class EngineConfig:
             block_size=256 if on_gpu else 32, run_ahead=on_gpu, seed=0,
             scheduling="mixed" if on_gpu else "prefill-first")
         given = {name: value for name, value in vars(self).items() if value is not None}
+        # the others have kernels of their own
+        if not self.kernels and self.attention_backend == "auto":
+            given["attention_backend"] = "gather"
         # a frozen config has no other way to set its fields
         vars(self).update(defaults | given)
         check(self, CONDITIONS)
+        for option in POLICIES:
+            find_policy(option, getattr(self, option))

@@ -82,9 +82,9 @@ class CudaGraphs:
         return step, hidden
 
 
-def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: float) -> Batch:
+def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: Any) -> Batch:
     """Returns the last tokens of dummy sequences, which use block 0."""
-    seq = Sequence("", [0] * length, length, length, SamplingParams(**params))  # type: ignore
+    seq = Sequence("", [0] * length, length, length, SamplingParams(**params))
     return Batch(sequences=[seq] * num_seqs, starts=[length - num_tokens] * num_seqs,
                  num_tokens=[num_tokens] * num_seqs,
                  sampled=[Row(index, seq, length) for index in range(num_seqs)])

@@ -19,7 +19,7 @@ advanced first: its tokens join their sequences as pending tokens, and get their
 
 A │ is the border between two calls of `step`.
 
-nanoengine_extensions/engine.py observes the steps, for metrics and the trace.
+Optional features observe these steps: see features.py.
 
 Between two calls no token is pending: a call begins by advancing the step in flight, and takes in
 its tokens before it returns.
@@ -32,7 +32,9 @@ import torch
 from nanoengine.batch import Batch
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.model_runner import Launched
+from nanoengine.features import extension
+from nanoengine.step_inputs import Launched
+from nanoengine.policies import find_policy
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
 
@@ -41,27 +43,25 @@ class Engine:
     """Runs sequences to their end.
 
     runner: a `ModelRunner`, or anything else with its `launch`, its `close` and its sizes.
-    num_generated_tokens: how many tokens all steps have given to their sequences.
+    features: by name; they are called when something happens.
+    launch: begins a step on the device: the runner's, which features can wrap.
 
     Between two steps, a client can call `add` and `finish`, and for sequences that are not in
     flight the scheduler's `fork` and `preempt`. So an algorithm over several steps, such as beam
     search, needs nothing else of the engine.
     """
 
-    def __init__(self, config: EngineConfig, runner: Any) -> None:
+    def __init__(self, config: EngineConfig, runner: Any, features: dict[str, Any]) -> None:
         self.config = config
         self.runner = runner
-        self.scheduler = self.make_scheduler()
-        self.num_generated_tokens = 0
-        self.add = self.scheduler.add
+        self.features = features
+        self.scheduler = Scheduler(make_block_manager(config, runner), config)
+        self.launch: Any = lambda batch: runner.launch(batch)
+        self.add = self.scheduler.enqueue
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None
-
-    def make_scheduler(self) -> Scheduler:
-        """Is called once; the extensions make one with policies, priorities and swapping."""
-        manager = BlockManager(self.runner.num_kv_blocks, self.config.block_size,
-                               self.config.enable_prefix_caching)
-        return Scheduler(manager, self.config)
+        for feature in features.values():
+            feature.begin(self)
 
     def has_unfinished(self) -> bool:
         return self.in_flight is not None or self.scheduler.has_unfinished()
@@ -92,7 +92,11 @@ class Engine:
     def _launch(self) -> Launched | None:
         """Schedules and launches a step; returns None if no sequence can run."""
         batch = self.scheduler.schedule() if self.scheduler.has_unfinished() else None
-        return self.runner.launch(batch) if batch else None
+        if not batch:
+            return None
+        for feature in self.features.values():
+            feature.scheduled(batch)
+        return self.launch(batch)
 
     def _has_to_wait_for(self, batch: Batch) -> bool:
         """Whether the next step is launched only when the tokens of this batch are known.
@@ -109,7 +113,8 @@ class Engine:
         if launched is None:
             return []
         seqs = self.scheduler.postprocess(launched.batch, launched.wait())
-        self.num_generated_tokens += len(seqs)
+        for feature in self.features.values():
+            feature.done(launched, seqs)
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
@@ -130,6 +135,18 @@ class Engine:
         """Frees the runner's memory; a later step raises RuntimeError."""
         if self.runner:
             self.runner.close()
-        self.runner = None
+        self.runner = self.launch = None
         # does nothing without a GPU
         torch.cuda.empty_cache()
+
+
+def make_block_manager(config: EngineConfig, runner: Any) -> BlockManager:
+    """Returns the manager of a runner's blocks, and of its pool on the host if there is one."""
+    longest = runner.max_model_len
+    policy = find_policy("kv_allocation", config.kv_allocation)
+    sizes = (runner.num_kv_blocks, config.block_size, config.enable_prefix_caching,
+             lambda seq: min(policy(seq, longest), longest))
+    if config.preemption_mode == "recompute":
+        return BlockManager(*sizes)
+    return extension("swapping").SwappingBlockManager(
+        *sizes, num_host_blocks=len(runner.host_blocks))

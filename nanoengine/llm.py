@@ -1,13 +1,13 @@
 """`LLM`: what a user calls.
 
 `requests.py` turns prompts into requests, `engine.py` runs their sequences, and `outputs.py` turns
-the new tokens into text. `generate` shows how: queue requests, and step until all have finished.
+the new tokens into text. `generate` and `stream` are a loop over `steps_for`.
 
 Calls of several threads share steps. A thread holds the engine for one step at a time, which is its
 turn; the step moves the requests of all threads.
 
     thread A   queue  [step 1, look]                  [step 3, look]
-    thread B                        [queue]  [step 2, look]     …
+    thread B                        queue  [step 2, look]     …
                                               └─ computes the requests of both
 
 To look is to take the new tokens of the call's own requests. Brackets are turns.
@@ -15,20 +15,27 @@ To look is to take the new tokens of the call's own requests. Brackets are turns
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from nanoengine.checks import naming, rejected
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.features import extension, is_installed
+from nanoengine.kernels import kernels
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
+from nanoengine.observers import load_observers
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import InputProcessor, Params
-from nanoengine.seams import kernels, naming, rejected
+from nanoengine.sampling_params import SamplingParams
+
+Priority = int | list[int] | None
 
 
 class LLM(AbstractContextManager):
@@ -38,7 +45,7 @@ class LLM(AbstractContextManager):
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
 
     The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a
-    checkpoint that it cannot use. nanoengine_extensions/llm.py adds methods such as `chat`.
+    checkpoint that it cannot use.
 
     Any thread can call at any time, and the requests of all calls run in the same steps. An error
     of one request ends its own call only. An error that breaks a step, such as Ctrl-C or a lack of
@@ -46,30 +53,33 @@ class LLM(AbstractContextManager):
     the step gets this error; the threads of the other requests get a RuntimeError that names it.
     """
 
-    # the extensions replace these classes
-    make_config: Any = EngineConfig
-    make_inputs: Any = InputProcessor
-    make_runner: Any = ModelRunner
-    make_engine: Any = Engine
+    # for help() and notebooks
+    __signature__ = signature(EngineConfig)
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         options["device"] = choose_device(options.get("device", "auto"))
-        self.config = config = self.make_config(**{"model": model, **options})
-        self.kernels = kernels(config.device)
+        self.config = config = EngineConfig(**{"model": model, **options})
+        self.kernels = kernels(config.device, config.kernels)
         self.kernels.check_process()
         folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder)
-        self.inputs = self.make_inputs(config, self.model_config, folder)
-        runner = self.make_runner(config, self.model_config, folder)
+        features = load_observers()
+        self.inputs = InputProcessor(config, self.model_config, folder, features)
+        make_runner: Any = ModelRunner
+        if config.tensor_parallel_size > 1:
+            make_runner = extension("tensor_parallel").TensorParallelRunner
+        # a size of the model is 0, or needs more memory than is free, or than PyTorch can count
+        with naming(f"{config.model} cannot be run with these options"):
+            runner = make_runner(config, self.model_config, folder, features)
         self.kernels.end_threads()
-        self.engine = self.make_engine(config, runner)
+        self.engine = Engine(config, runner, features)
         self.inputs.max_model_len = runner.max_model_len
         # requests that the next turn of any thread adds to the engine
-        self.arrived: deque[Any] = deque()
+        self.arrived: deque[Request] = deque()
         # requests that it ends
-        self.dropped: deque[Any] = deque()
+        self.dropped: deque[Request] = deque()
         # the requests that the engine has, changed only in a turn
-        self.entered: dict[str, Any] = {}
+        self.entered: dict[str, Request] = {}
         # held by the thread that has its turn
         self.lock: Any = threading.RLock()
         # names what interrupted the last turn
@@ -78,12 +88,12 @@ class LLM(AbstractContextManager):
     # ------------------------------------------------------------------------ generating
 
     def generate(self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True,
-                 priority: int | list[int] | None = None) -> list[RequestOutput]:
+                 priority: Priority = None) -> list[RequestOutput]:
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
         prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
         sampling_params: one for all or one for each; None: `get_default_sampling_params()`.
-        use_tqdm: show a progress bar, with the tokens a second of all calls together.
+        use_tqdm: show a progress bar.
         priority: one for all or one for each, smaller numbers first; as in vLLM, it has an effect
             only with scheduling_policy="priority".
 
@@ -91,47 +101,50 @@ class LLM(AbstractContextManager):
         is closed or if an error in another thread breaks a shared step.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        num_before = self.engine.num_generated_tokens
-        with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
-            with self.queued(requests) as unfinished:
-                while unfinished:
-                    self.step_for(unfinished)
-                    num_tokens = self.engine.num_generated_tokens - num_before
-                    rate = num_tokens / (bar.format_dict["elapsed"] or 1)
-                    bar.set_postfix_str(f"{rate:.0f} output tokens/s", refresh=False)
-                    bar.update(len(requests) - len(unfinished) - bar.n)
+        bar_of: Any = tqdm
+        if is_installed("metrics"):
+            # with the tokens a second of all calls together
+            bar_of = extension("metrics").bar_of(self.engine)
+        bar = bar_of(total=len(requests), desc="Generating", disable=not use_tqdm)
+        with bar, closing(self.steps_for(requests)) as steps:
+            for updated in steps:
+                bar.update(sum(request.is_finished for request in updated))
         return [request.output() for request in requests]
 
     def stream(self, prompts: Any, sampling_params: Params = None,
-               priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
+               priority: Priority = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it has new tokens.
 
         `.finished` marks the last output of a request. Dropping the iterator frees its requests.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
+        steps = self.steps_for(requests, Request.output)
+        return (output for outputs in steps for output in outputs)
 
-        def outputs() -> Iterator[Any]:
-            with self.queued(requests) as unfinished:
-                yield
-                while unfinished:
-                    yield from self.step_for(unfinished, lambda request: request.output())
+    def chat(self, *arguments: Any, **options: Any) -> list[RequestOutput]:
+        """Answers conversations: see nanoengine_extensions/chat.py, as for the arguments."""
+        return extension("chat").chat(self, *arguments, **options)
 
-        stream = outputs()
-        # Python closes only a started generator; closing it frees its requests, read or not
-        next(stream)
-        return stream
+    def stream_chat(self, *arguments: Any, **options: Any) -> Iterator[RequestOutput]:
+        """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
+        return extension("chat").stream_chat(self, *arguments, **options)
+
+    def beam_search(self, prompts: Any, params: Any) -> list[Any]:
+        """Returns the best completions of each prompt: see nanoengine_extensions/beam_search.py."""
+        return extension("beam_search").beam_search(self, prompts, params)
 
     # ------------------------------------------------------------------------------ steps
 
     def add(self, prompts: Any, sampling_params: Params = None,
-            priority: int | list[int] | None = None) -> list[Request]:
+            priority: Priority = None) -> list[Request]:
         """Queues requests for `step` to run; returns them. The arguments are those of `generate`.
 
         A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        self.queue(requests)
-        return requests
+        self._queue(requests)
+        with self.turn():
+            return requests
 
     def step(self) -> list[Request]:
         """Runs one step for all requests, and returns the requests that have new tokens.
@@ -156,69 +169,39 @@ class LLM(AbstractContextManager):
             with self.turn():
                 pass
 
-    @contextmanager
-    def queued(self, requests: list[Any]) -> Iterator[set[Any]]:
-        """Queues the requests of one call, and frees them however the call ends.
+    def steps_for(self, requests: list[Any], look: Callable[[Any], Any] = lambda request: request,
+                  ) -> Generator[list[Any], None, None]:
+        """Runs steps until all these requests of one call have finished.
 
-        Yields the unfinished ones, for `step_for`.
+        After each step, it yields the result of `look` for each of them that has new tokens, and
+        raises the error of a request. The requests are freed however this ends. A step of another
+        thread can have brought the tokens; then it runs none.
         """
+        num_unfinished = len(requests)
+        inbox = requests[0].inbox if requests else {}
         try:
-            self.queue(requests)
-            yield {*requests}
+            self._queue(requests)
+            while num_unfinished:
+                with self.turn():
+                    if not inbox:
+                        self._step()
+                    updated = [inbox.pop(request_id) for request_id in [*inbox]]
+                    num_unfinished -= sum(request.is_finished for request in updated)
+                    # Another thread can run the next step. The OpenMP threads of this one would
+                    # slow it down.
+                    if len(self.entered) > num_unfinished:
+                        self.kernels.end_threads()
+                    seen = [look(request) for request in updated]
+                for error in [request.error for request in updated if request.error]:
+                    raise error
+                yield seen
         finally:
             self.abort(requests)
             self.kernels.end_threads()
 
-    def queue(self, requests: list[Any]) -> None:
-        """Queues requests of one call, or other objects with the same interface, in the engine.
-
-        Their inbox is one dict: each step adds the requests that have new tokens.
-        """
-        self._check_caller()
-        if self.engine.runner is None:
-            raise RuntimeError("the LLM is closed")
-        inbox: dict[str, Any] = {}
-        for request in requests:
-            request.inbox = inbox
-        self.arrived += requests
-        try:
-            with self.turn():
-                pass
-        # such as Ctrl-C while it waits: the caller then has no request to abort
-        except BaseException:
-            self.dropped += requests
-            raise
-
-    def step_for(self, unfinished: set[Any],
-                 look: Callable[[Any], Any] = lambda request: request) -> list[Any]:
-        """Runs a step, unless a step of another thread has brought tokens for these requests.
-
-        Returns the result of `look` for each of them that has new tokens; those that have finished
-        leave the set. Raises the error of a request.
-        """
-        inbox = next(iter(unfinished)).inbox
-        with self.turn():
-            if not inbox:
-                self._step()
-            updated = [inbox.pop(request_id) for request_id in [*inbox]]
-            unfinished.difference_update([each for each in updated if each.is_finished])
-            # Another thread can run the next step. The OpenMP threads of this one would slow it
-            # down.
-            if len(self.entered) > len(unfinished):
-                self.kernels.end_threads()
-            seen = [look(request) for request in updated]
-        # the first error, if there is one
-        for seq in [seq for request in updated for seq in request.seqs if seq.error]:
-            raise seq.error
-        return seen
-
-    def _step(self) -> list[Any]:
+    def _step(self) -> list[Request]:
         """Runs one step, in a turn; returns the requests with new tokens."""
-        updated = {}
-        for seq in self.engine.step():
-            request = updated[seq.request_id] = self.entered[seq.request_id]
-            if stop := request.update(seq):
-                self.engine.finish(seq, "stop", stop)
+        updated = {seq.request_id: self.entered[seq.request_id] for seq in self.engine.step()}
         for request_id, request in updated.items():
             request.inbox[request_id] = request
             if request.is_finished:
@@ -227,6 +210,13 @@ class LLM(AbstractContextManager):
             # all requests have ended, but a step with their sequences is still in flight
             self.engine.step()
         return list(updated.values())
+
+    def _queue(self, requests: list[Request]) -> None:
+        """Lets the next turn of any thread add these requests to the engine."""
+        self._check_caller()
+        if self.engine.runner is None:
+            raise RuntimeError("the LLM is closed")
+        self.arrived += requests
 
     def _check_caller(self) -> None:
         """Raises RuntimeError if this thread already has a turn, or if this process is a fork."""
@@ -240,8 +230,7 @@ class LLM(AbstractContextManager):
 
         A turn first queues the requests that have arrived since the last turn, and ends those that
         were dropped. If the last turn ended with an error or Ctrl-C, the engine may be
-        inconsistent, so all its requests are ended. Raises RuntimeError if this thread already has
-        a turn.
+        inconsistent, so all its requests are ended.
         """
         self._check_caller()
         with self.lock:
@@ -269,6 +258,34 @@ class LLM(AbstractContextManager):
             self.entered.pop(request.request_id, None)
             request.end(self.error)
         self.error = None
+
+    # ------------------------------------------------------------------------------ the rest
+
+    # the requests that have not ended, by number
+    active = property(lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns current gauges, and counters since the start: see the extensions' metrics.py."""
+        return extension("metrics").metrics_of(self.engine).gauges()
+
+    # with trace=True: a record of each step
+    trace = property(lambda self: extension("metrics").metrics_of(self.engine).trace)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what `sampling_params=None` stands for: see generation_config.py."""
+        return self.inputs.default_params.clone()
+
+    def get_tokenizer(self) -> Any:
+        """Returns the transformers tokenizer, a copy of the engine's own. Raises ValueError if the
+        model has none."""
+        return self.inputs.tokenizer_of_user
+
+    def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache; blocks in use stay in use. Returns True, as in vLLM."""
+        with self.turn():
+            manager = self.engine.scheduler.block_manager
+            manager.forget(list(manager.blocks_by_hash))
+        return True
 
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""

@@ -19,18 +19,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from nanoengine.checks import naming, rejected
+from nanoengine.features import extension, is_installed
 from nanoengine.model import Decoder, rope_table
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.seams import extension, naming, rejected
 
 # the classes of transformers with the architecture of `model.py`
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # what is downloaded: no weights that are never read
 FILES = ["*.json", "*.model", "*.jinja", "*.txt",
          "model.safetensors", "model-?????-of-?????.safetensors"]
-# the entries of generation_config.json that are used, as in vLLM, with our names
-GENERATION_ENTRIES = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
-                      "min_p": "min_p", "max_new_tokens": "max_tokens"}
 
 
 def find_model(model: str | Path, revision: str | None = None,
@@ -48,11 +45,8 @@ def find_model(model: str | Path, revision: str | None = None,
 def load_config(folder: Path) -> PretrainedConfig:
     """Returns the model's config.json, checked, with the head_dim that can be implicit there."""
     with naming(file := folder / "config.json"):
-        content = json.loads(file.read_text())
-        # first, since transformers makes lists of this length
-        for name in ("num_hidden_layers", "num_labels"):
-            if content.get(name, 1) not in range(1, 10_001):
-                raise rejected(f"the model's {name}", content[name], "from 1 to 10000")
+        if is_installed("strict"):
+            extension("strict").check_config_file(file)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "head_dim", None) is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
@@ -117,42 +111,42 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def load_defaults(folder: Path, config: PretrainedConfig,
-                  tokenizer: Any) -> tuple[SamplingParams, dict[int, int | None]]:
-    """Returns the parameters of generation_config.json, and every EOS with its `stop_reason`.
-
-    As in vLLM, the tokenizer's own EOS gives None, and others give their ids.
-    """
+def load_eos(folder: Path, config: PretrainedConfig, tokenizer: Any) -> dict[int, int | None]:
+    """Returns every EOS with its `stop_reason`: as in vLLM, the tokenizer's own gives None, and
+    others, of generation_config.json or else of config.json, give their ids."""
     with naming(file := folder / "generation_config.json"):
-        content = json.loads(file.read_text()) if file.is_file() else {}
-        given = {name: value for name, value in content.items() if value is not None}
-        params = SamplingParams(**{GENERATION_ENTRIES[name]: given[name]
-                                   for name in GENERATION_ENTRIES.keys() & given})
-        eos = given.get("eos_token_id", config.eos_token_id)
-        eos_ids = eos if isinstance(eos, list) else {eos} - {None}
-        if not all(type(token_id) is int for token_id in eos_ids):
-            raise rejected("eos_token_id", eos, "a token id, or a list of them")
+        given = json.loads(file.read_text()) if file.is_file() else {}
+        eos = given.get("eos_token_id")
+    eos = config.eos_token_id if eos is None else eos
     own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
-    known = [i for i in {*eos_ids, own} - {None} if i in range(config.vocab_size)]
-    return params, {i: None if i == own else i for i in known}
+    ids = eos if isinstance(eos, list) else [eos]
+    known = [i for i in {*ids, own} - {None} if i in range(config.vocab_size)]
+    return {i: None if i == own else i for i in known}
 
 
 # --------------------------------------------------------------------------------- weights
 
 
+def place_on(model: nn.Module, device: str) -> None:
+    """Allocates memory for the weights of a model, or of a part of one."""
+    if is_installed("strict"):
+        extension("strict").check_memory(model, device)
+    model.to_empty(device=device)
+
+
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
-               load_format: str = "auto", place: Callable[..., Any] = nn.Module.to_empty,
+               load_format: str = "auto", place: Callable[[Any, str], None] = place_on,
                read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
-    """Returns the model with its weights in `dtype`; "dummy": random ones, always the same.
+    """Returns the model with its weights in `dtype`; "dummy": random ones.
 
     place: allocates memory for the weights.
-    read: reads the part of a checkpoint's tensor that belongs in its target. Extensions replace
-        both.
+    read: reads the part of a checkpoint's tensor that belongs in its target. Weights on the host
+        and several ranks replace these two.
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)
-    place(model, device=device)
+    place(model, device)
     if load_format == "dummy":
         extension("dummy").fill(model, config, device)
     else:

@@ -10,7 +10,7 @@ sequences run.
       sample(hidden)        logits, and a token for each row (sampler.py)
 """
 
-from dataclasses import dataclass
+from functools import partial
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -21,35 +21,18 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoengine.attention import BACKENDS, choose_backend, make_caches
-from nanoengine.batch import Batch, Copies, Row
+from nanoengine.batch import Batch, Copies
+from nanoengine.checks import rejected
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs, dummy_batch
+from nanoengine.features import extension
+from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
+from nanoengine.observers import Feature
 from nanoengine.sampler import sample
-from nanoengine.seams import kernels, rejected
-from nanoengine.step_inputs import StepInputs, StepShape, known_ids, step_arrays, to_buffer
-
-
-@dataclass
-class Launched:
-    """A step that the device computes.
-
-    tokens: one for each of `batch.sampled`, on the host; read them after `wait`.
-    done: on a GPU, the CUDA event after which the tokens are there.
-
-    The extensions add log-probabilities and times, and keep it as a record in `LLM.trace`.
-    """
-
-    batch: Batch
-    tokens: Tensor
-    done: Any
-
-    def wait(self) -> list[int]:
-        """Waits for the tokens, and returns them."""
-        if isinstance(self.done, torch.cuda.Event):
-            self.done.synchronize()
-        return self.tokens.tolist()
+from nanoengine.step_inputs import Launched, StepInputs, StepShape
+from nanoengine.step_inputs import known_ids, step_arrays, to_buffer
 
 
 class ModelRunner:
@@ -61,24 +44,24 @@ class ModelRunner:
     num_kv_blocks: the blocks that can be handed out, block 0 not included.
     block_bytes: the size of K and V of one block in all layers.
     max_model_len: the most tokens of a sequence that the model, the cache and the user allow.
+    host_blocks: a pool on the host, (its blocks, layers, 2, …), for swapping; else without blocks.
 
     Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit.
     """
 
-    # for extensions: the processes that share the model
-    num_ranks = 1
-
-    def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path,
+                 features: dict[str, Feature]) -> None:
         self.config = config
+        self.features = features
         self.model_config = model_config
         self.device = config.device
         self.dtype = choose_dtype(config.dtype, self.device)
+        self.kernels = kernels(self.device, config.kernels)
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
         self.model = self.load_model(folder)
-        self.is_invariant = kernels(self.device).optimize(
+        self.is_invariant = self.kernels.optimize(
             self.model, has_attention=BACKENDS[self.backend].attend is None)
-
         limit = context_length(model_config)
         # for now: size_cache may lower it
         self.max_model_len = min(config.max_model_len or limit, limit)
@@ -97,14 +80,19 @@ class ModelRunner:
         self.rope = rope_table(model_config, self.max_model_len)
         self.allocate(self.num_kv_blocks)
         self.capture()
+        if config.preemption_mode == "swap":
+            self.host_blocks = extension("swapping").host_pool(self.blocks, config.swap_space)
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
-        """Returns the model; `options` are those of the loader, for extensions."""
-        return load_model(folder, self.model_config, self.dtype, self.device,
-                          self.config.load_format, **options)
+        """Returns the model; `options` are those of the loader, for several ranks."""
+        load = partial(load_model, folder, self.model_config, self.dtype, self.device,
+                       self.config.load_format, **options)
+        if self.config.cpu_offload_gb:
+            return extension("offload").load_offloaded(self.config.cpu_offload_gb, load)
+        return load()
 
     def close(self) -> None:
-        """Ends the processes of an extension, if there are any."""
+        """Ends the processes of other ranks, if there are any."""
 
     # ----------------------------------------------------------------------------- memory
 
@@ -117,6 +105,7 @@ class ModelRunner:
                                   self.dtype, self.device, self.backend)
         self.model.bind(self.rope.to(self.device), self.caches, BACKENDS[self.backend].attend)
         self.blocks = self.caches.movedim(2, 0)
+        self.host_blocks = self.blocks[:0]
 
     def capture(self) -> None:
         """Records the CUDA graphs of decode steps, if the device can have any."""
@@ -133,13 +122,14 @@ class ModelRunner:
         if self.device == "cpu":
             free = psutil.virtual_memory().available
             num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
-            return min(free // (4 * self.num_ranks), num_blocks * self.block_bytes)
+            share = free // (4 * self.config.tensor_parallel_size)
+            return min(share, num_blocks * self.block_bytes)
         # left over from earlier engines
         torch.cuda.empty_cache()
         # first, since it returns what the allocator keeps
         self.capture()
-        # not the launch of a subclass, which would also run the other ranks
-        ModelRunner.launch(self, self.largest_batch())
+        batch = self.largest_batch()
+        self.run(batch, *self.prepare(batch))
         free, total = torch.cuda.mem_get_info()
         self.graphs.captured.clear()
         torch.cuda.empty_cache()
@@ -152,16 +142,22 @@ class ModelRunner:
         size = self.config.max_num_batched_tokens
         num_seqs = min(self.config.max_num_seqs, -(-size // self.max_model_len))
         num_tokens = min(size // num_seqs, self.max_model_len)
-        batch = dummy_batch(num_seqs, num_tokens, self.max_model_len, min_p=0.1, top_p=0.9)
+        params = dict(min_p=0.1, top_p=0.9)
+        for feature in self.features.values():
+            params |= feature.most
+        batch = dummy_batch(num_seqs, num_tokens, self.max_model_len, **params)
         batch.sampled = [batch.sampled[i % num_seqs] for i in range(self.config.max_num_seqs)]
         return batch
 
     # ----------------------------------------------------------------------------- a step
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Begins a step. Its tokens also stay on the device, for the next step."""
-        buffer, shape = self.prepare(batch)
+        return self.run(batch, *self.prepare(batch))
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, buffer: Tensor, shape: StepShape) -> Launched:
+        """Begins a step on this device; the other arguments are what `prepare` returns."""
         # whatever precision the user's own code asks for
         with torch.autocast(self.device, enabled=False):
             step, hidden = self.forward(batch.copies, buffer, shape)
@@ -193,9 +189,12 @@ class ModelRunner:
         return step, self.hidden_states(step)
 
     def copy_blocks(self, copies: Copies) -> None:
-        """Does the block copies of a step. An extension adds copies to and from the host."""
-        for target, source in copies.copy_on_write.items():
-            self.blocks[target].copy_(self.blocks[source])
+        """Does the block copies of a step, in their order."""
+        for pairs, source, target in ((copies.swap_out, self.blocks, self.host_blocks),
+                                      (copies.copy_on_write, self.blocks, self.blocks),
+                                      (copies.swap_in, self.host_blocks, self.blocks)):
+            for to, origin in pairs.items():
+                target[to].copy_(source[origin], non_blocking=True)
 
     def hidden_states(self, step: StepInputs) -> Tensor:
         """Runs the model. Pending tokens are looked up in the results of the step before."""
@@ -212,9 +211,10 @@ class ModelRunner:
             logits = self.model.lm_head(hidden[start:start + size])
             rows = batch.sampled[start:start + size]
             part = slice(start, start + len(rows))
-            tokens[part] = sample(
-                logits, step.draws.of(part), [row.seq for row in rows], self.last_sampled)
-            self.observe(rows, logits, tokens[part])
+            tokens[part] = sample(logits, step.draws.of(part), [row.seq for row in rows],
+                                  self.last_sampled, self.features, self.kernels)
+            for feature in self.features.values():
+                feature.drawn(rows, logits, tokens[part])
         # There are more than max_num_seqs only when forks begin, and then the next step waits for
         # their tokens. In place of NO_TOKEN, the next step computes token 0. Its sequence has ended
         # by then, so the result is dropped.
@@ -223,9 +223,6 @@ class ModelRunner:
         tokens = tokens.to("cpu", non_blocking=True)
         done = torch.cuda.current_stream().record_event() if self.device == "cuda" else None
         return Launched(batch, tokens, done)
-
-    def observe(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
-        """Is called with the logits, and the tokens of these rows, for log-probabilities."""
 
 
 def choose_device(device: str) -> Any:

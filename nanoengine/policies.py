@@ -1,20 +1,22 @@
-"""How a step is filled: small functions from the scheduler to a batch, in a table by name.
+"""Policies: small functions, in tables by name. Each may also be a function of a user's own.
 
-nanoengine_extensions/policies.py adds others: ways to fill a step, which sequence is preempted, how
-many blocks a sequence holds, and functions of a user's own.
+nanoengine_extensions/policies.py adds more names to these tables.
 """
 
 from typing import Any
 
+from nanoengine.batch import Batch
+from nanoengine.checks import rejected
 
-def prefill_first(scheduler: Any) -> Any:
+
+def prefill_first(scheduler: Any) -> Batch:
     """Prompts before anything else: a step is all prefill or all decode, as in nano-vllm."""
     begun = [seq for seq in scheduler.running if len(seq.token_ids) > seq.num_computed_tokens + 1]
     prefills = scheduler.build(begun, admit=True)
     return prefills or scheduler.build([*scheduler.running], admit=False)
 
 
-def mixed(scheduler: Any) -> Any:
+def mixed(scheduler: Any) -> Batch:
     """Decodes first; the rest of the budget goes to prompts, in chunks.
 
     So decodes never wait for a prompt, as in Sarathi-Serve (Agrawal et al., 2024,
@@ -23,4 +25,29 @@ def mixed(scheduler: Any) -> Any:
     return scheduler.build([*scheduler.running], admit=True)
 
 
-BATCHING = {"prefill-first": prefill_first, "mixed": mixed}
+# how a step is filled: from a `Scheduler` to a `Batch`
+BATCHING: dict[str, Any] = {"prefill-first": prefill_first, "mixed": mixed}
+# the order of waiting: a `Sequence` to its rank; smaller ranks first, then in the order of arrival
+ORDERS: dict[str, Any] = {"fcfs": lambda seq: 0}
+# which sequence is preempted: one of those that run, in the order of admission
+VICTIMS: dict[str, Any] = {"youngest": lambda running: running[-1]}
+# the least number of tokens for which a `Sequence` holds blocks, from its admission on
+KV_ALLOCATION: dict[str, Any] = {"on-demand": lambda seq, max_model_len: 0}
+
+# by the option of `LLM`
+POLICIES = {"scheduling": BATCHING, "scheduling_policy": ORDERS, "preemption_victim": VICTIMS,
+            "kv_allocation": KV_ALLOCATION}
+
+
+def find_policy(option: str, policy: Any) -> Any:
+    """Returns the function of a name, or the function that was given. A policy with a state is a
+    class in its table: then the result is a new object.
+
+    Raises ValueError for any other name.
+    """
+    table = POLICIES[option]
+    # a list: what a user gives need not be hashable
+    if not callable(policy) and policy not in [*table]:
+        raise rejected(option, policy, f"one of {[*table]}, or a function like these")
+    found = policy if callable(policy) else table[policy]
+    return found() if isinstance(found, type) else found

@@ -3,26 +3,25 @@
 Nothing here knows a model: `requests.py` makes the checks that need a vocabulary or a tokenizer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from nanoengine.seams import check
+from nanoengine.checks import Condition, check, strict
+from nanoengine.features import EDITORS, asked_by, of
 
-CONDITIONS: Any = (
+CONDITIONS: list[Condition] = [
     ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),
     ("n", lambda p: p.n == 1 or p.temperature > 0,
      "1 for temperature=0 (n must be 1 when using greedy sampling, got {n})"),
     ("temperature", lambda p: 0 <= p.temperature, "at least 0"),
     ("top_p", lambda p: 0 < p.top_p <= 1, "above 0, and at most 1"),
     ("min_p", lambda p: 0 <= p.min_p <= 1, "from 0 to 1"),
-    ("max_tokens", lambda p: p.max_tokens is None or p.max_tokens >= 1, "at least 1, or None"),
-    ("min_tokens", lambda p: 0 <= p.min_tokens <= (p.max_tokens or p.min_tokens),
-     "0 to max_tokens={max_tokens}"),
-    ("stop", lambda p: isinstance(p.stop, list) and all(p.stop), "a list of texts, none empty"),
-    ("detokenize", lambda p: p.detokenize or not p.stop, "True for stop={stop!r}"))
+    ("max_tokens", lambda p: p.max_tokens is None or p.max_tokens >= 1, "at least 1, or None")]
 
 
+@strict
 @dataclass(kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends; names and defaults are vLLM's.
@@ -46,9 +45,26 @@ class SamplingParams:
     ignore_eos: go on after EOS.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text at all; stop strings need it.
+    logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
+        likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
+    prompt_logprobs: the same for each token of the prompt except the first, in
+        `RequestOutput.prompt_logprobs`. The prompt is then computed anew, whatever is cached.
+    presence_penalty: subtracted from the logits of tokens that were generated before.
+    frequency_penalty: the same, once for each time that the token was generated.
+    repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
+        output (Keskar et al., 2019, arXiv:1909.05858).
+    bad_words: texts that are never generated; the prompt does not count.
+    allowed_token_ids: the only tokens that may be generated.
+    logit_bias: numbers to add to logits, by token id.
+    structured_outputs: what the text must be, one of {"json": schema}, {"json_object": True},
+        {"regex": text}, {"choice": list of texts} and {"grammar": text in Lark}: see
+        structured_outputs.py.
+    logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
+        tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
 
-    nanoengine_extensions/options.py adds those of optional features, such as log-probabilities and
-    penalties. Raises ValueError for a value out of range, with its name and what is accepted.
+    Temperature, repetition_penalty and biases are clamped in magnitude to 1e-18 … 1e18; 0 stays 0.
+    Those that are declared with `of` belong to an optional feature: see features.py. Raises
+    ValueError for a value out of range, with its name and what is accepted.
     """
 
     n: int = 1
@@ -58,30 +74,39 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: list[str] = field(default_factory=list)
+    min_tokens: int = of("constraints", 0)
+    stop: list[str] = of("texts")
     stop_token_ids: list[int] = field(default_factory=list)
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool = of("texts", False)
     ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
+    skip_special_tokens: bool = of("texts", True)
+    detokenize: bool = of("texts", True)
+    logprobs: int | None = of("logprobs", None)
+    prompt_logprobs: int | None = of("logprobs", None)
+    presence_penalty: float = of("constraints", 0.0)
+    frequency_penalty: float = of("constraints", 0.0)
+    repetition_penalty: float = of("constraints", 1.0)
+    bad_words: list[str] = of("constraints")
+    allowed_token_ids: list[int] | None = of("constraints", None)
+    logit_bias: dict[int, float] | None = of("constraints", None)
+    structured_outputs: dict[str, Any] | None = of("structured_outputs", None)
+    logits_processors: list[Callable] = of("logits_processors")
 
     def __post_init__(self) -> None:
         check(self, CONDITIONS)
 
-    # whether the extensions' constraints.py edits its logits; SamplingParams there has more reasons
-    is_constrained = property(lambda self: self.min_tokens > 0)
-
     @cached_property
     def edits(self) -> tuple[str, ...]:
-        """The edits that its rows of logits need besides a temperature.
+        """The edits that its rows of logits need besides a temperature: features, truncations.
 
         Greedy rows need no truncation: the likeliest token is always kept.
         """
-        asked = {"constraints": self.is_constrained}
-        if self.temperature:
-            asked |= {"min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
-        return tuple(name for name, is_asked in asked.items() if is_asked)
+        features = sorted(EDITORS.keys() & asked_by(self))
+        if not self.temperature:
+            return tuple(features)
+        truncations = {
+            "min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
+        return tuple(features + [name for name, is_asked in truncations.items() if is_asked])
 
     def clone(self) -> "SamplingParams":
         """Returns a copy with new lists; the elements of the lists are the same."""

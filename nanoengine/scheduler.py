@@ -12,13 +12,13 @@ blocks, but no tensor and no text. The policies are functions in policies.py.
                  out, or dropped (then the prefix cache may still have it when it comes back)
 """
 
+from bisect import insort_left, insort_right
 from collections import deque
-from typing import Any
 
 from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.policies import BATCHING
+from nanoengine.policies import find_policy
 from nanoengine.sequence import Sequence
 
 
@@ -27,12 +27,16 @@ class Scheduler:
 
     config: the most sequences that run, the most tokens that a step computes (tokens from the
         prefix cache do not count), and the policies.
+    fill: how a step is filled; order: the rank of a waiting sequence; victim: which running
+        sequence is preempted: see policies.py.
     """
 
     def __init__(self, manager: BlockManager, config: EngineConfig) -> None:
         self.block_manager = manager
         self.config = config
-        self.choose_batch: Any = BATCHING.get(config.scheduling, config.scheduling)
+        self.fill = find_policy("scheduling", config.scheduling)
+        self.order = find_policy("scheduling_policy", config.scheduling_policy)
+        self.victim = find_policy("preemption_victim", config.preemption_victim)
         self.reset()
 
     def reset(self) -> None:
@@ -44,22 +48,10 @@ class Scheduler:
         self.preempted: list[tuple[Sequence, str]] = []
         self.block_manager.reset()
 
-    def add(self, seq: Sequence) -> None:
-        """Queues a sequence and its forks. Raises ValueError if one of them could never run."""
-        manager = self.block_manager
-        num_tokens = max(map(manager.most_tokens, (seq, *seq.forks)))
-        if manager.num_blocks_for(num_tokens) > manager.num_blocks:
-            raise ValueError(f"request {seq.request_id}: {num_tokens} tokens do not fit: "
-                             f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
-        self.enqueue(seq)
-
     def enqueue(self, seq: Sequence, in_front: bool = False) -> None:
-        """Lets a sequence wait. nanoengine_extensions/policies.py has one with priorities."""
-        (self.waiting.appendleft if in_front else self.waiting.append)(seq)
-
-    def choose_victim(self) -> Sequence:
-        """Returns the sequence to preempt: the youngest. An extension has other policies."""
-        return self.running[-1]
+        """Lets a sequence wait, behind or in front of all others of its rank."""
+        insert = insort_left if in_front else insort_right
+        insert(self.waiting, seq, key=self.order)
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -69,9 +61,9 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Chooses the sequences of the next step, and gives them the blocks that they need."""
         # a policy chooses candidates, and calls `build` with them
-        batch = self.choose_batch(self)
+        batch = self.fill(self)
         # empty if all runnable sequences wait for a token
-        if batch:
+        if batch and not batch.is_known:
             batch.copies = self.block_manager.take_copies()
             batch.preempted, self.preempted = self.preempted, []
         return batch
@@ -95,10 +87,7 @@ class Scheduler:
 
         while admit and batch.budget and self.can_admit_head():
             seq = self.waiting.popleft()
-            num_hits = self.block_manager.allocate(seq)
-            batch.admitted.append((seq, num_hits))
-            if seq.num_cached_tokens is None:
-                seq.num_cached_tokens = num_hits
+            batch.admitted.append((seq, self.block_manager.allocate(seq)))
             self.running.append(seq)
             self._place(batch, seq)
         return batch
@@ -114,7 +103,7 @@ class Scheduler:
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            self.preempt(self.choose_victim())
+            self.preempt(self.victim(self.running))
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
             manager.may_append(seq)

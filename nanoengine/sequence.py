@@ -35,7 +35,7 @@ def state(make: Any) -> Any:
     return field(default_factory=make, init=False)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Sequence:
     """A prompt and the tokens generated after it: one completion.
 
@@ -50,10 +50,10 @@ class Sequence:
     end_tokens: the token ids that end it, each with its `stop_reason`.
     priority: smaller numbers come first.
     index: the number of this completion in its request.
-    needs_tokens: whether its next step needs all its tokens on the host. Extensions set it, for
-        constraints and beams.
-    constraints, logprobs_temperature: state of extensions, for its constraints and for beams.
-    metrics: the timings of its request, see metrics.py in the extensions.
+    needs_tokens: whether its next step needs all its tokens on the host; features set it.
+    reads_cache: whether the prefix cache may stand for its tokens; features clear it.
+
+    kept: what features keep of it, by their names: see features.py.
     """
 
     request_id: str
@@ -66,22 +66,17 @@ class Sequence:
     priority: int = 0
     index: int = 0
     needs_tokens: bool = False
-    constraints: Any = None
-    logprobs_temperature: float = 0.0
-    metrics: Any = None
+    reads_cache: bool = True
 
     num_computed_tokens: int = state(int)
     block_table: array = state(lambda: array("i"))
     # (hash, tokens) of each full block, as far as they were needed: see block_manager.py
     block_hashes: list[tuple[bytes, bytes]] = state(list)
-    # how many tokens the prefix cache had at its first admission
-    num_cached_tokens: int | None = state(lambda: None)
     # how many tokens were computed at its last preemption
     num_preempted_tokens: int = state(int)
     # the other completions of the prompt (n > 1), which begin with its first generated token
     forks: list["Sequence"] = state(list)
-    # by position, of prompt and generated tokens: see logprobs.py in the extensions
-    logprobs: dict[int, Any] = state(dict)
+    kept: dict[str, Any] = state(dict)
     finish_reason: str | None = state(lambda: None)
     stop_reason: int | str | None = state(lambda: None)
     # the error that its call has to raise
@@ -101,8 +96,3 @@ class Sequence:
     def fork(self, **changes: Any) -> "Sequence":
         """Returns a new sequence with the same tokens and parameters."""
         return replace(self, **{"token_ids": self.token_ids[:], **changes})
-
-    def __repr__(self) -> str:
-        status = self.finish_reason or ("running" if self.is_running else "waiting")
-        return (f"<{self.request_id}.{self.index} {status}: {self.num_computed_tokens} of "
-                f"{self.num_tokens} tokens computed, blocks {list(self.block_table)}>")

@@ -88,6 +88,27 @@ class StepInputs:
         return cls(buffer, num_decodes, longest_query, longest_keys, Draws(*draws), *views)
 
 
+@dataclass
+class Launched:
+    """A step that the device computes.
+
+    tokens: one for each of `batch.sampled`, on the host; read them after `wait`.
+    done: on a GPU, the CUDA event after which the tokens are there.
+
+    With `LLM(model, trace=True)`, nanoengine_extensions/metrics.py keeps it, with its times.
+    """
+
+    batch: Batch
+    tokens: Tensor
+    done: Any
+
+    def wait(self) -> list[int]:
+        """Waits for the tokens, and returns them."""
+        if isinstance(self.done, torch.cuda.Event):
+            self.done.synchronize()
+        return self.tokens.tolist()
+
+
 def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.ndarray]:
     """Returns the arrays of `StepInputs`, in the order of its fields, from `draws` on.
 

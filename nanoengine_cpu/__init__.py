@@ -8,7 +8,7 @@
 from nanoengine_cpu.attention import empty_cache, paged_attention
 from nanoengine_cpu.memory import check_process, end_threads, has_bfloat16
 from nanoengine_cpu.modules import optimize
-from nanoengine_cpu.sampling import columns_above, first_max, nucleus
+from nanoengine_cpu.sampling import first_max, truncate
 
-__all__ = ["check_process", "columns_above", "empty_cache", "end_threads", "first_max",
-           "has_bfloat16", "nucleus", "optimize", "paged_attention"]
+__all__ = ["check_process", "empty_cache", "end_threads", "first_max", "has_bfloat16", "optimize",
+           "paged_attention", "truncate"]

@@ -4,6 +4,7 @@ They look at groups of neighbours first: most groups are ruled out by their larg
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,3 +56,36 @@ def nucleus(weights: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
     is_above, is_tie = weights > least, weights == least
     num_ties = count - is_above.sum(dim=1, keepdim=True)
     return is_above | (is_tie & (is_tie.cumsum(dim=1) <= num_ties))
+
+
+def truncate(scores: torch.Tensor, draws: Any, truncations: set[str], top_ks: list[int],
+             _: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The function of nanoengine/sampler.py, with the same weights, but only for the tokens that
+    some row can still draw.
+
+    draws: columns `min_p`, `top_k` and `top_p`, (rows,) float64 each.
+    """
+    if not truncations:
+        return torch.arange(scores.shape[1], device="cpu"), scores.exp_()
+    # a token below `least` gets weight 0; a token below `bound` in every row can be left out
+    least = bound = draws.min_p[:, None].log().float()
+    total = None
+    if truncations == {"top_p"}:
+        total = scores.exp().cumsum(dim=-1, dtype=torch.float64)[:, -1:]
+        # together, all tokens with lower scores weigh less than half of 1 - top_p
+        bound = (total * (1 - draws.top_p[:, None]) / (2 * scores.shape[1])).log().float()
+    # a row without top_k can draw any token
+    tokens = columns_above(scores, bound, max(top_ks) if min(top_ks) > 0 else 0)
+    if len(tokens) < scores.shape[1]:
+        scores = scores[:, tokens]
+    if "top_k" in truncations:
+        count = min(max(top_ks), len(tokens))
+        places = draws.top_k[:, None].long().clamp(1, count) - 1
+        kth = scores.topk(count).values.gather(1, places)
+        least = least.maximum(kth.where(draws.top_k[:, None] > 0, -math.inf))
+    weights = scores.masked_fill(scores < least, -math.inf).exp_()
+    if "top_p" in truncations:
+        if total is None:
+            total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
+        weights = weights.where(nucleus(weights, draws.top_p[:, None] * total), 0)
+    return tokens, weights

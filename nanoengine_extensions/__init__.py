@@ -1,4 +1,1 @@
-"""Optional features of the engine, one file each, imported when they are asked for."""
-
-# first, since it imports llm.py, and this can be a part of importing any other file here
-import nanoengine  # noqa: F401
+"""Optional features of the engine: a file each, imported when it is asked for, and deletable."""

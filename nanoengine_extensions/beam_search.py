@@ -4,30 +4,34 @@ A beam is a greedy sequence with `logprobs`. After each step that has sampled it
 taken back: the beam pauses, since all its tokens are computed. Once all beams of a prompt have
 paused, the search decides which of them continue, fork, end or are dropped.
 
-To `LLM` a search is a request like any other: `update` is called for each of its sequences that has
-a new token. To the scheduler its beams are sequences like any others. This file uses:
+To `LLM` a search is a request like any other, and to the scheduler its beams are sequences like any
+others. An observer calls `update` for each of them that has a new token. This file uses:
 
-    llm.queued(searches), llm.step_for(unfinished), llm.turn()
+    llm.steps_for(searches), llm.turn()
     Scheduler.finish(seq, reason)
     Scheduler.fork(parent, child)           the child shares the blocks of its parent
     Scheduler.preempt(seq), .waiting        only if nothing else can run: see `make_way`
     Sequence.needs_tokens                   no step runs ahead of a beam
-    Sequence.logprobs_temperature           for BeamSearchParams.temperature
+    Sequence.kept                           the log-probabilities of a beam: see logprobs.py
 """
 
 import math
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass
 from heapq import nlargest
 from typing import Any
+from weakref import WeakValueDictionary
 
+from nanoengine.batch import Batch
+from nanoengine.checks import rejected, strict
+from nanoengine.llm import LLM
+from nanoengine.observers import Feature
 from nanoengine.outputs import Request
+from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
-from nanoengine.seams import rejected
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.checks import strict
-from nanoengine_extensions.logprobs import Logprob
-from nanoengine_extensions.options import SamplingParams
+from nanoengine.step_inputs import Launched
 
 
 @strict
@@ -48,6 +52,9 @@ class BeamSearchParams:
     ignore_eos: bool = False
     temperature: float = 0.0
     length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        """strict.py checks the types before this."""
 
 
 @dataclass
@@ -75,7 +82,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
+def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
     """Returns the `params.beam_width` best completions of each prompt.
 
     Raises ValueError for bad input, and if the beams might not fit the engine.
@@ -83,22 +90,45 @@ def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSe
     if not isinstance(params, BeamSearchParams):
         raise rejected("params", params, "a BeamSearchParams")
     sampling_params = SamplingParams(
-        temperature=0, max_tokens=params.max_tokens, detokenize=False, ignore_eos=params.ignore_eos,
+        temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
     requests = llm.inputs.make_requests(prompts, sampling_params)
     scheduler = llm.engine.scheduler
-    counters = llm.engine.metrics.counters
     searches = [BeamSearch(request, params, scheduler) for request in requests]
-    with llm.queued(searches) as unfinished:
-        while unfinished:
-            num_steps = counters["num_steps"]
+    for search in searches:
+        search.inbox = searches[0].inbox
+    beams = llm.engine.features["beam_search"]
+    beams.searches |= {search.request_id: search for search in searches}
+    num_steps = beams.num_steps
+    with closing(llm.steps_for(searches)) as steps:
+        for updated in steps:
             # no step could be launched
-            if not llm.step_for(unfinished) and num_steps == counters["num_steps"]:
+            if not updated and num_steps == beams.num_steps:
                 with llm.turn():
                     make_way(searches, scheduler)
+            num_steps = beams.num_steps
     for beam in [beam for search in searches for beam in search.finished]:
         beam.text = llm.inputs.tokenizer and llm.inputs.tokenizer.decode(beam.tokens, True)
     return [BeamSearchOutput(search.finished) for search in searches]
+
+
+class Beams(Feature):
+    """Observes the steps of all searches.
+
+    searches: all that are running, or have not been collected yet, by their number.
+    """
+
+    def __init__(self) -> None:
+        self.searches: Any = WeakValueDictionary()
+        self.num_steps = 0
+
+    def scheduled(self, batch: Batch) -> None:
+        self.num_steps += not batch.is_known
+
+    def done(self, step: Launched, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            if search := self.searches.get(seq.request_id):
+                search.update(seq)
 
 
 def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
@@ -129,10 +159,11 @@ class BeamSearch(Request):
     """
 
     def __init__(self, request: Request, params: BeamSearchParams, scheduler: Scheduler) -> None:
-        super().__init__(request.prompt, request.completions)
+        super().__init__(request.prompt, request.seqs)
         seq = self.seq
         manager = scheduler.block_manager
-        most = manager.num_blocks // manager.num_blocks_for(manager.most_tokens(seq))
+        longest = max(seq.max_num_tokens, manager.hold(seq))
+        most = manager.num_blocks // manager.num_blocks_for(longest)
         most_seqs = scheduler.config.max_num_seqs
         if params.beam_width > min(most, most_seqs):
             raise rejected("beam_width", params.beam_width, f"at most {most} with num_kv_blocks="
@@ -143,14 +174,14 @@ class BeamSearch(Request):
         self.end_tokens = seq.end_tokens
         seq.end_tokens = {}
         seq.needs_tokens = True
-        seq.logprobs_temperature = params.temperature
+        seq.kept["temperature"] = params.temperature
         # the summed log-probability of each beam; at the end, of the last beams
         self.scores = {seq: 0.0}
+        # beams have no text of their own
+        seq.kept.pop("text", None)
         # the log-probabilities of the next tokens of paused beams
-        self.found: dict[Sequence, dict[int, Logprob]] = {}
+        self.found: dict[Sequence, dict[int, Any]] = {}
         self.finished: list[BeamSearchSequence] = []
-
-    seqs = property(lambda self: [*self.scores])
 
     def update(self, beam: Sequence) -> None:
         """Pauses a beam with new log-probabilities; continues once all beams have paused.
@@ -160,7 +191,7 @@ class BeamSearch(Request):
         self.found[beam] = {}
         if beam.finish_reason != "error":
             beam.token_ids.pop()
-            self.found[beam] = beam.logprobs.pop(beam.num_tokens).read()
+            self.found[beam] = beam.kept["logprobs"].pop(beam.num_tokens).read()
         if len(self.found) == len(self.scores) and all(
                 beam.finish_reason or not beam.num_uncomputed_tokens for beam in self.scores):
             self._go_on(self._choose())
@@ -202,9 +233,11 @@ class BeamSearch(Request):
             if beam in scores:
                 parent = beam
                 beam = parent.fork(token_ids=[*parent.token_ids[:-1], token_id])
+                beam.kept["temperature"] = self.params.temperature
                 self.scheduler.fork(parent, beam)
             else:
                 beam.token_ids.append(token_id)
             scores[beam] = score
         self.scores = scores or self.scores
+        self.seqs = [*self.scores]
         self.found = {}

@@ -1,6 +1,9 @@
 """Turns conversations into prompts, by the tokenizer's chat template, for `LLM.chat`."""
 
 import json
+import logging
+from collections.abc import Iterator
+from difflib import get_close_matches
 from functools import lru_cache
 from inspect import signature
 from typing import Any
@@ -8,21 +11,58 @@ from typing import Any
 from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from nanoengine.seams import naming, rejected
-from nanoengine_extensions.metrics import logger
+from nanoengine.checks import naming, rejected
+from nanoengine.llm import LLM
+from nanoengine.outputs import RequestOutput
+from nanoengine.requests import InputProcessor, Params
+
+logger = logging.getLogger("nanoengine")
 
 
-def render(tokenizer: Any, messages: Any, encoder: Any = None, *, chat_template: str | None = None,
+def chat(llm: LLM, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
+         priority: Any = None, **options: Any) -> list[RequestOutput]:
+    """Answers one conversation, a list of {"role": …, "content": …}, or a list of them.
+
+    The options are those of `render`; the other arguments are those of `LLM.generate`.
+    """
+    prompts = render(llm.inputs, messages, **options)
+    return llm.generate(prompts, sampling_params, use_tqdm, priority)
+
+
+def stream_chat(llm: LLM, messages: list[Any], sampling_params: Params = None, *,
+                priority: Any = None, **options: Any) -> Iterator[RequestOutput]:
+    """Like `chat`, but yields the answer so far whenever it has new tokens, like `LLM.stream`."""
+    return llm.stream(render(llm.inputs, messages, **options), sampling_params, priority)
+
+
+def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None = None,
            add_generation_prompt: bool = True, continue_final_message: bool = False,
            tools: Any = None, chat_template_kwargs: Any = None,
-           chat_template_content_format: str = "auto") -> list[dict[str, Any]]:
+           chat_template_content_format: str = "auto", **unknown: Any) -> list[dict[str, Any]]:
     """Returns a prompt for each conversation.
 
-    tokenizer: its template counts; encoder: turns texts into tokens, by default the same one.
-    The options are those of `LLM.chat`; chat_template_kwargs override the others, as in vLLM.
+    messages: the content of each is a text, or a list of texts and {"type": "text", "text": …},
+        which are joined by newlines, unless the template goes through the parts itself.
+    chat_template: in place of the tokenizer's own.
+    add_generation_prompt: let the assistant begin its answer; by default True.
+    continue_final_message: leave the last message open, so that the model continues it; by
+        default False, and True needs add_generation_prompt=False.
+    tools: functions or JSON schemas, for templates that know tools.
+    chat_template_kwargs: further template variables: {"enable_thinking": False} for Qwen3; they
+        override the arguments above, as in vLLM.
     chat_template_content_format: "string" gives the content of a message to the template as one
         text, "openai" as a list of text parts; "auto": see `takes_parts`.
+
+    Raises ValueError if there is no template.
     """
+    for name in unknown:
+        known = [each for each in signature(render).parameters if each != "unknown"][2:]
+        near = get_close_matches(name, known, 1)
+        raise TypeError(f"{name} is not known: the nearest is {near[0]}" if near else
+                        f"{name} is not known: it can be {known}")
+    encoder = inputs.get_tokenizer()
+    # the user's copy can have another template, but must not change how texts are encoded
+    tokenizer = vars(inputs).get("tokenizer_of_user", encoder)
     chats = [messages] if is_chat(messages) else messages
     if not isinstance(chats, list) or not chats or not all(map(is_chat, chats)):
         raise rejected("messages", messages, "a list of {'role', 'content'}, or of such lists")
@@ -46,11 +86,8 @@ def render(tokenizer: Any, messages: Any, encoder: Any = None, *, chat_template:
         chats = [[prepared(message, as_parts) for message in chat] for chat in chats]
         texts = tokenizer.apply_chat_template(chats, **options)
         # The template has written the special tokens.
-        ids = (encoder or tokenizer)(texts, add_special_tokens=False).input_ids
+        ids = encoder(texts, add_special_tokens=False).input_ids
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids)]
-
-
-OPTIONS = [*signature(render).parameters][3:]
 
 
 def is_chat(messages: Any) -> bool:

@@ -1,21 +1,20 @@
 """Constraints: changes of logits that forbid, discourage or favour tokens.
 
-The engine uses it in two places. `requests.py` calls `constrain` for a sequence whose parameters
-need any, and the sampler first calls `apply` on its rows:
-
-    logits ── biases ──▶ penalties ──▶ grammars ──▶ processors ──▶ temperature, truncations, draw
+    logits ── biases ──▶ forbidden tokens ──▶ penalties ──▶ other features ──▶ temperature, draw
 
 A bad word is forbidden as a text, whatever tokens spell it: a token is forbidden if its own text,
-after the text that was generated before it, completes the word.
+after the text that was generated before it, completes the word. Tokens that end the sequence are
+forbidden until `min_tokens` are there.
 
 The changes of a matrix of rows are data: the host sends numbers, and the device applies them, so
-that nothing waits for a GPU. Only a user's own processors are functions, called row by row.
+that nothing waits for a GPU.
 """
 
 import math
 import re
 from bisect import bisect
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -25,67 +24,88 @@ import torch
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanoengine.seams import naming, rejected
+from nanoengine.checks import Condition, naming, rejected
+from nanoengine.observers import Feature
+from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import known_ids, send
 
+CONDITIONS: list[Condition] = [
+    ("min_tokens", lambda p: 0 <= p.min_tokens <= (p.max_tokens or p.min_tokens),
+     "0 to max_tokens={max_tokens}")]
 
-def constrain(seq: Any, end_tokens: list[int], tokenizer: Any, vocab_size: int) -> None:
-    """Prepares a sequence for the constraints in its parameters.
 
-    vocab_size: that of the model. Its tokenizer can know more tokens, which are never generated.
+@dataclass
+class Forbidden:
+    """What one sequence must not generate.
 
-    `seq.constraints` is what tokens spell; a list of (word, completing, until): a word, the result
-    of `tokens_completing` for it, and the num_tokens from which it is permitted: infinity for bad
-    words; tokens that end the sequence complete an empty word, until `min_tokens` are there; and
-    the grammar, or None, which then says where the sequence may end. Bad words, grammars and
-    processors need all tokens of the sequence, so that its steps cannot run ahead.
+    texts: what each token spells.
+    words: (word, completing, until): a word, the result of `tokens_completing` for it, and the
+        num_tokens from which it is permitted: infinity for bad words. Tokens that end the sequence
+        complete an empty word, until `min_tokens` are there.
     """
-    p = seq.params
-    until = seq.num_prompt_tokens + p.min_tokens
-    ends = [token for token in end_tokens if token < vocab_size]
-    grammar = None
-    if p.structured_outputs is not None:
-        with naming("structured_outputs need llguidance"):
-            from nanoengine_extensions.structured_outputs import Grammar
-        grammar = Grammar(p.structured_outputs, tokenizer, vocab_size, ends, seq.num_tokens)
-    words: list[Any] = []
-    texts: list[bytes] = []
-    if p.bad_words:
-        texts, *_ = spellings(tokenizer, vocab_size)
-        with naming(rejected("bad_words", p.bad_words, "texts in Unicode")):
-            found = [(word, tokens_completing(word, tokenizer, vocab_size))
-                     for word in map(str.encode, p.bad_words)]
-        words = [(*each, math.inf) for each in found if any(map(len, each[1]))]
-    seq.needs_tokens = bool(words or p.logits_processors or grammar)
-    if grammar is None:
-        words.append((b"", [np.array(ends, np.int64)], until))
-    seq.constraints = texts, words, grammar
+
+    texts: list[bytes] = field(default_factory=list)
+    words: list[tuple[bytes, list[np.ndarray], float]] = field(default_factory=list)
+
+    def next_to(self, seq: Sequence) -> Iterator[np.ndarray]:
+        """Yields the token ids that are forbidden in the next step, in several arrays."""
+        # as much of the text as the beginning of a word can take
+        longest = max((len(word) for word, *_ in self.words), default=0)
+        text = b""
+        place = seq.num_tokens
+        while place > seq.num_prompt_tokens and len(text) + 1 < longest:
+            place -= 1
+            text = self.texts[seq.token_ids[place]] + text
+        for word, completing, until in self.words:
+            for i, token_ids in enumerate(completing):
+                if seq.num_tokens < until and text.endswith(word[:i]):
+                    yield token_ids
 
 
-def apply(scores: Tensor, seqs: list[Any], last_sampled: Tensor) -> None:
-    """Changes float32 logits in place; there is a row for each sequence.
+class Constraints(Feature):
+    """Keeps, of a sequence, what it must not generate, which is `Forbidden`."""
 
-    last_sampled: the values of pending tokens.
-    """
-    add_biases(scores, seqs)
-    penalize(scores, seqs, last_sampled)
-    follow_grammars(scores, seqs)
-    for row, seq in enumerate(seqs):
-        if seq.params.logits_processors:
-            scores[row] = run_processors(scores[row, None], seq)[0]
+    most = {"presence_penalty": 1.0, "logit_bias": {0: 1.0}}
 
+    def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
+        """Bad words need all tokens of the sequence, so that its steps cannot run ahead."""
+        p = seqs[0].params
+        if "constraints" not in p.edits:
+            return
+        inputs.check_vocabulary("allowed_token_ids", p.allowed_token_ids or ())
+        inputs.check_vocabulary("logit_bias", p.logit_bias or ())
+        # the model's tokenizer can know more tokens, which are never generated
+        size = inputs.vocab_size
+        found = Forbidden()
+        if p.bad_words:
+            tokenizer = inputs.get_tokenizer()
+            found.texts, *_ = spellings(tokenizer, size)
+            with naming(rejected("bad_words", p.bad_words, "texts in Unicode")):
+                words = [word.encode() for word in p.bad_words]
+            completing = [tokens_completing(word, tokenizer, size) for word in words]
+            found.words = [(word, token_ids, math.inf) for word, token_ids in zip(words, completing)
+                           if any(map(len, token_ids))]
+        needs_tokens = bool(found.words)
+        # a grammar says itself where its text can end
+        if p.structured_outputs is None:
+            ends = [token for token in {*p.stop_token_ids, *inputs.eos_tokens} if token < size]
+            until = seqs[0].num_prompt_tokens + p.min_tokens
+            found.words.append((b"", [np.array(ends, np.int64)], until))
+        for seq in seqs:
+            seq.kept["constraints"] = found
+            seq.needs_tokens |= needs_tokens
 
-def after(seq: Sequence, token_ids: list[int]) -> Sequence:
-    """Returns the sequence for the row after these guesses. With constraints, which look at the
-    tokens so far, it is a copy that has the guesses; otherwise `seq` itself."""
-    if "constraints" not in seq.params.edits:
-        return seq
-    copy = seq.fork(token_ids=seq.token_ids + token_ids)
-    copy.logprobs = seq.logprobs
-    texts, words, grammar = seq.constraints
-    copy.constraints = texts, words, grammar and grammar.copy()
-    return copy
+    def fork(self, seq: Sequence, copy: Sequence) -> None:
+        copy.kept["constraints"] = seq.kept.get("constraints")
+
+    def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
+        add_biases(scores, seqs)
+        found = [(row, seq, seq.kept.get("constraints")) for row, seq in enumerate(seqs)]
+        forbidden = [(row, token_ids) for row, seq, each in found if each
+                     for token_ids in each.next_to(seq)]
+        forbid(scores, forbidden)
+        penalize(scores, seqs, last_sampled)
 
 
 @lru_cache(maxsize=2)
@@ -136,7 +156,7 @@ def tokens_completing(word: bytes, tokenizer: Any, vocab_size: int) -> list[np.n
     return [np.array(sorted(each), np.int64) for each in found]
 
 
-def biases(seq: Any) -> dict[int, float]:
+def biases(seq: Sequence) -> dict[int, float]:
     """Returns the biases for the next step, by token id.
 
     If only some tokens are allowed, the result lists all of them, and all others are forbidden.
@@ -148,25 +168,8 @@ def biases(seq: Any) -> dict[int, float]:
     return found
 
 
-def forbidden(seq: Sequence) -> Iterator[np.ndarray]:
-    """Yields the token ids that are forbidden in the next step, in several arrays."""
-    texts, words, _ = seq.constraints or ([], [], None)
-    # as much of the text as the beginning of a word can take
-    longest = max((len(word) for word, *_ in words), default=0)
-    text = b""
-    place = seq.num_tokens
-    while place > seq.num_prompt_tokens and len(text) + 1 < longest:
-        place -= 1
-        text = texts[seq.token_ids[place]] + text
-    for word, completing, until in words:
-        for i, token_ids in enumerate(completing):
-            if seq.num_tokens < until and text.endswith(word[:i]):
-                yield token_ids
-
-
-def add_biases(scores: Tensor, seqs: list[Any]) -> None:
-    """Applies the result of `biases` in place, and -inf to tokens that are not allowed, or that are
-    forbidden."""
+def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
+    """Applies the result of `biases` in place, and -inf to tokens that are not allowed."""
     found = [(row, *each) for row, seq in enumerate(seqs) for each in biases(seq).items()]
     if found:
         others = [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs]
@@ -174,15 +177,18 @@ def add_biases(scores: Tensor, seqs: list[Any]) -> None:
         rows, token_ids, added = (send(each, scores.device) for each in zip(*found))
         bias[rows, token_ids] = added.float()
         scores += bias
-    not_next = [(row, token_ids) for row, seq in enumerate(seqs) for token_ids in forbidden(seq)]
-    if not_next:
-        numbers, arrays = zip(*not_next)
+
+
+def forbid(scores: Tensor, found: list[tuple[int, np.ndarray]]) -> None:
+    """Applies -inf in place to some token ids of some rows."""
+    if found:
+        numbers, arrays = zip(*found)
         owners = np.repeat(numbers, [len(token_ids) for token_ids in arrays])
         rows, token_ids = send(owners, scores.device), send(np.concatenate(arrays), scores.device)
         scores[rows, token_ids] = -math.inf
 
 
-def penalize(scores: Tensor, seqs: list[Any], last_sampled: Tensor) -> None:
+def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
     """Applies, in place, the repetition penalty (Keskar et al., 2019, arXiv:1909.05858), also to
     tokens of the prompt; then OpenAI's penalties for generated tokens, once (presence) and for each
     occurrence (frequency)."""
@@ -204,57 +210,3 @@ def penalize(scores: Tensor, seqs: list[Any], last_sampled: Tensor) -> None:
     seen = scores[places]
     seen = torch.where(seen < 0, seen * repetition, seen / repetition)
     scores[places] = seen - presence * (counts > 0) - frequency * counts
-
-
-def follow_grammars(scores: Tensor, seqs: list[Any]) -> None:
-    """Forbids, in place, the tokens that a sequence's grammar does not permit.
-
-    The masks of all rows cross to the device together. Before `min_tokens`, tokens that end the
-    sequence are forbidden, too, unless nothing else is left: a complete text can end.
-    """
-    grammars = {row: seq.constraints[2] for row, seq in enumerate(seqs)
-                if seq.params.structured_outputs is not None}
-    if not grammars:
-        return
-    from nanoengine_extensions.structured_outputs import permitted
-    for row, grammar in grammars.items():
-        grammar.take(seqs[row].token_ids)
-    mask = np.ones(tuple(scores.shape), bool)
-    mask[[*grammars]] = permitted([*grammars.values()], scores.shape[1])
-    scores.masked_fill_(send(~mask, scores.device), -math.inf)
-    for row, grammar in grammars.items():
-        seq = seqs[row]
-        if seq.num_tokens < seq.num_prompt_tokens + seq.params.min_tokens:
-            ends = send(np.array(grammar.ends, np.int64), scores.device)
-            others = scores[row].index_fill(0, ends, -math.inf)
-            scores[row] = others.where(others.amax() > -math.inf, scores[row])
-
-
-def run_processors(logits: Tensor, seq: Any) -> Tensor:
-    """Returns a row of float32 logits, (1, vocab_size), after the processors of its request.
-
-    Each processor gets copies, which it can keep or overwrite. Processors cannot repair NaN or
-    infinity from the model. If a processor raises, or returns another shape or type, the row
-    becomes NaN, which ends this sequence only. `seq.error` says why.
-    """
-    input_ids = torch.tensor([seq.token_ids], dtype=torch.int64, device=logits.device)
-    scores = logits
-    for processor in seq.params.logits_processors:
-        try:
-            with naming(f"request {seq.request_id}: its logits processor {processor}"):
-                scores = processor(input_ids.clone(), scores.clone())
-                if kind_of(scores) != kind_of(logits):
-                    raise TypeError(f"it returned {kind_of(scores) or scores}, and not floats of "
-                                    f"shape {tuple(logits.shape)} on {logits.device}")
-        except ValueError as error:
-            seq.error = error
-            return torch.full_like(logits, math.nan)
-    # some processors force a token with +inf
-    scores = scores.float().clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(logits.amax() < math.inf, scores, math.nan)
-
-
-def kind_of(scores: Any) -> Any:
-    """Returns what a processor must not change."""
-    return isinstance(scores, Tensor) and (
-        scores.shape, scores.is_floating_point(), scores.layout, scores.device)

@@ -1,8 +1,8 @@
 """Log-probabilities of generated tokens (`logprobs`) and of prompts (`prompt_logprobs`).
 
-runner.py calls `find_logprobs` for the rows of a step, and engine.py keeps the result, by position,
-in `Sequence.logprobs`. `ScoredRequest` reads it for an output. For a prompt, `ScoringScheduler`
-adds rows to a batch, as if they were sampled: what is drawn for them is not used.
+An observer: `drawn` finds them for the rows of a step, and `output` reads them. For a prompt,
+`scheduled` adds rows to a batch, as if they were sampled, for a sequence that has ended before: so
+what is drawn for them is dropped.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from nanoengine.batch import Batch, Row
-from nanoengine.outputs import Request, RequestOutput
+from nanoengine.observers import Feature
+from nanoengine.outputs import RequestOutput
+from nanoengine.requests import InputProcessor
 from nanoengine.sampler import max_rows
+from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import send
-from nanoengine_extensions.options import SamplingParams
-from nanoengine_extensions.policies import PolicyScheduler, num_of_prompt
 
 
 @dataclass
@@ -87,59 +88,94 @@ def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
     return ""
 
 
-class Scorer(Sequence):
-    """Stands for a prompt in the rows that score its tokens; it has ended before it begins.
+class Logprobs(Feature):
+    """The log-probabilities of all requests that ask for any. It keeps of a sequence:
 
-    prompt: the sequence of this prompt.
+    logprobs: those that were found, by position; to be read once their step is over.
+    temperature: of the logits of a beam; no others have one, as only beams are chosen by them.
+    scorer: a sequence that stands for the prompt in the rows that score its tokens.
+    tokens, is_scorer: of a scorer, and of a copy with guesses: whose tokens these are about.
     """
 
-    prompt: Sequence
+    most = {"logprobs": 20}
 
-    @classmethod
-    def of(cls, seq: Any) -> "Scorer":
-        params = SamplingParams(temperature=0, logprobs=seq.params.prompt_logprobs)
-        scorer = cls(seq.request_id, [0], seq.num_prompt_tokens, 1, params)
-        scorer.finish_reason = "length"
-        scorer.prompt = seq
-        return scorer
+    def __init__(self) -> None:
+        # whether any request has asked for those of its prompt
+        self.has_scorers = False
+        self.tokenizer: Any = None
 
+    def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
+        self.tokenizer = inputs.tokenizer and inputs.tokenizer.backend_tokenizer
+        seq, count = seqs[0], seqs[0].params.prompt_logprobs
+        if count is not None:
+            # the logits of all its tokens are needed
+            seq.reads_cache = False
+            params = SamplingParams(temperature=0, logprobs=count)
+            scorer = Sequence(seq.request_id, [0], seq.num_prompt_tokens, 1, params)
+            scorer.finish_reason = "length"
+            found: dict[int, RowLogprobs] = {}
+            scorer.kept.update(is_scorer=True, tokens=seq.token_ids, logprobs=found)
+            seq.kept.update(scorer=scorer, logprobs=found)
+            self.has_scorers = True
 
-class ScoringScheduler(PolicyScheduler):
-    """A scheduler that has each token of a prompt scored when its chunk is computed."""
+    def fork(self, seq: Sequence, copy: Sequence) -> None:
+        copy.kept.update(tokens=seq.token_ids, logprobs=seq.kept.setdefault("logprobs", {}))
 
-    # whether any request has asked for it
-    has_scores = False
-
-    def add(self, seq: Any) -> None:
-        super().add(seq)
-        self.has_scores |= num_of_prompt(seq) is not None
-
-    def schedule(self) -> Batch:
-        batch: Any = super().schedule()
-        parts = zip(batch.sequences, batch.starts, batch.num_tokens) if self.has_scores else ()
+    def scheduled(self, batch: Batch) -> None:
+        """Has each token of a prompt scored when its chunk is computed."""
+        parts = zip(batch.sequences, batch.starts, batch.num_tokens) if self.has_scorers else ()
         for index, (seq, start, count) in enumerate(parts):
-            stop = min(start + count + 1, seq.num_prompt_tokens)
-            if num_of_prompt(seq) is not None and start + 1 < stop:
-                scorer = Scorer.of(seq)
+            if scorer := seq.kept.get("scorer"):
+                stop = min(start + count + 1, seq.num_prompt_tokens)
                 batch.sampled += [Row(index, scorer, place) for place in range(start + 1, stop)]
-        return batch
+
+    def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
+        asked = {number: (row.seq.params.logprobs, row.seq.kept.get("temperature", 0.0))
+                 for number, row in enumerate(rows) if row.seq.params.logprobs is not None}
+        known = {number: rows[number].seq.kept["tokens"][rows[number].position]
+                 for number in asked if "is_scorer" in rows[number].seq.kept}
+        if known:
+            places, token_ids = (send([*each], logits.device) for each in (known, known.values()))
+            tokens = tokens.index_copy(0, places, token_ids)
+        for number, entries in find_logprobs(logits, tokens, asked).items():
+            _, seq, position = rows[number]
+            start = 0 if number in known else seq.num_prompt_tokens
+            token_ids = seq.kept.get("tokens", seq.token_ids)
+            found = seq.kept.setdefault("logprobs", {})
+            found[position] = RowLogprobs(entries, token_ids, position, start)
+
+    def output(self, seqs: list[Sequence], output: RequestOutput) -> None:
+        params = seqs[0].params
+        tokenizer = self.tokenizer if params.detokenize else None
+        for seq, each in zip(seqs, output.outputs):
+            if params.logprobs is not None and each.token_ids:
+                found = seq.kept["logprobs"]
+                start = seq.num_prompt_tokens
+                each.logprobs = [found[position].read(tokenizer)
+                                 for position in range(start, start + len(each.token_ids))]
+                each.cumulative_logprob = sum(
+                    at[token_id].logprob for at, token_id in zip(each.logprobs, each.token_ids))
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = self.of_prompt(seqs[0], tokenizer)
+
+    def of_prompt(self, seq: Sequence, tokenizer: Any) -> list[dict[int, Logprob] | None] | None:
+        """Returns the log-probabilities of a prompt's tokens, as far as they are known."""
+        # after an error there are none: what was found next to NaN depends on the prompt's chunks
+        if seq.finish_reason == "error":
+            return None
+        found = seq.kept["logprobs"]
+        at = [found.get(position) for position in range(seq.num_prompt_tokens)]
+        return [each and each.read(tokenizer) for each in at]
 
 
-def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Any]) -> dict[Row, RowLogprobs]:
-    """Returns log-probabilities of raw logits, for rows that need any.
+def find_logprobs(logits: Tensor, targets: Tensor,
+                  asked: dict[int, tuple[int, float]]) -> dict[int, Tensor]:
+    """Returns the entries of `RowLogprobs`, by the number of the row.
 
-    logits: (rows, vocab_size); targets: (rows,), the drawn token of each row, which does not count
-        where a prompt is scored.
+    logits: (rows, vocab_size); targets: (rows,), a token of each row.
+    asked: by the number of a row, how many likeliest tokens, and the temperature of its logits.
     """
-    # only beams have a temperature here, as their log-probabilities decide
-    asked = {number: (count, row.seq.logprobs_temperature) for number, row in enumerate(rows)
-             if (count := getattr(row.seq.params, "logprobs", None)) is not None}
-    known = {number: row.seq.prompt.token_ids[row.position] for number, row in enumerate(rows)
-             if isinstance(row.seq, Scorer)}
-    if known:
-        places, token_ids = (send([*each], logits.device) for each in (known, known.values()))
-        targets = targets.index_copy(0, places, token_ids)
-    found: dict[Row, RowLogprobs] = {}
+    found: dict[int, Tensor] = {}
     alike = [(kind, [number for number in asked if asked[number] == kind])
              for kind in dict.fromkeys(asked.values())]
     size = max_rows(logits)
@@ -156,39 +192,5 @@ def find_logprobs(logits: Tensor, targets: Tensor, rows: list[Any]) -> dict[Row,
         # the last of equal ones
         ranks[:, 0] = (values >= picked[:, :1]).sum(dim=-1)
         entries = torch.stack([token_ids, picked, ranks], dim=-1).to("cpu", non_blocking=True)
-        for number, row_entries in zip(numbers, entries):
-            row = rows[number]
-            seq = getattr(row.seq, "prompt", row.seq)
-            start = 0 if seq is not row.seq else seq.num_prompt_tokens
-            found[row] = RowLogprobs(row_entries, seq.token_ids, row.position, start)
+        found |= zip(numbers, entries)
     return found
-
-
-def of_prompt(seq: Sequence, tokenizer: Any) -> list[dict[int, Logprob] | None] | None:
-    """Returns the log-probabilities of a prompt's tokens, as far as they are known."""
-    # after an error there are none: what was found next to NaN depends on the prompt's chunks
-    if seq.finish_reason == "error":
-        return None
-    found = [seq.logprobs.get(position) for position in range(seq.num_prompt_tokens)]
-    return [each and each.read(tokenizer) for each in found]
-
-
-class ScoredRequest(Request):
-    """A request whose output has log-probabilities, and timings."""
-
-    def output(self) -> RequestOutput:
-        output = super().output()
-        for completion, each in zip(self.completions, output.outputs):
-            seq: Any = completion.seq
-            start = seq.num_prompt_tokens
-            found = [seq.logprobs[position].read(completion.tokenizer)
-                     for position in range(start, start + len(each.token_ids))
-                     if seq.params.logprobs is not None]
-            if found:
-                each.logprobs = found
-                each.cumulative_logprob = sum(
-                    at[token_id].logprob for at, token_id in zip(found, each.token_ids))
-        output.metrics = self.seq.metrics.so_far(output.outputs)
-        if self.seq.params.prompt_logprobs is not None:
-            output.prompt_logprobs = of_prompt(self.seq, self.completions[0].tokenizer)
-        return output

@@ -1,8 +1,7 @@
 """Metrics, trace and log.
 
-The engine calls `launched` before each step and `done` after it. Counters and times come from the
-batch and its sequences; gauges are read between two steps (`LLM.metrics`). Each request has a
-`RequestMetrics`.
+An observer of all steps: counters and times come from the batch and its sequences; gauges are read
+between two steps (`LLM.metrics`). Each request has a `RequestMetrics`.
 """
 
 import logging
@@ -10,10 +9,23 @@ import re
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nanoengine.batch import Batch
+from nanoengine.engine import Engine
+from nanoengine.observers import Feature
+from nanoengine.step_inputs import Launched
+from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.requests import InputProcessor
+from nanoengine.sequence import Sequence
 
 # Messages go to stderr, or to the user's own handlers if there are any.
 # logging.getLogger("nanoengine").setLevel("ERROR") silences them.
@@ -60,7 +72,7 @@ class RequestMetrics:
     decode_time = property(lambda m: m.finished_time - m.first_token_time)
     time_per_output_token = property(lambda m: m.decode_time / max(1, m.num_decoded_tokens))
 
-    def so_far(self, outputs: list[Any]) -> "RequestMetrics":
+    def so_far(self, outputs: list[CompletionOutput]) -> "RequestMetrics":
         """Returns a copy, for the output of a request with these completions."""
         most = max(len(each.token_ids) for each in outputs)
         return replace(self, num_decoded_tokens=max(0, most - 1))
@@ -68,36 +80,66 @@ class RequestMetrics:
 
 COUNTERS = """num_steps batched_sequences max_blocks_used prompt_tokens computed_tokens
     generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions recompute_preemptions
-    swap_preemptions recomputed_tokens swap_out_blocks swap_in_blocks copy_on_write_blocks
-    guessed_tokens right_guesses""".split()
+    swap_preemptions recomputed_tokens swap_out_blocks swap_in_blocks
+    copy_on_write_blocks""".split()
 
 
-class Metrics:
-    """Counters and times of one engine, and with trace=True a record of each step.
+@dataclass
+class StepRecord:
+    """A step in the trace.
 
-    trace: a `Launched` for each step, with three more attributes: `started` and `ended`, the times
-        when it was scheduled and when its tokens were taken in, and `metrics`, the gauges then.
+    started, ended: when it was scheduled, and when its tokens were taken in: seconds of the clock.
+    began, done: when the device began it, and was done: seconds on a CPU, CUDA events on a GPU.
+    tokens: of `batch.sampled`.
+    metrics: the gauges when it had ended.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    batch: Batch
+    started: float
+    began: Any
+    done: Any = None
+    ended: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class Metrics(Feature):
+    """Counters and times of one engine, and with trace=True a record of each step.
+
+    All sequences of a request keep the same `RequestMetrics`.
+
+    trace: the records.
+    clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.counters = Counter[str](dict.fromkeys(COUNTERS, 0))
-        self.trace: list[Any] = []
+        self.trace: list[StepRecord] = []
+        # the steps whose tokens are not taken in yet
+        self.records: list[StepRecord] = []
+
+    def begin(self, engine: Engine) -> None:
         # kept for when the runner is gone
         self.block_bytes = engine.runner.block_bytes
         self.backend = engine.runner.backend
+        # without a cycle of references, an engine that is dropped frees its memory at once
+        self.engine = weakref.proxy(engine)
+        self.log_room(engine.config, engine.runner)
+        if engine.config.trace:
+            engine.launch = partial(self.launch, engine.launch)
 
-    @classmethod
-    def of(cls, engine: Any) -> "Metrics":
-        """Returns the metrics of an engine that holds them.
+    def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
+        metrics = RequestMetrics(self.clock())
+        for seq in seqs:
+            seq.kept["metrics"] = metrics
 
-        They do not hold the engine: without a cycle of references, an engine that is dropped frees
-        its memory at once.
-        """
-        return cls(weakref.proxy(engine))
-
-    def launched(self, batch: Any, started: float) -> None:
-        """Counts a step that began at this time."""
+    def scheduled(self, batch: Batch) -> None:
+        if batch.is_known:
+            return
+        started = self.clock()
+        if self.engine.config.trace:
+            self.records.append(StepRecord(batch, started, self.timestamp()))
         copied = {f"{name}_blocks": len(pairs) for name, pairs in vars(batch.copies).items()}
         self.counters.update(copied, num_steps=1, batched_sequences=len(batch),
                              computed_tokens=sum(batch.num_tokens))
@@ -105,37 +147,59 @@ class Metrics:
         num_used = manager.num_blocks - manager.num_free_blocks
         self.counters["max_blocks_used"] = max(self.counters["max_blocks_used"], num_used)
         for seq in batch.sequences:
-            seq.metrics.last_run_time = started
+            if metrics := seq.kept.get("metrics"):
+                metrics.last_run_time = started
         for seq, num_hits in batch.admitted:
             num_lost = max(0, seq.num_preempted_tokens - seq.num_computed_tokens)
             self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
                                  recomputed_tokens=num_lost)
-            if not seq.metrics.first_scheduled_time:
-                seq.metrics.first_scheduled_time = started
-                seq.metrics.num_cached_tokens = num_hits
+            metrics = seq.kept.get("metrics")
+            if metrics and not metrics.first_scheduled_time:
+                metrics.first_scheduled_time = started
+                metrics.num_cached_tokens = num_hits
                 self.counters["prompt_tokens"] += seq.num_prompt_tokens
         for seq, mode in batch.preempted:
             if not self.counters["num_preemptions"]:
                 logger.warning(f"the KV cache is full: request {seq.request_id} is preempted "
                                f"({mode}). More num_kv_blocks or a lower max_num_seqs help")
             self.counters.update(["num_preemptions", f"{mode}_preemptions"])
-            seq.metrics.num_preemptions += 1
+            if metrics := seq.kept.get("metrics"):
+                metrics.num_preemptions += 1
 
-    def done(self, launched: Any, seqs: list[Any]) -> None:
-        """Records which sequences have a new token. launched: None if it was drawn before."""
-        now = self.engine.clock()
+    def launch(self, launch: Callable[[Batch], Launched], batch: Batch) -> Launched:
+        """Launches a step, and records when the device is done with it."""
+        step = launch(batch)
+        self.records[-1].done = self.timestamp()
+        return step
+
+    def done(self, step: Launched, seqs: list[Sequence]) -> None:
+        now = self.clock()
         for seq in seqs:
-            seq.metrics.finished_time = now
-            seq.metrics.first_token_time = seq.metrics.first_token_time or now
+            if metrics := seq.kept.get("metrics"):
+                metrics.finished_time = now
+                metrics.first_token_time = metrics.first_token_time or now
             if seq.finish_reason == "error":
                 logger.error(seq.stop_reason)
         self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for seq in seqs)
-        if self.engine.config.trace and launched:
-            vars(launched).update(ended=now, metrics=self.gauges())
-            # a copy, so that a later step can use this pinned memory
-            if hasattr(launched, "tokens"):
-                launched.tokens = launched.tokens.clone()
-            self.trace.append(launched)
+        records = [record for record in self.records if record.batch is step.batch]
+        for record in records:
+            record.ended = now
+            record.tokens = step.tokens.tolist()
+            record.metrics = self.gauges()
+        self.trace += records
+        # others were broken off
+        self.records = [each for each in self.records[-1:] if each not in records]
+
+    def output(self, seqs: list[Sequence], output: RequestOutput) -> None:
+        if metrics := seqs[0].kept.get("metrics"):
+            output.metrics = metrics.so_far(output.outputs)
+            output.num_cached_tokens = metrics.num_cached_tokens
+
+    def timestamp(self) -> Any:
+        """Returns the time; on a GPU an event after all work that is queued."""
+        if self.engine.config.device == "cuda":
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return self.clock()
 
     def log_room(self, config: Any, runner: Any) -> None:
         """Logs how many requests the KV cache can hold."""
@@ -162,11 +226,11 @@ class Metrics:
 
         num_requests_waiting: completions that wait, swapped ones included.
         num_requests_running: completions that run.
-        num_requests_swapped: completions whose blocks are on the host.
+        num_requests_swapped: completions whose blocks are on the host (swapping.py).
         num_blocks_used: blocks that sequences hold.
         num_blocks_free: blocks that no sequence holds.
         num_blocks_cached: free blocks that the prefix cache can still find.
-        num_host_blocks_used: blocks of the host's pool that are in use.
+        num_host_blocks_used: blocks of the host's pool that are in use (swapping.py).
         kv_cache_bytes: the memory of all blocks, used or free.
         max_blocks_used: the largest num_blocks_used so far.
         reserved_waste: slots in whole blocks that a sequence holds for later tokens.
@@ -188,32 +252,59 @@ class Metrics:
         swapped_bytes: bytes of both.
         shared_blocks: blocks that forks took over from their parent, without a copy.
         copy_on_write_blocks: blocks that were copied for forks.
-        guessed_tokens: guesses of next tokens that steps computed.
+        guessed_tokens: guesses of next tokens that steps computed (speculation.py).
         right_guesses: those of them that were right.
         attention_backend: the name of the backend that was chosen.
         """
         scheduler = self.engine.scheduler
         manager = scheduler.block_manager
-        # by sequence, if there is a pool on the host
-        host_tables = getattr(manager, "host_tables", {})
         # another thread can call this during a step
         running = list(scheduler.running)
         size = manager.block_size
         unused = [max(0, len(seq.block_table) * size - seq.num_tokens) for seq in running]
         internal_waste = sum(count % size for count in unused)
         num_swapped = self.counters["swap_out_blocks"] + self.counters["swap_in_blocks"]
-        return Counter(self.counters | {
+        found = Counter(self.counters | getattr(manager, "gauges", dict)() | {
             "shared_blocks": manager.num_shared_blocks,
             "num_requests_running": len(running),
             "num_requests_waiting": len(scheduler.waiting),
-            "num_requests_swapped": len(host_tables),
             "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
             "num_blocks_free": manager.num_free_blocks,
             "num_blocks_cached": len(manager.free.keys() & manager.hash_of_block),
-            "num_host_blocks_used": sum(map(len, host_tables.values())),
             "kv_cache_bytes": manager.num_blocks * self.block_bytes,
             "reserved_waste": sum(unused) - internal_waste,
             "internal_waste": internal_waste,
             "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"]),
-            "swapped_bytes": num_swapped * self.block_bytes,
-            "attention_backend": self.backend})
+            "swapped_bytes": num_swapped * self.block_bytes})
+        for feature in self.engine.features.values():
+            # added up
+            found.update(getattr(feature, "numbers", dict)())
+        found["attention_backend"] = self.backend
+        return found
+
+
+def metrics_of(engine: Engine) -> Metrics:
+    """Returns the observer of an engine, for `LLM.metrics` and `LLM.trace`."""
+    found = engine.features["metrics"]
+    assert isinstance(found, Metrics)
+    return found
+
+
+class Bar(tqdm):
+    """A progress bar that also shows the tokens a second of all calls together."""
+
+    def __init__(self, metrics: Metrics, **options: Any) -> None:
+        self.metrics = metrics
+        self.num_before = metrics.counters["generation_tokens"]
+        super().__init__(**options)
+
+    def update(self, n: float | None = 1) -> Any:
+        num_tokens = self.metrics.counters["generation_tokens"] - self.num_before
+        rate = num_tokens / (self.format_dict["elapsed"] or 1)
+        self.set_postfix_str(f"{rate:.0f} output tokens/s", refresh=False)
+        return super().update(n)
+
+
+def bar_of(engine: Engine) -> Callable[..., Any]:
+    """Returns what makes a bar, with the arguments of tqdm."""
+    return partial(Bar, metrics_of(engine))

@@ -12,14 +12,21 @@ graphs capture the copies like everything else. `ModelRunner.load_model` calls `
 """
 
 import math
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+from nanoengine.checks import Condition
+from nanoengine.loader import place_on
 from nanoengine.model import Decoder
-from nanoengine_extensions.runner import pin, place_on
+
+
+CONDITIONS: list[Condition] = [
+    ("cpu_offload_gb", lambda c: c.device != "cpu", "0 on a CPU")]
 
 
 def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
@@ -38,6 +45,17 @@ def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
     model = load(place=place)
     Offload(model, on_host, "cuda")
     return model
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Lets a GPU copy from this memory of the host while both go on; returns the tensor.
+
+    `Tensor.pin_memory` would round its size up to a power of two.
+    """
+    cuda: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cuda.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    weakref.finalize(tensor, cuda.cudaHostUnregister, tensor.data_ptr())
+    return tensor
 
 
 def replace_parameters(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:

@@ -1,8 +1,8 @@
 """`speculation="prompt-lookup"`: a decode step also computes guesses of the next tokens.
 
-It plugs into the engine's loop: `SpeculatingEngine.launch` adds guesses to a scheduled batch, and
-`step` gives the tokens that they have brought to their sequences. The scheduler, the runner, stop
-strings and outputs know nothing of guesses.
+It wraps two functions of the engine. `launch` adds guesses to a scheduled batch before the runner
+launches it, and `fill` makes steps of the tokens that they have brought. The scheduler, the runner,
+stop strings and outputs know nothing of guesses.
 
 A step reads all weights, be it for one token of a sequence or for a few. So it can also compute the
 tokens that come next if a guess is right, and draw a token after each of them:
@@ -18,13 +18,13 @@ knows. So these are the tokens that three steps would have drawn, greedy or not.
 2023, arXiv:2211.17192, guess with a small model. Their draws have no fixed seed for a position, so
 they need a rule for which guesses to accept. Here it is `==`.)
 
-The first drawn token joins its sequence at the end of the step, as usual. Each of the next calls of
-`step` gives one more to each sequence that has some, and computes nothing. A guess uses only slots
+The first drawn token joins its sequence at the end of the step, as usual. Each of the next steps
+gives one more to each sequence that has some, and computes nothing. A guess uses only slots
 that its sequence holds anyway. K and V of a wrong one lie after the last token, where no query sees
 them until a later step overwrites them.
 
-Constraints look at the tokens so far: the row after a guess has a copy of its sequence that has the
-guess (`constraints.after`). Where a grammar forces a text, this text is the guess.
+Edits of logits look at the tokens so far: the row after a guess has a copy of its sequence that has
+the guess (`after`). Where a grammar forces a text, this text is the guess.
 
 How many guesses pay? `StepCosts` knows how long steps of so many tokens take on this machine, and
 `odds` how often recent guesses of each sequence and each kind were right: a lookup that has found
@@ -33,18 +33,25 @@ the expected number of tokens a second (`_worthwhile`). The decision can depend 
 the tokens do not depend on the decision.
 """
 
-from collections import Counter
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate, islice
+from functools import partial
+from itertools import accumulate, cycle, islice
 from operator import eq, index
 from typing import Any
 
+import torch
+
 from nanoengine.batch import Batch, Copies, Row
-from nanoengine.seams import naming
+from nanoengine.checks import Condition, naming
+from nanoengine.engine import Engine
+from nanoengine.features import EDITORS
+from nanoengine.observers import Feature
+from nanoengine.step_inputs import Launched
+from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
-from nanoengine_extensions.constraints import after
-from nanoengine_extensions.engine import Engine
-from nanoengine_extensions.policies import PromptLookup, find_policy
 
 Guesses = dict[Sequence, list[int]]
 # the most guesses of a step
@@ -84,57 +91,115 @@ class StepCosts(dict[int, float]):
         return self[base] + 0.9 * cost * (count - base) / (base - without or base)
 
 
-class SpeculatingEngine(Engine):
-    """An engine that guesses.
+class PromptLookup:
+    """Guesses that a text goes on as the last text did with the same tokens before, eight or fewer
+    (prompt lookup decoding: Saxena, 2023): the sequence itself, or any other, also one that has
+    ended. Each token is indexed once, when its sequence is looked at.
 
-    guess: the policy, from a sequence to its next tokens, as many as it likes. If it has an
-        attribute `kind`, that says how the last guess was found.
-    drawn: the tokens of each sequence that are drawn, but have yet to join it.
+    seen: from a few tokens to the text with the place after them; only the newest entries.
+    indexed: how many tokens of a sequence are.
+    kind: how many tokens the last guess was found by. More of them are right more often.
+    """
+
+    SIZES = (8, 4, 2, 1)
+
+    def __init__(self) -> None:
+        self.seen: OrderedDict[tuple[int, ...], tuple[list[int], int]] = OrderedDict()
+        self.indexed: dict[Sequence, int] = {}
+
+    def __call__(self, seq: Sequence) -> Any:
+        text = seq.token_ids
+        # most of them have ended; the others are indexed anew
+        if len(self.indexed) > 2000:
+            self.indexed.clear()
+        for place in range(self.indexed.get(seq, 1), len(text)):
+            for size in self.SIZES:
+                self.seen[tuple(text[max(0, place - size):place])] = text, place
+        self.indexed[seq] = len(text)
+        while len(self.seen) > 2**17:
+            self.seen.popitem(last=False)
+        ends = [tuple(text[-size:]) for size in self.SIZES]
+        end = next((end for end in ends if end in self.seen), ())
+        self.kind = len(end)
+        found, place = self.seen.get(end, ([], 0))
+        # a repetition goes on for ever
+        return cycle(found[place:place + 32])
+
+
+# from a sequence to a guess of its next tokens, as many as it likes
+SPECULATION: dict[str, Any] = {"none": None, "prompt-lookup": PromptLookup}
+
+CONDITIONS: list[Condition] = [
+    ("speculation", lambda c: callable(c.speculation) or c.speculation in [*SPECULATION],
+     f"one of {[*SPECULATION]}, or a function like these"),
+    ("speculation", lambda c: c.device != "cuda", "'none' on a GPU"),
+    ("run_ahead", lambda c: not c.run_ahead, "False with speculation, which needs each token")]
+
+
+class Speculation(Feature):
+    """Guesses.
+
+    guess: the policy. If it has an attribute `kind`, that says how the last guess was found.
+    stock: the tokens of each sequence that are drawn, but have yet to join it.
     odds: how often recent guesses of a sequence were right, by their kind: the policy's, or
         "forced" by a grammar.
     all_odds: the same for the guesses of all sequences; a new sequence begins with them.
     """
 
-    def __init__(self, config: Any, runner: Any, *clock: Any) -> None:
-        super().__init__(config, runner, *clock)
-        self.guess = find_policy("speculation", config.speculation) or PromptLookup()
-        self.drawn: Guesses = {}
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.stock: Guesses = {}
         self.odds: dict[Sequence, dict[str, float]] = {}
         self.all_odds: dict[str, float] = {}
         self.costs = StepCosts()
-        # the logits of all guesses in one product; several ranks have agreed on max_num_seqs rows
+        self.counts = Counter[str]()
+
+    def begin(self, engine: Engine) -> None:
+        self.config = config = engine.config
+        # not itself: without a cycle, a dropped engine frees its memory at once
+        self.others = [each for each in engine.features.values() if each is not self]
+        if config.speculation == "none":
+            return
+        runner, policy = engine.runner, config.speculation
+        self.guess = policy if callable(policy) else SPECULATION[policy]()
+        # several ranks have agreed on max_num_seqs rows
         if config.tensor_parallel_size == 1:
-            runner.last_sampled = runner.last_sampled.new_zeros(config.max_num_seqs + MOST_GUESSES)
+            runner.last_sampled = torch.zeros(
+                config.max_num_seqs + MOST_GUESSES, dtype=torch.int32)
+        self.most_rows = len(runner.last_sampled)
+        self.vocabulary = range(runner.model_config.vocab_size)
+        engine.launch = partial(self.launch, engine.launch)
+        engine.scheduler.fill = partial(self.fill, engine.scheduler.fill)
 
-    def step(self) -> list[Sequence]:
-        """Runs a step, or takes in tokens that the last one has drawn after right guesses."""
-        seqs = [seq for seq in self.scheduler.running if self.drawn.get(seq)]
+    def numbers(self) -> dict[str, int]:
+        return self.counts
+
+    def fill(self, fill: Callable[[Scheduler], Batch], scheduler: Scheduler) -> Batch:
+        """The policy, but first it makes steps of tokens that are drawn already."""
+        seqs = [seq for seq in scheduler.running if self.stock.get(seq)]
         if not seqs:
-            return super().step()
-        batch = self.scheduler.build(seqs, admit=False)
-        taken = self.scheduler.postprocess(batch, [self.drawn[seq].pop(0) for seq in seqs])
-        for seq in taken:
-            # in place of the tokens of its copy, which are the same
-            if found := seq.logprobs.get(seq.num_tokens - 1):
-                found.token_ids = seq.token_ids
-        self.num_generated_tokens += len(taken)
-        self.metrics.done(None, taken)
-        return taken
+            return fill(scheduler)
+        batch = scheduler.build(seqs, admit=False)
+        batch.is_known = True
+        return batch
 
-    def launch(self, batch: Batch) -> Any:
+    def launch(self, launch: Callable[[Batch], Launched], batch: Batch) -> Launched:
         """Runs a step with guesses, and keeps the tokens that it draws after right ones.
 
         1. The policy guesses, and the guesses that pay are computed.
         2. Guesses are compared with the tokens that were drawn in their places.
         """
-        self.drawn = {}
+        if batch.is_known:
+            tokens = [self.stock[seq].pop(0) for seq in batch.sequences]
+            return Launched(batch, torch.tensor(tokens), None)
+        self.stock = {}
         # a step with a prompt computes, and does not wait for memory
         if max(batch.num_tokens) > 1:
-            return self.runner.launch(batch)
+            return launch(batch)
         began = self.clock()
         asked = self._ask(batch)
         guesses = self._worthwhile(asked, batch)
-        launched = self.runner.launch(with_guesses(batch, guesses))
+        launched = launch(self._with_guesses(batch, guesses))
         tokens = launched.wait()
         num_rows = len(batch.sampled)
         num_guesses = len(tokens) - num_rows
@@ -142,10 +207,10 @@ class SpeculatingEngine(Engine):
         if num_guesses and min(tokens[:num_rows]) < 0:
             # K and V of a guess can be NaN, and then reach the token before it: once more without
             # guesses, and without the block copies, which are done
-            guesses, launched = {}, self.runner.launch(replace(batch, copies=Copies()))
+            guesses, launched = {}, launch(replace(batch, copies=Copies()))
             tokens = launched.wait()
 
-        self.metrics.counters.update(guessed_tokens=num_guesses, computed_tokens=num_guesses)
+        self.counts.update(guessed_tokens=num_guesses, computed_tokens=num_guesses)
         after_guesses = iter(tokens[num_rows:])
         for row, (_, seq, _) in enumerate(batch.sampled):
             drawn = [tokens[row], *islice(after_guesses, len(guesses.get(seq, ())))]
@@ -153,16 +218,15 @@ class SpeculatingEngine(Engine):
             guess, kind, odds = asked.get(seq, ((), "", {}))
             are_right = [*map(eq, guess, drawn)]
             num_right = [*are_right, False].index(False)
-            self.metrics.counters["right_guesses"] += min(num_right, len(drawn) - 1)
+            self.counts["right_guesses"] += min(num_right, len(drawn) - 1)
             # NaN after a guess need not be its own: the next step will tell
-            self.drawn[seq] = [token for token in drawn[1:num_right + 1] if token >= 0]
+            self.stock[seq] = [token for token in drawn[1:num_right + 1] if token >= 0]
             for is_right in are_right[:num_right + 1]:
                 odds[kind] += WEIGHT * (is_right - odds[kind])
                 self.all_odds[kind] += WEIGHT * (is_right - self.all_odds[kind])
             tokens[row] = NO_TOKEN if seq.error else tokens[row]
         # for the scheduler, a step like any other
-        vars(launched).update(batch=batch, wait=lambda: tokens)
-        return launched
+        return Launched(batch, torch.tensor(tokens), None)
 
     def _ask(self, batch: Batch) -> dict[Sequence, Any]:
         """Returns (guess, kind, odds) of sequences: as many tokens as could be computed, and how
@@ -175,15 +239,16 @@ class SpeculatingEngine(Engine):
         """
         self.odds = {row.seq: self.odds.get(row.seq, {}) for row in batch.sampled}
         asked: dict[Sequence, Any] = {}
-        vocabulary = range(self.runner.model_config.vocab_size)
+        vocabulary = self.vocabulary
         for _, seq, position in batch.sampled:
             # in slots that it holds, and before its end
             most = min(MOST_GUESSES, len(seq.block_table) * self.config.block_size - position,
                        seq.max_num_tokens - position - 1)
+            grammar = seq.kept.get("grammar")
             # a user's processors, which can keep a state, and beams
-            params: Any = seq.params
-            is_alone = params.logits_processors or (seq.needs_tokens and not seq.constraints)
-            odds, grammar = self.odds[seq], seq.constraints and seq.constraints[2]
+            is_alone = seq.params.logits_processors or (
+                seq.needs_tokens and not (grammar or seq.params.bad_words))
+            odds = self.odds[seq]
             hopeless = {each for each in odds if odds[each] < LEAST_ODDS and position % 8}
             # with a grammar, one of the kinds is its own
             if most < 1 or is_alone or len(odds) == len(hopeless) > bool(grammar):
@@ -218,7 +283,7 @@ class SpeculatingEngine(Engine):
         chances = [(odds[kind] ** i, place)
                    for place, (guess, kind, odds) in enumerate(asked.values())
                    for i in range(1, len(guess) + 1) if odds[kind] ** i >= LEAST_ODDS]
-        room = min(MOST_GUESSES, len(self.runner.last_sampled) - len(batch.sampled), batch.budget)
+        room = min(MOST_GUESSES, self.most_rows - len(batch.sampled), batch.budget)
         chances = sorted(chances, reverse=True)[:max(0, room)]
         gains = accumulate((chance for chance, _ in chances), initial=count)
         rates = [gain / self.costs.estimate(count + i, count) for i, gain in enumerate(gains)]
@@ -226,20 +291,29 @@ class SpeculatingEngine(Engine):
         counts = Counter(place for _, place in chances[:rates.index(max(rates))])
         return {seq: asked[seq][0][:counts[place]] for place, seq in enumerate(asked)}
 
+    def _with_guesses(self, batch: Batch, guesses: Guesses) -> Batch:
+        """Returns a batch that also computes guesses, and draws a token after each.
 
-def with_guesses(batch: Batch, guesses: Guesses) -> Batch:
-    """Returns a batch that also computes guesses, and draws a token after each.
+        A sequence's own token and its guesses are one chunk of a copy, which shares the block
+        table. The additional rows come last.
+        """
+        wider = replace(batch, sequences=batch.sequences[:], num_tokens=batch.num_tokens[:],
+                        sampled=batch.sampled[:])
+        for source, seq, position in batch.sampled:
+            if guess := guesses.get(seq):
+                copy = wider.sequences[source] = seq.fork(token_ids=seq.token_ids + guess)
+                copy.block_table = seq.block_table
+                wider.num_tokens[source] += len(guess)
+                wider.sampled += [Row(source, self._after(seq, guess[:i]), position + i)
+                                  for i in range(1, len(guess) + 1)]
+        return wider
 
-    A sequence's own token and its guesses are one chunk of a copy, which shares the block table.
-    The additional rows come last.
-    """
-    wider = replace(batch, sequences=batch.sequences[:], num_tokens=batch.num_tokens[:],
-                    sampled=batch.sampled[:])
-    for source, seq, position in batch.sampled:
-        if guess := guesses.get(seq):
-            copy = wider.sequences[source] = seq.fork(token_ids=seq.token_ids + guess)
-            copy.block_table = seq.block_table
-            wider.num_tokens[source] += len(guess)
-            wider.sampled += [Row(source, after(seq, guess[:i]), position + i)
-                              for i in range(1, len(guess) + 1)]
-    return wider
+    def _after(self, seq: Sequence, guess: list[int]) -> Sequence:
+        """Returns the sequence for the row after these guesses. If its logits are edited, by what
+        its tokens are, it is a copy that has the guesses; otherwise `seq` itself."""
+        if not EDITORS.keys() & {*seq.params.edits}:
+            return seq
+        copy = seq.fork(token_ids=seq.token_ids + guess)
+        for feature in self.others:
+            feature.fork(seq, copy)
+        return copy

@@ -3,56 +3,47 @@
 When the sequence comes back, it takes full blocks that the prefix cache still has; only the others
 are copied back (PagedAttention: Kwon et al., 2023, arXiv:2309.06180).
 
-`Scheduler.preempt` calls `BlockManager.preempt`, which this subclass overrides; it notes the copies
-in `Batch.copies`. `ModelRunner` calls `add_host_pool`, which replaces its `copy_blocks`.
+The engine makes a `SwappingBlockManager` in place of its `BlockManager`. `preempt` and `allocate`
+note the copies in `Batch.copies`, and the runner does them, between its blocks and `host_pool`.
 """
 
+import weakref
 from typing import Any
 
 import psutil
 import torch
 
 from nanoengine.batch import Copies
-from nanoengine.seams import rejected
+from nanoengine.block_manager import BlockManager
+from nanoengine.checks import rejected
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.policies import HoldingBlockManager
-from nanoengine_extensions.runner import pin
 
 
-def add_host_pool(runner: Any) -> None:
-    """Gives a runner a pool of `swap_space` GiB on the host, and copies to and from it.
+def host_pool(blocks: torch.Tensor, gibibytes: float) -> torch.Tensor:
+    """Returns memory of the host for as many blocks like these as fit.
 
     Raises ValueError for a pool that is larger than the memory.
     """
-    gibibytes = runner.config.swap_space
     total = psutil.virtual_memory().total
     if gibibytes * 2**30 > total:
         raise rejected("swap_space", gibibytes, f"at most {total / 2**30:.1f} GiB of memory")
-    runner.num_host_blocks = int(gibibytes * 2**30 // runner.block_bytes)
-    shape = runner.num_host_blocks, *runner.blocks.shape[1:]
-    pool = torch.empty(shape, dtype=runner.dtype, device="cpu")
-    if runner.device == "cuda" and pool.numel():
-        pin(pool)
-
-    # a function that holds the runner would keep it alive
-    def copy_blocks(copies: Copies, blocks: Any = runner.blocks) -> None:
-        # asynchronous
-        for pairs, source, target in ((copies.swap_out, blocks, pool),
-                                      (copies.copy_on_write, blocks, blocks),
-                                      (copies.swap_in, pool, blocks)):
-            for to, origin in pairs.items():
-                target[to].copy_(source[origin], non_blocking=True)
-
-    runner.copy_blocks = copy_blocks
+    count = int(gibibytes * 2**30 // blocks[0].nbytes)
+    pool = torch.empty((count, *blocks.shape[1:]), dtype=blocks.dtype, device="cpu")
+    if blocks.device.type == "cuda" and count:
+        # a GPU can then copy while the host goes on; `pin_memory` would round the size up
+        cuda: Any = torch.cuda.cudart()
+        torch.cuda.check_error(cuda.cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
+        weakref.finalize(pool, cuda.cudaHostUnregister, pool.data_ptr())
+    return pool
 
 
-class SwappingBlockManager(HoldingBlockManager):
+class SwappingBlockManager(BlockManager):
     """A block manager with a pool of `num_host_blocks` on the host. When that is full, the blocks
-    of preempted sequences are dropped. The rest is as for `HoldingBlockManager`."""
+    of preempted sequences are dropped."""
 
-    def __init__(self, *sizes: Any, num_host_blocks: int, **options: Any) -> None:
+    def __init__(self, *options: Any, num_host_blocks: int) -> None:
         self.num_host_blocks = num_host_blocks
-        super().__init__(*sizes, **options)
+        super().__init__(*options)
 
     def reset(self) -> None:
         super().reset()
@@ -93,3 +84,7 @@ class SwappingBlockManager(HoldingBlockManager):
         copies = super().take_copies()
         self.free_host_blocks += copies.swap_in.values()
         return copies
+
+    def gauges(self) -> dict[str, int]:
+        return {"num_requests_swapped": len(self.host_tables),
+                "num_host_blocks_used": sum(map(len, [*self.host_tables.values()]))}

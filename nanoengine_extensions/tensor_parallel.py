@@ -10,8 +10,8 @@ with K and V of its heads, and with all embeddings and norms. For each step it g
 buffer of inputs, its shape and the block copies. Only rank 0 samples; it shares the tokens, from
 which the next step continues.
 
-`LLM.make_runner` (llm.py) returns a `TensorParallelRunner`, which the engine calls like any other
-runner. The model has hooks, and knows no rank.
+`LLM` makes a `TensorParallelRunner`, which the engine calls like any other runner. The model has
+hooks, and knows no rank.
 """
 
 import copy
@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -32,12 +33,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoengine.batch import Batch, Copies
+from nanoengine.checks import Condition, rejected
+from nanoengine.config import EngineConfig
+from nanoengine.observers import Feature
 from nanoengine.model import Decoder
-from nanoengine.model_runner import Launched
-from nanoengine.seams import rejected
-from nanoengine.step_inputs import StepShape
-from nanoengine_extensions.options import EngineConfig
-from nanoengine_extensions.runner import Runner
+from nanoengine.model_runner import ModelRunner
+from nanoengine.step_inputs import Launched, StepShape
 
 
 class Group:
@@ -89,6 +90,9 @@ class Group:
             for size, own in zip(tensor.get_shape(), target.shape))]
 
 
+CONDITIONS: list[Condition] = [
+    ("batch_invariant", lambda c: not c.batch_invariant, "False with several ranks")]
+
 # ------------------------------------------------------------------------- a part of the model
 
 
@@ -124,14 +128,14 @@ def parallelize(model: Decoder, group: Group) -> None:
 # --------------------------------------------------------------------------------- the runner
 
 
-class RankRunner(Runner):
+class RankRunner(ModelRunner):
     """Runs one rank's part of each batch. part: the config of its part of the model."""
 
     def __init__(self, config: EngineConfig, part: PretrainedConfig, folder: Path,
-                 group: Group) -> None:
+                 features: dict[str, Feature], group: Group) -> None:
         self.group = group
         group.connect(config.device)
-        super().__init__(config, part, folder)
+        super().__init__(config, part, folder, features)
         # all ranks have reached this point
         group.least(0)
 
@@ -160,7 +164,8 @@ class RankRunner(Runner):
 class TensorParallelRunner(RankRunner):
     """The runner of rank 0. It starts the other ranks, sends them each step, and samples."""
 
-    def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path,
+                 features: dict[str, Feature]) -> None:
         size = config.tensor_parallel_size
         part = shard(model_config, size)
         num_gpus = torch.cuda.device_count()
@@ -169,8 +174,6 @@ class TensorParallelRunner(RankRunner):
         # rank 1 takes GPU 1, and so on
         if config.device == "cuda" and (current := torch.cuda.current_device()):
             raise rejected("torch.cuda.current_device()", current, "0 with several ranks")
-        if config.batch_invariant:
-            raise rejected("batch_invariant", True, "False with several ranks")
         # a script's functions, such as its policies, cannot be sent
         options = {name: value for name, value in vars(config).items() if not callable(value)}
         self.ranks = Ranks(size)
@@ -179,23 +182,19 @@ class TensorParallelRunner(RankRunner):
             # `Group.connect` would not notice a rank that died before
             while self.ranks.store.add("ranks", 0) < size - 1:
                 self.ranks.check(timeout=0.1)
-            super().__init__(config, part, folder, self.ranks)
+            super().__init__(config, part, folder, features, self.ranks)
         # also when the script ends; NCCL waits for graphs that use its communicator
         self.end = weakref.finalize(self, end, self.graphs.captured, self.ranks)
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Begins a step on all ranks."""
         buffer, shape = self.prepare(batch)
-        with self.ranks.together(), torch.autocast(self.device, enabled=False):
+        with self.ranks.together():
             self.ranks.send(batch.copies, buffer.numpy(), shape)
-            step, hidden = self.forward(batch.copies, buffer, shape)
-            launched: Any = self.sample(batch, step, hidden)
-            launched.__class__ = LaunchedOnRanks
+            step = self.run(batch, buffer, shape)
             # to the other ranks
             self.group.backend.broadcast([self.last_sampled]).wait()
-        launched.ranks = self.ranks
-        return launched
+        return LaunchedOnRanks(step.batch, step.tokens, step.done, self.ranks)
 
     def close(self) -> None:
         self.end()
@@ -207,6 +206,7 @@ def end(graphs: dict, ranks: "Ranks") -> None:
     ranks.close()
 
 
+@dataclass
 class LaunchedOnRanks(Launched):
     """ranks: the ranks that compute this step."""
 
@@ -310,7 +310,7 @@ def main(*place: int) -> None:
     config = EngineConfig(**options)
     if config.device == "cuda":
         torch.cuda.set_device(group.rank)
-    runner = RankRunner(config, part, folder, group)
+    runner = RankRunner(config, part, folder, {}, group)
     while True:
         runner.follow(*messages.get())
 

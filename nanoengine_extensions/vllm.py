@@ -12,12 +12,9 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+import nanoengine
 from nanoengine import CompletionOutput, RequestOutput
-from nanoengine.seams import naming, rejected
-from nanoengine_extensions import llm
-from nanoengine_extensions import options as own
-from nanoengine_extensions.beam_search import (
-    BeamSearchOutput, BeamSearchParams, BeamSearchSequence)
+from nanoengine.checks import naming, rejected
 
 # vLLM's keywords that change no token here, whatever their value, …
 WITHOUT_EFFECT = {*"""async_scheduling attention_config backend chat_template_content_format
@@ -61,7 +58,7 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in given.keys() - WITHOUT_EFFECT - OFF}
 
 
-class SamplingParams(own.SamplingParams):
+class SamplingParams(nanoengine.SamplingParams):
     """nanoengine's parameters. None stands for the default, except as `max_tokens`.
 
     `output_kind` has no effect, as in vLLM's own `LLM`. Nor has `extra_args`, which is kept as an
@@ -86,7 +83,7 @@ class SamplingParams(own.SamplingParams):
         return copy
 
 
-class LLM(llm.LLM):
+class LLM(nanoengine.LLM):
     """nanoengine's `LLM`, with vLLM's other keywords and methods."""
 
     def __init__(self, model: Any, *, max_logprobs: int | None = None,
@@ -105,7 +102,7 @@ class LLM(llm.LLM):
                 raise rejected(*unknown.popitem(), "left out: it is not known")
         super().__init__(model, **without(options))
         if options.get("generation_config") == "vllm":
-            self.inputs.default_params = own.SamplingParams()
+            self.inputs.default_params = nanoengine.SamplingParams()
         # the names of the file, of which one differs
         changes = {"max_tokens" if name == "max_new_tokens" else name: value
                    for name, value in (override_generation_config or {}).items()}
@@ -161,3 +158,7 @@ class LLM(llm.LLM):
         def refuse(*_: Any, **__: Any) -> None:
             raise ValueError(f"LLM.{name} is not supported: this engine has nothing like it")
         return refuse
+
+
+# BeamSearchParams and others
+__getattr__ = nanoengine.__getattr__

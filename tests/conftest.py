@@ -24,7 +24,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
-from nanoengine_extensions.engine import Engine  # noqa: E402
+from nanoengine.engine import Engine  # noqa: E402
+from nanoengine.observers import load_observers  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -207,7 +208,9 @@ def generate(llm, prompts, params=GREEDY) -> list:
 
 def use_policies(llm: LLM, **changes) -> None:
     """Gives a loaded model an engine with other policies."""
-    llm.engine = Engine(dataclasses.replace(llm.config, **changes), llm.engine.runner)
+    runner = llm.engine.runner
+    runner.features = llm.inputs.features = load_observers()
+    llm.engine = Engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
 
 
 def next_number(llm) -> int:

@@ -59,7 +59,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import nanoengine
-from nanoengine import model, sampler, seams
+from nanoengine import kernels as seams, model, sampler
 
 HAS_TRITON = find_spec("triton") is not None
 ENGINE_FOLDER = str(Path(nanoengine.__file__).parent)

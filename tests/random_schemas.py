@@ -21,8 +21,8 @@ import numpy as np
 from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
 from llguidance import LLMatcher, LLTokenizer
 
-from nanoengine.seams import naming
-from nanoengine_extensions.structured_outputs import to_lark
+from nanoengine.checks import naming
+from nanoengine_extensions.structured_outputs.grammar import to_lark
 
 BYTES = LLTokenizer("byte")
 KINDS = ["string", "integer", "number", "boolean", "null", "array", "object"]

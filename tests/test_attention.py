@@ -14,7 +14,7 @@ import nanoengine_extensions.varlen  # noqa: F401  adds its backend
 from cpu.reference import (
     BF16, F32, NO_NORMS, make_step, norm_and_rotate, plain_attention, random_cache, random_norms,
     to_tiles)
-from nanoengine import LLM, SamplingParams, attention, seams
+from nanoengine import LLM, SamplingParams, attention, kernels as seams
 from nanoengine.attention import BACKENDS, Backend, choose_backend, gather_attention, make_caches
 from nanoengine.model import Attention
 from nanoengine.step_inputs import Draws, StepInputs, to_buffer

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, next_number, random_prompts
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.options import EngineConfig
+from nanoengine.config import EngineConfig
 
 LENGTHS = [40, 3, 97, 130, 1, 64, 33, 150]
 SHARED = random_prompts([70])[0]

@@ -4,6 +4,8 @@ import copy
 import json
 from typing import Any
 
+from types import SimpleNamespace
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -26,7 +28,7 @@ def tokenizer(bundled):
 @pytest.fixture
 def prompt(tokenizer):
     def prompt(messages: Any, template: str | None = None, **options: Any) -> str:
-        (found,) = render(tokenizer, messages, chat_template=template, **options)
+        (found,) = render(SimpleNamespace(get_tokenizer=lambda: tokenizer), messages, chat_template=template, **options)
         assert found["prompt_token_ids"] == tokenizer.encode(
             found["prompt"], add_special_tokens=False)
         return found["prompt"]

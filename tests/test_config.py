@@ -16,8 +16,8 @@ from conftest import ROOT
 
 import nanoengine
 from nanoengine import LLM, BeamSearchParams, SamplingParams
-from nanoengine_extensions.options import EngineConfig
-from nanoengine_extensions.policies import BATCHING, KV_ALLOCATION, VICTIMS
+from nanoengine.config import EngineConfig
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 
 
 @pytest.mark.parametrize("name, value, accepted", [
@@ -136,7 +136,7 @@ def test_shorthands_and_numpy_numbers():
 
 @pytest.mark.parametrize("name, value, accepted", [
     ("scheduling", "mixd", "'prefill-first', 'mixed'"),
-    ("scheduling_policy", "lifo", "'fcfs' or 'priority'"),
+    ("scheduling_policy", "lifo", "'fcfs', 'priority'"),
     ("kv_allocation", "all", "'on-demand', 'reserve'"),
     ("preemption_mode", "drop", "'recompute' or 'swap'"),
     ("preemption_victim", "oldest", "'youngest', 'longest', 'lowest-priority'"),

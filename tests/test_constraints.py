@@ -9,14 +9,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from feature_helpers import apply, constrain, forbidden
 from conftest import GREEDY, check_idle, generate, random_prompts, token_ids, use_policies
 from test_logprobs import KINDS, sentencepiece
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.sequence import Sequence
-from nanoengine_extensions import constraints
-from nanoengine_extensions.constraints import constrain, forbidden, spellings
+from nanoengine_extensions.constraints import Forbidden, spellings
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 
@@ -41,10 +41,10 @@ def test_no_token_id_reaches_another_row(options, beyond):
     first, second = make([1, beyond], [beyond], **options), make([1], presence_penalty=1.0)
     if not options.keys() & {"repetition_penalty", "presence_penalty"}:
         first.token_ids = [1, 1, 1]
-    first.constraints = [], [(b"", [np.array([beyond])], math.inf)], None
+    first.kept["constraints"] = Forbidden([], [(b"", [np.array([beyond])], math.inf)])
     scores = torch.ones(3, 5)
     with pytest.raises(IndexError):
-        constraints.apply(scores, [first, second, second], NONE_PENDING)
+        apply(scores, [first, second, second], NONE_PENDING)
     assert scores.tolist() == [[1.0] * 5] * 3
 
 

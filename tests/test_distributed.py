@@ -13,7 +13,7 @@ import torch
 from conftest import GREEDY, ROOT, check_idle, random_prompts
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
-from nanoengine.model_runner import Launched
+from nanoengine.step_inputs import Launched
 from nanoengine_extensions.tensor_parallel import (
     Group, Ranks)
 

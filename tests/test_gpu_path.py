@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.attention import BACKENDS
-from nanoengine.model_runner import Launched, ModelRunner
+from nanoengine.model_runner import ModelRunner
+from nanoengine.step_inputs import Launched
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions import varlen
 from nanoengine_extensions.offload import Offload, choose_layers

@@ -172,7 +172,7 @@ def test_weights_that_are_not_in_huge_pages_are_told(make_llm, caplog, monkeypat
     """Small ones do not matter, and other systems do not tell."""
     with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
         assert not any("huge" in message for message in caplog.messages)
-        metrics = llm.engine.metrics
+        metrics = llm.engine.features["metrics"]
         monkeypatch.setattr(Path, "read_text", lambda path: "AnonHugePages:  0 kB")
         metrics.log_pages(2**40)
         assert caplog.messages[-1].startswith("0% of the weights are in huge pages")
@@ -677,10 +677,11 @@ def test_no_extension_is_imported_before_it_is_asked_for(bundled):
                     and not name.startswith("nanoengine_cpu") and "." in name}
         with LLM(MODEL) as llm:
             llm.generate("12 + 34 =", use_tqdm=False)
-            always = {"checks", "generation_config", "llm", "engine", "metrics",
-                      "beam_search", "logprobs", "options", "policies", "runner"}
+            always = {"strict", "metrics", "logprobs", "constraints", "structured_outputs",
+                      "logits_processors", "speculation", "policies", "varlen", "texts",
+                      "beam_search", "guards", "generation_config"}
             assert extensions() == {f"nanoengine_extensions.{name}" for name in always}
             llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
-        asked_for = always | {"constraints"}
+        asked_for = always
         assert extensions() == {f"nanoengine_extensions.{name}" for name in asked_for}"""
     subprocess.run([sys.executable, "-c", script.replace("MODEL", repr(bundled))], check=True)

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Qwen3
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import (
-    FILES, checkpoint_tensors, context_length, find_model, load_config, load_defaults, load_model)
+    FILES, checkpoint_tensors, context_length, find_model, load_config, load_eos, load_model)
+from nanoengine_extensions.generation_config import load_defaults
 from nanoengine_cpu import optimize
 from nanoengine_cpu.modules import PackedLinear
-from nanoengine_extensions import generation_config
+
 
 PROMPTS = random_prompts([5, 30])
 
@@ -270,8 +271,7 @@ def text_copy(bundled, tmp_path) -> Path:
 def defaults_of(folder: Path, content, tokenizer=None):
     (folder / "generation_config.json").write_text(json.dumps(content))
     config: Any = SimpleNamespace(eos_token_id=9, vocab_size=99)
-    _, eos_tokens = load_defaults(folder, config, tokenizer)
-    return generation_config.defaults_of(folder / "generation_config.json"), eos_tokens
+    return load_defaults(folder), load_eos(folder, config, tokenizer)
 
 
 def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy, caplog):

@@ -14,14 +14,15 @@ from conftest import random_prompts
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
 from nanoengine.batch import Batch, Row
-from nanoengine_extensions.options import EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.observers import load_observers
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.model_runner import (
     ModelRunner, choose_device, choose_dtype, size_cache)
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
-from nanoengine_extensions.runner import Runner
+from nanoengine.model_runner import ModelRunner as Runner
 
 DTYPES = {"slot_mapping": torch.int64}  # the others are int32
 TENSORS = ("slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
@@ -151,6 +152,7 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
                           max_num_batched_tokens=max_num_batched_tokens)
     runner: Any = object.__new__(Runner)
     runner.config, runner.max_model_len = config, max_model_len
+    runner.features = load_observers()
     batch = runner.largest_batch()
     assert batch.num_tokens == expected and len(batch.sampled) == max_num_seqs
     graphs: Any = CudaGraphs(max_num_seqs)

@@ -9,11 +9,27 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanoengine.outputs import Completion, Request
-from nanoengine_extensions.options import SamplingParams
+from nanoengine.outputs import Request
+from nanoengine import SamplingParams
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.logprobs import RowLogprobs, ScoredRequest
-from nanoengine_extensions.metrics import RequestMetrics
+from nanoengine_extensions.logprobs import Logprobs, RowLogprobs
+from nanoengine_extensions.texts import Text, Texts
+
+
+class Completion(Text):
+    """The text of one sequence, and the output of its request."""
+
+    def __init__(self, seq, tokenizer):
+        super().__init__(seq, tokenizer)
+        self.seq = seq
+        if seq.params.detokenize:
+            seq.kept["text"] = self
+
+    def update(self):
+        return super().update(self.seq)
+
+    def output(self):
+        return Request(None, [self.seq], None, 0, {"texts": Texts()}).output().outputs[0]
 
 
 @pytest.fixture(scope="module")
@@ -307,9 +323,11 @@ def test_what_may_become_a_long_stop_string_is_held_back_from_the_start(byte_tok
 def test_log_probabilities_get_their_text(byte_tokenizer):
     first, second, other = byte_tokenizer.encode("abc")
     seq = Sequence("0", [other], 1, 100, SamplingParams(logprobs=1))
-    seq.metrics = RequestMetrics()
     completion = Completion(seq, byte_tokenizer)
-    request = ScoredRequest(None, [completion])
+    feature = Logprobs()
+    feature.enter([seq], SimpleNamespace(tokenizer=byte_tokenizer))
+    seq.kept["logprobs"] = {}
+    request = Request(None, [seq], None, 0, {"logprobs": feature})
 
     def output():
         return request.output().outputs[0]
@@ -318,7 +336,7 @@ def test_log_probabilities_get_their_text(byte_tokenizer):
     for token_id, logprob in ((first, -0.5), (second, -0.25)):
         seq.token_ids.append(token_id)
         entries = torch.tensor([[token_id, logprob, 2], [other, -0.1, 1]])
-        seq.logprobs[seq.num_tokens - 1] = RowLogprobs(entries)
+        seq.kept["logprobs"][seq.num_tokens - 1] = RowLogprobs(entries)
         completion.update()
     assert output().cumulative_logprob == -0.75
     assert [[found.decoded_token for found in at.values()] for at in output().logprobs] == [
@@ -328,14 +346,13 @@ def test_log_probabilities_get_their_text(byte_tokenizer):
 
 def test_a_request_is_finished_with_its_last_completion(byte_tokenizer):
     prompt = byte_tokenizer.encode("the prompt")
-    seq = Sequence("7", prompt[:], len(prompt), 100, SamplingParams(n=2), metrics=RequestMetrics())
+    seq = Sequence("7", prompt[:], len(prompt), 100, SamplingParams(n=2))
     seqs = [seq, seq.fork(index=1)]
-    request = Request("the prompt", [Completion(each, byte_tokenizer) for each in seqs])
+    request = Request("the prompt", seqs, byte_tokenizer)
     for each, text in zip(seqs, ("ab", "c")):
         for token_id in byte_tokenizer.encode(text):
             assert not request.is_finished and not request.output().finished
             each.token_ids.append(token_id)
-            assert request.update(each) is None
         each.finish_reason = "length"
     output = request.output()
     assert request.is_finished and output.finished

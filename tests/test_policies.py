@@ -10,9 +10,9 @@ from conftest import GREEDY, ROOT, check_blocks, check_idle, generate, random_pr
 from test_scheduler import ShadowCache, make_engine, make_sequence
 
 import nanoengine_extensions.policies as extension
-from nanoengine_extensions.options import EngineConfig
+from nanoengine.config import EngineConfig
 from nanoengine.policies import BATCHING, prefill_first
-from nanoengine_extensions.policies import KV_ALLOCATION, VICTIMS
+from nanoengine.policies import KV_ALLOCATION, VICTIMS
 from nanoengine_extensions.policies import overtaking
 
 PROMPTS = random_prompts([40, 7, 33, 18, 25, 12], seed=5)
@@ -246,7 +246,6 @@ def test_the_least_recently_run_is_the_one_that_has_paused_longest_then_the_youn
         rng = random.Random(seed)
         now = [0.0]
         engine = make_engine(ShadowCache(2), 12, 6, 10, preemption_victim="least-recently-run")
-        engine.metrics.clock = engine.scheduler.metrics.engine.clock = lambda now=now: now[0]
         for number in range(8):
             engine.add(make_sequence([number + 1] * rng.randint(1, 9), 10, str(number)))
         while engine.has_unfinished():
@@ -271,7 +270,7 @@ def test_nothing_else_is_in_the_tables():
     assert [*BATCHING] == ["prefill-first", "mixed", "static"]
     assert [*KV_ALLOCATION] == ["on-demand", "reserve", "max-length"]
     assert [*VICTIMS] == ["youngest", "longest", "lowest-priority", "least-recently-run", "random"]
-    assert EngineConfig(model="m", scheduling=extension.static).scheduling is extension.static
+    assert EngineConfig(model="m", scheduling=extension.Static).scheduling is extension.Static
 
 
 def test_the_snippets_of_the_page_about_policies(tmp_path, monkeypatch, capsys):

@@ -31,7 +31,7 @@ from conftest import ROOT
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
-from nanoengine_extensions.policies import VICTIMS
+from nanoengine.policies import VICTIMS
 
 README = (ROOT / "README.md").read_text()
 FIRST_SCREEN = README[:README.index("\n## ")]
@@ -286,7 +286,7 @@ def test_a_model_is_compared(execute):
 def test_a_policy(execute):
     names, printed = execute(recipe("Add a policy"))
     assert sum(json.loads(printed)) > 0, "the cache is too small for all"
-    assert names["llm"].engine.scheduler.policy is names["VICTIMS"]["shortest"]
+    assert names["llm"].engine.scheduler.victim is names["VICTIMS"]["shortest"]
 
 
 def test_a_backend(execute):

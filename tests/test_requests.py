@@ -52,7 +52,7 @@ def test_the_sequences_of_a_request(llm):
     first, second = inputs.make_requests(["Once upon", [4, 5]], [params, SamplingParams()])
     assert (first.prompt, second.prompt) == ("Once upon", None)
     assert next_number(llm) == number + 2
-    first_seqs = [completion.seq for completion in first.completions]
+    first_seqs = first.seqs
     seq, *forks = first_seqs
     assert first.seq is seq
     ids = llm.get_tokenizer().encode("Once upon")
@@ -62,15 +62,15 @@ def test_the_sequences_of_a_request(llm):
         assert (each.request_id, each.index, each.params) == (str(number), index, params)
         assert each.token_ids == ids and each.num_prompt_tokens == len(ids)
         assert each.max_num_tokens == len(ids) + 7
-        (word, (ends,), until), = each.constraints[1]
+        (word, (ends,), until), = each.kept["constraints"].words
         assert (word, sorted(ends.tolist()), until) == (b"", [0, 2, 9], len(ids))
-        assert each.end_tokens == {9: 9, 0: 0, 2: None} and each.metrics is seq.metrics
+        assert each.end_tokens == {9: 9, 0: 0, 2: None} and each.kept["metrics"] is seq.kept["metrics"]
         assert (each.num_computed_tokens, each.finish_reason, each.is_running) == (0, None, False)
     assert len({id(each.token_ids) for each in first_seqs}) == 3, "each its own list"
     other = second.seq
-    assert len(second.completions) == 1
+    assert len(second.seqs) == 1
     assert other.token_ids == [4, 5] and not other.forks and not other.needs_tokens
-    assert other.request_id == str(number + 1) and other.metrics is not seq.metrics
+    assert other.request_id == str(number + 1) and other.kept["metrics"] is not seq.kept["metrics"]
     ignoring = SamplingParams(ignore_eos=True, stop_token_ids=[9], max_tokens=None)
     endless = inputs.make_requests("Once upon", ignoring)[0].seq
     assert endless.end_tokens == {9: 9} and endless.max_num_tokens == inputs.max_model_len
@@ -183,11 +183,11 @@ def test_parameters_can_be_changed_while_they_are_in_use(llm):
     ([], ""), (None, "")])
 def test_text_parts_are_joined(llm, content, text):
     message = {"role": "user", "content": content}
-    (prompt,) = render(llm.get_tokenizer(), [message])
+    (prompt,) = render(llm.inputs, [message])
     assert prompt["prompt"] == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     assert message == {"role": "user", "content": content}, "the user's message is left alone"
-    assert render(llm.get_tokenizer(), [{"role": "user"}]) == render(
-        llm.get_tokenizer(), [{"role": "user", "content": ""}])
+    assert render(llm.inputs, [{"role": "user"}]) == render(
+        llm.inputs, [{"role": "user", "content": ""}])
 
 
 @pytest.mark.parametrize("messages, message", [
@@ -227,7 +227,7 @@ def test_priorities_are_numbers(llm):
 def test_a_closed_engine_takes_no_requests(make_llm):
     llm = make_llm()
     llm.close()
-    for call in (llm.add, llm.generate, llm.stream):
+    for call in (llm.add, llm.generate, lambda *some: next(llm.stream(*some))):
         with pytest.raises(RuntimeError, match="the LLM is closed"):
             call([[1, 2]], GREEDY)
     assert not llm.active

@@ -8,14 +8,15 @@ import re
 import pytest
 import torch
 
-from nanoengine import sampler
+from feature_helpers import FEATURES, apply, constrain
+
+from nanoengine import kernels, sampler
 from nanoengine.batch import Row
-from nanoengine_extensions.options import SamplingParams
+from nanoengine import SamplingParams
 from nanoengine.sequence import NO_TOKEN, Sequence, hash64
 from nanoengine.step_inputs import Draws
 from nanoengine_extensions import constraints
-from nanoengine_extensions.constraints import constrain
-from nanoengine_extensions.logprobs import find_logprobs
+from nanoengine_extensions.logprobs import Logprobs
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 
@@ -32,14 +33,17 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
     rows = torch.tensor([
         (p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(seq.num_tokens))
         for seq, p in ((seq, seq.params) for seq in seqs)], dtype=torch.float64)
-    tokens = sampler.sample(logits, Draws(*rows.T), seqs, NONE_PENDING)
+    tokens = sampler.sample(logits, Draws(*rows.T), seqs, NONE_PENDING, FEATURES,
+                            kernels.kernels("cpu"))
     return tokens.tolist(), logprobs(logits, tokens, seqs)
 
 
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, seqs: list[Sequence]) -> list:
     rows = [Row(index, seq, seq.num_tokens) for index, seq in enumerate(seqs)]
-    found = find_logprobs(logits, tokens, rows)
-    return [found[row].read() if row in found else None for row in rows]
+    feature = Logprobs()
+    feature.drawn(rows, logits, tokens)
+    return [seq.kept["logprobs"][seq.num_tokens].read() if "logprobs" in seq.kept else None
+            for seq in seqs]
 
 
 def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
@@ -192,7 +196,7 @@ def test_rows_that_need_nothing_pay_nothing(monkeypatch):
     for name in ("exp_", "softmax", "log_softmax", "float", "to"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: refuse("computed for greedy rows"))
     tokens = sampler.sample(logits, Draws(*torch.zeros(5, 4).double()), [make(temperature=0)] * 4,
-                            NONE_PENDING)
+                            NONE_PENDING, FEATURES)
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
@@ -204,8 +208,7 @@ def edit(logits: list[float], **options) -> list[float]:
     plain = make()
     for seqs in ([seq], [plain, seq, plain]):
         scores = torch.tensor([logits] * len(seqs))
-        constraints.add_biases(scores, seqs)
-        constraints.penalize(scores, seqs, NONE_PENDING)
+        apply(scores, seqs, NONE_PENDING)
         assert all(row.tolist() == logits for row, each in zip(scores, seqs) if each is plain)
     return scores[1].tolist()
 

@@ -19,18 +19,18 @@ from conftest import check_blocks
 
 from nanoengine.batch import Batch, Copies
 from nanoengine.block_manager import BlockManager
-from nanoengine.outputs import Completion, Request
+from nanoengine.outputs import Request
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
-from nanoengine_extensions import engine as engines
 from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way
-from nanoengine_extensions.engine import Engine
-from nanoengine_extensions.logprobs import RowLogprobs, Scorer, ScoringScheduler
-from nanoengine_extensions.metrics import Metrics, RequestMetrics
-from nanoengine_extensions.options import EngineConfig
-from nanoengine_extensions.options import SamplingParams
-from nanoengine_extensions.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine_extensions.policies import overtaking
+from nanoengine.engine import Engine, make_block_manager
+from nanoengine_extensions.logprobs import Logprobs, RowLogprobs
+from nanoengine_extensions.metrics import Metrics
+from nanoengine.config import EngineConfig
+from nanoengine import SamplingParams
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
+from nanoengine_extensions.guards import Guards
+from nanoengine_extensions.policies import overtaking, LastSteps
 from nanoengine_extensions.swapping import SwappingBlockManager
 
 EOS = 0
@@ -85,8 +85,7 @@ def prefixes_of(token_ids: list[int]) -> list[int]:
 def make_sequence(prompt: list[int], max_tokens: int, name: str = "", n: int = 1,
                   priority: int = 0, **params) -> Sequence:
     first = Sequence(name, list(prompt), len(prompt), len(prompt) + max_tokens,
-                     SamplingParams(**params), end_tokens={EOS: None}, priority=priority,
-                     metrics=RequestMetrics())
+                     SamplingParams(**params), end_tokens={EOS: None}, priority=priority)
     first.forks = [first.fork(seed=index, index=index) for index in range(1, n)]
     return first
 
@@ -96,30 +95,48 @@ def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens,
     config = EngineConfig(model="none", device="cpu", block_size=block_size,
                           max_num_seqs=max_num_seqs, enable_prefix_caching=caching,
                           max_num_batched_tokens=max_num_batched_tokens, **policies)
-    scheduler = engines.make_scheduler(config, num_blocks, max_model_len, num_host_blocks)
-    return ObservedScheduler(scheduler.block_manager, config)
+    runner = SimpleNamespace(num_kv_blocks=num_blocks, max_model_len=max_model_len,
+                             host_blocks=range(num_host_blocks))
+    return ObservedScheduler(make_block_manager(config, runner), config)
 
 
-class ObservedScheduler(ScoringScheduler):
-    """Counts its steps, as an engine does."""
+class Owner(SimpleNamespace):
+    """What stands for an engine; other than SimpleNamespace, it can be referred to weakly."""
+
+
+class ObservedScheduler(Scheduler):
+    """Counts its steps, and scores prompts, as an engine does."""
 
     def __init__(self, manager, config) -> None:
         super().__init__(manager, config)
-        self.metrics = Metrics(SimpleNamespace(
-            scheduler=self, config=config, clock=lambda: 1.0,
-            runner=SimpleNamespace(block_bytes=1, backend="none")))
+        self.observe()
+
+    def observe(self) -> None:
+        self.metrics, self.logprobs = Metrics(lambda: 1.0), Logprobs()
+        self.last_steps = LastSteps()
+        runner = SimpleNamespace(block_bytes=1, backend="none", num_kv_blocks=1, max_model_len=1)
+        self.owner = Owner(
+            scheduler=self, config=self.config, runner=runner, features={})
+        self.metrics.begin(self.owner)
+
+    def add(self, seq) -> None:
+        for feature in (self.metrics, self.logprobs):
+            feature.enter([seq, *seq.forks], SimpleNamespace(tokenizer=None))
+        Guards().add(self.enqueue, self.block_manager, seq)
 
     counters = property(lambda self: self.metrics.counters)
 
     def schedule(self) -> Batch:
         batch = super().schedule()
         if batch:
-            self.metrics.launched(batch, self.metrics.engine.clock())
+            self.metrics.scheduled(batch)
+            self.last_steps.scheduled(batch)
+            self.logprobs.scheduled(batch)
         return batch
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list:
         taken = super().postprocess(batch, token_ids)
-        self.metrics.done(SimpleNamespace(), taken)
+        self.metrics.done(SimpleNamespace(batch=batch), taken)
         self.counters["shared_blocks"] = self.block_manager.num_shared_blocks
         return taken
 
@@ -190,26 +207,29 @@ class ShadowRunner:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.num_kv_blocks = num_kv_blocks
-        self.num_host_blocks = num_host_blocks
+        self.host_blocks = range(num_host_blocks)
         self.max_model_len = max_model_len
 
     def launch(self, batch: Batch) -> SimpleNamespace:
         assert all(-1 - seq.token_ids[-1] < self.max_num_seqs
                    for seq in batch.sequences), "no more can be looked up"
         tokens = self.cache.run(batch)
-        logprobs = {row: next_entries(row.seq.token_ids) for row in batch.sampled
-                    if is_beam(row.seq)}
-        scored = [row for row in batch.sampled if isinstance(row.seq, Scorer)]
-        logprobs |= zip(scored, self.score(batch, scored))
-        return SimpleNamespace(batch=batch, wait=lambda: tokens, logprobs=logprobs, done=None)
+        scored = [row for row in batch.sampled if "is_scorer" in row.seq.kept]
+        for row in batch.sampled:
+            if is_beam(row.seq) and row not in scored:
+                found = row.seq.kept.setdefault("logprobs", {})
+                found[row.position] = next_entries(row.seq.token_ids)
+        for row, score in zip(scored, self.score(batch, scored)):
+            row.seq.kept["logprobs"][row.position] = score
+        return SimpleNamespace(batch=batch, wait=lambda: tokens, done=None)
 
     def score(self, batch: Batch, scored: list) -> list[int]:
         """For each token to be scored, what stands for it and all before it."""
         for index, scorer, position in scored:
             start = batch.starts[index]
             assert start < position <= start + batch.num_tokens[index], "it has no logits"
-            assert scorer.prompt is batch.sequences[index]
-        return [prefixes_of(row.seq.prompt.token_ids[:row.position])[-1] for row in scored]
+            assert batch.sequences[index].kept["scorer"] is scorer
+        return [prefixes_of(row.seq.kept["tokens"][:row.position])[-1] for row in scored]
 
 
 def contents(batch: Batch) -> list:
@@ -230,6 +250,8 @@ class CheckedScheduler(ObservedScheduler):
                    if seq.num_uncomputed_tokens == 1 and not seq.is_awaited]
         num_steps = self.counters["num_steps"]
         batch = super().schedule()
+        if batch.is_known:
+            return batch
         assert self.counters["num_steps"] == num_steps + bool(batch.sequences)
         if not batch.sequences:
             assert any(seq.is_awaited or seq.num_uncomputed_tokens == 0
@@ -248,7 +270,7 @@ class CheckedScheduler(ObservedScheduler):
         assert len(self.running) <= config.max_num_seqs
         assert len(set(batch.sequences)) == len(batch)
         assert all(seq in self.running for seq in batch.sequences)
-        sampled = {row.source for row in batch.sampled if not isinstance(row.seq, Scorer)}
+        sampled = {row.source for row in batch.sampled if "is_scorer" not in row.seq.kept}
         for index, seq in enumerate(batch.sequences):
             assert batch.starts[index] == seq.num_computed_tokens
             assert 0 < batch.num_tokens[index] <= seq.num_uncomputed_tokens
@@ -259,17 +281,16 @@ class CheckedScheduler(ObservedScheduler):
         admitted = [seq for seq in waiting_before if seq in self.running]
         priorities = [seq.priority for seq in self.waiting]
         assert priorities == sorted(priorities)
-        is_overtaking = "overtaking" in str(config.scheduling)
+        is_overtaking = "overtaking" in str(config.scheduling).lower()
         if victims and not is_overtaking:
             assert not admitted
             if config.scheduling_policy == "fcfs":
                 assert set(list(self.waiting)[:len(victims)]) == set(victims), "to the front"
         if config.kv_allocation != "on-demand":
-            gave_way = getattr(self, "gave_way", set())
-            assert gave_way.issuperset(victims), (
+            assert all("gave_way" in seq.kept for seq in victims), (
                 "only overtaking can preempt a sequence that holds all that it may need")
             # beams also give way where all that run stand still
-            assert gave_way.issuperset(seq for seq, _ in batch.preempted if not is_beam(seq))
+            assert all("gave_way" in seq.kept for seq, _ in batch.preempted if not is_beam(seq))
         if config.preemption_victim == "youngest" and not is_overtaking:
             assert victims == running_before[len(running_before) - len(victims):]
         decoded = [seq.num_uncomputed_tokens == 1 for seq in batch.sequences
@@ -298,12 +319,11 @@ def make_engine(cache: ShadowCache, num_blocks, max_num_seqs, max_num_batched_to
     config = EngineConfig(
         model="none", device="cpu", block_size=cache.block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=caching, **options)
-    engine = engines.make_engine(config, ShadowRunner(
-        cache, num_blocks, num_host_blocks, max_model_len, max_num_seqs))
+    runner = ShadowRunner(cache, num_blocks, num_host_blocks, max_model_len, max_num_seqs)
+    engine = Engine(config, runner, {})
     engine.scheduler.__class__ = CheckedScheduler
-    engine.scheduler.metrics = engine.metrics
-    engine.metrics = SimpleNamespace(
-        launched=lambda *_: None, done=lambda *_: None, counters=engine.metrics.counters)
+    engine.scheduler.observe()
+    engine.add = engine.scheduler.add
     engine.scheduler.scheduled = []
     return engine
 
@@ -344,7 +364,7 @@ class Call:
 
 
 def begin_search(seq: Sequence, params: BeamSearchParams, engine: Engine) -> BeamSearch:
-    return BeamSearch(Request(None, [Completion(seq, None)]), params, engine.scheduler)
+    return BeamSearch(Request(None, [seq]), params, engine.scheduler)
 
 
 def beams_alone(seq: Sequence, params: BeamSearchParams) -> list:
@@ -439,10 +459,11 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
         elif seq.request_id not in aborted:
             assert (seq.token_ids, seq.finish_reason) == expected_output(seq)
             wanted_scores = prefixes_of(seq.token_ids[:seq.num_prompt_tokens - 1])
-            assert seq.index or seq.logprobs == dict(enumerate(
+            found = seq.kept.get("logprobs", {})
+            assert seq.index or found == dict(enumerate(
                 wanted_scores * (seq.params.prompt_logprobs is not None), 1))
             scheduler.counters["errors"] += seq.finish_reason == "error"
-            scheduler.counters["scored"] += len(seq.logprobs)
+            scheduler.counters["scored"] += len(found)
     if not searches:
         num_generated = sum(seq.num_tokens - seq.num_prompt_tokens for seq in everyone)
         assert scheduler.counters["generation_tokens"] == num_generated
@@ -641,7 +662,7 @@ def test_identical_prompts_in_one_step_are_computed_once():
         scheduler.add(seq)
     batch = scheduler.schedule()
     assert batch.num_tokens == [15, 3, 3]
-    assert [seq.metrics.num_cached_tokens for seq in prompts] == [0, 12, 12]
+    assert [seq.kept["metrics"].num_cached_tokens for seq in prompts] == [0, 12, 12]
     scheduler.postprocess(batch, ShadowCache(4).run(batch))
     check_blocks(scheduler)
     assert len({tuple(seq.block_table[:3]) for seq in prompts}) == 1
@@ -743,4 +764,4 @@ def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
         batch = scheduler.schedule()
         scheduler.postprocess(batch, [1] * len(cache.run(batch)))
     assert scheduler.counters["prefix_cache_hits"] >= 4
-    assert young.metrics.num_cached_tokens == 0, "not cached when it first came"
+    assert young.kept["metrics"].num_cached_tokens == 0, "not cached when it first came"

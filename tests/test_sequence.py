@@ -1,8 +1,7 @@
-"""A sequence, a pending token, and how a sequence and a batch look when they are printed."""
+"""A sequence, and a pending token."""
 
 from array import array
 
-from nanoengine.batch import Batch
 from nanoengine.sequence import Sequence
 
 
@@ -21,28 +20,14 @@ def test_a_fork_has_the_tokens_and_parameters_but_has_yet_to_begin():
     seq = make()
     seq.num_computed_tokens, seq.needs_tokens = 5, True
     seq.block_table, seq.block_hashes = array("i", [4]), [(1, b"")]
-    seq.forks, seq.logprobs = [make()], {9: []}
+    seq.forks, seq.kept = [make()], {9: []}
     fork = seq.fork(seed=8, index=2)
     assert (fork.request_id, fork.seed, fork.index) == ("7", 8, 2)
     assert fork.token_ids == seq.token_ids and fork.token_ids is not seq.token_ids
-    assert fork.params is seq.params and fork.metrics is seq.metrics
+    assert fork.params is seq.params
     blank = make()
     for name in ("num_computed_tokens", "block_table", "block_hashes", "num_preempted_tokens",
-                 "forks", "logprobs", "finish_reason",
+                 "forks", "kept", "finish_reason",
                  "stop_reason"):
         assert getattr(fork, name) == getattr(blank, name), name
         assert getattr(fork, name) is not getattr(seq, name) or fork.finish_reason is None, name
-
-
-def test_printed_sequences_and_batches_are_one_short_line():
-    seq, other = make("12", 300), make("13")
-    seq.block_table, seq.num_computed_tokens = array("i", [4, 9, 2]), 256
-    assert "12.0" in repr(seq) and "running" in repr(seq) and "waiting" in repr(other)
-    assert all(text in repr(seq) for text in ("256", "300", "[4, 9, 2]"))
-    seq.token_ids.append(-1)
-    batch = Batch(100, [seq, other], [256, 0], [45, 5], [(0, seq), (1, other)])
-    assert "50" in repr(batch) and "12.0" in repr(batch) and "256:301" in repr(batch)
-    other.finish_reason = "length"
-    assert "length" in repr(other)
-    for shown in (seq, other, batch, Batch(100)):
-        assert len(repr(shown)) < 120 and "\n" not in repr(shown)

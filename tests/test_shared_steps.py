@@ -13,7 +13,7 @@ import pytest
 from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
 
 from nanoengine import SamplingParams
-from nanoengine_extensions.engine import Engine
+from nanoengine.engine import Engine
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "running ahead"])

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from functools import partial
 import threading
 from collections import Counter
 from pathlib import Path
@@ -22,11 +23,13 @@ from tokenizers import Tokenizer
 from nanoengine import LLM, SamplingParams
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions import speculation
-from nanoengine_extensions.engine import make_engine
-from nanoengine_extensions.options import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.observers import load_observers
+
+from nanoengine.config import EngineConfig
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.speculation import PromptLookup, StepCosts
-from nanoengine_extensions.structured_outputs import Grammar
+from nanoengine_extensions.structured_outputs.grammar import Grammar
 
 FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -53,9 +56,9 @@ def wrong_to_a_degree(rng: random.Random, following: list[int], share: float,
 def speculating(monkeypatch):
     """The engines of test_scheduler.py speculate."""
     rng = random.Random(0)
-    make = test_scheduler.engines.make_engine
+    guessers = []
 
-    def make_speculating(config, runner):
+    def make_speculating(config, runner, features):
         share = rng.choice([0, 0.3, 0.7, 0.9, 1])
 
         def guess(seq):
@@ -65,14 +68,19 @@ def speculating(monkeypatch):
 
         policy = "prompt-lookup" if rng.random() < 0.2 else guess
         options = vars(config) | dict(run_ahead=False, speculation=policy)
-        return make(EngineConfig(**options), runner, itertools.count().__next__)
-    monkeypatch.setattr(test_scheduler.engines, "make_engine", make_speculating)
+        runner.last_sampled = torch.zeros(config.max_num_seqs + 32)
+        guessers.append(speculation.Speculation(itertools.count().__next__))
+        return Engine(EngineConfig(**options), runner, {"speculation": guessers[-1]})
+    monkeypatch.setattr(test_scheduler, "Engine", make_speculating)
+    return guessers
 
 
 def test_random_workloads_over_a_shadow_cache(speculating, always):
     totals: Counter[str] = Counter()
     for seed in range(200):
         totals.update(run_workload(seed))
+    for guesser in speculating:
+        totals.update(guesser.counts)
     for name in ("recompute_preemptions", "swap_preemptions", "shared_blocks", "swap_in_blocks",
                  "copy_on_write_blocks"):
         assert totals[name] > 200, name
@@ -208,7 +216,11 @@ def small_llm(tiny):
 def speculate(llm: LLM, policy, *clock) -> None:
     """Gives a loaded model an engine that speculates."""
     options = vars(llm.config) | dict(speculation=policy, run_ahead=False)
-    llm.engine = make_engine(EngineConfig(**options), llm.engine.runner, *clock)
+    runner = llm.engine.runner
+    runner.last_sampled = runner.last_sampled.new_zeros(llm.config.max_num_seqs + 32)
+    runner.features = llm.inputs.features = load_observers()
+    runner.features["speculation"] = speculation.Speculation(*clock)
+    llm.engine = Engine(EngineConfig(**options), runner, runner.features)
 
 
 def raise_error(seq):
@@ -366,7 +378,7 @@ def test_a_forced_text_that_is_never_right_gives_way_to_the_policy(bundled, monk
         for _ in range(4):
             found += llm.generate("The fox", params, use_tqdm=False)
             steps.append(llm.metrics()["num_steps"])
-        assert llm.engine.all_odds["forced"] < 0.1, llm.engine.all_odds
+        assert llm.engine.features["speculation"].all_odds["forced"] < 0.1
     assert steps[4] - steps[3] < num_steps / 3, (num_steps, steps)
     assert all(parts_of(each) == parts_of(expected) for each in found)
 
@@ -411,7 +423,7 @@ def test_log_probabilities_keep_one_list_of_tokens(small_llm, always):
     while not request.is_finished:
         small_llm.step()
     assert small_llm.metrics()["right_guesses"] > 10
-    assert all(row.token_ids is request.seq.token_ids for row in request.seq.logprobs.values())
+    assert all(row.token_ids is request.seq.token_ids for row in request.seq.kept["logprobs"].values())
     assert parts_of(request.output()) == parts_of(expected)
 
 
@@ -460,15 +472,15 @@ class Machine:
 
     def __init__(self, engine, seconds) -> None:
         self.now = 0.0
-        launch = engine.runner.launch
+        guesser = engine.features["speculation"]
+        launch = engine.launch.args[0]
 
         def launch_in_time(batch):
             self.now += seconds(sum(batch.num_tokens))
             return launch(batch)
 
-        engine.runner = type("Runner", (), dict(
-            vars(engine.runner), launch=staticmethod(launch_in_time), close=lambda runner: None))()
-        engine.clock = lambda: self.now
+        engine.launch = partial(guesser.launch, launch_in_time)
+        guesser.clock = lambda: self.now
 
 
 def seconds_of(llm, policy, seconds, prompts) -> float:
@@ -532,7 +544,7 @@ def test_odds_are_learnt_for_each_kind(small_llm):
     speculate(small_llm, policy, itertools.count().__next__)
     (found,) = small_llm.generate([prompt], params, use_tqdm=False)
     assert found.outputs == expected.outputs
-    metrics, engine = small_llm.metrics(), small_llm.engine
+    metrics, engine = small_llm.metrics(), small_llm.engine.features["speculation"]
     assert engine.all_odds["right"] > 0.9 > 0.1 > engine.all_odds["wrong"], engine.all_odds
     num_wrong = metrics["guessed_tokens"] - metrics["right_guesses"]
     assert metrics["right_guesses"] > 60 and num_wrong < 10, metrics

@@ -16,7 +16,7 @@ import torch
 from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
 
 from nanoengine import BeamSearchParams, SamplingParams
-from nanoengine_extensions.engine import Engine
+from nanoengine.engine import Engine
 from nanoengine.scheduler import Scheduler
 
 PARAMS = SamplingParams(seed=3, max_tokens=8)

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, check_idle, random_prompts, token_ids
 
 import nanoengine
-from nanoengine_extensions.options import EngineConfig
+from nanoengine.config import EngineConfig
 from nanoengine_extensions import vllm
 from nanoengine_extensions.vllm import (
     LLM,

@@ -1,16 +1,16 @@
-"""`python -m nanoengine "a prompt"`: streams a text, or the answers of a chat, to the terminal."""
+"""`python -m nanoengine_extensions "a prompt"` streams a text, or a chat, to the terminal."""
 
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable
-from typing import Any
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, RequestOutput, SamplingParams
 
 
 def main() -> None:
     """Completes the prompt of the command line, or of standard input; or answers it in a chat."""
-    parser = ArgumentParser("python -m nanoengine", description="streams a text to the terminal")
+    parser = ArgumentParser("python -m nanoengine_extensions",
+                            description="streams a text to the terminal")
     parser.add_argument("prompt", nargs="?", help="the beginning of a text, or with --chat a "
                         "message; without it, standard input is read")
     parser.add_argument("--chat", action="store_true", help="answer the prompt, or each line")
@@ -23,7 +23,7 @@ def main() -> None:
     try:
         params = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed,
                                 max_tokens=args.max_tokens)
-        llm: Any = LLM(args.model)
+        llm = LLM(args.model)
         if not args.chat:
             show(llm.stream(sys.stdin.read() if args.prompt is None else args.prompt, params))
             return
@@ -39,7 +39,7 @@ def main() -> None:
         sys.exit(130)
 
 
-def show(outputs: Iterable[Any]) -> str:
+def show(outputs: Iterable[RequestOutput]) -> str:
     """Prints a text as it grows, and returns it."""
     text = ""
     for output in outputs:
@@ -47,3 +47,7 @@ def show(outputs: Iterable[Any]) -> str:
         text = output.outputs[0].text
     print()
     return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Optional features: the files of nanoengine_extensions, each of which can be deleted alone.
+
+A feature plugs into the engine in one of four ways:
+
+    an observer    a `Feature`: it is called when something happens, and may edit logits: see
+                   observers.py
+    a function     in a table by name, or a user's own: see policies.py
+    a slot         takes the place of one part: the manager of blocks, the runner, the weights
+    a client       uses public calls only: chats, beam search, vLLM's names
+
+`EngineConfig` and `SamplingParams` have the options of all features; `of` says whose they are. The
+tables here are the only place in this folder that says which observers there are. Another feature
+is imported by name, by `extension`, where it is asked for.
+"""
+
+from dataclasses import MISSING, field, fields
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+# the observers that edit logits, by their files, each with its class; in the order of their edits
+EDITORS = {"constraints": "Constraints", "structured_outputs": "Grammars",
+           "logits_processors": "Processors"}
+# all observers
+OBSERVERS = {"metrics": "Metrics", "texts": "Texts", "logprobs": "Logprobs",
+             "beam_search": "Beams", "policies": "LastSteps", "speculation": "Speculation",
+             "guards": "Guards", **EDITORS}
+# files that add names to tables, of policies.py and attention.py, when nanoengine is imported
+TABLES = ("policies", "varlen")
+
+
+# ------------------------------------------------------------------------------- finding them
+
+
+@cache
+def is_installed(name: str) -> bool:
+    """Whether there is a file of this name in nanoengine_extensions."""
+    return bool(find_spec("nanoengine_extensions") and find_spec(f"nanoengine_extensions.{name}"))
+
+
+@cache
+def extension(name: str, asked: str = "") -> Any:
+    """Returns the module of a feature. Raises ValueError if it is not installed.
+
+    asked: what needs it, for the message.
+    """
+    if not is_installed(name):
+        raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py, "
+                         "which is not installed")
+    return import_module(f"nanoengine_extensions.{name}")
+
+
+# ------------------------------------------------------------------------------ their options
+
+
+def of(name: str, default: Any = MISSING) -> Any:
+    """A field of a dataclass that belongs to a feature. Any other value than the default, by itself
+    an empty list, asks for the feature."""
+    make: Any = list if default is MISSING else MISSING
+    return field(default=default, default_factory=make, metadata={"feature": name})
+
+
+def asked_by(options: Any) -> dict[str, str]:
+    """Returns the features that some options ask for, each with one of these options."""
+    found = {}
+    for each in fields(options):
+        value = getattr(options, each.name)
+        default = [] if each.default is MISSING else each.default
+        if "feature" in each.metadata and value != default:
+            found[each.metadata["feature"]] = f"{each.name}={value!r:.100}"
+    return found

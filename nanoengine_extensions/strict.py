@@ -1,0 +1,241 @@
+"""Strict checks of what a user gives, and vLLM's shorthands. The rules use pydantic.
+
+`EngineConfig`, `SamplingParams` and `BeamSearchParams` call it by checks.py, `InputProcessor` for
+the arguments of each call. A broken rule is a ValueError that names the argument, the value and
+what is accepted.
+"""
+
+import json
+import math
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from functools import cache, wraps
+from numbers import Integral
+from pathlib import Path
+from traceback import walk_tb
+from typing import Annotated, Any, Literal
+
+import psutil
+import torch
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model
+from pydantic_core import ValidationError
+from torch import nn
+
+from nanoengine.checks import rejected
+
+STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+# ---------------------------------------------------------------------------------- types
+
+# vLLM's shorthands: one text means a list of it, None an empty list
+AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
+DISTINCT = AfterValidator(lambda v: [*dict.fromkeys(v)])
+# numbers of NumPy, and of PyTorch, count as Python's
+NUMPY = BeforeValidator(lambda v: v.item() if getattr(v, "ndim", None) == 0 else v)
+Int = Annotated[int, NUMPY]
+Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
+# 0, or between 1e-18 and 1e18 in size: no product or sum with a logit then leaves float32
+Moderate = Annotated[
+    Float, AfterValidator(lambda v: v and math.copysign(min(max(abs(v), 1e-18), 1e18), v))]
+Count = Annotated[Int, Field(ge=1)]
+Size = Annotated[Int, Field(ge=1, lt=2**31)]
+TokenId = Annotated[Int, Field(ge=0)]
+NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST, DISTINCT]
+Folder = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)]
+
+# By the name of a field, which means the same in each class. Others have the type that is declared.
+RULES: dict[str, Any] = {
+    "n": Annotated[Count, Field(le=16384)],
+    "temperature": Annotated[Moderate, Field(ge=0)],
+    "top_k": Annotated[Int, Field(ge=-1, lt=2**31)],
+    "top_p": Annotated[Float, Field(gt=0, le=1)],
+    "min_p": Annotated[Float, Field(ge=0, le=1)],
+    "min_tokens": Int,
+    "stop": Texts,
+    "stop_token_ids": Annotated[list[TokenId], AS_LIST, DISTINCT],
+    "logprobs": NumLogprobs | None,
+    "prompt_logprobs": NumLogprobs | None,
+    "presence_penalty": Annotated[Float, Field(ge=-2, le=2)],
+    "frequency_penalty": Annotated[Float, Field(ge=-2, le=2)],
+    "repetition_penalty": Annotated[Moderate, Field(gt=0)],
+    "bad_words": Texts,
+    "allowed_token_ids": Annotated[list[TokenId], Field(min_length=1)] | None,
+    "logit_bias": dict[TokenId, Moderate] | None,
+    "logits_processors": Annotated[list[Callable], AS_LIST],
+    "model": Folder,
+    "tokenizer": Folder | None,
+    "download_dir": Folder | None,
+    "dtype": Annotated[Literal["auto", "bfloat16", "float16", "half", "float32", "float"],
+                       BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))],
+    "device": Literal["auto", "cpu", "cuda"],
+    "load_format": Literal["auto", "safetensors", "hf", "dummy"],
+    "max_model_len": Annotated[Annotated[Int, Field(ge=2)] | None,
+                               BeforeValidator(lambda v: None if v == -1 else v)],
+    "max_num_seqs": Size | None,
+    "max_num_batched_tokens": Size | None,
+    "block_size": Size | None,
+    "num_kv_blocks": Size | None,
+    "gpu_memory_utilization": Annotated[Float, Field(gt=0, le=1)],
+    "cpu_offload_gb": Annotated[Float, Field(ge=0)],
+    "tensor_parallel_size": Count,
+    "run_ahead": bool | None,
+    "preemption_mode": Literal["recompute", "swap"],
+    "swap_space": Annotated[Float, Field(ge=0)],
+    "beam_width": Count,
+    "length_penalty": Annotated[Moderate, Field(ge=-40, le=40)]}
+# those that differ between the classes
+OWN_RULES: dict[str, Any] = {
+    "SamplingParams": {
+        "max_tokens": Count | None,
+        "seed": Annotated[Int | None, AfterValidator(lambda v: None if v == -1 else v)]},
+    "EngineConfig": {"seed": Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)]},
+    "BeamSearchParams": {"max_tokens": Count}}
+
+
+@cache
+def rules_of(kind: Any) -> Any:
+    """Returns the validator of a dataclass."""
+    rules = RULES | OWN_RULES.get(kind.__name__, {})
+    checked: Any = {each.name: (rules.get(each.name, each.type), ...) for each in fields(kind)}
+    return create_model(kind.__name__, __config__=STRICT, **checked).__pydantic_validator__
+
+
+def values_of(options: Any) -> dict[str, Any]:
+    """Returns the values of a dataclass, checked, and with shorthands written out."""
+    given = {each.name: getattr(options, each.name) for each in fields(options)}
+    try:
+        values = rules_of(options.__class__).validate_python(given)
+    except ValidationError as error:
+        raise ValueError("; ".join(explain(each) for each in error.errors())) from None
+    return {name: getattr(values, name) for name in given}
+
+
+def checked_options(kind: Any) -> Any:
+    """Decorates a dataclass: unknown and missing keywords are ValueErrors, which name the nearest
+    known one. Types are checked before `__post_init__`, and shorthands turned into what they stand
+    for. What is assigned later is checked like an argument."""
+    known = [each.name for each in fields(kind)]
+    needed = [each.name for each in fields(kind) if each.default is each.default_factory is MISSING]
+    complete = {*known}
+    initialize = kind.__init__
+    complete_it = getattr(kind, "__post_init__", lambda self: None)
+
+    def refuse_unknown(names: Iterable[str]) -> None:
+        for name in names:
+            near = get_close_matches(name, known, 1)
+            raise ValueError(f"{name} is not known: " + (
+                f"the nearest is {near[0]}" if near else f"it can be {known}"))
+
+    @wraps(initialize)
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
+        refuse_unknown(options.keys() - complete)
+        if missing := [name for name in needed[len(arguments):] if name not in options]:
+            raise ValueError("; ".join(f"{name} is missing" for name in missing))
+        initialize(self, *arguments, **options)
+
+    def __post_init__(self: Any) -> None:
+        vars(self).update(values_of(self))
+        complete_it(self)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        # during __init__ some fields are missing
+        if vars(self).keys() >= complete:
+            refuse_unknown({name} - complete)
+            others = {each: vars(self)[each] for each in known}
+            value = getattr(kind(**others | {name: value}), name)
+        object.__setattr__(self, name, value)
+
+    kind.__init__ = __init__
+    kind.__post_init__ = __post_init__
+    if not kind.__dataclass_params__.frozen:
+        kind.__setattr__ = __setattr__
+    return kind
+
+
+def check_config_file(file: Path) -> None:
+    """Raises ValueError for numbers in config.json of which transformers makes lists too long."""
+    content = json.loads(file.read_text())
+    for name in ("num_hidden_layers", "num_labels"):
+        if content.get(name, 1) not in range(1, 10_001):
+            raise rejected(f"the model's {name}", content[name], "from 1 to 10000")
+
+
+def check_memory(model: nn.Module, device: str) -> None:
+    """Raises ValueError, before anything is allocated, if weights do not fit a device."""
+    num_bytes = sum(weights.nbytes for weights in model.parameters())
+    total = psutil.virtual_memory().total
+    if device == "cuda":
+        total = torch.cuda.mem_get_info()[1]
+    if num_bytes > total:
+        raise ValueError(f"model='{num_bytes / 2**30:.3g} GiB of weights' is not accepted: it must "
+                         f"be smaller: device {device!r} has {total / 2**30:.1f} GiB of memory")
+
+
+# --------------------------------------------------------------------------- arguments of calls
+
+
+FORMS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
+
+
+def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
+    """Raises ValueError for arguments of `LLM.generate` of another form. kind: of the params."""
+    if not isinstance(prompts, (str, dict, list, tuple)):
+        raise rejected("prompts", prompts, FORMS)
+    if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
+        prompts = [prompts]
+    for place, prompt in enumerate(prompts):
+        if not isinstance(prompt, dict):
+            prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        token_ids = prompt.get("prompt_token_ids")
+        has_text = token_ids is None and isinstance(prompt.get("prompt"), str)
+        is_known = not {*prompt} - {"prompt", "prompt_token_ids"}
+        if not is_known or not (has_text or isinstance(token_ids, (list, tuple))):
+            raise rejected(f"prompts[{place}]", prompt, FORMS)
+        for token_id in token_ids or ():
+            if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+                raise ValueError(
+                    f"prompts[{place}]: token id {token_id!r} is out of vocabulary: no integer")
+    for name, value, of in (("sampling_params", params, kind), ("priority", priority, int)):
+        is_list = isinstance(value, (list, tuple))
+        are_right = [isinstance(each, of) and not isinstance(each, bool)
+                     for each in (value if is_list else () if value is None else [value])]
+        if not all(are_right) or (is_list and len(value) != len(prompts)):
+            shown = f"a list of {len(value)}" if all(are_right) else value
+            raise rejected(name, shown, f"one {of.__name__}, or {len(prompts)} of them")
+
+
+# --------------------------------------------------------------------------------- errors
+
+
+def explain(found: Any) -> str:
+    """Describes a mistake in the arguments of a dataclass, in the style of `rejected`."""
+    name = ".".join(map(str, found["loc"]))
+    _, should, rest = found["msg"].partition(" should ")
+    message = f"it must {rest}" if should else found["msg"].removeprefix("Value error, ")
+    return f"{name}={found['input']!r:.1000} is not accepted: {message}" if name else message
+
+
+def message_of(error: Exception, message: str) -> str:
+    """Returns the message of an error, with advice if memory lacks. Raises the error itself if it
+    comes from a handler of a signal: then it is not about the user's input."""
+    if is_from_signal(error):
+        raise error
+    lacks_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return message + lacks_memory * (
+        " Lower max_num_batched_tokens or num_kv_blocks to save memory")
+
+
+def is_from_signal(error: BaseException | None) -> bool:
+    """Whether an error, or the one that caused it, was raised by a Python handler of a signal."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    functions = [getattr(each, "func", each) for each in handlers if callable(each)]
+    codes = {getattr(each, "__code__", None) or getattr(type(each).__call__, "__code__", None)
+             for each in functions} - {None}
+    while error:
+        if any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,58 @@
+"""`SamplingParams.structured_outputs`: texts that a grammar describes.
+
+`pip install ".[grammar]"` installs the library that it needs, which grammar.py imports.
+"""
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from nanoengine.checks import naming
+from nanoengine.observers import Feature
+from nanoengine.requests import InputProcessor
+from nanoengine.sequence import Sequence
+from nanoengine.step_inputs import send
+
+
+class Grammars(Feature):
+    """Keeps, of a sequence, its place in its grammar, which is a `Grammar`."""
+
+    def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
+        p = seqs[0].params
+        if p.structured_outputs is None:
+            return
+        with naming("structured_outputs need llguidance"):
+            from nanoengine_extensions.structured_outputs.grammar import Grammar
+        tokenizer = inputs.get_tokenizer()
+        ends = [token for token in {*p.stop_token_ids, *inputs.eos_tokens}
+                if token < inputs.vocab_size]
+        for seq in seqs:
+            seq.kept["grammar"] = Grammar(
+                p.structured_outputs, tokenizer, inputs.vocab_size, ends, seq.num_tokens)
+            seq.needs_tokens = True
+
+    def fork(self, seq: Sequence, copy: Sequence) -> None:
+        if grammar := seq.kept.get("grammar"):
+            copy.kept["grammar"] = grammar.copy()
+
+    def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
+        """Forbids the tokens that a sequence's grammar does not permit.
+
+        The masks of all rows cross to the device together. Before `min_tokens`, tokens that end the
+        sequence are forbidden, too, unless nothing else is left: a complete text can end.
+        """
+        from nanoengine_extensions.structured_outputs.grammar import permitted
+        grammars = {row: seq.kept["grammar"] for row, seq in enumerate(seqs)
+                    if "grammar" in seq.kept}
+        for row, grammar in grammars.items():
+            grammar.take(seqs[row].token_ids)
+        mask = np.ones(tuple(scores.shape), bool)
+        mask[[*grammars]] = permitted([*grammars.values()], scores.shape[1])
+        scores.masked_fill_(send(~mask, scores.device), -math.inf)
+        for row, grammar in grammars.items():
+            seq = seqs[row]
+            if seq.num_tokens < seq.num_prompt_tokens + seq.params.min_tokens:
+                ends = send(np.array(grammar.ends, np.int64), scores.device)
+                others = scores[row].index_fill(0, ends, -math.inf)
+                scores[row] = others.where(others.amax() > -math.inf, scores[row])

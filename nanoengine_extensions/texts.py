@@ -1,0 +1,122 @@
+"""Text while it is generated: whole characters, special tokens, stop strings.
+
+Text is made token by token, as in vLLM: a token adds the difference between the decoded texts with
+it and without it, in the context of the tokens before. Half a character is held back until it is
+complete.
+
+An observer: `done` takes in the newest tokens, and ends sequences whose text has a stop string.
+"""
+
+import weakref
+from itertools import islice
+from typing import Any
+
+from nanoengine.checks import Condition
+from nanoengine.engine import Engine
+from nanoengine.observers import Feature, Launched
+from nanoengine.outputs import RequestOutput
+from nanoengine.requests import InputProcessor
+from nanoengine.sequence import Sequence
+
+CONDITIONS: list[Condition] = [
+    ("stop", lambda p: isinstance(p.stop, list) and all(p.stop), "a list of texts, none empty"),
+    ("detokenize", lambda p: p.detokenize or not p.stop, "True for stop={stop!r}")]
+
+
+class Texts(Feature):
+    """Keeps the `Text` of a sequence, if the model has a tokenizer and detokenize is True."""
+
+    def begin(self, engine: Engine) -> None:
+        # without a cycle of references, an engine that is dropped frees its memory at once
+        self.engine = weakref.proxy(engine)
+
+    def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
+        params = seqs[0].params
+        tokenizer = inputs.get_tokenizer() if params.stop else inputs.tokenizer
+        if tokenizer and params.detokenize:
+            for seq in seqs:
+                seq.kept["text"] = Text(seq, tokenizer)
+
+    def done(self, step: Launched, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            if text := seq.kept.get("text"):
+                if stop := text.update(seq):
+                    self.engine.finish(seq, "stop", stop)
+
+    def output(self, seqs: list[Sequence], output: RequestOutput) -> None:
+        for seq, each in zip(seqs, output.outputs):
+            if text := seq.kept.get("text"):
+                each.text = text.so_far(seq)
+
+
+class Text:
+    """The text of a sequence so far."""
+
+    def __init__(self, seq: Sequence, tokenizer: Any) -> None:
+        self.text = ""
+        self.tokenizer = tokenizer.backend_tokenizer
+        self.skip_special = seq.params.skip_special_tokens
+        # the tokens before the next ones, which are decoded together with them
+        self.context = self._last_seen(seq.token_ids)
+        # tokens whose text is not complete: they end in the middle of a character
+        self.undecoded: list[int] = []
+        # characters at the end that could become a stop string
+        self.num_held_back = max(map(len, seq.params.stop), default=1) - 1
+
+    def update(self, seq: Sequence) -> str | None:
+        """Takes in the newest token; returns the stop string that its text completes, if any.
+
+        The text then ends before the stop string, or after it if it is to be included."""
+        # there is no new token
+        if seq.finish_reason == "error":
+            return None
+        num_seen = len(self.text)
+        # an EOS or stop token adds its text only with include_stop_str_in_output
+        if seq.finish_reason != "stop" or seq.params.include_stop_str_in_output:
+            self.text += self._decode(seq.token_ids[-1])
+        if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
+            return None
+        # take the stop string that ends first in the new text, or is first in the list
+        for end in range(num_seen + 1, len(self.text) + 1):
+            for stop in seq.params.stop:
+                if self.text.endswith(stop, 0, end):
+                    cut = 0 if seq.params.include_stop_str_in_output else len(stop)
+                    self.text = self.text[:end - cut]
+                    return stop
+        return None
+
+    def _decode(self, token_id: int) -> str:
+        """Returns the text that the newest tokens complete: none in the middle of a character."""
+        skip = self.skip_special
+        self.undecoded.append(token_id)
+        # of many tokens only the last eight matter: if they begin within a character, their text
+        # begins with at most three replacement characters, which do not count
+        if len(self.undecoded) > 8:
+            tail = self.tokenizer.decode(self.undecoded[-8:], skip)
+            # or all are special tokens
+            if not tail or tail[3:].endswith("\ufffd"):
+                return ""
+        before = self.tokenizer.decode(self.context, skip)
+        piece = self.tokenizer.decode(self.context + self.undecoded, skip)[len(before):]
+        if piece.endswith("\ufffd"):
+            return ""
+        if piece:
+            self.context = self.undecoded
+        elif not before:
+            # a decoder can cut a space, but only the one at the beginning of a text
+            self.context = self._last_seen(self.context + self.undecoded)
+        self.undecoded = []
+        return piece
+
+    def _last_seen(self, token_ids: list[int]) -> list[int]:
+        """Returns the last six tokens that the decoder sees; it can leave out special tokens."""
+        decode = self.tokenizer.decode
+        seen = (i for i in reversed(token_ids)
+                if decode([i], self.skip_special) == decode([i], False))
+        return [*islice(seen, 6)][::-1]
+
+    def so_far(self, seq: Sequence) -> str:
+        """Returns the text without characters that could become a stop string."""
+        if seq.finish_reason or seq.params.include_stop_str_in_output:
+            return self.text
+        return self.text[:max(0, len(self.text) - self.num_held_back)]

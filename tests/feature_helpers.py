@@ -1,0 +1,29 @@
+"""Features without an engine, for tests of what they do to a sequence or a matrix."""
+
+from types import SimpleNamespace
+
+from nanoengine_extensions.constraints import Constraints
+from nanoengine_extensions.logits_processors import Processors
+from nanoengine_extensions.structured_outputs import Grammars
+
+FEATURES = {"constraints": Constraints(), "structured_outputs": Grammars(),
+            "logits_processors": Processors()}
+
+
+def constrain(seq, end_tokens, tokenizer, vocab_size) -> None:
+    inputs = SimpleNamespace(
+        vocab_size=vocab_size, tokenizer=tokenizer, eos_tokens=dict.fromkeys(end_tokens),
+        get_tokenizer=lambda: tokenizer, check_vocabulary=lambda *_: None)
+    for feature in FEATURES.values():
+        feature.enter([seq], inputs)
+
+
+def forbidden(seq):
+    found = seq.kept.get("constraints")
+    return found.next_to(seq) if found else iter(())
+
+
+def apply(scores, seqs, last_sampled) -> None:
+    for name, feature in FEATURES.items():
+        if any(name in seq.params.edits for seq in seqs):
+            feature.edit(scores, seqs, last_sampled)
