@@ -21,6 +21,7 @@ import torch
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine import Engine
 from nanoengine.policies import VICTIMS
+from nanoengine_extensions.metrics import metrics_of
 from nanoengine_extensions.policies import overtaking
 from .drawing import draw_comparison, draw_timeline, write_perfetto
 from .figures import Figures, Runs, figures_of, report
@@ -63,7 +64,7 @@ def compare(args: Any, run: Callable[[Options], tuple[Engine, Figures]]) -> Runs
             engine, figures = run(changes)
             runs[name].append(figures)
             ending = f"-{name}" if len(variants) > 1 else ""
-            trace = engine.features["metrics"].trace
+            trace = metrics_of(engine).trace
             if args.timeline and number == 0:
                 path = args.timeline.with_stem(args.timeline.stem + ending)
                 draw_timeline(trace, path, engine.config.block_size)
@@ -76,7 +77,7 @@ def compare(args: Any, run: Callable[[Options], tuple[Engine, Figures]]) -> Runs
 
 def run_until(engine: Engine, lengths: dict[str, int], stop: float = float("inf")) -> None:
     """Runs steps. A request that has reached its true length ends, without notice."""
-    while engine.has_unfinished() and engine.features["metrics"].clock() < stop:
+    while engine.has_unfinished() and metrics_of(engine).clock() < stop:
         for seq in engine.step():
             num_outputs = seq.num_tokens - seq.num_prompt_tokens
             if num_outputs == lengths[seq.request_id] and not seq.finish_reason:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nanoengine.engine import Engine
-from nanoengine_extensions.metrics import RequestMetrics
+from nanoengine_extensions.metrics import RequestMetrics, metrics_of
 
 Step = Any  # a `StepRecord` of `LLM.trace`
 Figures = dict[str, float]
@@ -21,8 +21,8 @@ COUNTED = ("num_steps", "mean_batch", "num_preemptions", "recomputed_tokens", "p
 
 def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -> Figures:
     """Returns the figures of a run on a new engine."""
-    metrics = engine.features["metrics"].gauges()
-    trace = engine.features["metrics"].trace
+    metrics = metrics_of(engine).gauges()
+    trace = metrics_of(engine).trace
     figures = {"output_tokens_per_second": metrics["generation_tokens"] / seconds}
     figures["seconds"] = seconds
     first_token = [request.time_to_first_token for request in requests]

@@ -17,6 +17,7 @@ from typing import Any
 
 from nanoengine.batch import Batch
 from nanoengine.engine import Engine
+from nanoengine.observers import Features
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.metrics import Metrics, RequestMetrics
 from .compare import COMPARISONS, run_until
@@ -60,7 +61,7 @@ def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
     longest = [len(prompt) + most for prompt, most in zip(workload.prompts, workload.max_tokens)]
     camera = Camera(Cost("a step", 1.0, 0.0, 0.0, 0.0), config, max(longest))
     camera.frames = []
-    engine = camera.engine = Engine(config, camera, {"metrics": Metrics(lambda: camera.now)})
+    engine = camera.engine = Engine(config, camera, Features(own=[Metrics(lambda: camera.now)]))
     lengths = {str(number): length for number, length in enumerate(workload.lengths)}
     for number, prompt in enumerate(workload.prompts):
         run_until(engine, lengths, number * args.gap)

@@ -14,7 +14,8 @@ from typing import Any, NoReturn, get_type_hints
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.observers import load_observers
+from nanoengine.features import ALWAYS
+from nanoengine.observers import Features
 from nanoengine.loader import find_model, load_config, load_tokenizer
 from nanoengine.model_runner import choose_device
 
@@ -184,6 +185,6 @@ def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
 def new_engine(llm: Any, **changes: Any) -> Engine:
     """Gives a loaded model a new engine, with other options."""
     runner = llm.engine.runner
-    runner.features = llm.inputs.features = load_observers()
+    runner.features = llm.inputs.features = Features(ALWAYS)
     llm.engine = Engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
     return llm.engine

@@ -20,9 +20,10 @@ from nanoengine import LLM
 from nanoengine.batch import Batch
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.observers import Features
 from nanoengine.step_inputs import Launched
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.metrics import Metrics, RequestMetrics, StepRecord
+from nanoengine_extensions.metrics import Metrics, RequestMetrics, StepRecord, metrics_of
 from .compare import Options, compare, comparison_parser, run_until, run_variant
 from .figures import Figures, figures_of, report, spans
 from .options import Workload
@@ -56,7 +57,7 @@ def measured_cost(config: EngineConfig, workload: Workload) -> Cost:
             engine, _ = run_variant(llm, short, {})
     starts, tokens, seconds = np.array([
         (sum(step.batch.starts), sum(step.batch.num_tokens), end - start)
-        for start, end, step in spans(engine.features["metrics"].trace)]).T
+        for start, end, step in spans(metrics_of(engine).trace)]).T
     causes = np.stack([np.ones_like(tokens), tokens, starts + tokens], axis=1)
     per_step, per_token, per_key = np.linalg.lstsq(causes, seconds)[0].clip(0).tolist()
     kv_bytes = engine.runner.block_bytes // config.block_size
@@ -88,7 +89,7 @@ class SimulatedRunner:
         self.now += self.cost.read_byte_seconds * self.cost.kv_bytes * num_read
         self.now += self.cost.swapped_byte_seconds * self.block_bytes * num_swapped
         tokens = torch.ones(len(batch.sampled), dtype=torch.int32)
-        metrics = self.engine.features["metrics"]
+        metrics = metrics_of(self.engine)
         if metrics.counters["num_steps"] % 16 == 0 and not self.engine.config.trace:
             metrics.trace.append(StepRecord(
                 batch, began, began, self.now, self.now, metrics=metrics.gauges()))
@@ -111,7 +112,7 @@ def simulate(args: Any, workload: Workload, cost: Cost,
     config = replace(args.engine_config, **changes)
     most = max(map(len, workload.prompts)) + max(workload.max_tokens)
     runner = SimulatedRunner(cost, config, config.max_model_len or most)
-    engine = runner.engine = Engine(config, runner, {"metrics": Metrics(lambda: runner.now)})
+    engine = runner.engine = Engine(config, runner, Features(own=[Metrics(lambda: runner.now)]))
     gap = 1 / args.rate if args.rate else 0.0
     arrivals = np.random.default_rng(config.seed).exponential(gap, len(workload.prompts)).cumsum()
     lengths = {str(number): length for number, length in enumerate(workload.lengths)}

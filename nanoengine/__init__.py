@@ -30,17 +30,13 @@ The engine needs no other package of this repository.
 
 from typing import Any
 
-from nanoengine.features import TABLES, extension, is_installed
+from nanoengine.features import extension
 from nanoengine.llm import LLM
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 
 __version__ = "0.2.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
-
-for _name in filter(is_installed, TABLES):
-    extension(_name)
-
 
 def __getattr__(name: str) -> Any:
     """`from nanoengine import BeamSearchParams` is its class in the extensions."""

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from nanoengine.checks import rejected
+from nanoengine.features import extension, is_installed
 from nanoengine.kernels import kernels
 from nanoengine.step_inputs import StepInputs
 
@@ -28,8 +29,9 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
     has its own layout, in which only whole blocks can be copied.
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    if BACKENDS[backend].attend is None:
-        return kernels(device).empty_cache(config.num_hidden_layers, *shape, dtype)
+    empty_cache = kernels(device).empty_cache
+    if empty_cache and BACKENDS[backend].attend is None:
+        return empty_cache(config.num_hidden_layers, *shape, dtype)
     return torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype, device=device)
 
 
@@ -70,22 +72,26 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
     options: Any = dict(causal=True, window_size=(window - 1, 0) if window else (-1, -1))
     count = step.num_decodes
-    decoded = query[:0, None] if count == 0 else flash_attn_with_kvcache(
-        query[:count, None], *cache, cache_seqlens=step.lengths[:count],
-        block_table=step.block_tables[:count], **options)
-    if count == len(step.lengths):
-        return decoded[:, 0]
+    if count:
+        decoded = flash_attn_with_kvcache(
+            query[:count, None], *cache, cache_seqlens=step.lengths[:count],
+            block_table=step.block_tables[:count], **options)[:, 0]
+        if count == len(step.lengths):
+            return decoded
     out = flash_attn_varlen_func(
         query, *cache, step.query_starts[count:], step.key_starts[count:], step.longest_query,
         step.longest_keys, block_table=step.block_tables[count:], **options)
-    # the rows of decodes, which it has not written
-    out[:count] = decoded[:, 0]
+    if count:
+        # the rows of decodes, which it has not written
+        out[:count] = decoded
     return out
 
 
 def triton_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
     """The kernel of nanoengine_gpu, for any GPU and dtype. It reads nothing on the host."""
-    return kernels("cuda").paged_attention(query, cache, window, step)
+    attend = kernels("cuda").paged_attention
+    assert attend
+    return attend(query, cache, window, step)
 
 
 def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
@@ -99,9 +105,14 @@ def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
         return False
 
 
-def has_paged_kernel(device: str, dtype: torch.dtype) -> bool:
-    """Whether the library for this device is there, and works in this dtype."""
-    return kernels(device).paged_attention is not None and (device, dtype) != ("cpu", torch.half)
+def has_triton(device: str, dtype: torch.dtype) -> bool:
+    """Whether `triton_attention` works."""
+    return device == "cuda" and kernels(device).paged_attention is not None
+
+
+def has_numba(device: str, dtype: torch.dtype) -> bool:
+    """Whether nanoengine_cpu can replace the model's attention by its kernel."""
+    return device == "cpu" and kernels(device).empty_cache is not None and dtype != torch.half
 
 
 @dataclass(frozen=True)
@@ -128,9 +139,8 @@ class Backend:
 # own build of flash-attn's kernels, is in nanoengine_extensions/varlen.py.
 BACKENDS = {
     "flash-attn": Backend(flash_attention, has_flash_attn, 4, block_multiple=256, has_graphs=True),
-    "triton": Backend(triton_attention, lambda *on: on[0] == "cuda" and has_paged_kernel(*on), 3,
-                      has_graphs=True),
-    "numba": Backend(None, lambda *on: on[0] == "cpu" and has_paged_kernel(*on), 3),
+    "triton": Backend(triton_attention, has_triton, 3, has_graphs=True),
+    "numba": Backend(None, has_numba, 3),
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 
@@ -139,9 +149,15 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here.
     """
-    usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
-    chosen = max(usable, key=lambda each: BACKENDS[each].rank) if name == "auto" else name
-    if chosen not in usable:
+    if device == "cuda" and name in ("auto", "varlen") and is_installed("varlen"):
+        # adds itself to the table
+        extension("varlen")
+    ranked = sorted(BACKENDS, key=lambda each: -BACKENDS[each].rank)
+    # "auto" asks one after the other; the last one always works
+    asked = ranked if name == "auto" else [name] if name in BACKENDS else []
+    chosen = next((each for each in asked if BACKENDS[each].works(device, dtype)), "")
+    if not chosen:
+        usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
         raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
     multiple = BACKENDS[chosen].block_multiple
     if block_size % multiple:

@@ -13,7 +13,7 @@ from nanoengine.sequence import Sequence
 class Copies:
     """The blocks to copy before a step computes. Each dict maps a target to its source.
 
-    The runner does the copies in the order of these fields. swap_out and swap_in are to and from a
+    The runner performs the copies in the order of these fields. swap_out and swap_in are to and from a
     pool on the host, if there is one.
 
     The order matters, since a block that is freed in a step can be handed out again in the same
@@ -48,7 +48,7 @@ class Batch:
 
     budget: how many more tokens the step may compute (set by `Scheduler.build`).
     sampled: a row for each token to draw; when forks begin (n > 1), several rows have the same
-        source (set by `Scheduler._place`).
+        source (set by `Scheduler._add_tokens`).
     copies: the block copies to do first (set by `Scheduler.schedule`).
     admitted: the sequences that were waiting, each with the number of tokens that the prefix cache
         had (set by `Scheduler.build`).

@@ -4,11 +4,12 @@ What depends on the model is decided elsewhere: `model_runner.py` works out how 
 how long a sequence can be. Nothing writes to a config once it is made.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from nanoengine.checks import Condition, check, strict
 from nanoengine.features import of
+from nanoengine.observers import Feature
 from nanoengine.policies import POLICIES, find_policy
 
 # an option whose default depends on the device
@@ -19,7 +20,10 @@ CONDITIONS: list[Condition] = [
      "at least max_num_seqs={max_num_seqs}, and this at least 1"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1"),
     ("max_model_len", lambda c: c.max_model_len is None or c.max_model_len >= 2,
-     "at least 2, or None")]
+     "at least 2, or None"),
+    ("features", lambda c: all(isinstance(each, Feature) for each in c.features)
+     and len({*map(type, c.features)}) == len(c.features),
+     "a list of objects of different subclasses of Feature: see observers.py")]
 
 
 @strict
@@ -48,8 +52,8 @@ class EngineConfig:
         max_num_seqs. Longer prompts are computed in chunks.
     block_size: the tokens of a block of the KV cache; the prefix cache finds whole blocks only.
     num_kv_blocks: the blocks of the KV cache. The default on a CPU: as many as max_num_seqs
-        sequences of max_model_len can fill, within a quarter of the free memory. On a GPU: what
-        fits into gpu_memory_utilization of its memory beside everything else that is there.
+        sequences of max_model_len can fill, capped at a quarter of the free memory. On a GPU: what
+        fits into gpu_memory_utilization of its memory after everything else.
     gpu_memory_utilization: the share of a GPU's memory that may be in use, other programs
         included. Weights, the largest step and CUDA graphs are measured; the KV cache gets the
         rest.
@@ -89,6 +93,7 @@ class EngineConfig:
         only 0 is accepted.
     tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.
     trace: keep a record of each step in `LLM.trace`: see nanoengine_extensions/metrics.py.
+    features: your own features, objects of subclasses of `Feature`: see observers.py.
     """
 
     model: str
@@ -123,6 +128,7 @@ class EngineConfig:
     cpu_offload_gb: float = of("offload", 0.0)
     tensor_parallel_size: int = of("tensor_parallel", 1)
     trace: bool = of("metrics", False)
+    features: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Fills in the defaults that depend on the device, and checks the options."""

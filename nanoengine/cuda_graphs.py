@@ -12,8 +12,8 @@ A graph fixes the number of sequences and the width of the block tables. There i
 numbers of sequences ("buckets"); a decode step of another number is padded with dummy sequences,
 which read and write block 0. All graphs have tables for `max_model_len` tokens.
 
-What sampling launches depends on the parameters of the requests, and a graph always launches the
-same. So a graph ends with the hidden states, and logits and sampling come after its replay.
+What sampling launches depends on the parameters of the requests, and a graph replays a fixed list
+of kernels. So a graph ends with the hidden states, and logits and sampling come after its replay.
 """
 
 from bisect import bisect_left
@@ -82,9 +82,10 @@ class CudaGraphs:
         return step, hidden
 
 
-def dummy_batch(num_seqs: int, num_tokens: int, length: int, **params: Any) -> Batch:
+def dummy_batch(num_seqs: int, num_tokens: int, length: int,
+                params: SamplingParams | None = None) -> Batch:
     """Returns the last tokens of dummy sequences, which use block 0."""
-    seq = Sequence("", [0] * length, length, length, SamplingParams(**params))
+    seq = Sequence("", [0] * length, length, length, params or SamplingParams())
     return Batch(sequences=[seq] * num_seqs, starts=[length - num_tokens] * num_seqs,
                  num_tokens=[num_tokens] * num_seqs,
                  sampled=[Row(index, seq, length) for index in range(num_seqs)])

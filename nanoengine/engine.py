@@ -6,26 +6,24 @@
 A plain step is three lines:
 
     batch = scheduler.schedule()                        # which sequences, how many tokens of each
-    launched = runner.launch(batch)                     # device work
+    launched = runner.launch(batch)                     # queue the kernels
     scheduler.postprocess(batch, launched.wait())       # the tokens join their sequences
 
 Running ahead keeps a step in flight: step 2 is scheduled and launched before the tokens of step 1
 are waited for, so that the device never waits for the host. To make this possible, step 1 is
 advanced first: its tokens join their sequences as pending tokens, and get their ids later.
 
-    host     schedule 1  launch 1 │ advance 1  schedule 2  launch 2  take in 1 │ advance 2  sche…
+    host     schedule 1  launch 1 │ advance 1  schedule 2  launch 2  collect 1 │ advance 2  sche…
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
     tokens of step 1              ▲ they are pending                  ▲ and get their ids
 
-A │ is the border between two calls of `step`.
+A │ is the border between two calls of `step`. Between two calls no token is pending: a call begins
+by advancing the step in flight, and collects its tokens before it returns.
 
-Optional features observe these steps: see features.py.
-
-Between two calls no token is pending: a call begins by advancing the step in flight, and takes in
-its tokens before it returns.
+Optional features observe these steps: see observers.py.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,35 +31,54 @@ from nanoengine.batch import Batch
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.features import extension
-from nanoengine.step_inputs import Launched
+from nanoengine.observers import Feature, Features
 from nanoengine.policies import find_policy
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
+from nanoengine.step_inputs import Launched
+
+
+class Runner(Protocol):
+    """What the engine needs of a runner: see `ModelRunner`."""
+
+    num_kv_blocks: int
+    max_model_len: int
+    host_blocks: Any
+
+    def launch(self, batch: Batch) -> Launched:
+        """Begins a step on the device."""
 
 
 class Engine:
     """Runs sequences to their end.
 
-    runner: a `ModelRunner`, or anything else with its `launch`, its `close` and its sizes.
-    features: by name; they are called when something happens.
-    launch: begins a step on the device: the runner's, which features can wrap.
+    features: are called when something happens.
+    launcher: begins the steps: the runner, or speculation, which adds guesses to a batch and gives
+        it to the runner.
 
     Between two steps, a client can call `add` and `finish`, and for sequences that are not in
     flight the scheduler's `fork` and `preempt`. So an algorithm over several steps, such as beam
     search, needs nothing else of the engine.
     """
 
-    def __init__(self, config: EngineConfig, runner: Any, features: dict[str, Any]) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, features: Features) -> None:
         self.config = config
-        self.runner = runner
+        self.runner: Any = runner
         self.features = features
+        self.launcher: Any = runner
         self.scheduler = Scheduler(make_block_manager(config, runner), config)
-        self.launch: Any = lambda batch: runner.launch(batch)
-        self.add = self.scheduler.enqueue
+        if config.speculation != "none":
+            self.launcher = extension("speculation").Speculation(config, runner, features)
+            # steps of tokens that are known already come first
+            self.scheduler.fill = self.launcher.around(self.scheduler.fill)
+        # a policy can also observe
+        for policy in (self.scheduler.fill, self.scheduler.victim):
+            if isinstance(policy, Feature):
+                features.add(policy)
+        self.add = self.scheduler.add
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None
-        for feature in features.values():
-            feature.begin(self)
+        features.begin_with(self)
 
     def has_unfinished(self) -> bool:
         return self.in_flight is not None or self.scheduler.has_unfinished()
@@ -73,7 +90,7 @@ class Engine:
         """
         if self.runner is None:
             raise RuntimeError("the LLM is closed")
-        return self._step_ahead() if self.config.run_ahead else self._take_in(self._launch())
+        return self._step_ahead() if self.config.run_ahead else self._collect(self._launch())
 
     def _step_ahead(self) -> list[Sequence]:
         """Launches the next step before it waits for the tokens of the one in flight.
@@ -87,39 +104,44 @@ class Engine:
             self.scheduler.advance(before.batch)
         has_to_wait = before and self._has_to_wait_for(before.batch)
         self.in_flight = None if has_to_wait else self._launch()
-        return self._take_in(before)
+        return self._collect(before)
 
     def _launch(self) -> Launched | None:
         """Schedules and launches a step; returns None if no sequence can run."""
-        batch = self.scheduler.schedule() if self.scheduler.has_unfinished() else None
+        if not self.scheduler.has_unfinished():
+            return None
+        batch = self.scheduler.schedule()
+        for feature in self.features:
+            feature.scheduled(batch)
         if not batch:
             return None
-        for feature in self.features.values():
-            feature.scheduled(batch)
-        return self.launch(batch)
+        launched = self.launcher.launch(batch)
+        for feature in self.features:
+            feature.launched(launched)
+        return launched
 
     def _has_to_wait_for(self, batch: Batch) -> bool:
         """Whether the next step is launched only when the tokens of this batch are known.
 
-        If a fourth of the sequences run at half their speed, an eighth of the tokens is lost: about
-        as much as a device loses by waiting for the host. The device can look up at most
+        Running every second step only, a quarter of the sequences costs an eighth of the tokens:
+        about what a device loses by waiting for the host. The device can look up at most
         `max_num_seqs` pending tokens; when forks begin, there can be more.
         """
         num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)
         return 4 * num_awaited >= len(batch) or len(batch.sampled) > self.config.max_num_seqs
 
-    def _take_in(self, launched: Launched | None) -> list[Sequence]:
+    def _collect(self, launched: Launched | None) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""
         if launched is None:
             return []
         seqs = self.scheduler.postprocess(launched.batch, launched.wait())
-        for feature in self.features.values():
+        for feature in self.features:
             feature.done(launched, seqs)
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
-        """Ends waiting and running sequences, between two steps. The caller ends forks that have
-        not begun. Full blocks stay in the prefix cache."""
+        """Ends waiting and running sequences, between two steps. Forks that are not queued yet are
+        the caller's to end. Full blocks stay in the prefix cache."""
         for seq in [*self.scheduler.waiting, *self.scheduler.running]:
             if seq.request_id in request_ids:
                 self.finish(seq, "abort")
@@ -135,12 +157,12 @@ class Engine:
         """Frees the runner's memory; a later step raises RuntimeError."""
         if self.runner:
             self.runner.close()
-        self.runner = self.launch = None
+        self.runner = self.launcher = None
         # does nothing without a GPU
         torch.cuda.empty_cache()
 
 
-def make_block_manager(config: EngineConfig, runner: Any) -> BlockManager:
+def make_block_manager(config: EngineConfig, runner: Runner) -> BlockManager:
     """Returns the manager of a runner's blocks, and of its pool on the host if there is one."""
     longest = runner.max_model_len
     policy = find_policy("kv_allocation", config.kv_allocation)

@@ -2,15 +2,14 @@
 
 A feature plugs into the engine in one of four ways:
 
-    an observer    a `Feature`: it is called when something happens, and may edit logits: see
-                   observers.py
+    an observer    a `Feature`: the engine calls it when something happens, and it may edit logits:
+                   see observers.py
     a function     in a table by name, or a user's own: see policies.py
-    a slot         takes the place of one part: the manager of blocks, the runner, the weights
-    a client       uses public calls only: chats, beam search, vLLM's names
+    a slot         takes the place of one part: the block manager, the runner, the weights, …
+    a client       uses public calls only: chats, beam search, scores, vLLM's names
 
-`EngineConfig` and `SamplingParams` have the options of all features; `of` says whose they are. The
-tables here are the only place in this folder that says which observers there are. Another feature
-is imported by name, by `extension`, where it is asked for.
+`EngineConfig` and `SamplingParams` have the options of all features; `of` says whose they are. A
+feature is imported by name, by `extension`, once it is asked for.
 """
 
 from dataclasses import MISSING, field, fields
@@ -19,15 +18,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# the observers that edit logits, by their files, each with its class; in the order of their edits
-EDITORS = {"constraints": "Constraints", "structured_outputs": "Grammars",
-           "logits_processors": "Processors"}
-# all observers
-OBSERVERS = {"metrics": "Metrics", "texts": "Texts", "logprobs": "Logprobs",
-             "beam_search": "Beams", "policies": "LastSteps", "speculation": "Speculation",
-             "guards": "Guards", **EDITORS}
-# files that add names to tables, of policies.py and attention.py, when nanoengine is imported
-TABLES = ("policies", "varlen")
+# the file of each observer, and its class, in the order in which they are called
+OBSERVERS = {"metrics": "Metrics", "texts": "Texts", "guards": "Guards", "logprobs": "Logprobs",
+             "beam_search": "Beams", "constraints": "Constraints",
+             "structured_outputs": "Grammars", "logits_processors": "Processors"}
+# those that every engine has, if they are installed
+ALWAYS = ("metrics", "texts", "guards")
 
 
 # ------------------------------------------------------------------------------- finding them
@@ -54,11 +50,14 @@ def extension(name: str, asked: str = "") -> Any:
 # ------------------------------------------------------------------------------ their options
 
 
-def of(name: str, default: Any = MISSING) -> Any:
+def of(name: str, default: Any = MISSING, most: Any = None) -> Any:
     """A field of a dataclass that belongs to a feature. Any other value than the default, by itself
-    an empty list, asks for the feature."""
+    an empty list, asks for the feature.
+
+    most: the value with which a step needs the most memory.
+    """
     make: Any = list if default is MISSING else MISSING
-    return field(default=default, default_factory=make, metadata={"feature": name})
+    return field(default=default, default_factory=make, metadata={"feature": name, "most": most})
 
 
 def asked_by(options: Any) -> dict[str, str]:
@@ -70,3 +69,9 @@ def asked_by(options: Any) -> dict[str, str]:
         if "feature" in each.metadata and value != default:
             found[each.metadata["feature"]] = f"{each.name}={value!r:.100}"
     return found
+
+
+def most_of(kind: Any) -> dict[str, Any]:
+    """Returns the options of installed features with which a step needs the most memory."""
+    return {each.name: each.metadata["most"] for each in fields(kind)
+            if each.metadata.get("most") is not None and is_installed(each.metadata["feature"])}

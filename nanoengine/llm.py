@@ -3,14 +3,13 @@
 `requests.py` turns prompts into requests, `engine.py` runs their sequences, and `outputs.py` turns
 the new tokens into text. `generate` and `stream` are a loop over `steps_for`.
 
-Calls of several threads share steps. A thread holds the engine for one step at a time, which is its
-turn; the step moves the requests of all threads.
+Threads take turns; a turn is one step, and a step serves the requests of all threads.
 
     thread A   queue  [step 1, look]                  [step 3, look]
     thread B                        queue  [step 2, look]     …
                                               └─ computes the requests of both
 
-To look is to take the new tokens of the call's own requests. Brackets are turns.
+To look is to collect the new tokens of the call's own requests. Brackets are turns.
 """
 
 import threading
@@ -26,11 +25,11 @@ from tqdm import tqdm
 from nanoengine.checks import naming, rejected
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.features import extension, is_installed
+from nanoengine.features import ALWAYS, asked_by, extension, is_installed
 from nanoengine.kernels import kernels
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
-from nanoengine.observers import load_observers
+from nanoengine.observers import Features
 from nanoengine.outputs import Request, RequestOutput
 from nanoengine.requests import InputProcessor, Params
 from nanoengine.sampling_params import SamplingParams
@@ -63,7 +62,7 @@ class LLM(AbstractContextManager):
         self.kernels.check_process()
         folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder)
-        features = load_observers()
+        features = Features([*ALWAYS, *asked_by(config)], config.features)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
         make_runner: Any = ModelRunner
         if config.tensor_parallel_size > 1:
@@ -119,6 +118,8 @@ class LLM(AbstractContextManager):
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         steps = self.steps_for(requests, Request.output)
+        # queues them now
+        next(steps)
         return (output for outputs in steps for output in outputs)
 
     def chat(self, *arguments: Any, **options: Any) -> list[RequestOutput]:
@@ -142,9 +143,13 @@ class LLM(AbstractContextManager):
         A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        self._queue(requests)
-        with self.turn():
-            return requests
+        try:
+            self._queue(requests)
+            with self.turn():
+                return requests
+        except BaseException:
+            self.dropped += requests
+            raise
 
     def step(self) -> list[Request]:
         """Runs one step for all requests, and returns the requests that have new tokens.
@@ -173,22 +178,23 @@ class LLM(AbstractContextManager):
                   ) -> Generator[list[Any], None, None]:
         """Runs steps until all these requests of one call have finished.
 
-        After each step, it yields the result of `look` for each of them that has new tokens, and
-        raises the error of a request. The requests are freed however this ends. A step of another
-        thread can have brought the tokens; then it runs none.
+        It first queues them, and yields an empty list. After each step, it yields the result of
+        `look` for each of them that has new tokens, and raises the error of a request. The requests
+        are freed however this ends. A step of another thread can have brought the tokens; then it
+        runs none.
         """
         num_unfinished = len(requests)
         inbox = requests[0].inbox if requests else {}
         try:
             self._queue(requests)
+            yield []
             while num_unfinished:
                 with self.turn():
                     if not inbox:
                         self._step()
                     updated = [inbox.pop(request_id) for request_id in [*inbox]]
                     num_unfinished -= sum(request.is_finished for request in updated)
-                    # Another thread can run the next step. The OpenMP threads of this one would
-                    # slow it down.
+                    # our idle OpenMP threads would slow down a step of another thread
                     if len(self.entered) > num_unfinished:
                         self.kernels.end_threads()
                     seen = [look(request) for request in updated]

@@ -3,8 +3,8 @@
 Every parameter of the model is filled exactly once. Projections that `model.py` fuses go straight
 to their rows. Nothing is missing, and nothing is left over.
 
-To add a model of the Llama family, add its class to `FAMILIES`, and to `model.py` a line for each
-difference.
+To add a model of the Llama family, add it to `FAMILIES` in model.py, and there a line for each
+difference that `Family` does not have yet.
 """
 
 import json
@@ -21,10 +21,8 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from nanoengine.checks import naming, rejected
 from nanoengine.features import extension, is_installed
-from nanoengine.model import Decoder, rope_table
+from nanoengine.model import FAMILIES, Decoder, rope_table
 
-# the classes of transformers with the architecture of `model.py`
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # what is downloaded: no weights that are never read
 FILES = ["*.json", "*.model", "*.jinja", "*.txt",
          "model.safetensors", "model-?????-of-?????.safetensors"]
@@ -57,10 +55,10 @@ def load_config(folder: Path) -> PretrainedConfig:
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
     rope = config.rope_parameters
-    # families whose layers can differ in their windows
-    has_layer_types = config.model_type in ("qwen2", "qwen3")
+    family = FAMILIES.get(config.model_type)
+    has_layer_types = family and "layer_types" in family.heeds
     checks: Any = (
-        ("architectures", config.architectures, [[name] for name in FAMILIES]),
+        ("architectures", config.architectures, [[each.architecture] for each in FAMILIES.values()]),
         ("num_attention_heads % num_key_value_heads",
          config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
         ("hidden_act", config.hidden_act, ["silu"]),

@@ -12,6 +12,7 @@ this file, attention.py and sampler.py with a debugger: `LLM(model, kernels=Fals
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,30 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoengine.step_inputs import StepInputs
+
+
+@dataclass(frozen=True)
+class Family:
+    """In what a family of models differs from the first Llama.
+
+    architecture: its class in transformers.
+    heeds: the entries of config.json that change its computation; the others are ignored there.
+    qkv_bias: whether the projections to queries, keys and values have biases.
+    head_norm: whether each head of queries and keys is normed.
+    """
+
+    architecture: str
+    heeds: tuple[str, ...] = ()
+    qkv_bias: bool = False
+    head_norm: bool = False
+
+
+# by the `model_type` of config.json
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", ("attention_bias", "mlp_bias")),
+    "mistral": Family("MistralForCausalLM", ("sliding_window",)),
+    "qwen2": Family("Qwen2ForCausalLM", ("layer_types",), qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", ("attention_bias", "layer_types"), head_norm=True)}
 
 
 class Decoder(nn.Module):
@@ -83,16 +108,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
         super().__init__()
-        # other families ignore such an entry of their config
-        bias = config.model_type in ("llama", "qwen3") and config.attention_bias
+        family = FAMILIES[config.model_type]
+        bias = "attention_bias" in family.heeds and config.attention_bias
         self.window = window_of(config, layer_index)
         self.head_dim = config.head_dim
         # of queries, keys and values
         self.num_heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
         queries, keys, values = (self.head_dim * heads for heads in self.num_heads)
         qkv = {"q_proj": queries, "k_proj": keys, "v_proj": values}
-        self.qkv_proj = FusedLinear(config.hidden_size, qkv, bias or config.model_type == "qwen2")
-        head_norm = RMSNorm if config.model_type == "qwen3" else nn.Identity
+        self.qkv_proj = FusedLinear(config.hidden_size, qkv, bias or family.qkv_bias)
+        head_norm = RMSNorm if family.head_norm else nn.Identity
         self.q_norm = head_norm(self.head_dim, config.rms_norm_eps)
         self.k_norm = head_norm(self.head_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias)
@@ -118,17 +143,20 @@ class Attention(nn.Module):
 
 def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
     """Returns how many keys the queries of a layer see; None for all."""
-    kinds = getattr(config, "layer_types", None)
-    # Mistral has one window for all layers
-    kind = kinds[layer_index] if kinds else config.model_type
-    return config.sliding_window if kind in ("sliding_attention", "mistral") else None
+    heeds = FAMILIES[config.model_type].heeds
+    if "layer_types" in heeds:
+        is_sliding = config.layer_types[layer_index] == "sliding_attention"
+    else:
+        # one window for all layers
+        is_sliding = "sliding_window" in heeds
+    return config.sliding_window if is_sliding else None
 
 
 class MLP(nn.Module):
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         inner = config.intermediate_size
-        bias = config.model_type == "llama" and config.mlp_bias
+        bias = "mlp_bias" in FAMILIES[config.model_type].heeds and config.mlp_bias
         gate_up = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = FusedLinear(config.hidden_size, gate_up, bias)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias)

@@ -25,12 +25,13 @@ from nanoengine.batch import Batch, Copies
 from nanoengine.checks import rejected
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs, dummy_batch
-from nanoengine.features import extension
+from nanoengine.features import OBSERVERS, asked_by, extension, most_of
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
-from nanoengine.observers import Feature
+from nanoengine.observers import Features
 from nanoengine.sampler import sample
+from nanoengine.sampling_params import SamplingParams
 from nanoengine.step_inputs import Launched, StepInputs, StepShape
 from nanoengine.step_inputs import known_ids, step_arrays, to_buffer
 
@@ -50,7 +51,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path,
-                 features: dict[str, Feature]) -> None:
+                 features: Features) -> None:
         self.config = config
         self.features = features
         self.model_config = model_config
@@ -59,25 +60,24 @@ class ModelRunner:
         self.kernels = kernels(self.device, config.kernels)
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
+        self.graphs = CudaGraphs(config.max_num_seqs)
+        num_rows = config.max_num_seqs
+        if config.speculation != "none":
+            num_rows += extension("speculation").num_more_rows(config)
+        self.last_sampled = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+
+        # 1. the model
         self.model = self.load_model(folder)
         self.is_invariant = self.kernels.optimize(
             self.model, has_attention=BACKENDS[self.backend].attend is None)
+        # 2. how much of the KV cache fits
         limit = context_length(model_config)
-        # for now: size_cache may lower it
         self.max_model_len = min(config.max_model_len or limit, limit)
-        # a CPU measures its memory without a step of the longest sequence
-        longest = self.max_model_len if self.device == "cuda" else min(self.max_model_len, 2**16)
-        self.rope = rope_table(model_config, longest)
-        self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
-        self.graphs = CudaGraphs(config.max_num_seqs)
-
-        # block 0 alone is enough for a trial step, and its bytes are those of one block
-        self.allocate(num_blocks=0)
-        self.block_bytes = self.caches.nbytes
+        self.block_bytes = self.make_caches(num_blocks=1).nbytes
         free_bytes = 0 if config.num_kv_blocks else self.measure_free_bytes()
         self.num_kv_blocks, self.max_model_len = size_cache(
             config, limit, self.block_bytes, free_bytes)
-        self.rope = rope_table(model_config, self.max_model_len)
+        # 3. its memory, and the graphs that use it
         self.allocate(self.num_kv_blocks)
         self.capture()
         if config.preemption_mode == "swap":
@@ -96,15 +96,20 @@ class ModelRunner:
 
     # ----------------------------------------------------------------------------- memory
 
-    def allocate(self, num_blocks: int) -> None:
-        """Makes the KV cache, with block 0 in front.
+    def make_caches(self, num_blocks: int) -> Tensor:
+        """Returns memory for K and V of these blocks: see attention.py."""
+        return make_caches(self.model_config, num_blocks, self.config.block_size, self.dtype,
+                           self.device, self.backend)
 
-        blocks: a view of it, (num_blocks + 1, layers, 2, …).
+    def allocate(self, num_blocks: int) -> None:
+        """Gives the model its rotary angles and its KV cache, with block 0 in front.
+
+        blocks: a view of the cache, (num_blocks + 1, layers, 2, …).
         """
-        self.caches = make_caches(self.model_config, num_blocks + 1, self.config.block_size,
-                                  self.dtype, self.device, self.backend)
-        self.model.bind(self.rope.to(self.device), self.caches, BACKENDS[self.backend].attend)
-        self.blocks = self.caches.movedim(2, 0)
+        caches = self.make_caches(num_blocks + 1)
+        rope = rope_table(self.model_config, self.max_model_len)
+        self.model.bind(rope.to(self.device), caches, BACKENDS[self.backend].attend)
+        self.blocks = caches.movedim(2, 0)
         self.host_blocks = self.blocks[:0]
 
     def capture(self) -> None:
@@ -126,6 +131,8 @@ class ModelRunner:
             return min(share, num_blocks * self.block_bytes)
         # left over from earlier engines
         torch.cuda.empty_cache()
+        # block 0 alone is enough for a trial step
+        self.allocate(num_blocks=0)
         # first, since it returns what the allocator keeps
         self.capture()
         batch = self.largest_batch()
@@ -142,10 +149,12 @@ class ModelRunner:
         size = self.config.max_num_batched_tokens
         num_seqs = min(self.config.max_num_seqs, -(-size // self.max_model_len))
         num_tokens = min(size // num_seqs, self.max_model_len)
-        params = dict(min_p=0.1, top_p=0.9)
-        for feature in self.features.values():
-            params |= feature.most
-        batch = dummy_batch(num_seqs, num_tokens, self.max_model_len, **params)
+        params = SamplingParams(min_p=0.1, top_p=0.9, **most_of(SamplingParams))
+        files = [*asked_by(params)]
+        self.features.load(files)
+        batch = dummy_batch(num_seqs, num_tokens, self.max_model_len, params)
+        for seq in batch.sequences:
+            seq.edits = tuple(OBSERVERS[file] for file in files)
         batch.sampled = [batch.sampled[i % num_seqs] for i in range(self.config.max_num_seqs)]
         return batch
 
@@ -158,7 +167,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch, buffer: Tensor, shape: StepShape) -> Launched:
         """Begins a step on this device; the other arguments are what `prepare` returns."""
-        # whatever precision the user's own code asks for
+        # ignores an autocast of the caller
         with torch.autocast(self.device, enabled=False):
             step, hidden = self.forward(batch.copies, buffer, shape)
             return self.sample(batch, step, hidden)
@@ -174,9 +183,9 @@ class ModelRunner:
             longest_keys = self.max_model_len
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
-        # how many come before the first sequence with several tokens
-        num_decodes = [count > 1 for count in (*batch.num_tokens, 2)].index(True)
-        return buffer, (layout, num_decodes, max(batch.num_tokens), longest_keys)
+        # they come before the first sequence with several tokens
+        num_decodes = next((i for i, count in enumerate(batch.num_tokens) if count > 1), len(batch))
+        return buffer, StepShape(layout, num_decodes, max(batch.num_tokens), longest_keys)
 
     def forward(self, copies: Copies, buffer: Tensor,
                 shape: StepShape) -> tuple[StepInputs, Tensor]:
@@ -212,8 +221,8 @@ class ModelRunner:
             rows = batch.sampled[start:start + size]
             part = slice(start, start + len(rows))
             tokens[part] = sample(logits, step.draws.of(part), [row.seq for row in rows],
-                                  self.last_sampled, self.features, self.kernels)
-            for feature in self.features.values():
+                                  self.last_sampled, self.features.by_name, self.kernels)
+            for feature in self.features:
                 feature.drawn(rows, logits, tokens[part])
         # There are more than max_num_seqs only when forks begin, and then the next step waits for
         # their tokens. In place of NO_TOKEN, the next step computes token 0. Its sequence has ended
@@ -225,7 +234,7 @@ class ModelRunner:
         return Launched(batch, tokens, done)
 
 
-def choose_device(device: str) -> Any:
+def choose_device(device: str) -> str:
     """"auto" is the GPU if there is one. Raises ValueError for "cuda" without a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise rejected("device", device, "'cpu' or 'auto', as PyTorch finds no GPU")

@@ -1,5 +1,17 @@
-"""What an optional feature can do: the methods of `Feature`, and when the engine calls them."""
+"""What an optional feature can do: the methods of `Feature`, and when the engine calls them.
 
+A feature of your own works like those in nanoengine_extensions:
+
+    class Print(Feature):
+        def scheduled(self, batch):
+            print(len(batch), "sequences,", sum(batch.num_tokens), "tokens")
+
+    llm = LLM(model, features=[Print()])
+"""
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -16,37 +28,38 @@ class Feature:
 
     What a feature knows of a sequence, it keeps in `Sequence.kept`, under its own name: so it is
     gone with the sequence. A fork begins without it.
-
-    most: the parameters of a request for which it needs the most memory in a step.
     """
 
-    most: dict[str, Any] = {}
-
     def begin(self, engine: Any) -> None:
-        """The engine is complete. A feature can wrap its `launch` and its scheduler's `fill`. It
-        must not keep the engine alive."""
+        """The `Engine` is complete. To keep it alive would keep its memory: use a weak reference.
+        Raises ValueError for options that it cannot serve."""
 
     def enter(self, seqs: list[Sequence], inputs: Any) -> None:
-        """A request is made, of these sequences. Raises ValueError for what it cannot use.
+        """A request is made, of these sequences, in the thread of its caller. A feature that edits
+        their logits adds its class's name to `Sequence.edits` of each.
 
-        inputs: the `InputProcessor`.
+        inputs: the `InputProcessor`. Raises ValueError for what it cannot use.
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
         """A copy, which has a few tokens more, stands for a sequence in a row of logits."""
 
     def scheduled(self, batch: Batch) -> None:
-        """A step is decided. A feature may add rows to `batch.sampled`."""
+        """A step is decided; it is empty if no sequence can run. A feature may add rows to
+        `batch.sampled`."""
 
     def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
         """Edits float32 logits in place; there is a row for each sequence.
 
-        It is called if the parameters of one of these sequences ask for this feature.
+        It is called if the feature is in `Sequence.edits` of one of these sequences.
         last_sampled: the values of pending tokens.
         """
 
     def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
         """Tokens are drawn for these rows, from raw logits; on a GPU, they are not there yet."""
+
+    def launched(self, step: Launched) -> None:
+        """All work of a step is queued on the device."""
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         """A step is over; these sequences have a new token, or end with an error."""
@@ -55,7 +68,41 @@ class Feature:
         """Fills in an output of the request of these sequences."""
 
 
-def load_observers() -> dict[str, Feature]:
-    """Returns a new observer of each kind, by its name, for one engine."""
-    installed = [name for name in OBSERVERS if is_installed(name)]
-    return {name: getattr(extension(name), OBSERVERS[name])() for name in installed}
+class Features:
+    """The features of one engine: those of OBSERVERS that were asked for, then a user's own.
+
+    by_name: by the names of their classes, in the order in which they are called. It is replaced,
+        and never changed: another thread can be going through it.
+    """
+
+    def __init__(self, files: Iterable[str] = (), own: Iterable[Feature] = ()) -> None:
+        self.by_name = {type(feature).__name__: feature for feature in own}
+        self.lock = threading.Lock()
+        self.engine: Any = lambda: None
+        self.load(files)
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self.by_name.values())
+
+    def begin_with(self, engine: Any) -> None:
+        """Lets all features begin, those to come as well."""
+        # without a cycle of references, an engine that is dropped frees its memory at once
+        self.engine = weakref.ref(engine)
+        for feature in self:
+            feature.begin(engine)
+
+    def load(self, files: Iterable[str]) -> None:
+        """Adds the observers of these files, if they are installed and not there yet."""
+        for file in files:
+            name = OBSERVERS.get(file, "")
+            with self.lock:
+                if name and name not in self.by_name and is_installed(file):
+                    self.add(getattr(extension(file), name)())
+
+    def add(self, feature: Feature) -> None:
+        """Adds a feature, in its place."""
+        if engine := self.engine():
+            feature.begin(engine)
+        known = self.by_name | {type(feature).__name__: feature}
+        order = dict.fromkeys([*OBSERVERS.values(), *known])
+        self.by_name = {name: known[name] for name in order if name in known}

@@ -70,9 +70,10 @@ class Request:
 
     prompt: the text, None where only token ids were given.
     seqs: a sequence for each completion.
-    tokenizer: turns tokens into text; None for a model without one.
+    tokenizer: turns tokens into text in the end; None where texts.py does it, or for a model
+        without one.
     index: which of the call's prompts it is.
-    features: fill in its outputs.
+    features: fill in its outputs: `Features`.
     inbox: the requests of its call that have new tokens, until the call has seen them.
     """
 
@@ -80,7 +81,7 @@ class Request:
     seqs: list[Sequence]
     tokenizer: Any = None
     index: int = 0
-    features: dict[str, Any] = field(default_factory=dict)
+    features: Any = ()
     inbox: dict[str, "Request"] = field(default_factory=dict)
 
     seq = property(lambda self: self.seqs[0])
@@ -104,15 +105,16 @@ class Request:
             seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
             [self._completion(each) for each in self.seqs], self.is_finished,
             index=self.index)
-        for feature in self.features.values():
+        for feature in self.features:
             feature.output(self.seqs, output)
         return output
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         # an interrupted step can leave a pending token
         token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
-        has_text = self.tokenizer and seq.finish_reason and "texts" not in self.features
-        text = text_of(seq, self.tokenizer.backend_tokenizer) if has_text else ""
+        text = ""
+        if self.tokenizer and seq.finish_reason:
+            text = text_of(seq, self.tokenizer.backend_tokenizer)
         return CompletionOutput(
             seq.index, text, token_ids, None, None, seq.finish_reason, seq.stop_reason)
 

@@ -1,12 +1,15 @@
 """Policies: small functions, in tables by name. Each may also be a function of a user's own.
 
-nanoengine_extensions/policies.py adds more names to these tables.
+nanoengine_extensions/policies.py adds more names to these tables, once one of them is asked for.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from nanoengine.batch import Batch
 from nanoengine.checks import rejected
+from nanoengine.features import extension
+from nanoengine.sequence import Sequence
 
 
 def prefill_first(scheduler: Any) -> Batch:
@@ -25,18 +28,20 @@ def mixed(scheduler: Any) -> Batch:
     return scheduler.build([*scheduler.running], admit=True)
 
 
-# how a step is filled: from a `Scheduler` to a `Batch`
-BATCHING: dict[str, Any] = {"prefill-first": prefill_first, "mixed": mixed}
-# the order of waiting: a `Sequence` to its rank; smaller ranks first, then in the order of arrival
-ORDERS: dict[str, Any] = {"fcfs": lambda seq: 0}
+# how a step is filled, by a `Scheduler`
+BATCHING: dict[str, Callable[..., Any]] = {"prefill-first": prefill_first, "mixed": mixed}
+# the rank of a waiting sequence; smaller ranks first, then in the order of arrival
+ORDERS: dict[str, Callable[[Sequence], int]] = {"fcfs": lambda seq: 0}
 # which sequence is preempted: one of those that run, in the order of admission
-VICTIMS: dict[str, Any] = {"youngest": lambda running: running[-1]}
-# the least number of tokens for which a `Sequence` holds blocks, from its admission on
-KV_ALLOCATION: dict[str, Any] = {"on-demand": lambda seq, max_model_len: 0}
+VICTIMS: dict[str, Callable[..., Any]] = {"youngest": lambda running: running[-1]}
+# the least number of tokens for which a sequence holds blocks, from its admission on; the second
+# argument is max_model_len
+KV_ALLOCATION: dict[str, Callable[[Sequence, int], int]] = {"on-demand": lambda seq, longest: 0}
 
 # by the option of `LLM`
-POLICIES = {"scheduling": BATCHING, "scheduling_policy": ORDERS, "preemption_victim": VICTIMS,
-            "kv_allocation": KV_ALLOCATION}
+POLICIES: dict[str, dict[str, Any]] = {
+    "scheduling": BATCHING, "scheduling_policy": ORDERS, "preemption_victim": VICTIMS,
+    "kv_allocation": KV_ALLOCATION}
 
 
 def find_policy(option: str, policy: Any) -> Any:
@@ -45,9 +50,13 @@ def find_policy(option: str, policy: Any) -> Any:
 
     Raises ValueError for any other name.
     """
+    if callable(policy):
+        return policy
     table = POLICIES[option]
     # a list: what a user gives need not be hashable
-    if not callable(policy) and policy not in [*table]:
+    if policy not in [*table]:
+        extension("policies", f"{option}={policy!r}")
+    if policy not in [*table]:
         raise rejected(option, policy, f"one of {[*table]}, or a function like these")
-    found = policy if callable(policy) else table[policy]
+    found = table[policy]
     return found() if isinstance(found, type) else found

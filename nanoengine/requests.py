@@ -16,14 +16,19 @@ from transformers import PretrainedConfig
 
 from nanoengine.checks import naming, rejected
 from nanoengine.config import EngineConfig
-from nanoengine.features import extension, is_installed
+from nanoengine.features import asked_by, extension, is_installed
 from nanoengine.loader import find_model, load_eos, load_tokenizer
-from nanoengine.observers import Feature
+from nanoengine.observers import Features
 from nanoengine.outputs import Request
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence, hash64
 
 Params = SamplingParams | list[SamplingParams] | None
+
+
+def one_for_each(given: Any, count: int) -> list[Any]:
+    """Returns a list of `count`: the given one, or the one value for all."""
+    return [*given] if isinstance(given, (list, tuple)) else [given] * count
 
 
 class InputProcessor:
@@ -43,7 +48,7 @@ class InputProcessor:
     max_model_len: int
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path,
-                 features: dict[str, Feature]) -> None:
+                 features: Features) -> None:
         self.config = config
         self.features = features
         self.vocab_size = model_config.vocab_size
@@ -76,12 +81,12 @@ class InputProcessor:
             extension("strict").check_call(prompts, params, priority, SamplingParams)
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
-        given = (self.default_params if params is None else params, priority or 0)
-        lists = [each if isinstance(each, (list, tuple)) else [each] * len(prompts)
-                 for each in given]
+        count = len(prompts)
+        all_params = one_for_each(self.default_params if params is None else params, count)
+        priorities = one_for_each(priority or 0, count)
         parsed = [self.parse(f"prompts[{place}]", each) for place, each in enumerate(prompts)]
-        # only now, so that a refused call uses up no numbers (but features can refuse more)
-        checked = [*zip(range(len(prompts)), parsed, *lists, strict=True)]
+        # only now, so that a refused call consumes no request ids (but features can refuse more)
+        checked = [*zip(range(count), parsed, all_params, priorities, strict=True)]
         # one for all
         inbox: dict[str, Request] = {}
         return [self._request_of(inbox, *each) for each in checked]
@@ -119,17 +124,21 @@ class InputProcessor:
         self.check_vocabulary("stop_token_ids", params.stop_token_ids)
         # later changes by the user have no effect here
         params = params.clone()
+        self.features.load(asked_by(params))
         number = next(self.numbers)
         longest = min(len(token_ids) + (params.max_tokens or 2**31), self.max_model_len)
         ends: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         if not params.ignore_eos:
             ends |= self.eos_tokens
-        seed = hash64(self.config.seed, number) if params.seed in (None, -1) else params.seed
+        seed = params.seed
+        if seed in (None, -1):
+            seed = hash64(self.config.seed, number)
         seq = Sequence(
             str(number), token_ids, len(token_ids), longest, params, seed, ends, priority)
         # ~seed, since hash64(seed, i) is the draw at position i
         seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
         seqs = [seq, *seq.forks]
-        for feature in self.features.values():
+        for feature in self.features:
             feature.enter(seqs, self)
-        return Request(text, seqs, self.tokenizer, place, self.features, inbox)
+        tokenizer = None if is_installed("texts") else self.tokenizer
+        return Request(text, seqs, tokenizer, place, self.features, inbox)

@@ -7,16 +7,16 @@ inputs, so that nothing here waits for a GPU. Greedy rows without constraints ta
 token. All others are sampled as one matrix, in parts that fit a cache. There is no generator state:
 a draw depends only on the seed of its sequence and on its position.
 
-Where a comment says so, a library of kernels has a faster function of the same name.
+A library of kernels can have faster functions for `truncate`, `nucleus`, `draw` and `first_max`:
+see kernels.py.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoengine.kernels import fastest
+from nanoengine.kernels import PLAIN, Kernels
 from nanoengine.observers import Feature
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine.step_inputs import Draws, send
@@ -32,45 +32,46 @@ def max_rows(logits: Tensor) -> int:
 
 
 def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Tensor,
-           features: dict[str, Feature], library: Any = None) -> Tensor:
+           features: dict[str, Feature], library: Kernels = PLAIN) -> Tensor:
     """Returns one token for each sequence, from its row of logits: (len(seqs),) int64.
 
     logits: (rows, vocab_size); rows after those of the sequences are padding.
     draws: the draws of the step, for these rows.
     last_sampled: the values of pending tokens.
-    features: by name; those that are asked for edit the logits of their rows.
-    library: of kernels, None for plain PyTorch.
+    features: by name; those that a sequence names in its `edits` edit the logits of their rows.
 
     A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
-    rest = [row for row, seq in enumerate(seqs) if seq.params.temperature or seq.params.edits]
+    rest = [row for row, seq in enumerate(seqs) if seq.params.temperature or seq.edits]
     # without greedy rows, any numbers of this shape: all of them are overwritten
     found = draws.top_k.long()
     if len(rest) < len(seqs):
         found = likeliest(logits[:len(seqs)], library)
     # rows with the same edits side by side: a matrix gets the edits that some of its rows need
-    rest.sort(key=lambda row: seqs[row].params.edits)
+    rest.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
     for start in range(0, len(rest), max_rows(logits)):
         rows = rest[start:start + max_rows(logits)]
         index = send(rows, logits.device)
         scores = logits[index].float()
         chosen = [seqs[row] for row in rows]
-        edits = {edit for seq in chosen for edit in seq.params.edits}
+        edits = {edit for seq in chosen for edit in seq.edits}
+        truncations = {each for seq in chosen for each in seq.params.truncations}
         for name, feature in features.items():
             if name in edits:
                 feature.edit(scores, chosen, last_sampled)
         part = draws.of(index)
         scale(scores, part.temperature)
-        tokens, weights = fastest(truncate, library)(
-            scores, part, edits - features.keys(), [seq.params.top_k for seq in chosen], library)
-        places = fastest(draw, library)(weights, part.uniform)
+        top_ks = [seq.params.top_k for seq in chosen]
+        tokens, weights = (library.truncate or truncate)(
+            scores, part, truncations, top_ks, library)
+        places = (library.draw or draw)(weights, part.uniform)
         found[index] = tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
     return found
 
 
-def likeliest(logits: Tensor, library: Any = None) -> Tensor:
+def likeliest(logits: Tensor, library: Kernels = PLAIN) -> Tensor:
     """Returns the token with the largest logit of each row; the first one of several."""
-    largest, tokens = fastest(first_max, library)(logits)
+    largest, tokens = (library.first_max or first_max)(logits)
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
@@ -88,7 +89,7 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
 
 # nanoengine_cpu.truncate takes its place: it leaves out tokens early that no row can draw
 def truncate(scores: Tensor, draws: Draws, truncations: set[str], top_ks: list[int],
-             library: Any = None) -> tuple[Tensor, Tensor]:
+             library: Kernels = PLAIN) -> tuple[Tensor, Tensor]:
     """Returns the tokens that some row can still draw, (few,): here all tokens. And their weights,
     (rows, few): 0 where the token is truncated. The likeliest token is never truncated, nor are
     greedy rows.
@@ -113,7 +114,7 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str], top_ks: list[i
     weights = scores.masked_fill(scores < least, -math.inf).exp_()
     if "top_p" in truncations:
         total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
-        is_kept = fastest(nucleus, library)(weights, draws.top_p[:, None] * total)
+        is_kept = (library.nucleus or nucleus)(weights, draws.top_p[:, None] * total)
         weights = weights.where(is_kept, 0)
     return tokens, weights
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from nanoengine.checks import Condition, check, strict
-from nanoengine.features import EDITORS, asked_by, of
+from nanoengine.features import of
 
 CONDITIONS: list[Condition] = [
     ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),
@@ -81,14 +81,14 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = of("texts", True)
     detokenize: bool = of("texts", True)
-    logprobs: int | None = of("logprobs", None)
+    logprobs: int | None = of("logprobs", None, most=20)
     prompt_logprobs: int | None = of("logprobs", None)
-    presence_penalty: float = of("constraints", 0.0)
+    presence_penalty: float = of("constraints", 0.0, most=1.0)
     frequency_penalty: float = of("constraints", 0.0)
     repetition_penalty: float = of("constraints", 1.0)
     bad_words: list[str] = of("constraints")
     allowed_token_ids: list[int] | None = of("constraints", None)
-    logit_bias: dict[int, float] | None = of("constraints", None)
+    logit_bias: dict[int, float] | None = of("constraints", None, most={0: 1.0})
     structured_outputs: dict[str, Any] | None = of("structured_outputs", None)
     logits_processors: list[Callable] = of("logits_processors")
 
@@ -96,17 +96,11 @@ class SamplingParams:
         check(self, CONDITIONS)
 
     @cached_property
-    def edits(self) -> tuple[str, ...]:
-        """The edits that its rows of logits need besides a temperature: features, truncations.
-
-        Greedy rows need no truncation: the likeliest token is always kept.
-        """
-        features = sorted(EDITORS.keys() & asked_by(self))
-        if not self.temperature:
-            return tuple(features)
-        truncations = {
-            "min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
-        return tuple(features + [name for name, is_asked in truncations.items() if is_asked])
+    def truncations(self) -> tuple[str, ...]:
+        """The truncations that are asked for. Greedy rows need none: the likeliest token is always
+        kept."""
+        asked = {"min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
+        return tuple(name for name in asked if asked[name] and self.temperature)
 
     def clone(self) -> "SamplingParams":
         """Returns a copy with new lists; the elements of the lists are the same."""

@@ -17,6 +17,7 @@ from collections import deque
 
 from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
+from nanoengine.checks import rejected
 from nanoengine.config import EngineConfig
 from nanoengine.policies import find_policy
 from nanoengine.sequence import Sequence
@@ -47,6 +48,15 @@ class Scheduler:
         # since the last step
         self.preempted: list[tuple[Sequence, str]] = []
         self.block_manager.reset()
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence and its forks. Raises ValueError if one of them could never run."""
+        manager = self.block_manager
+        num_tokens = max(max(each.max_num_tokens, manager.hold(each)) for each in (seq, *seq.forks))
+        if manager.num_blocks_for(num_tokens) > manager.num_blocks:
+            raise ValueError(f"request {seq.request_id}: {num_tokens} tokens do not fit: "
+                             f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
+        self.enqueue(seq)
 
     def enqueue(self, seq: Sequence, in_front: bool = False) -> None:
         """Lets a sequence wait, behind or in front of all others of its rank."""
@@ -83,17 +93,17 @@ class Scheduler:
         # decodes, with one token left, come first
         left.sort(key=lambda seq: len(seq.token_ids) > seq.num_computed_tokens + 1)
         for seq in left:
-            self._place(batch, seq)
+            self._add_tokens(batch, seq)
 
         while admit and batch.budget and self.can_admit_head():
             seq = self.waiting.popleft()
             batch.admitted.append((seq, self.block_manager.allocate(seq)))
             self.running.append(seq)
-            self._place(batch, seq)
+            self._add_tokens(batch, seq)
         return batch
 
     def make_room(self, candidates: list[Sequence]) -> bool:
-        """Gives each candidate the block that its newest token needs, if it needs one.
+        """Gives the candidates the blocks that their newest tokens need.
 
         Preempts sequences until all remaining candidates have their blocks. Returns whether there
         was room without preemption.
@@ -103,13 +113,18 @@ class Scheduler:
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            self.preempt(self.victim(self.running))
+            victim = self.victim(self.running)
+            # otherwise its blocks would be counted twice
+            if victim not in self.running:
+                raise rejected("preemption_victim", self.config.preemption_victim,
+                               f"one that returns a running sequence, not {victim!r}")
+            self.preempt(victim)
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
             manager.may_append(seq)
         return has_room
 
-    def _place(self, batch: Batch, seq: Sequence) -> None:
+    def _add_tokens(self, batch: Batch, seq: Sequence) -> None:
         """Adds as many of a sequence's next tokens to a batch as the budget allows."""
         start = seq.num_computed_tokens
         stop = min(start + batch.budget, len(seq.token_ids))
@@ -149,7 +164,7 @@ class Scheduler:
         for seq, start, num_tokens in zip(batch.sequences, batch.starts, batch.num_tokens):
             if not seq.finish_reason:
                 stop = start + num_tokens
-                # this block became full
+                # the step has filled its last block
                 if stop % self.block_manager.block_size == 0:
                     self.block_manager.register(seq, stop)
                 seq.num_computed_tokens = stop
@@ -175,7 +190,7 @@ class Scheduler:
         taken = []
         for row, token_id in zip(batch.sampled, token_ids):
             seq = row.seq
-            # still pending: the sequence did not end before
+            # a sequence that ended before the step did has no pending token
             if seq.token_ids[-1] < 0:
                 taken.append(seq)
                 seq.token_ids[-1] = token_id

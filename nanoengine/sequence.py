@@ -19,7 +19,7 @@ import xxhash
 
 from nanoengine.sampling_params import SamplingParams
 
-# What the sampler returns for a row without a token to sample. Negative numbers near 0 are pending
+# What the sampler returns for a row whose logits allow no token. Negative numbers near 0 are pending
 # tokens: see `Sequence.token_ids`.
 NO_TOKEN = -(2**30)
 
@@ -30,8 +30,8 @@ def hash64(seed: int, number: int) -> int:
     return xxhash.xxh64_intdigest(pack("<QQ", seed % 2**64, number))
 
 
-def state(make: Any) -> Any:
-    """A field that only the engine sets. A new sequence, and so a fork, begins with `make()`."""
+def engine_field(make: Any) -> Any:
+    """A field that the engine owns. It begins with `make()` in each new sequence, also in forks."""
     return field(default_factory=make, init=False)
 
 
@@ -50,6 +50,7 @@ class Sequence:
     end_tokens: the token ids that end it, each with its `stop_reason`.
     priority: smaller numbers come first.
     index: the number of this completion in its request.
+    edits: the features that edit its rows of logits, by the names of their classes.
     needs_tokens: whether its next step needs all its tokens on the host; features set it.
     reads_cache: whether the prefix cache may stand for its tokens; features clear it.
 
@@ -65,22 +66,23 @@ class Sequence:
     end_tokens: dict[int, int | None] = field(default_factory=dict)
     priority: int = 0
     index: int = 0
+    edits: tuple[str, ...] = ()
     needs_tokens: bool = False
     reads_cache: bool = True
 
-    num_computed_tokens: int = state(int)
-    block_table: array = state(lambda: array("i"))
+    num_computed_tokens: int = engine_field(int)
+    block_table: array = engine_field(lambda: array("i"))
     # (hash, tokens) of each full block, as far as they were needed: see block_manager.py
-    block_hashes: list[tuple[bytes, bytes]] = state(list)
+    block_hashes: list[tuple[bytes, bytes]] = engine_field(list)
     # how many tokens were computed at its last preemption
-    num_preempted_tokens: int = state(int)
+    num_preempted_tokens: int = engine_field(int)
     # the other completions of the prompt (n > 1), which begin with its first generated token
-    forks: list["Sequence"] = state(list)
-    kept: dict[str, Any] = state(dict)
-    finish_reason: str | None = state(lambda: None)
-    stop_reason: int | str | None = state(lambda: None)
+    forks: list["Sequence"] = engine_field(list)
+    kept: dict[str, Any] = engine_field(dict)
+    finish_reason: str | None = engine_field(lambda: None)
+    stop_reason: int | str | None = engine_field(lambda: None)
     # the error that its call has to raise
-    error: Exception | None = state(lambda: None)
+    error: Exception | None = engine_field(lambda: None)
 
     num_tokens = property(lambda self: len(self.token_ids))
     num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)

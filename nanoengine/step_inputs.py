@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.batch import Batch
+from nanoengine.batch import Batch, Row
 
 # (dtype, shape, number of 32-bit words) of each array in a buffer
 Layout = tuple[tuple[str, tuple[int, ...], int], ...]
-# the layout of a step's inputs, num_decodes, longest_query and longest_keys
-StepShape = tuple[Layout, int, int, int]
 
 
 class Draws(NamedTuple):
@@ -31,6 +29,16 @@ class Draws(NamedTuple):
     def of(self, rows: Any) -> "Draws":
         """Returns those of some rows: a slice, or a tensor of indices."""
         return Draws(*(column[rows] for column in self))
+
+
+class StepShape(NamedTuple):
+    """What the host knows of a step's inputs: the layout of their buffer, and numbers that are
+    fields of `StepInputs`, too. Steps of one shape can replay one CUDA graph."""
+
+    layout: Layout
+    num_decodes: int
+    longest_query: int
+    longest_keys: int
 
 
 @dataclass
@@ -81,11 +89,10 @@ class StepInputs:
     @classmethod
     def from_buffer(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
         """Returns views of the arrays in a buffer (`to_buffer`), on its device."""
-        layout, num_decodes, longest_query, longest_keys = shape
-        parts = buffer.split([num_words for *_, num_words in layout])
+        parts = buffer.split([num_words for *_, num_words in shape.layout])
         draws, *views = (part.view(getattr(torch, dtype)).view(size)
-                         for part, (dtype, size, _) in zip(parts, layout))
-        return cls(buffer, num_decodes, longest_query, longest_keys, Draws(*draws), *views)
+                         for part, (dtype, size, _) in zip(parts, shape.layout))
+        return cls(buffer, *shape[1:], Draws(*draws), *views)
 
 
 @dataclass
@@ -126,22 +133,30 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.nda
     positions = np.arange(len(token_ids)) - offsets[owners]
 
     width = -(-longest_keys // block_size)
-    # bytes, since a block table is an array of int32; missing blocks are 0
-    tables = [seq.block_table[:width].tobytes().ljust(4 * width, b"\0") for seq in batch.sequences]
+    # a block table is an array of int32; missing blocks are 0
+    in_bytes = [seq.block_table[:width].tobytes() for seq in batch.sequences]
+    tables = [table.ljust(4 * width, b"\0") for table in in_bytes]
     block_tables = np.frombuffer(b"".join(tables), np.int32).reshape(-1, width)
     blocks = block_tables[owners, positions // block_size].astype(np.int64)
 
     rows = batch.sampled
     logits_indices = offsets[[row.source for row in rows]] + [row.position - 1 for row in rows]
-    draws = [(p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(position))
-             for _, seq, position in rows for p in [seq.params]]
+    draws = [draws_of(row) for row in rows]
+    # one line for each field
+    columns = np.array(draws, float).reshape(-1, len(Draws._fields)).T.copy()
 
-    # 64-bit numbers come first, so that they are aligned; `.T`: one line for each field of `Draws`
     slot_mapping = blocks * block_size + positions % block_size
-    in_32_bits = [token_ids, positions, owners, query_starts, np.append(0, lengths.cumsum()),
-                  lengths, block_tables, logits_indices]
-    return [np.array(draws, float).reshape(-1, 5).T.copy(), slot_mapping,
-            *(np.asarray(array, np.int32) for array in in_32_bits)]
+    key_starts = np.append(0, lengths.cumsum())
+    in_32_bits = [token_ids, positions, owners, query_starts, key_starts, lengths, block_tables,
+                  logits_indices]
+    # 64-bit numbers come first, so that they are aligned
+    return [columns, slot_mapping, *(np.asarray(array, np.int32) for array in in_32_bits)]
+
+
+def draws_of(row: Row) -> tuple[float, ...]:
+    """Returns the numbers of a row of logits, in the order of `Draws`."""
+    p = row.seq.params
+    return p.temperature, p.min_p, p.top_k, p.top_p, row.seq.uniform(row.position)
 
 
 # --------------------------------------------------------------------------- to the device

@@ -97,10 +97,14 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSe
     searches = [BeamSearch(request, params, scheduler) for request in requests]
     for search in searches:
         search.inbox = searches[0].inbox
-    beams = llm.engine.features["beam_search"]
+    features = llm.engine.features
+    features.load(["beam_search"])
+    beams: Any = features.by_name["Beams"]
     beams.searches |= {search.request_id: search for search in searches}
     num_steps = beams.num_steps
     with closing(llm.steps_for(searches)) as steps:
+        # queues them
+        next(steps)
         for updated in steps:
             # no step could be launched
             if not updated and num_steps == beams.num_steps:
@@ -123,7 +127,7 @@ class Beams(Feature):
         self.num_steps = 0
 
     def scheduled(self, batch: Batch) -> None:
-        self.num_steps += not batch.is_known
+        self.num_steps += bool(batch) and not batch.is_known
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         for seq in seqs:

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoengine.checks import Condition, naming, rejected
+from nanoengine.features import asked_by
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence
@@ -66,12 +67,10 @@ class Forbidden:
 class Constraints(Feature):
     """Keeps, of a sequence, what it must not generate, which is `Forbidden`."""
 
-    most = {"presence_penalty": 1.0, "logit_bias": {0: 1.0}}
-
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         """Bad words need all tokens of the sequence, so that its steps cannot run ahead."""
         p = seqs[0].params
-        if "constraints" not in p.edits:
+        if "constraints" not in asked_by(p):
             return
         inputs.check_vocabulary("allowed_token_ids", p.allowed_token_ids or ())
         inputs.check_vocabulary("logit_bias", p.logit_bias or ())
@@ -93,6 +92,7 @@ class Constraints(Feature):
             until = seqs[0].num_prompt_tokens + p.min_tokens
             found.words.append((b"", [np.array(ends, np.int64)], until))
         for seq in seqs:
+            seq.edits += ("Constraints",)
             seq.kept["constraints"] = found
             seq.needs_tokens |= needs_tokens
 

@@ -14,8 +14,10 @@ from nanoengine.sequence import Sequence
 
 class Processors(Feature):
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
-        for seq in seqs:
-            seq.needs_tokens |= bool(seq.params.logits_processors)
+        if seqs[0].params.logits_processors:
+            for seq in seqs:
+                seq.edits += ("Processors",)
+                seq.needs_tokens = True
 
     def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
         for row, seq in enumerate(seqs):

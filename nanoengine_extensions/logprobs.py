@@ -97,8 +97,6 @@ class Logprobs(Feature):
     tokens, is_scorer: of a scorer, and of a copy with guesses: whose tokens these are about.
     """
 
-    most = {"logprobs": 20}
-
     def __init__(self) -> None:
         # whether any request has asked for those of its prompt
         self.has_scorers = False

@@ -126,8 +126,6 @@ class Metrics(Feature):
         # without a cycle of references, an engine that is dropped frees its memory at once
         self.engine = weakref.proxy(engine)
         self.log_room(engine.config, engine.runner)
-        if engine.config.trace:
-            engine.launch = partial(self.launch, engine.launch)
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         metrics = RequestMetrics(self.clock())
@@ -135,7 +133,7 @@ class Metrics(Feature):
             seq.kept["metrics"] = metrics
 
     def scheduled(self, batch: Batch) -> None:
-        if batch.is_known:
+        if not batch or batch.is_known:
             return
         started = self.clock()
         if self.engine.config.trace:
@@ -166,11 +164,11 @@ class Metrics(Feature):
             if metrics := seq.kept.get("metrics"):
                 metrics.num_preemptions += 1
 
-    def launch(self, launch: Callable[[Batch], Launched], batch: Batch) -> Launched:
-        """Launches a step, and records when the device is done with it."""
-        step = launch(batch)
-        self.records[-1].done = self.timestamp()
-        return step
+    def launched(self, step: Launched) -> None:
+        """Records when the device is done with a step."""
+        for record in self.records[-1:]:
+            if record.batch is step.batch:
+                record.done = self.timestamp()
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         now = self.clock()
@@ -276,16 +274,15 @@ class Metrics(Feature):
             "internal_waste": internal_waste,
             "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"]),
             "swapped_bytes": num_swapped * self.block_bytes})
-        for feature in self.engine.features.values():
-            # added up
-            found.update(getattr(feature, "numbers", dict)())
+        # added up: speculation counts, too
+        found.update(getattr(self.engine.launcher, "counts", {}))
         found["attention_backend"] = self.backend
         return found
 
 
 def metrics_of(engine: Engine) -> Metrics:
     """Returns the observer of an engine, for `LLM.metrics` and `LLM.trace`."""
-    found = engine.features["metrics"]
+    found = engine.features.by_name["Metrics"]
     assert isinstance(found, Metrics)
     return found
 

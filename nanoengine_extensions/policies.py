@@ -5,6 +5,7 @@ engines before paging and continuous batching worked like the first two.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -21,15 +22,19 @@ def highest(rank: Callable[[Any], float]) -> Callable[[Any], Any]:
     return lambda running: max(reversed(running), key=rank)
 
 
-class LastSteps(Feature):
-    """Keeps the number of the last step that has computed a sequence."""
+class LeastRecentlyRun(Feature):
+    """Picks the sequence that no step has computed for longest; the youngest of several. It also
+    observes the steps, and keeps of a sequence the number of its last one."""
 
     num_steps = 0
 
     def scheduled(self, batch: Batch) -> None:
         for seq in batch.sequences:
             seq.kept["last_step"] = self.num_steps
-        self.num_steps += not batch.is_known
+        self.num_steps += bool(batch) and not batch.is_known
+
+    def __call__(self, running: Any) -> Sequence:
+        return max(reversed(running), key=lambda seq: -seq.kept.get("last_step", 0))
 
 
 class Static:
@@ -63,15 +68,19 @@ def overtaking(base: Any = "prefill-first", max_waiting: int = 0) -> Callable[[A
         choose = find_policy("scheduling", base)
     if type(max_waiting) is not int or max_waiting < 0:
         raise rejected("max_waiting", max_waiting, "an integer, at least 0")
-    return Overtaking(choose, max_waiting)
+    return Overtaking(choose, base, max_waiting)
 
 
+@dataclass
 class Overtaking:
-    """A sequence that was overtaken keeps that it gave way."""
+    """The policy that `overtaking` returns. A sequence that was overtaken keeps that it gave way.
 
-    def __init__(self, choose: Callable[[Any], Batch], max_waiting: int) -> None:
-        self.choose = choose
-        self.max_waiting = max_waiting
+    choose: the other policy.
+    """
+
+    choose: Callable[[Any], Batch] = field(repr=False)
+    base: Any
+    max_waiting: int
 
     def __call__(self, scheduler: Scheduler) -> Batch:
         return self.choose(Overtaken(scheduler, self))
@@ -118,7 +127,7 @@ ORDERS["priority"] = attrgetter("priority")
 VICTIMS |= {
     "longest": highest(lambda seq: seq.num_tokens),
     "lowest-priority": highest(lambda seq: seq.priority),
-    "least-recently-run": highest(lambda seq: -seq.kept.get("last_step", 0)),
+    "least-recently-run": LeastRecentlyRun,
     # equal in every run with the same seeds
     "random": highest(lambda seq: hash((seq.seed, seq.num_tokens)))}
 # all that a sequence can ever have, so that it is not preempted; or all that any sequence can have

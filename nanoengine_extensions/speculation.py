@@ -1,8 +1,9 @@
 """`speculation="prompt-lookup"`: a decode step also computes guesses of the next tokens.
 
-It wraps two functions of the engine. `launch` adds guesses to a scheduled batch before the runner
-launches it, and `fill` makes steps of the tokens that they have brought. The scheduler, the runner,
-stop strings and outputs know nothing of guesses.
+The engine launches its steps by `Speculation.launch`, which adds guesses to a scheduled batch and
+gives it to the runner. `Speculation.around` wraps the batching policy: it makes steps of the tokens
+that guesses have brought. The scheduler, the runner, stop strings and outputs know nothing of
+guesses.
 
 A step reads all weights, be it for one token of a sequence or for a few. So it can also compute the
 tokens that come next if a guess is right, and draw a token after each of them:
@@ -37,7 +38,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, cycle, islice
 from operator import eq, index
 from typing import Any
@@ -46,12 +46,12 @@ import torch
 
 from nanoengine.batch import Batch, Copies, Row
 from nanoengine.checks import Condition, naming
-from nanoengine.engine import Engine
-from nanoengine.features import EDITORS
-from nanoengine.observers import Feature
-from nanoengine.step_inputs import Launched
+from nanoengine.config import EngineConfig
+from nanoengine.model_runner import ModelRunner
+from nanoengine.observers import Features
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine.step_inputs import Launched
 
 Guesses = dict[Sequence, list[int]]
 # the most guesses of a step
@@ -136,8 +136,14 @@ CONDITIONS: list[Condition] = [
     ("run_ahead", lambda c: not c.run_ahead, "False with speculation, which needs each token")]
 
 
-class Speculation(Feature):
-    """Guesses.
+def num_more_rows(config: EngineConfig) -> int:
+    """Returns how many more rows of logits than `max_num_seqs` a step can have."""
+    # several ranks share max_num_seqs tokens
+    return MOST_GUESSES if config.tensor_parallel_size == 1 else 0
+
+
+class Speculation:
+    """Launches the steps of an engine, with guesses.
 
     guess: the policy. If it has an attribute `kind`, that says how the last guess was found.
     stock: the tokens of each sequence that are drawn, but have yet to join it.
@@ -146,44 +152,36 @@ class Speculation(Feature):
     all_odds: the same for the guesses of all sequences; a new sequence begins with them.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: EngineConfig, runner: ModelRunner, features: Features,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        policy = config.speculation
+        self.guess = policy if callable(policy) else SPECULATION[policy]()
+        self.config = config
+        self.runner = runner
+        self.features = features
         self.clock = clock
+        self.most_rows = len(runner.last_sampled)
+        self.vocabulary = range(runner.model_config.vocab_size)
         self.stock: Guesses = {}
         self.odds: dict[Sequence, dict[str, float]] = {}
         self.all_odds: dict[str, float] = {}
         self.costs = StepCosts()
         self.counts = Counter[str]()
 
-    def begin(self, engine: Engine) -> None:
-        self.config = config = engine.config
-        # not itself: without a cycle, a dropped engine frees its memory at once
-        self.others = [each for each in engine.features.values() if each is not self]
-        if config.speculation == "none":
-            return
-        runner, policy = engine.runner, config.speculation
-        self.guess = policy if callable(policy) else SPECULATION[policy]()
-        # several ranks have agreed on max_num_seqs rows
-        if config.tensor_parallel_size == 1:
-            runner.last_sampled = torch.zeros(
-                config.max_num_seqs + MOST_GUESSES, dtype=torch.int32)
-        self.most_rows = len(runner.last_sampled)
-        self.vocabulary = range(runner.model_config.vocab_size)
-        engine.launch = partial(self.launch, engine.launch)
-        engine.scheduler.fill = partial(self.fill, engine.scheduler.fill)
+    def around(self, fill: Callable[[Scheduler], Batch]) -> Callable[[Scheduler], Batch]:
+        """Returns a batching policy: first steps of tokens that are drawn already, then `fill`."""
+        stock = self.stock
 
-    def numbers(self) -> dict[str, int]:
-        return self.counts
+        def fill_known(scheduler: Scheduler) -> Batch:
+            seqs = [seq for seq in scheduler.running if stock.get(seq)]
+            if not seqs:
+                return fill(scheduler)
+            batch = scheduler.build(seqs, admit=False)
+            batch.is_known = True
+            return batch
+        return fill_known
 
-    def fill(self, fill: Callable[[Scheduler], Batch], scheduler: Scheduler) -> Batch:
-        """The policy, but first it makes steps of tokens that are drawn already."""
-        seqs = [seq for seq in scheduler.running if self.stock.get(seq)]
-        if not seqs:
-            return fill(scheduler)
-        batch = scheduler.build(seqs, admit=False)
-        batch.is_known = True
-        return batch
-
-    def launch(self, launch: Callable[[Batch], Launched], batch: Batch) -> Launched:
+    def launch(self, batch: Batch) -> Launched:
         """Runs a step with guesses, and keeps the tokens that it draws after right ones.
 
         1. The policy guesses, and the guesses that pay are computed.
@@ -192,14 +190,14 @@ class Speculation(Feature):
         if batch.is_known:
             tokens = [self.stock[seq].pop(0) for seq in batch.sequences]
             return Launched(batch, torch.tensor(tokens), None)
-        self.stock = {}
+        self.stock.clear()
         # a step with a prompt computes, and does not wait for memory
         if max(batch.num_tokens) > 1:
-            return launch(batch)
+            return self.runner.launch(batch)
         began = self.clock()
         asked = self._ask(batch)
         guesses = self._worthwhile(asked, batch)
-        launched = launch(self._with_guesses(batch, guesses))
+        launched = self.runner.launch(self._with_guesses(batch, guesses))
         tokens = launched.wait()
         num_rows = len(batch.sampled)
         num_guesses = len(tokens) - num_rows
@@ -207,7 +205,8 @@ class Speculation(Feature):
         if num_guesses and min(tokens[:num_rows]) < 0:
             # K and V of a guess can be NaN, and then reach the token before it: once more without
             # guesses, and without the block copies, which are done
-            guesses, launched = {}, launch(replace(batch, copies=Copies()))
+            guesses = {}
+            launched = self.runner.launch(replace(batch, copies=Copies()))
             tokens = launched.wait()
 
         self.counts.update(guessed_tokens=num_guesses, computed_tokens=num_guesses)
@@ -309,11 +308,11 @@ class Speculation(Feature):
         return wider
 
     def _after(self, seq: Sequence, guess: list[int]) -> Sequence:
-        """Returns the sequence for the row after these guesses. If its logits are edited, by what
-        its tokens are, it is a copy that has the guesses; otherwise `seq` itself."""
-        if not EDITORS.keys() & {*seq.params.edits}:
+        """Returns the sequence for the row after these guesses. If features edit its logits, it is
+        a copy that has the guesses; otherwise `seq` itself."""
+        if not seq.edits:
             return seq
         copy = seq.fork(token_ids=seq.token_ids + guess)
-        for feature in self.others:
+        for feature in self.features:
             feature.fork(seq, copy)
         return copy

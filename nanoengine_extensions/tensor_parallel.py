@@ -35,9 +35,9 @@ from transformers import PretrainedConfig
 from nanoengine.batch import Batch, Copies
 from nanoengine.checks import Condition, rejected
 from nanoengine.config import EngineConfig
-from nanoengine.observers import Feature
 from nanoengine.model import Decoder
 from nanoengine.model_runner import ModelRunner
+from nanoengine.observers import Features
 from nanoengine.step_inputs import Launched, StepShape
 
 
@@ -132,7 +132,7 @@ class RankRunner(ModelRunner):
     """Runs one rank's part of each batch. part: the config of its part of the model."""
 
     def __init__(self, config: EngineConfig, part: PretrainedConfig, folder: Path,
-                 features: dict[str, Feature], group: Group) -> None:
+                 features: Features, group: Group) -> None:
         self.group = group
         group.connect(config.device)
         super().__init__(config, part, folder, features)
@@ -165,7 +165,7 @@ class TensorParallelRunner(RankRunner):
     """The runner of rank 0. It starts the other ranks, sends them each step, and samples."""
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path,
-                 features: dict[str, Feature]) -> None:
+                 features: Features) -> None:
         size = config.tensor_parallel_size
         part = shard(model_config, size)
         num_gpus = torch.cuda.device_count()
@@ -174,8 +174,9 @@ class TensorParallelRunner(RankRunner):
         # rank 1 takes GPU 1, and so on
         if config.device == "cuda" and (current := torch.cuda.current_device()):
             raise rejected("torch.cuda.current_device()", current, "0 with several ranks")
-        # a script's functions, such as its policies, cannot be sent
-        options = {name: value for name, value in vars(config).items() if not callable(value)}
+        # a script's own functions and classes cannot be sent
+        options = {name: value for name, value in vars(config).items()
+                   if not callable(value) and name != "features"}
         self.ranks = Ranks(size)
         with self.ranks.together():
             self.ranks.send(options, part, folder)
@@ -310,7 +311,7 @@ def main(*place: int) -> None:
     config = EngineConfig(**options)
     if config.device == "cuda":
         torch.cuda.set_device(group.rank)
-    runner = RankRunner(config, part, folder, {}, group)
+    runner = RankRunner(config, part, folder, Features(), group)
     while True:
         runner.follow(*messages.get())
 

@@ -17,3 +17,6 @@ from nanoengine_gpu.norms import rms_norm, store_heads, swiglu
 from nanoengine_gpu.sampling import draw, nucleus
 
 __all__ = ["draw", "nucleus", "optimize", "paged_attention", "rms_norm", "store_heads", "swiglu"]
+
+# what an engine can use without a look at the device
+KERNELS = {each.__name__: each for each in (optimize, paged_attention, nucleus, draw)}

@@ -25,7 +25,8 @@ import transformers  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine.engine import Engine  # noqa: E402
-from nanoengine.observers import load_observers  # noqa: E402
+from nanoengine.features import ALWAYS
+from nanoengine.observers import Features  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -209,7 +210,7 @@ def generate(llm, prompts, params=GREEDY) -> list:
 def use_policies(llm: LLM, **changes) -> None:
     """Gives a loaded model an engine with other policies."""
     runner = llm.engine.runner
-    runner.features = llm.inputs.features = load_observers()
+    runner.features = llm.inputs.features = Features(ALWAYS)
     llm.engine = Engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
 
 

@@ -6,8 +6,7 @@ from nanoengine_extensions.constraints import Constraints
 from nanoengine_extensions.logits_processors import Processors
 from nanoengine_extensions.structured_outputs import Grammars
 
-FEATURES = {"constraints": Constraints(), "structured_outputs": Grammars(),
-            "logits_processors": Processors()}
+FEATURES = {"Constraints": Constraints(), "Grammars": Grammars(), "Processors": Processors()}
 
 
 def constrain(seq, end_tokens, tokenizer, vocab_size) -> None:
@@ -25,5 +24,5 @@ def forbidden(seq):
 
 def apply(scores, seqs, last_sampled) -> None:
     for name, feature in FEATURES.items():
-        if any(name in seq.params.edits for seq in seqs):
+        if any(name in seq.edits for seq in seqs):
             feature.edit(scores, seqs, last_sampled)

@@ -22,11 +22,12 @@ from conftest import (
 from nanoengine import BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.observers import Features
 from nanoengine.model_runner import ModelRunner
 from nanoengine.step_inputs import Launched
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.guards import Guards
-from nanoengine_extensions.metrics import Metrics
+from nanoengine_extensions.metrics import Metrics, metrics_of
 from nanoengine_extensions.policies import overtaking
 
 # ------------------------------------------------------- the engine over a made-up runner
@@ -94,7 +95,7 @@ def make_engine(**options) -> Engine:
     runner = MadeUpRunner()
     config = EngineConfig(model="made up", **dict(block_size=4, trace=True) | options)
     runner.max_num_seqs = config.max_num_seqs
-    return Engine(config, runner, {"metrics": Metrics(lambda: runner.now), "guards": Guards()})
+    return Engine(config, runner, Features(own=[Metrics(lambda: runner.now), Guards()]))
 
 
 def make_sequence(number: int, length: int = 5, num_new: int = 6, n: int = 1, **fields) -> Sequence:
@@ -127,7 +128,7 @@ def check_between_steps(engine: Engine) -> None:
 
 def check_all_free(engine: Engine) -> None:
     assert not engine.has_unfinished() and engine.in_flight is None
-    metrics = engine.features["metrics"].gauges()
+    metrics = metrics_of(engine).gauges()
     assert metrics["num_blocks_used"] == metrics["num_host_blocks_used"] == 0
     check_blocks(engine.scheduler)
 
@@ -149,7 +150,7 @@ def run(engine: Engine, seqs: list[Sequence], stop_after: dict | None = None) ->
     for seq in seqs:
         engine.add(seq)
     seen = []
-    first = len(engine.features["metrics"].trace)
+    first = len(metrics_of(engine).trace)
     num_seen = dict.fromkeys(everyone, 0)
     while engine.has_unfinished():
         for seq in engine.step():
@@ -158,7 +159,7 @@ def run(engine: Engine, seqs: list[Sequence], stop_after: dict | None = None) ->
             if num_seen[seq] == (stop_after or {}).get(seq):
                 engine.finish(seq, "stop", "enough")
         check_between_steps(engine)
-        seen += map(snapshot, engine.features["metrics"].trace[first + len(seen):])
+        seen += map(snapshot, metrics_of(engine).trace[first + len(seen):])
     for seq in everyone:
         expected = expected_tokens(seq, (stop_after or {}).get(seq))
         assert seq.token_ids[seq.num_prompt_tokens:] == expected
@@ -190,14 +191,14 @@ def test_sequences_run_to_their_end_over_any_runner(run_ahead, scheduling):
         run(engine, seqs, stop_after)
         check_trace(engine)
         for name in happened:
-            happened[name] += engine.features["metrics"].gauges()[name]
+            happened[name] += metrics_of(engine).gauges()[name]
     assert all(happened.values())
 
 
 def check_trace(engine: Engine) -> None:
     """Later, the records still say which tokens were computed, and each follows on the last."""
-    batches = [record.batch for record in engine.features["metrics"].trace]
-    metrics = engine.features["metrics"].gauges()
+    batches = [record.batch for record in metrics_of(engine).trace]
+    metrics = metrics_of(engine).gauges()
     assert len(batches) == metrics["num_steps"] == engine.runner.now
     assert sum(sum(batch.num_tokens) for batch in batches) == metrics["computed_tokens"]
     assert sum(len(batch) for batch in batches) == metrics["batched_sequences"]
@@ -210,7 +211,7 @@ def check_trace(engine: Engine) -> None:
             stops[seq] = start + count
         assert sum(batch.num_tokens) + batch.budget == engine.config.max_num_batched_tokens
     ended = 0.0
-    for record in engine.features["metrics"].trace:
+    for record in metrics_of(engine).trace:
         assert record.started <= record.began < record.done <= record.ended
         assert ended <= record.ended
         ended = record.ended
@@ -221,14 +222,14 @@ def test_nothing_in_a_record_changes_later(run_ahead):
     engine = make_engine(run_ahead=run_ahead, preemption_mode="swap", max_num_batched_tokens=9)
     seqs = [make_sequence(i, 3 + 5 * i, 18, n=1 + i % 3) for i in range(4)]
     seen = run(engine, seqs)
-    assert len(seen) == len(engine.features["metrics"].trace) and engine.features["metrics"].gauges()["swap_in_blocks"] > 0
+    assert len(seen) == len(metrics_of(engine).trace) and metrics_of(engine).gauges()["swap_in_blocks"] > 0
     assert any(before["copies"].copy_on_write for before, *_ in seen)
-    for before, record in zip(seen, engine.features["metrics"].trace):
+    for before, record in zip(seen, metrics_of(engine).trace):
         assert before == snapshot(record)
         assert record.metrics["num_blocks_used"] + record.metrics["num_blocks_free"] == 14
     engine = make_engine(trace=False)
     run(engine, [make_sequence(0)])
-    assert engine.features["metrics"].trace == []
+    assert metrics_of(engine).trace == []
 
 
 @pytest.mark.parametrize("changes, num_waits", [
@@ -237,7 +238,7 @@ def test_a_step_is_taken_in_before_one_that_needs_its_tokens(changes, num_waits)
     """The others are launched while the one before is in flight."""
     engine = make_engine(run_ahead=True)
     run(engine, [make_sequence(4, num_new=8), make_sequence(8, 6, num_new=3, **changes)])
-    num_steps = len(engine.features["metrics"].trace)
+    num_steps = len(metrics_of(engine).trace)
     num_ahead = num_steps - num_waits
     assert num_ahead > 3
     assert engine.runner.events == [
@@ -261,7 +262,7 @@ def test_a_few_sequences_that_are_awaited_do_not_hold_up_the_others(
     run(engine, seqs)
     events = "".join(event[0] for event in engine.runner.events)
     assert events.startswith("l" + "lw" * 5 if is_ahead else "lw" * 6)
-    steps = [[seq in record.batch.sequences for record in engine.features["metrics"].trace[:6]] for seq in seqs]
+    steps = [[seq in record.batch.sequences for record in metrics_of(engine).trace[:6]] for seq in seqs]
     assert all(all(step) for step in steps[num_awaited:])
     for step in steps[:num_awaited]:
         assert step == [not is_ahead or number % 2 == 0 for number in range(6)]
@@ -273,8 +274,8 @@ def test_when_all_that_is_left_is_awaited_nothing_is_launched():
     seqs = [make_sequence(4 + i, 5 + i, num_new=3 if i else 9) for i in range(9)]
     seqs[0].needs_tokens = True
     run(engine, seqs)
-    assert all(record.batch.sequences for record in engine.features["metrics"].trace)
-    assert engine.features["metrics"].gauges()["num_steps"] == len(engine.features["metrics"].trace) == engine.runner.now
+    assert all(record.batch.sequences for record in metrics_of(engine).trace)
+    assert metrics_of(engine).gauges()["num_steps"] == len(metrics_of(engine).trace) == engine.runner.now
 
 
 def test_no_more_tokens_are_pending_than_can_be_looked_up():
@@ -322,16 +323,16 @@ def test_a_token_in_flight_of_a_sequence_that_was_ended_does_not_count():
     engine = make_engine(run_ahead=True)
     ended, other = make_sequence(4, num_new=8), make_sequence(8, num_new=8)
     run(engine, [ended, other], {ended: 3})
-    computed = [seq for record in engine.features["metrics"].trace for seq in record.batch.sequences]
+    computed = [seq for record in metrics_of(engine).trace for seq in record.batch.sequences]
     assert computed.count(ended) == 4, "one more than its tokens: it was in flight"
     num_tokens = len(expected_tokens(other)) + 3
-    assert engine.features["metrics"].gauges()["generation_tokens"] == num_tokens
+    assert metrics_of(engine).gauges()["generation_tokens"] == num_tokens
 
 
 def test_an_engine_takes_its_sizes_from_the_runner():
     engine = make_engine()
-    assert engine.features["metrics"].gauges()["num_blocks_free"] == 14
-    assert engine.features["metrics"].gauges()["attention_backend"] == "made up"
+    assert metrics_of(engine).gauges()["num_blocks_free"] == 14
+    assert metrics_of(engine).gauges()["attention_backend"] == "made up"
     with pytest.raises(ValueError, match="60 tokens do not fit: num_kv_blocks=14, block_size=4"):
         engine.add(make_sequence(0, 30, 30))
     check_all_free(engine)
@@ -674,7 +675,7 @@ def test_an_engine_that_is_dropped_is_freed_without_a_search_for_garbage(make_ll
     stream.close()
     runner = llm.engine.runner
     parts = [weakref.ref(each) for each in (
-        llm, llm.engine, llm.engine.scheduler, runner, runner.model, runner.caches)]
+        llm, llm.engine, llm.engine.scheduler, runner, runner.model, runner.blocks)]
     gc.collect()
     gc.disable()
     try:

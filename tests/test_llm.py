@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.model_runner import ModelRunner
+from nanoengine_extensions.metrics import metrics_of
 
 
 def test_the_bundled_model_is_right(llm):
@@ -172,7 +173,7 @@ def test_weights_that_are_not_in_huge_pages_are_told(make_llm, caplog, monkeypat
     """Small ones do not matter, and other systems do not tell."""
     with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
         assert not any("huge" in message for message in caplog.messages)
-        metrics = llm.engine.features["metrics"]
+        metrics = metrics_of(llm.engine)
         monkeypatch.setattr(Path, "read_text", lambda path: "AnonHugePages:  0 kB")
         metrics.log_pages(2**40)
         assert caplog.messages[-1].startswith("0% of the weights are in huge pages")

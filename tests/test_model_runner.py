@@ -15,7 +15,8 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
 from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
-from nanoengine.observers import load_observers
+from nanoengine.features import ALWAYS
+from nanoengine.observers import Features
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.model_runner import (
     ModelRunner, choose_device, choose_dtype, size_cache)
@@ -152,14 +153,14 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
                           max_num_batched_tokens=max_num_batched_tokens)
     runner: Any = object.__new__(Runner)
     runner.config, runner.max_model_len = config, max_model_len
-    runner.features = load_observers()
+    runner.features = Features(ALWAYS)
     batch = runner.largest_batch()
     assert batch.num_tokens == expected and len(batch.sampled) == max_num_seqs
     graphs: Any = CudaGraphs(max_num_seqs)
     graphs.captured = {"some": "graphs"}
     assert not graphs.can_replay(batch) or max_num_batched_tokens == 1, "no graph takes it over"
     assert {start + count for start, count in zip(batch.starts, expected)} == {max_model_len}
-    (edits,) = {row.seq.params.edits for row in batch.sampled}
+    (edits,) = {row.seq.edits + row.seq.params.truncations for row in batch.sampled}
     assert edits == ("constraints", "min_p", "top_p"), "with a whole sort"
     assert {row.seq.params.logprobs for row in batch.sampled} == {20}
 

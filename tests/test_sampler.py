@@ -51,7 +51,7 @@ def truncated(logits: torch.Tensor, **params) -> torch.Tensor:
     p = SamplingParams(**params)
     columns = p.temperature, p.min_p, p.top_k, p.top_p, 0.0
     rows = torch.tensor([columns] * len(scores), dtype=torch.float64)
-    return truncate(scores, Draws(*rows.T), {*p.edits}, [p.top_k] * len(scores))
+    return truncate(scores, Draws(*rows.T), {*p.truncations}, [p.top_k] * len(scores))
 
 
 def truncate(scores: torch.Tensor, *others) -> torch.Tensor:
@@ -438,7 +438,7 @@ def test_truncations_are_those_of_the_definitions(monkeypatch, vocab_size, level
         scores = logits - logits.amax(dim=-1, keepdim=True)
         rows = torch.tensor([(1.0, m, k, p, 0.0) for k, p, m in zip(top_ks, top_ps, min_ps)],
                             dtype=torch.float64)
-        kind = SamplingParams(top_k=top_ks[0], top_p=top_ps[0], min_p=min_ps[0]).edits
+        kind = SamplingParams(top_k=top_ks[0], top_p=top_ps[0], min_p=min_ps[0]).truncations
         scores = truncate(scores, Draws(*rows.T), {*kind}, top_ks)
         for row, found, *params in zip(logits, scores, top_ks, top_ps, min_ps):
             kept = found.isfinite().nonzero().flatten().tolist()

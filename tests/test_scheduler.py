@@ -28,9 +28,9 @@ from nanoengine_extensions.logprobs import Logprobs, RowLogprobs
 from nanoengine_extensions.metrics import Metrics
 from nanoengine.config import EngineConfig
 from nanoengine import SamplingParams
+from nanoengine.observers import Feature
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine_extensions.guards import Guards
-from nanoengine_extensions.policies import overtaking, LastSteps
+from nanoengine_extensions.policies import overtaking
 from nanoengine_extensions.swapping import SwappingBlockManager
 
 EOS = 0
@@ -113,16 +113,15 @@ class ObservedScheduler(Scheduler):
 
     def observe(self) -> None:
         self.metrics, self.logprobs = Metrics(lambda: 1.0), Logprobs()
-        self.last_steps = LastSteps()
         runner = SimpleNamespace(block_bytes=1, backend="none", num_kv_blocks=1, max_model_len=1)
         self.owner = Owner(
-            scheduler=self, config=self.config, runner=runner, features={})
+            scheduler=self, config=self.config, runner=runner, launcher=runner)
         self.metrics.begin(self.owner)
 
     def add(self, seq) -> None:
         for feature in (self.metrics, self.logprobs):
             feature.enter([seq, *seq.forks], SimpleNamespace(tokenizer=None))
-        Guards().add(self.enqueue, self.block_manager, seq)
+        super().add(seq)
 
     counters = property(lambda self: self.metrics.counters)
 
@@ -130,7 +129,8 @@ class ObservedScheduler(Scheduler):
         batch = super().schedule()
         if batch:
             self.metrics.scheduled(batch)
-            self.last_steps.scheduled(batch)
+            if isinstance(self.victim, Feature):
+                self.victim.scheduled(batch)
             self.logprobs.scheduled(batch)
         return batch
 

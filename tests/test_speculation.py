@@ -24,7 +24,8 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions import speculation
 from nanoengine.engine import Engine
-from nanoengine.observers import load_observers
+from nanoengine.features import ALWAYS
+from nanoengine.observers import Features
 
 from nanoengine.config import EngineConfig
 from nanoengine.sequence import Sequence
@@ -218,7 +219,7 @@ def speculate(llm: LLM, policy, *clock) -> None:
     options = vars(llm.config) | dict(speculation=policy, run_ahead=False)
     runner = llm.engine.runner
     runner.last_sampled = runner.last_sampled.new_zeros(llm.config.max_num_seqs + 32)
-    runner.features = llm.inputs.features = load_observers()
+    runner.features = llm.inputs.features = Features(ALWAYS)
     runner.features["speculation"] = speculation.Speculation(*clock)
     llm.engine = Engine(EngineConfig(**options), runner, runner.features)
 

@@ -30,6 +30,7 @@ class Grammars(Feature):
         for seq in seqs:
             seq.kept["grammar"] = Grammar(
                 p.structured_outputs, tokenizer, inputs.vocab_size, ends, seq.num_tokens)
+            seq.edits += ("Grammars",)
             seq.needs_tokens = True
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
