@@ -58,9 +58,6 @@ class Feature:
     def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
         """Tokens are drawn for these rows, from raw logits; on a GPU, they are not there yet."""
 
-    def launched(self, step: Launched) -> None:
-        """All work of a step is queued on the device."""
-
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         """A step is over; these sequences have a new token, or end with an error."""
 

@@ -81,14 +81,14 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = of("texts", True)
     detokenize: bool = of("texts", True)
-    logprobs: int | None = of("logprobs", None, most=20)
+    logprobs: int | None = of("logprobs", None)
     prompt_logprobs: int | None = of("logprobs", None)
-    presence_penalty: float = of("constraints", 0.0, most=1.0)
+    presence_penalty: float = of("constraints", 0.0)
     frequency_penalty: float = of("constraints", 0.0)
     repetition_penalty: float = of("constraints", 1.0)
     bad_words: list[str] = of("constraints")
     allowed_token_ids: list[int] | None = of("constraints", None)
-    logit_bias: dict[int, float] | None = of("constraints", None, most={0: 1.0})
+    logit_bias: dict[int, float] | None = of("constraints", None)
     structured_outputs: dict[str, Any] | None = of("structured_outputs", None)
     logits_processors: list[Callable] = of("logits_processors")
 

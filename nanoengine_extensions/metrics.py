@@ -164,12 +164,6 @@ class Metrics(Feature):
             if metrics := seq.kept.get("metrics"):
                 metrics.num_preemptions += 1
 
-    def launched(self, step: Launched) -> None:
-        """Records when the device is done with a step."""
-        for record in self.records[-1:]:
-            if record.batch is step.batch:
-                record.done = self.timestamp()
-
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         now = self.clock()
         for seq in seqs:
@@ -181,6 +175,7 @@ class Metrics(Feature):
         self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for seq in seqs)
         records = [record for record in self.records if record.batch is step.batch]
         for record in records:
+            record.done = step.done
             record.ended = now
             record.tokens = step.tokens.tolist()
             record.metrics = self.gauges()
