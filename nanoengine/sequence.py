@@ -51,7 +51,7 @@ class Sequence:
     priority: smaller numbers come first.
     index: the number of this completion in its request.
     needs_tokens: whether its next step needs all its tokens on the host; features set it.
-    reads_cache: whether the prefix cache may stand for its tokens; features clear it.
+    max_cached_tokens: the most tokens for which the prefix cache may stand; features lower it.
 
     kept: what features keep of it, by their names: see features.py.
     """
@@ -66,7 +66,7 @@ class Sequence:
     priority: int = 0
     index: int = 0
     needs_tokens: bool = False
-    reads_cache: bool = True
+    max_cached_tokens: int = 2**31
 
     num_computed_tokens: int = state(int)
     block_table: array = state(lambda: array("i"))
