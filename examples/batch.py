@@ -38,7 +38,7 @@ COMPLETION = "/v1/completions"
 
 # the fields of a body
 SAMPLING = {each.name for each in fields(SamplingParams)} - {
-    "detokenize", "logits_processors", "prompt_logprobs"}
+    "detokenize", "logits_processors", "prompt_logprobs", "prompt_logprobs_start"}
 TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
             "continue_final_message", "tools"}
 OF_CHATS = {"messages", "max_completion_tokens", "top_logprobs"}

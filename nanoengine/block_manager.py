@@ -166,9 +166,7 @@ class BlockManager:
         """
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
-        if not seq.reads_cache:
-            return []
-        num_full = (seq.num_tokens - 1) // self.block_size
+        num_full = min(seq.num_tokens - 1, seq.max_cached_tokens) // self.block_size
         found = (self.blocks_by_hash.get(self._hash(seq, i), {}) for i in range(num_full))
         return [next(iter(twins)) for twins in takewhile(bool, found)]
 

@@ -134,6 +134,10 @@ class LLM(AbstractContextManager):
         """Returns the best completions of each prompt: see nanoengine_extensions/beam_search.py."""
         return extension("beam_search").beam_search(self, prompts, params)
 
+    def score(self, *arguments: Any, **options: Any) -> list[Any]:
+        """Returns how likely texts after a prompt are: see nanoengine_extensions/scores.py."""
+        return extension("scores").score(self, *arguments, **options)
+
     # ------------------------------------------------------------------------------ steps
 
     def add(self, prompts: Any, sampling_params: Params = None,

@@ -88,7 +88,8 @@ class InputProcessor:
         count = len(prompts)
         all_params = one_for_each(self.default_params if params is None else params, count)
         priorities = one_for_each(priority or 0, count)
-        parsed = [self.parse(f"prompts[{place}]", each) for place, each in enumerate(prompts)]
+        parsed = [self.parse(f"prompts[{place}]", *each)
+                  for place, each in enumerate(zip(prompts, all_params))]
         # only now, so that a refused call consumes no request ids (but features can refuse more)
         checked = [*zip(range(count), parsed, all_params, priorities, strict=True)]
         # one for all
@@ -102,7 +103,8 @@ class InputProcessor:
             if not 0 <= token_id <= last:
                 raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
 
-    def parse(self, name: str, prompt: Any) -> tuple[str | None, list[int]]:
+    def parse(self, name: str, prompt: Any,
+              params: SamplingParams) -> tuple[str | None, list[int]]:
         """Returns the text (if there is one) and the token ids of a prompt in any form."""
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
@@ -114,6 +116,12 @@ class InputProcessor:
             token_ids = [*map(index, token_ids)]
         self.check_vocabulary(name, token_ids)
         most = self.max_model_len
+        if (kept := params.truncate_prompt_tokens) is not None:
+            kept = kept if kept >= 0 else most - (params.max_tokens or 1)
+            if kept < 1:
+                raise rejected("truncate_prompt_tokens", params.truncate_prompt_tokens,
+                               f"at least 1, or -1 with max_tokens below max_model_len={most}")
+            token_ids = token_ids[-kept:]
         if not 0 < len(token_ids) < most:
             raise ValueError(
                 f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty and must be "

@@ -150,6 +150,10 @@ class LLM(nanoengine.LLM):
         """Searches without a progress bar, and all prompts together."""
         return super().beam_search(*arguments, **without(options))
 
+    def score(self, *_: Any, **__: Any) -> Any:
+        """Refuses, as vLLM's is for models of another kind, and not nanoengine's."""
+        self.__getattr__("score")()
+
     def __getattr__(self, name: str) -> Any:
         """Returns a method that refuses each call, for vLLM's other ones."""
         if name not in METHODS:
