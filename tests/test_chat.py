@@ -149,7 +149,8 @@ QWEN_CODER = """{%- for tool_call in m.tool_calls %}{%- set tool_call = tool_cal
     {%- set args_value = args_value | string if args_value is string else args_value | tojson %}
     {{- args_value }}{%- endfor %}{%- endif %}{%- endfor %}"""
 KIMI = """{%- for tool_call in m['tool_calls'] %}
-    {%- set args = tool_call['function']['arguments'] %}{{- args if args is string else args | tojson }}{%- endfor %}"""
+    {%- set args = tool_call['function']['arguments'] %}
+    {{- args if args is string else args | tojson }}{%- endfor %}"""
 OBJECT, TEXT = {"city": "Ås", "days": [2]}, '{"city":"Ås","days":[2]}'
 WRITTEN = json.dumps(OBJECT, ensure_ascii=False)
 IN_CALL = f'"name": "rain", "arguments": {WRITTEN}'
