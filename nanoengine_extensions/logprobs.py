@@ -10,7 +10,6 @@ Each is read once, for the first output that has it. A later output copies the l
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import takewhile
-from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -62,34 +61,57 @@ class RowLogprobs:
 
         tokenizer: that of the library `tokenizers`; without one, tokens have no text.
         """
-        before = self.token_ids[max(self.start, self.position - 4):self.position]
+        before = self.token_ids[max(self.start, self.position - 12):self.position]
+        # once for all
+        before = begun_in(before, tokenizer) if tokenizer else []
         return {int(token_id): Logprob(
                     logprob, int(rank), tokenizer and text_of(tokenizer, int(token_id), before))
                 for token_id, logprob, rank in self.entries.tolist()}
 
 
+# how a tokenizer can spell U+FFFD: as itself, in the letters of ByteLevel, in those of ByteFallback
+REPLACEMENT = ("\ufffd", "\u00ef\u00bf\u00bd", "<0xEF><0xBF><0xBD>")
+
+
 def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
     """Returns the text of a single token, as vLLM does: with the space that it begins with.
 
-    The token that completes a character has all of it, and the tokens that began it have none.
+    The token that completes a character has all of it, and the tokens that began it have none. So
+    the texts of all tokens, joined, are the whole text.
 
-    before: the tokens before it; a character has at most four bytes.
+    before: the tokens before it, or those of them that have no text yet.
     """
-    def decode(token_ids: list[int]) -> str:
-        return tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    # what it adds after itself: some decoders strip spaces where a text begins
-    text = decode([token_id] * 2)[len(decode([token_id])):]
-    if not text.endswith("\ufffd"):
+    begun = begun_in(before, tokenizer)
+    text = tokenizer.decode([*begun, token_id], skip_special_tokens=False)
+    if is_half(text, [*begun, token_id], tokenizer):
+        return ""
+    if begun:
         return text
-    for start in range(len(before) - 1, -1, -1):
-        whole = decode(before[start:] + [token_id])
-        if not whole.endswith("\ufffd"):
-            clean = before[start:]
-            while clean and decode(clean[-1:]).endswith("\ufffd"):
-                clean.pop()
-            return whole[len(commonprefix([whole, decode(clean)])):]
-    return ""
+    # what it adds after itself: some decoders strip spaces where a text begins
+    return tokenizer.decode([token_id] * 2, skip_special_tokens=False)[len(text):]
+
+
+def begun_in(token_ids: list[int], tokenizer: Any) -> list[int]:
+    """Returns the last of these tokens that have no text yet: they end within a character."""
+    end = len(token_ids)
+    # a character has at most four bytes
+    while end and all(
+            is_half(tokenizer.decode(part, skip_special_tokens=False), part, tokenizer)
+            for part in (token_ids[start:end] for start in range(end - 1, max(end - 5, -1), -1))):
+        end -= 1
+    return token_ids[end:]
+
+
+def is_half(text: str, token_ids: list[int], tokenizer: Any) -> bool:
+    """Returns whether the text of some tokens ends within a character.
+
+    A decoder writes U+FFFD for the part that is there. A model can write U+FFFD itself: then the
+    names of its tokens spell it.
+    """
+    if not text.endswith("\ufffd"):
+        return False
+    names = "".join(tokenizer.id_to_token(token) or "" for token in token_ids[-3:])
+    return not names.endswith(REPLACEMENT)
 
 
 class Logprobs(Feature):
