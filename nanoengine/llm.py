@@ -1,7 +1,7 @@
 """`LLM`: what a user calls.
 
-`requests.py` turns prompts into requests, `engine.py` runs their sequences, and `outputs.py` turns
-the new tokens into text. `generate` and `stream` are a loop over `steps_for`.
+`requests.py` turns prompts into requests, and new tokens into results; `engine.py` runs their
+sequences. `generate` and `stream` are a loop over `steps_for`.
 
 Threads take turns; a turn is one step, and a step serves the requests of all threads.
 
@@ -30,8 +30,7 @@ from nanoengine.kernels import kernels
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
 from nanoengine.observers import Features
-from nanoengine.outputs import Request, RequestOutput
-from nanoengine.requests import InputProcessor, Params
+from nanoengine.requests import InputProcessor, Params, Request, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 
 Priority = int | list[int] | None

@@ -25,7 +25,7 @@ from nanoengine.attention import BACKENDS, choose_backend, make_caches
 from nanoengine.batch import Batch, Copies
 from nanoengine.checks import rejected
 from nanoengine.config import EngineConfig
-from nanoengine.cuda_graphs import CudaGraphs
+from nanoengine.cuda_graphs import CudaGraphs, padded
 from nanoengine.features import extension
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
@@ -151,7 +151,7 @@ class ModelRunner:
         """
         longest_keys = max(longest_keys, *map(add, batch.starts, batch.num_tokens))
         if self.graphs.can_replay(batch):
-            batch = self.graphs.padded(batch)
+            batch = padded(batch, self.graphs.size_for(batch))
             longest_keys = self.max_model_len
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)

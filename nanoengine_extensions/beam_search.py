@@ -27,7 +27,7 @@ from nanoengine.batch import Batch
 from nanoengine.checks import rejected, strict
 from nanoengine.llm import LLM
 from nanoengine.observers import Feature
-from nanoengine.outputs import Request
+from nanoengine.requests import Request
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence

@@ -19,8 +19,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from nanoengine.checks import naming, rejected
 from nanoengine.llm import LLM
-from nanoengine.outputs import RequestOutput
-from nanoengine.requests import InputProcessor, Params
+from nanoengine.requests import InputProcessor, Params, RequestOutput
 
 logger = logging.getLogger("nanoengine")
 

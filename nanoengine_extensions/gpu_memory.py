@@ -9,11 +9,11 @@ from dataclasses import fields
 
 import torch
 
-from nanoengine.batch import Batch
-from nanoengine.cuda_graphs import dummy_batch
+from nanoengine.batch import Batch, Row
 from nanoengine.features import OBSERVERS, asked_by, is_installed
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import Sequence
 
 # parameters with which a step needs the most memory
 MOST = {"min_p": 0.1, "top_p": 0.9, "presence_penalty": 1.0, "logit_bias": {0: 1.0}, "logprobs": 20}
@@ -49,8 +49,9 @@ def largest_batch(runner: ModelRunner) -> Batch:
         if features[name] is None or is_installed(features[name])})
     files = [*asked_by(params)]
     runner.features.load(files)
-    batch = dummy_batch(num_seqs, num_tokens, longest, params)
-    for seq in batch.sequences:
-        seq.edits = tuple(OBSERVERS[file] for file in files)
-    batch.sampled = [batch.sampled[i % num_seqs] for i in range(config.max_num_seqs)]
-    return batch
+    # a dummy, which uses block 0
+    seq = Sequence("", [0] * longest, longest, longest, params)
+    seq.edits = tuple(OBSERVERS[file] for file in files)
+    return Batch(sequences=[seq] * num_seqs, starts=[longest - num_tokens] * num_seqs,
+                 num_tokens=[num_tokens] * num_seqs,
+                 sampled=[Row(i % num_seqs, seq, longest) for i in range(config.max_num_seqs)])

@@ -18,8 +18,7 @@ from torch import Tensor
 from nanoengine.batch import Batch, Row
 from nanoengine.checks import Condition, rejected
 from nanoengine.observers import Feature
-from nanoengine.outputs import CompletionOutput, RequestOutput
-from nanoengine.requests import InputProcessor
+from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
 from nanoengine.sampler import max_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence

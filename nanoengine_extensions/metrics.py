@@ -23,8 +23,7 @@ from nanoengine.batch import Batch
 from nanoengine.engine import Engine
 from nanoengine.observers import Feature
 from nanoengine.step_inputs import Launched
-from nanoengine.outputs import CompletionOutput, RequestOutput
-from nanoengine.requests import InputProcessor
+from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
 from nanoengine.sequence import Sequence
 
 # Messages go to stderr, or to the user's own handlers if there are any.

@@ -23,8 +23,7 @@ from typing import Any
 from nanoengine.checks import naming, rejected
 from nanoengine.features import extension, is_installed
 from nanoengine.llm import LLM
-from nanoengine.outputs import RequestOutput
-from nanoengine.requests import InputProcessor
+from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from nanoengine.checks import Condition
 from nanoengine.engine import Engine
 from nanoengine.observers import Feature, Launched
-from nanoengine.outputs import RequestOutput
-from nanoengine.requests import InputProcessor
+from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sequence import Sequence
 
 CONDITIONS: list[Condition] = [

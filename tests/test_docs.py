@@ -26,7 +26,7 @@ from conftest import ROOT
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
-from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.requests import CompletionOutput, RequestOutput
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine_extensions.beam_search import BeamSearchSequence
 from nanoengine_extensions.metrics import Metrics, RequestMetrics
