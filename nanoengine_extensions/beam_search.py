@@ -16,7 +16,6 @@ others. An observer calls `update` for each of them that has a new token. This f
 """
 
 import math
-from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
 from heapq import nlargest
@@ -149,8 +148,9 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     if not any(seq.num_uncomputed_tokens for seq in scheduler.running):
         while scheduler.running:
             scheduler.preempt(scheduler.running[-1])
-        scheduler.waiting = deque(
-            sorted(scheduler.waiting, key=lambda seq: (seq.priority, seq not in beams)))
+        ordered = sorted(scheduler.waiting, key=lambda seq: (seq.priority, seq not in beams))
+        scheduler.waiting.clear()
+        scheduler.waiting.extend(ordered)
 
 
 class BeamSearch(Request):
