@@ -14,7 +14,7 @@ To look is to collect the new tokens of the call's own requests. Brackets are tu
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from inspect import signature
 from pathlib import Path
@@ -172,14 +172,13 @@ class LLM(AbstractContextManager):
             with self.turn():
                 pass
 
-    def steps_for(self, requests: list[Any], look: Callable[[Any], Any] = lambda request: request,
-                  ) -> Generator[list[Any], None, None]:
+    def steps_for(self, requests: list[Any], look: Any = None) -> Generator[list[Any], None, None]:
         """Runs steps until all these requests of one call have finished.
 
         It first queues them, and yields an empty list. After each step, it yields the result of
-        `look` for each of them that has new tokens, and raises the error of a request. The requests
-        are freed however this ends. A step of another thread can have brought the tokens; then it
-        runs none.
+        `look`, by default the request itself, for each of them that has new tokens, and raises the
+        error of a request. The requests are freed however this ends. A step of another thread can
+        have brought the tokens; then it runs none.
         """
         num_unfinished = len(requests)
         inbox = requests[0].inbox if requests else {}
@@ -195,7 +194,7 @@ class LLM(AbstractContextManager):
                     # our idle OpenMP threads would slow down a step of another thread
                     if len(self.entered) > num_unfinished:
                         self.kernels.end_threads()
-                    seen = [look(request) for request in updated]
+                    seen = [look(request) if look else request for request in updated]
                 for error in [request.error for request in updated if request.error]:
                     raise error
                 yield seen

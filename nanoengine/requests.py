@@ -245,10 +245,8 @@ class InputProcessor:
         most = self.max_model_len
         if (kept := params.truncate_prompt_tokens) is not None:
             kept = kept if kept >= 0 else most - (params.max_tokens or 1)
-            if kept < 1:
-                raise rejected("truncate_prompt_tokens", params.truncate_prompt_tokens,
-                               f"at least 1, or -1 with max_tokens below max_model_len={most}")
-            token_ids = token_ids[-kept:]
+            # with max_tokens of max_model_len, nothing
+            token_ids = token_ids[-kept:] if kept > 0 else []
         if not 0 < len(token_ids) < most:
             raise ValueError(
                 f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty and must be "
