@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import date
 from typing import Annotated, Literal
 
@@ -333,17 +334,42 @@ class Owner(BaseModel):
 
 
 @pytest.mark.parametrize("kind", [Cat, Owner])
-def test_the_schema_of_a_pydantic_class(llm, kind):
-    """A class itself is refused: a schema shows what is enforced."""
-    found = texts(llm, "Once", structured_outputs={"json": kind.model_json_schema()}, n=6,
-                  temperature=2.0, max_tokens=200)
+def test_a_pydantic_class(llm, kind):
+    """It stands for its schema."""
+    options = dict(n=6, temperature=2.0, max_tokens=200, seed=1)
+    found = texts(llm, "Once", structured_outputs={"json": kind}, **options)
+    assert found == texts(llm, "Once", structured_outputs={"json": kind.model_json_schema()},
+                          **options)
     assert len({*found}) > 1
     for text in found:
         kind.model_validate_json(text)
         if kind is Owner:
             assert {*json.loads(text)["pet"]} <= {*Cat.model_fields, "barks"}
-    with pytest.raises(ValueError, match="structured_outputs=.*not JSON serializable"):
+
+
+class Share(BaseModel):
+    percent: Annotated[float, Field(ge=0, le=100, multiple_of=0.01)]
+
+
+def test_floats_that_end(llm):
+    """A float can have digits without end, unless it is a multiple of something."""
+    params = SamplingParams(structured_outputs={"json": Share}, n=32, temperature=1e6, seed=1,
+                            max_tokens=40)
+    completions = llm.generate("Once", params, use_tqdm=False)[0].outputs
+    assert {completion.finish_reason for completion in completions} == {"stop"}
+    found = [Share.model_validate_json(completion.text).percent for completion in completions]
+    assert len({*found}) > 20 and any(not number.is_integer() for number in found)
+
+
+class Odd(BaseModel):
+    call: Callable
+
+
+@pytest.mark.parametrize("kind", [int, object, Odd, Share(percent=1.0), BaseModel.model_json_schema])
+def test_what_is_neither_a_schema_nor_such_a_class_is_refused(llm, kind):
+    with pytest.raises(ValueError, match=r"structured_outputs=\{'json': "):
         texts(llm, "Once", structured_outputs={"json": kind})
+    check_idle(llm)
 
 
 # ------------------------------------------------------------------------- regexes and grammars
@@ -352,7 +378,8 @@ def test_the_schema_of_a_pydantic_class(llm, kind):
 @pytest.mark.parametrize("regex", [
     r"\w{2}", r"\W", r"\d", r"\S\s", r"[\w-]", r"[^\w]", r"[^\d]", "^ab|^cd", "[^]a]{2}",
     "a.b", "(?i)ab", "(?P<name>a)+", "(?i-x:a)", r"a\++", "[+*]+",
-    r"[^\s\d]", r"[^a\S]", r"\.\t[\]\-]", "/", ""])
+    r"[^\s\d]", r"[^a\S]", r"\.\t[\]\-]", "/", "",
+    r"\\", r"a\\", r"[\\]", r"(\\)+", r"\\\\", r"[a\\]{2}", r"a{1}?b", "(?:ab)+?"])
 def test_a_regex_means_what_python_reads(regex):
     grammar = ByteGrammar("regex", regex)
     rng = random.Random(3)
@@ -363,10 +390,24 @@ def test_a_regex_means_what_python_reads(regex):
 @pytest.mark.parametrize("regex", [
     "(?=a)a", "(?!b)a", "(?<=b)a", r"\Aa", r"\x41", r"\u0041", r"\p{L}",
     r"(a)\1", r"\bfoo", r"a\Z", "a$b", "[a-z&&[^b]]", "[[:alpha:]]", "[a~~b]",
-    "((", "a[b", "a++b", "a{2}+", "(?x)a b", "(?ix:a)", "(?U)a*"])
+    "((", "a[b", "a++b", "a{2}+", "(?x)a b", "(?ix:a)", "(?U)a*",
+    # a backslash at the end, of a part, too
+    "\\", "a\\", "a|\\", "(a\\", "(a)\\", "[a]\\", "[a\\", "[\\]", "a\\\\\\", "(\\)", "a{\\", "日\\",
+    # what only Rust permits, or nobody
+    "a**", "a+*", "a{2}{3}", "a??*", "^*", "$+", "a(?i)", "[1-\\d", "[z-a]", "*a", "a)", "a{2,1}",
+    "(?P<1>a)", "(?P<a>b)(?P<a>c)", "(?", "[", "[^]", "[]"])
 def test_other_regexes_are_refused(regex):
     with pytest.raises(ValueError):
         ByteGrammar("regex", regex)
+    for schema in ({"pattern": regex}, {"patternProperties": {regex: {}}}):
+        with pytest.raises(ValueError):
+            ByteGrammar("json", schema)
+
+
+def test_the_names_of_groups_are_those_of_both_languages():
+    for regex, text in (("(?<name>a)+", "aa"), ("(?P<name>a)+", "aa"), (r"\(?<a>", "(<a>"),
+                        ("[(?<]a", "<a")):
+        assert ByteGrammar("regex", regex).accepts(text)
 
 
 @pytest.mark.parametrize("grammar, yes, no", [
