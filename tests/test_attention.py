@@ -17,7 +17,7 @@ from cpu.reference import (
 from nanoengine import LLM, SamplingParams, attention, kernels as seams
 from nanoengine.attention import BACKENDS, Backend, choose_backend, gather_attention, make_caches
 from nanoengine.model import Attention
-from nanoengine.step_inputs import Draws, StepInputs, to_buffer
+from nanoengine.step_inputs import Draws, StepInputs, StepShape, to_buffer
 from nanoengine_cpu import optimize
 
 
@@ -171,7 +171,7 @@ def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
     assert buffer.dtype == torch.int32 and buffer.shape == (
         sum(array.nbytes for array in arrays.values()) // 4,)
     assert {layout: "a key"}[to_buffer([*arrays.values()], "cpu")[1]], "as of a CUDA graph"
-    step = StepInputs.from_buffer(buffer, (layout, 5, 12, 34))
+    step = StepInputs.from_buffer(buffer, StepShape(layout, 5, 12, 34))
     assert (step.num_decodes, step.longest_query, step.longest_keys) == (5, 12, 34)
     assert step.buffer is buffer
     begin = buffer.data_ptr()
@@ -221,13 +221,12 @@ def test_the_choice_of_a_backend(
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     assert choose_backend("auto", device, dtype, 256) == expected
-    slow = [f"slow attention for {dtype} on {device}"] if expected == "gather" else []
     missing = [] if flash or device == "cpu" else [
         "flash-attn is not used: import of flash_attn halted; None in sys.modules"]
-    assert caplog.messages == missing + slow
+    assert caplog.messages == missing
     caplog.clear()
     assert choose_backend("gather", device, dtype, 16) == "gather", "it can always be asked for"
-    assert caplog.messages == missing, "and then there is no warning of slow attention"
+    assert not caplog.messages, "then no other is asked"
     assert choose_backend(expected, device, dtype, 256) == expected
     ranked = ["flash-attn", "triton", "varlen"]
     for name in BACKENDS.keys() - {expected, "gather"}:

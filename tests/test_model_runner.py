@@ -15,15 +15,13 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
 from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
-from nanoengine.features import ALWAYS
-from nanoengine.observers import Features
 from nanoengine.cuda_graphs import CudaGraphs
-from nanoengine.model_runner import (
-    ModelRunner, choose_device, choose_dtype, size_cache)
+from nanoengine.features import ALWAYS
+from nanoengine.model_runner import ModelRunner, choose_device, choose_dtype, size_cache
+from nanoengine.observers import Features
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
-from nanoengine.model_runner import ModelRunner as Runner
 
 DTYPES = {"slot_mapping": torch.int64}  # the others are int32
 TENSORS = ("slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
@@ -151,7 +149,7 @@ def test_bucket_sizes():
 def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, expected):
     config = EngineConfig(model="m", max_num_seqs=max_num_seqs,
                           max_num_batched_tokens=max_num_batched_tokens)
-    runner: Any = object.__new__(Runner)
+    runner: Any = object.__new__(ModelRunner)
     runner.config, runner.max_model_len = config, max_model_len
     runner.features = Features(ALWAYS)
     batch = runner.largest_batch()
@@ -161,7 +159,8 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
     assert not graphs.can_replay(batch) or max_num_batched_tokens == 1, "no graph takes it over"
     assert {start + count for start, count in zip(batch.starts, expected)} == {max_model_len}
     (edits,) = {row.seq.edits + row.seq.params.truncations for row in batch.sampled}
-    assert edits == ("constraints", "min_p", "top_p"), "with a whole sort"
+    assert edits == ("Logprobs", "Constraints", "min_p", "top_p"), "with a whole sort"
+    assert {"Logprobs", "Constraints"} <= runner.features.by_name.keys(), "they are there to run"
     assert {row.seq.params.logprobs for row in batch.sampled} == {20}
 
 
@@ -257,9 +256,10 @@ def test_the_free_memory_of_a_cpu(tiny, monkeypatch):
 def test_the_largest_step_is_tried_before_the_cache_has_its_size(tiny, monkeypatch):
     """As on a GPU: what is left beside it is measured."""
     def measure_free_bytes(runner):
+        runner.allocate(num_blocks=0)
         batch = runner.largest_batch()
         launched = runner.launch(batch)
-        assert len(launched.wait()) == 4 and runner.caches.nbytes == runner.block_bytes
+        assert len(launched.wait()) == 4 and runner.blocks.nbytes == runner.block_bytes
         return 9 * runner.block_bytes + 1
 
     monkeypatch.setattr(ModelRunner, "measure_free_bytes", measure_free_bytes)
@@ -282,7 +282,6 @@ def test_logits_are_made_for_no_more_rows_than_were_measured(tiny):
                           for output in llm.generate(prompts, params, use_tqdm=False)])
             assert max(sizes) == max_num_seqs
     assert found[0] == found[1]
-
 
 
 @pytest.mark.parametrize("flags, dtype", [

@@ -17,19 +17,19 @@ import pytest
 import torch
 from conftest import check_blocks
 
+from nanoengine import SamplingParams
 from nanoengine.batch import Batch, Copies
 from nanoengine.block_manager import BlockManager
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine, make_block_manager
+from nanoengine.observers import Features
 from nanoengine.requests import Request
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way
-from nanoengine.engine import Engine, make_block_manager
 from nanoengine_extensions.logprobs import Logprobs, RowLogprobs
 from nanoengine_extensions.metrics import Metrics
-from nanoengine.config import EngineConfig
-from nanoengine import SamplingParams
-from nanoengine.observers import Feature
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine_extensions.policies import overtaking
 from nanoengine_extensions.swapping import SwappingBlockManager
 
@@ -129,8 +129,6 @@ class ObservedScheduler(Scheduler):
         batch = super().schedule()
         if batch:
             self.metrics.scheduled(batch)
-            if isinstance(self.victim, Feature):
-                self.victim.scheduled(batch)
             self.logprobs.scheduled(batch)
         return batch
 
@@ -320,7 +318,7 @@ def make_engine(cache: ShadowCache, num_blocks, max_num_seqs, max_num_batched_to
         model="none", device="cpu", block_size=cache.block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=caching, **options)
     runner = ShadowRunner(cache, num_blocks, num_host_blocks, max_model_len, max_num_seqs)
-    engine = Engine(config, runner, {})
+    engine = Engine(config, runner, Features())
     engine.scheduler.__class__ = CheckedScheduler
     engine.scheduler.observe()
     engine.add = engine.scheduler.add

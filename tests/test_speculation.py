@@ -4,8 +4,8 @@ import itertools
 import json
 import math
 import random
-from functools import partial
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,14 +21,13 @@ from test_scheduler import expected_output, is_beam, make_sequence, run_workload
 from tokenizers import Tokenizer
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.model_runner import ModelRunner
-from nanoengine_extensions import speculation
+from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.features import ALWAYS
+from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features
-
-from nanoengine.config import EngineConfig
 from nanoengine.sequence import Sequence
+from nanoengine_extensions import speculation
 from nanoengine_extensions.speculation import PromptLookup, StepCosts
 from nanoengine_extensions.structured_outputs.grammar import Grammar
 
@@ -70,8 +69,11 @@ def speculating(monkeypatch):
         policy = "prompt-lookup" if rng.random() < 0.2 else guess
         options = vars(config) | dict(run_ahead=False, speculation=policy)
         runner.last_sampled = torch.zeros(config.max_num_seqs + 32)
-        guessers.append(speculation.Speculation(itertools.count().__next__))
-        return Engine(EngineConfig(**options), runner, {"speculation": guessers[-1]})
+        engine = Engine(EngineConfig(**options), runner, features)
+        engine.launcher.clock = itertools.count().__next__
+        guessers.append(engine.launcher)
+        return engine
+
     monkeypatch.setattr(test_scheduler, "Engine", make_speculating)
     return guessers
 
@@ -214,14 +216,14 @@ def small_llm(tiny):
         yield llm
 
 
-def speculate(llm: LLM, policy, *clock) -> None:
+def speculate(llm: LLM, policy, clock=time.monotonic) -> None:
     """Gives a loaded model an engine that speculates."""
     options = vars(llm.config) | dict(speculation=policy, run_ahead=False)
     runner = llm.engine.runner
     runner.last_sampled = runner.last_sampled.new_zeros(llm.config.max_num_seqs + 32)
     runner.features = llm.inputs.features = Features(ALWAYS)
-    runner.features["speculation"] = speculation.Speculation(*clock)
     llm.engine = Engine(EngineConfig(**options), runner, runner.features)
+    llm.engine.launcher.clock = clock
 
 
 def raise_error(seq):
@@ -379,7 +381,7 @@ def test_a_forced_text_that_is_never_right_gives_way_to_the_policy(bundled, monk
         for _ in range(4):
             found += llm.generate("The fox", params, use_tqdm=False)
             steps.append(llm.metrics()["num_steps"])
-        assert llm.engine.features["speculation"].all_odds["forced"] < 0.1
+        assert llm.engine.launcher.all_odds["forced"] < 0.1
     assert steps[4] - steps[3] < num_steps / 3, (num_steps, steps)
     assert all(parts_of(each) == parts_of(expected) for each in found)
 
@@ -424,7 +426,8 @@ def test_log_probabilities_keep_one_list_of_tokens(small_llm, always):
     while not request.is_finished:
         small_llm.step()
     assert small_llm.metrics()["right_guesses"] > 10
-    assert all(row.token_ids is request.seq.token_ids for row in request.seq.kept["logprobs"].values())
+    found = request.seq.kept["logprobs"].values()
+    assert all(row.token_ids is request.seq.token_ids for row in found)
     assert parts_of(request.output()) == parts_of(expected)
 
 
@@ -469,28 +472,25 @@ def test_costs_are_estimated_and_an_unlucky_one_is_forgotten():
 
 
 class Machine:
-    """A clock whose steps take as long as a function of their tokens says."""
+    """A runner, and a clock whose steps take as long as a function of their tokens says."""
 
-    def __init__(self, engine, seconds) -> None:
+    def __init__(self, speculation, seconds) -> None:
         self.now = 0.0
-        guesser = engine.features["speculation"]
-        launch = engine.launch.args[0]
+        self.runner = speculation.runner
+        self.seconds = seconds
+        speculation.runner = self
+        speculation.clock = lambda: self.now
 
-        def launch_in_time(batch):
-            self.now += seconds(sum(batch.num_tokens))
-            return launch(batch)
-
-        engine.launch = partial(guesser.launch, launch_in_time)
-        guesser.clock = lambda: self.now
+    def launch(self, batch):
+        self.now += self.seconds(sum(batch.num_tokens))
+        return self.runner.launch(batch)
 
 
 def seconds_of(llm, policy, seconds, prompts) -> float:
     speculate(llm, policy)
-    runner = llm.engine.runner
-    machine = Machine(llm.engine, seconds)
+    machine = Machine(llm.engine.launcher, seconds)
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
                  use_tqdm=False)
-    llm.engine.runner = runner
     return machine.now
 
 
@@ -545,8 +545,8 @@ def test_odds_are_learnt_for_each_kind(small_llm):
     speculate(small_llm, policy, itertools.count().__next__)
     (found,) = small_llm.generate([prompt], params, use_tqdm=False)
     assert found.outputs == expected.outputs
-    metrics, engine = small_llm.metrics(), small_llm.engine.features["speculation"]
-    assert engine.all_odds["right"] > 0.9 > 0.1 > engine.all_odds["wrong"], engine.all_odds
+    metrics, odds = small_llm.metrics(), small_llm.engine.launcher.all_odds
+    assert odds["right"] > 0.9 > 0.1 > odds["wrong"], odds
     num_wrong = metrics["guessed_tokens"] - metrics["right_guesses"]
     assert metrics["right_guesses"] > 60 and num_wrong < 10, metrics
 
