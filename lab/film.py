@@ -61,7 +61,9 @@ def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
     longest = [len(prompt) + most for prompt, most in zip(workload.prompts, workload.max_tokens)]
     camera = Camera(Cost("a step", 1.0, 0.0, 0.0, 0.0), config, max(longest))
     camera.frames = []
-    engine = camera.engine = Engine(config, camera, Features(own=[Metrics(lambda: camera.now)]))
+    features = Features()
+    features["Metrics"] = Metrics(lambda: camera.now)
+    engine = camera.engine = Engine(config, camera, features)
     lengths = {str(number): length for number, length in enumerate(workload.lengths)}
     for number, prompt in enumerate(workload.prompts):
         run_until(engine, lengths, number * args.gap)

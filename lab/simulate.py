@@ -112,7 +112,9 @@ def simulate(args: Any, workload: Workload, cost: Cost,
     config = replace(args.engine_config, **changes)
     most = max(map(len, workload.prompts)) + max(workload.max_tokens)
     runner = SimulatedRunner(cost, config, config.max_model_len or most)
-    engine = runner.engine = Engine(config, runner, Features(own=[Metrics(lambda: runner.now)]))
+    features = Features()
+    features["Metrics"] = Metrics(lambda: runner.now)
+    engine = runner.engine = Engine(config, runner, features)
     gap = 1 / args.rate if args.rate else 0.0
     arrivals = np.random.default_rng(config.seed).exponential(gap, len(workload.prompts)).cumsum()
     lengths = {str(number): length for number, length in enumerate(workload.lengths)}

@@ -87,13 +87,6 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
     return out
 
 
-def triton_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """The kernel of nanoengine_gpu, for any GPU and dtype. It reads nothing on the host."""
-    attend = kernels("cuda").paged_attention
-    assert attend
-    return attend(query, cache, window, step)
-
-
 def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
     """Whether `flash_attention` works. Warns on a GPU if not: the package can be absent, it can be
     built for another PyTorch, or it is flash-attn 4, which has other functions."""
@@ -103,11 +96,6 @@ def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
     except (ImportError, AttributeError) as error:
         logging.getLogger("nanoengine").warning(f"flash-attn is not used: {error}")
         return False
-
-
-def has_triton(device: str, dtype: torch.dtype) -> bool:
-    """Whether `triton_attention` works."""
-    return device == "cuda" and kernels(device).paged_attention is not None
 
 
 def has_numba(device: str, dtype: torch.dtype) -> bool:
@@ -135,11 +123,10 @@ class Backend:
     has_graphs: bool = False
 
 
-# You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS. "varlen", PyTorch's
-# own build of flash-attn's kernels, is in nanoengine_extensions/varlen.py.
+# You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS.
+# nanoengine_extensions/backends.py adds two for a GPU, "triton" and "varlen".
 BACKENDS = {
     "flash-attn": Backend(flash_attention, has_flash_attn, 4, block_multiple=256, has_graphs=True),
-    "triton": Backend(triton_attention, has_triton, 3, has_graphs=True),
     "numba": Backend(None, has_numba, 3),
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
@@ -149,16 +136,15 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here.
     """
-    if device == "cuda" and name in ("auto", "varlen") and is_installed("varlen"):
-        # adds itself to the table
-        extension("varlen")
+    if device == "cuda" and is_installed("backends"):
+        # adds rows to the table
+        extension("backends")
     ranked = sorted(BACKENDS, key=lambda each: -BACKENDS[each].rank)
-    # "auto" asks one after the other; the last one always works
-    asked = ranked if name == "auto" else [name] if name in BACKENDS else []
-    chosen = next((each for each in asked if BACKENDS[each].works(device, dtype)), "")
-    if not chosen:
-        usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
-        raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
+    # "auto" asks one after the other, up to the first that works
+    asked = ranked if name == "auto" else BACKENDS.keys() & {name}
+    usable = (each for each in asked if BACKENDS[each].works(device, dtype))
+    if not (chosen := next(usable, "")):
+        raise rejected("attention_backend", name, f"one of {ranked} that works in {dtype} on {device}")
     multiple = BACKENDS[chosen].block_multiple
     if block_size % multiple:
         raise rejected("block_size", block_size, f"a multiple of {multiple} for {chosen}")

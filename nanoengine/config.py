@@ -9,7 +9,6 @@ from typing import Any
 
 from nanoengine.checks import Condition, check, strict
 from nanoengine.features import of
-from nanoengine.observers import Feature
 from nanoengine.policies import POLICIES, find_policy
 
 # an option whose default depends on the device
@@ -20,10 +19,7 @@ CONDITIONS: list[Condition] = [
      "at least max_num_seqs={max_num_seqs}, and this at least 1"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1"),
     ("max_model_len", lambda c: c.max_model_len is None or c.max_model_len >= 2,
-     "at least 2, or None"),
-    ("features", lambda c: all(isinstance(each, Feature) for each in c.features)
-     and len({*map(type, c.features)}) == len(c.features),
-     "a list of objects of different subclasses of Feature: see observers.py")]
+     "at least 2, or None")]
 
 
 @strict

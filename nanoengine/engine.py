@@ -23,7 +23,8 @@ by advancing the step in flight, and collects its tokens before it returns.
 Optional features observe these steps: see observers.py.
 """
 
-from typing import Any, Protocol
+import weakref
+from typing import Any
 
 import torch
 
@@ -38,20 +39,10 @@ from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
 
 
-class Runner(Protocol):
-    """What the engine needs of a runner: see `ModelRunner`."""
-
-    num_kv_blocks: int
-    max_model_len: int
-    host_blocks: Any
-
-    def launch(self, batch: Batch) -> Launched:
-        """Begins a step on the device."""
-
-
 class Engine:
     """Runs sequences to their end.
 
+    runner: a `ModelRunner`, or anything else with its `launch`, its `close` and its sizes.
     features: are called when something happens.
     launcher: begins the steps: the runner, or speculation, which adds guesses to a batch and gives
         it to the runner.
@@ -61,24 +52,25 @@ class Engine:
     search, needs nothing else of the engine.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, features: Features) -> None:
+    def __init__(self, config: EngineConfig, runner: Any, features: Features) -> None:
         self.config = config
-        self.runner: Any = runner
+        self.runner = self.launcher = runner
         self.features = features
-        self.launcher: Any = runner
         self.scheduler = Scheduler(make_block_manager(config, runner), config)
         if config.speculation != "none":
             self.launcher = extension("speculation").Speculation(config, runner, features)
             # steps of tokens that are known already come first
             self.scheduler.fill = self.launcher.around(self.scheduler.fill)
         # a policy can also observe
-        for policy in (self.scheduler.fill, self.scheduler.victim):
-            if isinstance(policy, Feature):
-                features.add(policy)
-        self.add = self.scheduler.add
+        if isinstance(self.scheduler.victim, Feature):
+            features["Victim"] = self.scheduler.victim
+        self.add = self.scheduler.enqueue
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None
-        features.begin_with(self)
+        # without a cycle of references, an engine that is dropped frees its memory at once
+        features.engine = weakref.ref(self)
+        for feature in features.values():
+            feature.begin(self)
 
     def has_unfinished(self) -> bool:
         return self.in_flight is not None or self.scheduler.has_unfinished()
@@ -111,12 +103,12 @@ class Engine:
         if not self.scheduler.has_unfinished():
             return None
         batch = self.scheduler.schedule()
-        for feature in self.features:
+        for feature in self.features.values():
             feature.scheduled(batch)
         if not batch:
             return None
         launched = self.launcher.launch(batch)
-        for feature in self.features:
+        for feature in self.features.values():
             feature.launched(launched)
         return launched
 
@@ -135,7 +127,7 @@ class Engine:
         if launched is None:
             return []
         seqs = self.scheduler.postprocess(launched.batch, launched.wait())
-        for feature in self.features:
+        for feature in self.features.values():
             feature.done(launched, seqs)
         return seqs
 
@@ -162,7 +154,7 @@ class Engine:
         torch.cuda.empty_cache()
 
 
-def make_block_manager(config: EngineConfig, runner: Runner) -> BlockManager:
+def make_block_manager(config: EngineConfig, runner: Any) -> BlockManager:
     """Returns the manager of a runner's blocks, and of its pool on the host if there is one."""
     longest = runner.max_model_len
     policy = find_policy("kv_allocation", config.kv_allocation)

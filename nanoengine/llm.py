@@ -143,13 +143,8 @@ class LLM(AbstractContextManager):
         A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        try:
-            self._queue(requests)
-            with self.turn():
-                return requests
-        except BaseException:
-            self.dropped += requests
-            raise
+        self._queue(requests)
+        return requests
 
     def step(self) -> list[Request]:
         """Runs one step for all requests, and returns the requests that have new tokens.

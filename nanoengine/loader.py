@@ -57,8 +57,9 @@ def check_supported(config: PretrainedConfig) -> None:
     rope = config.rope_parameters
     family = FAMILIES.get(config.model_type)
     has_layer_types = family and "layer_types" in family.heeds
+    architectures = [[each.architecture] for each in FAMILIES.values()]
     checks: Any = (
-        ("architectures", config.architectures, [[each.architecture] for each in FAMILIES.values()]),
+        ("architectures", config.architectures, architectures),
         ("num_attention_heads % num_key_value_heads",
          config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
         ("hidden_act", config.hidden_act, ["silu"]),

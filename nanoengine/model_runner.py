@@ -221,8 +221,8 @@ class ModelRunner:
             rows = batch.sampled[start:start + size]
             part = slice(start, start + len(rows))
             tokens[part] = sample(logits, step.draws.of(part), [row.seq for row in rows],
-                                  self.last_sampled, self.features.by_name, self.kernels)
-            for feature in self.features:
+                                  self.last_sampled, self.features, self.kernels)
+            for feature in self.features.values():
                 feature.drawn(rows, logits, tokens[part])
         # There are more than max_num_seqs only when forks begin, and then the next step waits for
         # their tokens. In place of NO_TOKEN, the next step computes token 0. Its sequence has ended

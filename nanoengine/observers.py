@@ -10,13 +10,13 @@ A feature of your own works like those in nanoengine_extensions:
 """
 
 import threading
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from nanoengine.batch import Batch, Row
+from nanoengine.checks import rejected
 from nanoengine.features import OBSERVERS, extension, is_installed
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import Sequence
@@ -68,41 +68,35 @@ class Feature:
         """Fills in an output of the request of these sequences."""
 
 
-class Features:
-    """The features of one engine: those of OBSERVERS that were asked for, then a user's own.
+class Features(dict[str, Feature]):
+    """The features of one engine, by the names of their classes, in the order of their calls.
 
-    by_name: by the names of their classes, in the order in which they are called. It is replaced,
-        and never changed: another thread can be going through it.
+    It has a place for each observer in OBSERVERS, with a `Feature` that does nothing until the
+    observer is asked for; so another thread can go through it meanwhile. A user's own come last.
+
+    engine: a weak reference to the engine, once there is one.
+
+    Raises ValueError for two of one class, and for what is no `Feature`.
     """
 
     def __init__(self, files: Iterable[str] = (), own: Iterable[Feature] = ()) -> None:
-        self.by_name = {type(feature).__name__: feature for feature in own}
-        self.lock = threading.Lock()
+        super().__init__({name: Feature() for name in OBSERVERS.values()})
+        for feature in own:
+            name = type(feature).__name__
+            if not isinstance(feature, Feature) or name in self:
+                raise rejected("features", feature, f"a Feature with another name than {[*self]}")
+            self[name] = feature
         self.engine: Any = lambda: None
+        self.lock = threading.Lock()
         self.load(files)
-
-    def __iter__(self) -> Iterator[Feature]:
-        return iter(self.by_name.values())
-
-    def begin_with(self, engine: Any) -> None:
-        """Lets all features begin, those to come as well."""
-        # without a cycle of references, an engine that is dropped frees its memory at once
-        self.engine = weakref.ref(engine)
-        for feature in self:
-            feature.begin(engine)
 
     def load(self, files: Iterable[str]) -> None:
         """Adds the observers of these files, if they are installed and not there yet."""
-        for file in files:
-            name = OBSERVERS.get(file, "")
+        for file in filter(is_installed, OBSERVERS.keys() & {*files}):
+            name = OBSERVERS[file]
             with self.lock:
-                if name and name not in self.by_name and is_installed(file):
-                    self.add(getattr(extension(file), name)())
-
-    def add(self, feature: Feature) -> None:
-        """Adds a feature, in its place."""
-        if engine := self.engine():
-            feature.begin(engine)
-        known = self.by_name | {type(feature).__name__: feature}
-        order = dict.fromkeys([*OBSERVERS.values(), *known])
-        self.by_name = {name: known[name] for name in order if name in known}
+                if type(self[name]) is Feature:
+                    feature = getattr(extension(file), name)()
+                    if self.engine():
+                        feature.begin(self.engine())
+                    self[name] = feature

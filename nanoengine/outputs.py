@@ -81,7 +81,7 @@ class Request:
     seqs: list[Sequence]
     tokenizer: Any = None
     index: int = 0
-    features: Any = ()
+    features: dict[str, Any] = field(default_factory=dict)
     inbox: dict[str, "Request"] = field(default_factory=dict)
 
     seq = property(lambda self: self.seqs[0])
@@ -105,7 +105,7 @@ class Request:
             seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
             [self._completion(each) for each in self.seqs], self.is_finished,
             index=self.index)
-        for feature in self.features:
+        for feature in self.features.values():
             feature.output(self.seqs, output)
         return output
 

@@ -1,6 +1,7 @@
 """Policies: small functions, in tables by name. Each may also be a function of a user's own.
 
-nanoengine_extensions/policies.py adds more names to these tables, once one of them is asked for.
+nanoengine_extensions/policies.py adds more names to these tables, once one of them is asked for. A
+policy of your own that runs nothing would hang the engine: guards.py there notices.
 """
 
 from collections.abc import Callable

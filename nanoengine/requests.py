@@ -4,6 +4,7 @@ A whole call is checked before any of it is queued. These checks need the model'
 tokenizer or the size of the cache; no step runs here.
 """
 
+import logging
 from copy import deepcopy
 from functools import cached_property
 from itertools import count
@@ -59,6 +60,9 @@ class InputProcessor:
         self.default_params = SamplingParams()
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
+        elif (folder / "generation_config.json").is_file():
+            logging.getLogger("nanoengine").warning(
+                "sampling_params=None ignores generation_config.json without generation_config.py")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
@@ -138,7 +142,7 @@ class InputProcessor:
         # ~seed, since hash64(seed, i) is the draw at position i
         seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
         seqs = [seq, *seq.forks]
-        for feature in self.features:
+        for feature in self.features.values():
             feature.enter(seqs, self)
         tokenizer = None if is_installed("texts") else self.tokenizer
         return Request(text, seqs, tokenizer, place, self.features, inbox)

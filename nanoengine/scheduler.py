@@ -17,7 +17,7 @@ from collections import deque
 
 from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
-from nanoengine.checks import rejected
+from nanoengine.checks import naming
 from nanoengine.config import EngineConfig
 from nanoengine.policies import find_policy
 from nanoengine.sequence import Sequence
@@ -48,15 +48,6 @@ class Scheduler:
         # since the last step
         self.preempted: list[tuple[Sequence, str]] = []
         self.block_manager.reset()
-
-    def add(self, seq: Sequence) -> None:
-        """Queues a sequence and its forks. Raises ValueError if one of them could never run."""
-        manager = self.block_manager
-        num_tokens = max(max(each.max_num_tokens, manager.hold(each)) for each in (seq, *seq.forks))
-        if manager.num_blocks_for(num_tokens) > manager.num_blocks:
-            raise ValueError(f"request {seq.request_id}: {num_tokens} tokens do not fit: "
-                             f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
-        self.enqueue(seq)
 
     def enqueue(self, seq: Sequence, in_front: bool = False) -> None:
         """Lets a sequence wait, behind or in front of all others of its rank."""
@@ -113,12 +104,8 @@ class Scheduler:
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            victim = self.victim(self.running)
-            # otherwise its blocks would be counted twice
-            if victim not in self.running:
-                raise rejected("preemption_victim", self.config.preemption_victim,
-                               f"one that returns a running sequence, not {victim!r}")
-            self.preempt(victim)
+            with naming("preemption_victim has to return a running sequence"):
+                self.preempt(self.victim(self.running))
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
             manager.may_append(seq)

@@ -99,7 +99,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSe
         search.inbox = searches[0].inbox
     features = llm.engine.features
     features.load(["beam_search"])
-    beams: Any = features.by_name["Beams"]
+    beams: Any = features["Beams"]
     beams.searches |= {search.request_id: search for search in searches}
     num_steps = beams.num_steps
     with closing(llm.steps_for(searches)) as steps:

@@ -1,6 +1,6 @@
 """Guards: what an engine cannot guarantee is refused, and so are policies that would hang it.
 
-An observer of steps.
+An observer of requests and steps.
 """
 
 import logging
@@ -10,7 +10,9 @@ from nanoengine.batch import Batch
 from nanoengine.checks import rejected
 from nanoengine.engine import Engine
 from nanoengine.observers import Feature
+from nanoengine.requests import InputProcessor
 from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import Sequence
 
 
 class Guards(Feature):
@@ -27,6 +29,14 @@ class Guards(Feature):
                 f"slow attention for {runner.dtype} on {runner.device}")
         # without a cycle of references, an engine that is dropped frees its memory at once
         self.scheduler = weakref.proxy(engine.scheduler)
+
+    def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
+        """Raises ValueError if one of the sequences could never run."""
+        manager = self.scheduler.block_manager
+        num_tokens = max(max(each.max_num_tokens, manager.hold(each)) for each in seqs)
+        if manager.num_blocks_for(num_tokens) > manager.num_blocks:
+            raise ValueError(f"request {seqs[0].request_id}: {num_tokens} tokens do not fit: "
+                             f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
 
     def scheduled(self, batch: Batch) -> None:
         """A step can preempt all its sequences; after it, a policy has to run something."""

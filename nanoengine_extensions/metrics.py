@@ -282,7 +282,7 @@ class Metrics(Feature):
 
 def metrics_of(engine: Engine) -> Metrics:
     """Returns the observer of an engine, for `LLM.metrics` and `LLM.trace`."""
-    found = engine.features.by_name["Metrics"]
+    found = engine.features["Metrics"]
     assert isinstance(found, Metrics)
     return found
 

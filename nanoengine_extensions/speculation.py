@@ -313,6 +313,6 @@ class Speculation:
         if not seq.edits:
             return seq
         copy = seq.fork(token_ids=seq.token_ids + guess)
-        for feature in self.features:
+        for feature in self.features.values():
             feature.fork(seq, copy)
         return copy

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
-import nanoengine_extensions.varlen  # noqa: F401  adds its backend
+import nanoengine_extensions.backends  # noqa: F401  adds its backend
 from cpu.reference import (
     BF16, F32, NO_NORMS, make_step, norm_and_rotate, plain_attention, random_cache, random_norms,
     to_tiles)

@@ -95,7 +95,9 @@ def make_engine(**options) -> Engine:
     runner = MadeUpRunner()
     config = EngineConfig(model="made up", **dict(block_size=4, trace=True) | options)
     runner.max_num_seqs = config.max_num_seqs
-    return Engine(config, runner, Features(own=[Metrics(lambda: runner.now), Guards()]))
+    features = Features(["guards"])
+    features["Metrics"] = Metrics(lambda: runner.now)
+    return Engine(config, runner, features)
 
 
 def make_sequence(number: int, length: int = 5, num_new: int = 6, n: int = 1, **fields) -> Sequence:

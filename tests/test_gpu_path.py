@@ -27,7 +27,7 @@ from nanoengine.attention import BACKENDS
 from nanoengine.model_runner import ModelRunner
 from nanoengine.step_inputs import Launched
 from nanoengine.step_inputs import StepInputs
-from nanoengine_extensions import varlen
+from nanoengine_extensions import backends
 from nanoengine_extensions.offload import Offload, choose_layers
 from nanoengine_extensions.policies import overtaking
 
@@ -224,7 +224,7 @@ def test_varlen_keeps_the_keys_of_each_sequence_in_one_piece(tiny, monkeypatch, 
     engine = make_engine(tiny, attention_backend="varlen", enforce_eager=True)
     engine.generate(random_prompts(prompts), GREEDY)
     if torch.__version__ >= "2.13":
-        monkeypatch.setattr(varlen, "splits_of", lambda *arguments: {})
+        monkeypatch.setattr(backends, "splits_of", lambda *arguments: {})
         with pytest.raises(GpuError, match="the keys of several sequences are split"):
             engine.generate(random_prompts([390, 300, 350]), GREEDY)
 

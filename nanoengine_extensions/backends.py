@@ -1,6 +1,9 @@
-"""PyTorch's own build of flash-attn's kernels, a further entry of the engine's table `BACKENDS`.
+"""More attention for a GPU, for where flash-attn is not installed: rows of the table `BACKENDS`.
 
-runner.py imports this file before the engine chooses a backend for a GPU.
+    triton    the kernel of nanoengine_gpu, for any GPU and dtype
+    varlen    PyTorch's own build of flash-attn's kernels
+
+The engine imports this file before it chooses a backend for a GPU.
 """
 
 from typing import Any
@@ -9,11 +12,23 @@ import torch
 from torch import Tensor
 
 from nanoengine.attention import BACKENDS, Backend
+from nanoengine.kernels import kernels
 from nanoengine.step_inputs import StepInputs
 
 
+def triton_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
+    """Arguments and result are those of `gather_attention`. It reads nothing on the host."""
+    attend: Any = kernels("cuda").paged_attention
+    return attend(query, cache, window, step)
+
+
+def has_triton(device: str, dtype: torch.dtype) -> bool:
+    """Whether nanoengine_gpu is there."""
+    return device == "cuda" and kernels(device).paged_attention is not None
+
+
 def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """Arguments and result are those of `nanoengine.attention.gather_attention`."""
+    """Arguments and result are those of `gather_attention`."""
     from torch.nn.attention.varlen import varlen_attn
     keys, values = cache
     # (keys to the left, keys to the right); a decode sees all keys anyway
@@ -40,4 +55,5 @@ def has_varlen(device: str, dtype: torch.dtype) -> bool:
     return device == "cuda" and dtype != torch.float32 and torch.__version__ >= "2.12"
 
 
+BACKENDS["triton"] = Backend(triton_attention, has_triton, 3, has_graphs=True)
 BACKENDS["varlen"] = Backend(varlen_attention, has_varlen, 2, block_multiple=256, has_graphs=True)
