@@ -30,7 +30,7 @@ from nanoengine_extensions.metrics import Metrics, RequestMetrics  # noqa: E402
 
 FILE = ROOT / "docs" / "reference.md"
 # the engine's own options of which a feature adds values
-MORE_VALUES = {"load_format": "dummy", "attention_backend": "varlen"} | dict.fromkeys(
+MORE_VALUES = {"load_format": "dummy", "attention_backend": "backends"} | dict.fromkeys(
     POLICIES, "policies")
 
 

@@ -24,7 +24,7 @@ from conftest import ROOT
 
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
-from nanoengine.features import is_installed
+from nanoengine.features import OBSERVERS, is_installed
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine_extensions.metrics import Metrics
 
@@ -158,6 +158,23 @@ def test_every_chapter_is_in_the_contents():
     contents = (ROOT / "docs" / "tutorial" / "README.md").read_text()
     for file in CHAPTERS:
         assert file.name == "README.md" or f"]({file.name})" in contents, file.name
+
+
+@pytest.mark.parametrize("name, package", [("README.md", "nanoengine"),
+                                           ("nanoengine_extensions/README.md",
+                                            "nanoengine_extensions")])
+def test_the_map_has_every_file(name, package):
+    text = (ROOT / name).read_text()
+    rows = "\n".join(re.findall(r"^\| \[.*\|$", text, flags=re.MULTILINE))
+    linked = {(ROOT / name).parent / target for target in re.findall(r"\]\((\S+\.py)\)", rows)}
+    files = {*(ROOT / package).glob("*.py"), *(ROOT / package).glob("*/__init__.py")}
+    assert {file for file in linked if package in file.parts} == files - {
+        ROOT / package / "__init__.py"}
+
+
+def test_the_order_of_observers():
+    text = " ".join((ROOT / "nanoengine_extensions" / "README.md").read_text().split())
+    assert f": {', '.join(OBSERVERS)}, and then your own." in text
 
 
 # -------------------------------------------------------------------------------- reference
