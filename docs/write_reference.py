@@ -22,11 +22,12 @@ sys.path.insert(0, str(ROOT))
 from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine.config import EngineConfig  # noqa: E402
 from nanoengine.features import extension  # noqa: E402
-from nanoengine.outputs import CompletionOutput, RequestOutput  # noqa: E402
 from nanoengine.policies import POLICIES  # noqa: E402
+from nanoengine.requests import CompletionOutput, RequestOutput  # noqa: E402
 from nanoengine_extensions.beam_search import BeamSearchParams, BeamSearchSequence  # noqa: E402
 from nanoengine_extensions.chat import render  # noqa: E402
 from nanoengine_extensions.metrics import Metrics, RequestMetrics  # noqa: E402
+from nanoengine_extensions.scores import Score  # noqa: E402
 
 FILE = ROOT / "docs" / "reference.md"
 # the engine's own options of which a feature adds values
@@ -153,7 +154,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": lambda: meanings(entries_of(str(Metrics.gauges.__doc__)))}
 for kind in (EngineConfig, SamplingParams, BeamSearchParams):
     TABLES[kind.__name__] = partial(options, kind)
-for kind in (RequestOutput, CompletionOutput, RequestMetrics, BeamSearchSequence):
+for kind in (RequestOutput, CompletionOutput, RequestMetrics, BeamSearchSequence, Score):
     TABLES[kind.__name__] = partial(fields, kind)
 
 

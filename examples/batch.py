@@ -5,11 +5,12 @@
 A request is a line of OpenAI's batch format, as for vLLM's `run-batch`, or simply {"prompt": "12 +
 34 =", "max_tokens": 8}. A result is a line of OpenAI's output format, written as soon as the
 request has finished. The line number of a request is its id, and its seed if it has no other. A bad
-line becomes an error with its number.
+line becomes an error with its number; with --strict, the exit status is then 1.
 
 The same command, started again after a crash, a full disk or `kill -9`, computes the missing
-results. If you delete a line of the results, it is computed again. Only a window of the input is in
-memory, whatever its size.
+results. If you delete a line of the results, it is computed again. Lines can be appended to the
+input. If other lines have changed, the job ends before it writes anything: a result has a hash of
+its line and of the model. Of the input, a window and eight bytes for each line are in memory.
 """
 
 import argparse
@@ -20,13 +21,15 @@ import math
 import os
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tqdm import tqdm
+from xxhash import xxh3_64_intdigest
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanoengine.checks import naming
@@ -38,7 +41,7 @@ COMPLETION = "/v1/completions"
 
 # the fields of a body
 SAMPLING = {each.name for each in fields(SamplingParams)} - {
-    "detokenize", "logits_processors", "prompt_logprobs"}
+    "detokenize", "logits_processors", "prompt_logprobs", "prompt_logprobs_start"}
 TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
             "continue_final_message", "tools"}
 OF_CHATS = {"messages", "max_completion_tokens", "top_logprobs"}
@@ -53,8 +56,6 @@ NEUTRAL: dict[str, Any] = {
     "tool_choice": "none", "use_beam_search": False}
 
 BEGIN_OF_RESULT = b'{"id": "line-'
-Lines = Iterator[tuple[int, bytes]]
-
 
 # -------------------------------------------------------------------------------- one request
 
@@ -64,6 +65,7 @@ class Request:
     """The request in a line; `read` fills in its fields. serve.py uses the rest."""
 
     number: int
+    line_hash: int = 0
     custom_id: Any = None
     url: Any = COMPLETION
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -260,72 +262,79 @@ def described(logprob: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------------------- all requests
 
 
-def numbered(file: BinaryIO) -> Lines:
-    """Returns the lines of a file that are not blank, with their numbers from 1."""
-    return ((number, line) for number, line in enumerate(file, 1)
-            if line.removeprefix(codecs.BOM_UTF8).strip())
+def hash_of(number: int, line: bytes, model: str) -> int:
+    """Returns what a request must have in common with its result, 0 for a blank line.
 
-
-def number_of(result: bytes) -> int:
-    """Returns the number of the request that a line of the results answers.
-
-    Raises an error for an incomplete line.
+    A byte order mark and the characters at the end of the line do not count.
     """
-    record = json.loads(result)
-    number = int(record["id"].removeprefix("line-"))
-    if record["response"]["request_id"] != f"batch-line-{number}":
-        raise ValueError("parts of two results")
-    return number
+    text = line.removeprefix(codecs.BOM_UTF8).strip()
+    return xxh3_64_intdigest(b"%b\n%b" % (model.encode(), text), number) | 1 if text else 0
 
 
-def skip_finished(lines: Lines, results: Path) -> tuple[int, Lines]:
-    """Returns the number of lines with a result, and the others. Removes an incomplete last line.
+def drop_finished(hashes: array, source: Path, results: Path) -> tuple[int, int]:
+    """Sets the hashes of the lines that have a result to 0, and removes an incomplete last result.
 
-    The results are nearly in the order of the lines: it is enough to keep the first line without a
-    result, and the later ones with one.
+    Returns the number of results, and how many of them are errors. Exits if a result is not that of
+    its line.
     """
     num_finished = 0
+    num_errors = 0
     num_bytes = 0
-    behind = set()
-    first = next(lines, None)
     with results.open("rb") as file:
         for place, line in enumerate(file, 1):
             if not BEGIN_OF_RESULT.startswith(line[:len(BEGIN_OF_RESULT)]):
                 sys.exit(f"{results} has a line that is no result of this job: {line[:60]!r}")
             if not line.endswith(b"\n"):
                 break
-            num_bytes += len(line)
             try:
-                number = number_of(line)
+                record = json.loads(line)
+                number = int(record["id"].removeprefix("line-"))
+                line_hash = int(record["line_hash"], 16)
+                num_errors += bool(record["error"])
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 sys.exit(f"{results}, line {place} is damaged ({error}): {line[:60]!r}. Without "
                          "this line, the same command computes what was in it again.")
-            if first and number >= first[0] and number not in behind:
-                num_finished += 1
-                behind.add(number)
-            while first and first[0] in behind:
-                behind.remove(first[0])
-                first = next(lines, None)
+            if not 0 < number <= len(hashes) or hashes[number - 1] != line_hash:
+                sys.exit(f"{results}, line {place} is not the result of line {number} of {source}: "
+                         "one of them was edited, or the model is another, or the result is there "
+                         "twice. Undo the change, or choose a new --output-file.")
+            hashes[number - 1] = 0
+            num_finished += 1
+            num_bytes += len(line)
     os.truncate(results, num_bytes)
-    rest = chain([first] if first else [], lines)
-    return num_finished, ((number, line) for number, line in rest if number not in behind)
+    return num_finished, num_errors
+
+
+def unfinished(file: BinaryIO, hashes: array, model: str) -> Iterator[tuple[int, int, bytes]]:
+    """Yields the number, the hash and the text of each line whose hash is not 0.
+
+    Exits if such a line has changed since it was hashed.
+    """
+    file.seek(0)
+    for number, line_hash in enumerate(hashes, 1):
+        line = file.readline()
+        if line_hash:
+            if hash_of(number, line, model) != line_hash:
+                sys.exit(f"{file.name}, line {number} has changed while the job runs. The same "
+                         "command continues.")
+            yield number, line_hash, line
 
 
 @dataclass
 class Job:
     """Keeps the engine full until all lines are done.
 
-    lines: the lines to do. results: an unbuffered file for the results.
+    lines: the lines to do, from `unfinished`. results: an unbuffered file for the results.
     active: the requests in the engine, each with the engine's own, by request_id.
     """
 
     llm: LLM
     model: str
-    lines: Lines
+    lines: Iterator[tuple[int, int, bytes]]
     results: BinaryIO
     bar: tqdm
+    num_errors: int
     active: dict[str, tuple[Request, Any]] = field(default_factory=dict)
-    num_errors: int = 0
 
     def run(self) -> None:
         try:
@@ -344,10 +353,11 @@ class Job:
         bounded."""
         num_free = 2 * self.llm.config.max_num_seqs - len(self.active)
         while num_free > 0 and (found := next(self.lines, None)):
-            request = Request(found[0])
+            number, line_hash, line = found
+            request = Request(number, line_hash)
             try:
-                with naming(f"line {request.number}"):
-                    prompt = request.read(found[1], self.llm)
+                with naming(f"line {number}"):
+                    prompt = request.read(line, self.llm)
                     queued, = self.llm.add([prompt], request.params)
                 self.active[queued.request_id] = request, queued
                 num_free -= 1
@@ -366,9 +376,9 @@ class Job:
                error: str | None = None) -> None:
         key = f"line-{request.number}"
         response = {"status_code": status, "request_id": f"batch-{key}", "body": body}
-        # the id comes first, where `skip_finished` looks for it
+        # the id comes first, where `drop_finished` looks for it
         record = {"id": key, "custom_id": request.custom_id, "response": response,
-                  "error": error and {"message": error}}
+                  "error": error and {"message": error}, "line_hash": f"{request.line_hash:x}"}
         data = json.dumps(record).encode() + b"\n"
         # a disk that is nearly full writes only a part
         while data:
@@ -379,19 +389,26 @@ class Job:
 
 
 def run(flags: argparse.Namespace) -> None:
+    model = str(flags.model)
     with flags.input_file.open("rb") as file, flags.output_file.open("ab", 0) as results:
         # held until the file is closed, however the process ends
         fcntl.flock(results, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        total = sum(1 for _ in numbered(file))
-        file.seek(0)
-        num_finished, lines = skip_finished(numbered(file), flags.output_file)
-        with (LLM(flags.model, **flags.options) as llm,
+        hashes = array("Q", (hash_of(*each, model) for each in enumerate(file, 1)))
+        total = sum(map(bool, hashes))
+        num_finished, num_errors = drop_finished(hashes, flags.input_file, flags.output_file)
+        with (LLM(model, **flags.options) as llm,
               tqdm(total=total, initial=num_finished, desc="Requests") as bar):
-            job = Job(llm, str(flags.model), lines, results, bar)
+            lines = unfinished(file, hashes, model)
+            job = Job(llm, model, lines, results, bar, num_errors)
             job.run()
+        has_grown = any(map(bytes.strip, file))
     if job.num_errors:
-        print(f"{job.num_errors} lines failed: their records in {flags.output_file} say why",
-              file=sys.stderr)
+        print(f"{job.num_errors} of {total} lines failed: their records in {flags.output_file} say "
+              "why", file=sys.stderr)
+    if has_grown:
+        sys.exit(f"{flags.input_file} has grown meanwhile. The same command computes the rest.")
+    if job.num_errors and flags.strict:
+        sys.exit(1)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -401,6 +418,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default=BUNDLED)
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON",
                         help="""keywords of LLM: '{"max_num_seqs": 64}'""")
+    parser.add_argument("--strict", action="store_true", help="exit status 1 if a line failed")
     flags = parser.parse_args(arguments)
     output = flags.output_file
     if output.exists() and not output.is_file():

@@ -5,6 +5,9 @@
 prompts.txt, in UTF-8, has a prompt in each line that is not blank. The number of the line, from 0,
 is the prompt's id. Each finished prompt becomes a line of answers.jsonl, in the order in which they
 finish. The id is also the seed, so that an answer does not depend on where the job was stopped.
+
+New prompts can be appended. If other prompts, the model or --max-tokens have changed, the job ends
+before it writes anything.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from pathlib import Path
 from nanoengine import LLM, SamplingParams
 
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
+BEGIN_OF_ANSWER = b'{"id": '
 
 
 def read_prompts(file: Path) -> dict[int, str]:
@@ -26,31 +30,44 @@ def read_prompts(file: Path) -> dict[int, str]:
     return {i: line for i, line in enumerate(lines) if line.strip()}
 
 
-def finished_ids(answers: Path) -> set[int]:
-    """Returns the ids in the file. Removes an incomplete last line."""
-    if not answers.exists():
-        return set()
-    content = answers.read_bytes()
-    whole = content[:content.rfind(b"\n") + 1]
-    os.truncate(answers, len(whole))
-    try:
-        return {json.loads(line)["id"] for line in whole.splitlines() if line}
-    except (ValueError, TypeError, KeyError) as error:
-        raise SystemExit(f"{answers} has a line without an id: {error!r}") from error
+def unanswered(requests: dict[int, dict], answers: Path) -> list[dict]:
+    """Returns the requests without an answer in the file. Removes an incomplete last line.
+
+    Exits, with the file as it was, if an answer is not that of its request.
+    """
+    missing = requests.copy()
+    content = answers.read_bytes() if answers.exists() else b""
+    *lines, incomplete = content.split(b"\n")
+    if not BEGIN_OF_ANSWER.startswith(incomplete[:len(BEGIN_OF_ANSWER)]):
+        # the file is another one
+        lines.append(incomplete)
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            is_answer = record | missing.pop(record["id"]) == record
+        except (ValueError, TypeError, LookupError):
+            is_answer = False
+        if not is_answer:
+            raise SystemExit(
+                f"{answers}, line {number} answers none of these prompts with this model and "
+                f"max_tokens, or it is a second answer: {line[:60]!r}. Undo what has changed, or "
+                "choose a new file for the answers.")
+    if incomplete:
+        os.truncate(answers, len(content) - len(incomplete))
+    return list(missing.values())
 
 
-def run(llm: LLM, prompts: dict[int, str], answers: Path, max_tokens: int) -> None:
-    """Writes an answer for each prompt that has none in the file."""
-    finished = finished_ids(answers)
-    missing = [i for i in prompts if i not in finished]
-    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=max_tokens) for i in missing]
+def run(llm: LLM, requests: list[dict], answers: Path) -> None:
+    """Adds an answer to the file for each request."""
+    params = [SamplingParams(temperature=0.8, seed=each["id"], max_tokens=each["max_tokens"])
+              for each in requests]
     with answers.open("a") as file:
-        for output in llm.stream([prompts[i] for i in missing], params):
+        for output in llm.stream([each["prompt"] for each in requests], params):
             if output.finished:
                 completion = output.outputs[0]
                 # output.index counts within this call
-                record = {"id": missing[output.index], "prompt": output.prompt,
-                          "text": completion.text, "finish_reason": completion.finish_reason}
+                record = requests[output.index] | {
+                    "text": completion.text, "finish_reason": completion.finish_reason}
                 file.write(json.dumps(record) + "\n")
                 file.flush()
 
@@ -62,9 +79,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default=BUNDLED)
     parser.add_argument("--max-tokens", type=int, default=64)
     flags = parser.parse_args(arguments)
-    prompts = read_prompts(flags.prompts)
+    common = {"model": str(flags.model), "max_tokens": flags.max_tokens}
+    requests = {number: {"id": number, "prompt": prompt} | common
+                for number, prompt in read_prompts(flags.prompts).items()}
+    missing = unanswered(requests, flags.answers)
     with LLM(flags.model) as llm:
-        run(llm, prompts, flags.answers, flags.max_tokens)
+        run(llm, missing, flags.answers)
 
 
 if __name__ == "__main__":

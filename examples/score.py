@@ -3,9 +3,9 @@
     python examples/score.py                             # sums, with the bundled model
     python examples/score.py "47 + 85 =" " 132" " 131" " 122"
 
-The score of a choice is the log-probability of its tokens after the prompt; next to it is the
-probability of the choice among these choices. One generated token is ignored. Each token lowers the
-score, so long choices lose; --mean divides by the number of tokens.
+The score of a choice is the log-probability of its tokens after the tokens of the prompt; next to
+it is the probability of the choice among these choices. Each token lowers the score, so long
+choices lose; --mean divides by the number of tokens.
 """
 
 import argparse
@@ -13,23 +13,19 @@ from pathlib import Path
 
 import torch
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
 
 
 def scores(llm: LLM, prompt: str, choices: list[str], mean: bool = False) -> list[float]:
-    """Returns the log-probability of each choice after the prompt."""
-    # A choice begins after as many tokens as the prompt has alone. This is slightly off if the end
-    # of the prompt and the beginning of a choice form other tokens together.
-    start = len(llm.get_tokenizer().encode(prompt))
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    found = []
-    for output in llm.generate([prompt + choice for choice in choices], params, use_tqdm=False):
-        pairs = [*zip(output.prompt_token_ids, output.prompt_logprobs)][start:]
-        score = sum(logprobs[token_id].logprob for token_id, logprobs in pairs)
-        found.append(score / len(pairs) if mean else score)
-    return found
+    """Returns the log-probability of each choice after the prompt, or its mean for a token.
+
+    All tokens of a choice come after the prompt's own tokens. Raises ValueError for a choice
+    without any.
+    """
+    found = llm.score(prompt, choices, use_tqdm=False)
+    return [each.mean if mean else each.cumulative_logprob for each in found]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,8 +7,6 @@
 
 `options.py` has the flags and the workloads, `figures.py` the measured figures of a run.
 `drawing.py` makes pictures of a trace, also of your own runs. `bench.py`, next to this folder,
-measures throughput. Run these commands in the root of the repository. Elsewhere, the installed lab
-is called nanoengine_lab, and has neither the shapes nor the bundled model of the repository:
-
-    python -m nanoengine_lab.film preemption --model Qwen/Qwen3-0.6B
+measures throughput. Run these commands in
+the root of a clone: the lab needs its models and shapes, and is not installed.
 """

@@ -5,7 +5,7 @@ A map, in an order to read it:
     llm.py              what a user calls: `generate` with its loop, streams, threads
     sampling_params.py  how a request is sampled
     config.py           the options of an engine
-    requests.py         prompts and parameters, checked, as requests with sequences
+    requests.py         prompts and parameters, checked, as requests; and the results
     sequence.py         the tokens of one completion, and its blocks
     batch.py            one step: the message from scheduler to runner
     engine.py           the one loop that runs steps, plain or running ahead
@@ -19,7 +19,6 @@ A map, in an order to read it:
     attention.py        attention over the paged cache: in plain PyTorch, and with flash-attn
     sampler.py          from logits to tokens
     loader.py           from a folder to a model with its weights
-    outputs.py          from tokens to text, and the results
     features.py         optional features: how they are found, and whose an option is
     observers.py        what an optional feature can do, and when
     kernels.py          the way to libraries of kernels
@@ -32,7 +31,7 @@ from typing import Any
 
 from nanoengine.features import extension
 from nanoengine.llm import LLM
-from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.requests import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 
 __version__ = "0.2.0"

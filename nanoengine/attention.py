@@ -144,7 +144,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     asked = ranked if name == "auto" else BACKENDS.keys() & {name}
     usable = (each for each in asked if BACKENDS[each].works(device, dtype))
     if not (chosen := next(usable, "")):
-        raise rejected("attention_backend", name, f"one of {ranked} that works in {dtype} on {device}")
+        raise rejected("attention_backend", name, f"one of {ranked} that has {dtype} on {device}")
     multiple = BACKENDS[chosen].block_multiple
     if block_size % multiple:
         raise rejected("block_size", block_size, f"a multiple of {multiple} for {chosen}")

@@ -13,8 +13,8 @@ from nanoengine.sequence import Sequence
 class Copies:
     """The blocks to copy before a step computes. Each dict maps a target to its source.
 
-    The runner performs the copies in the order of these fields. swap_out and swap_in are to and from a
-    pool on the host, if there is one.
+    The runner performs the copies in the order of these fields. swap_out and swap_in are to and
+    from a pool on the host, if there is one.
 
     The order matters, since a block that is freed in a step can be handed out again in the same
     step. Block 5 of a preempted sequence is first copied to the host. Then the copy for its new

@@ -117,7 +117,7 @@ class BlockManager:
         seq.block_table.append(self._take_fresh())
 
     def _take_fresh(self) -> int:
-        """Returns the first free block in the order of reuse. It loses its hash."""
+        """Pops the least valuable free block, and drops its hash."""
         block, _ = self.free.popitem(last=False)
         if block_hash := self.hash_of_block.pop(block, None):
             twins = self.blocks_by_hash[block_hash]
@@ -166,9 +166,7 @@ class BlockManager:
         """
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
-        if not seq.reads_cache:
-            return []
-        num_full = (seq.num_tokens - 1) // self.block_size
+        num_full = min(seq.num_tokens - 1, seq.max_cached_tokens) // self.block_size
         found = (self.blocks_by_hash.get(self._hash(seq, i), {}) for i in range(num_full))
         return [next(iter(twins)) for twins in takewhile(bool, found)]
 
@@ -176,8 +174,8 @@ class BlockManager:
         """Adds blocks to the prefix cache: those that are full once the tokens before `stop` are
         computed.
 
-        Call this once K and V are written, or are sure to be written before any sequence admitted
-        later reads them. This also holds for the step that is being scheduled: each layer writes
+        Call this once K and V are written, or will be written before a sequence that is admitted
+        later can read them. This also holds for the step that is being scheduled: each layer writes
         the K and V of the whole batch before it reads any.
         """
         num_full = stop // self.block_size if self.enable_prefix_caching else 0

@@ -1,6 +1,6 @@
 """A user's input: what is refused, and how the error says so.
 
-The engine itself refuses what would hang, compute something else in silence, or fail in the middle
+The engine itself refuses what would hang, silently compute the wrong thing, or fail in the middle
 of a step. The types of all options are checked by nanoengine_extensions/strict.py, if it is there.
 """
 
@@ -22,8 +22,8 @@ def rejected(name: str, value: Any, accepted: str) -> ValueError:
 
 @contextmanager
 def naming(what: object) -> Iterator[None]:
-    """Turns an error that a library or a user's function raises for some input into a ValueError
-    that names the input. The first error is its cause."""
+    """Re-raises an error of a library, or of a user's function, as a ValueError that names the
+    input."""
     try:
         yield
     except Exception as error:

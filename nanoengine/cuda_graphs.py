@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from nanoengine.batch import Batch, Row
-from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, StepShape
 
@@ -46,8 +45,8 @@ class CudaGraphs:
         """Records a graph for each size, the largest first: the others fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
-            # one key is enough: the numbers do not matter, only the width of the tables
-            buffer, shape = runner.prepare(dummy_batch(size, 1, 1), runner.max_model_len)
+            # dummies of one token: the numbers do not matter, only the width of the tables
+            buffer, shape = runner.prepare(padded(Batch(), size), runner.max_model_len)
             step = StepInputs.from_buffer(buffer.to(runner.device), shape)
             # a first run loads the kernels
             runner.hidden_states(step)
@@ -62,14 +61,9 @@ class CudaGraphs:
         return bool(self.captured and max(batch.num_tokens) == 1
                     and [row.source for row in batch.sampled] == [*range(len(batch))])
 
-    def padded(self, batch: Batch) -> Batch:
-        """Returns a decode step with dummy sequences at its end, of a size that has a graph."""
-        size = self.sizes[bisect_left(self.sizes, len(batch))]
-        dummy = Sequence("", [0], 1, 1)
-        missing = range(len(batch), size)
-        return Batch(sequences=batch.sequences + [dummy] * len(missing),
-                     starts=batch.starts + [0] * len(missing), num_tokens=[1] * size,
-                     sampled=batch.sampled + [Row(index, dummy, 1) for index in missing])
+    def size_for(self, batch: Batch) -> int:
+        """Returns the smallest number of sequences that has a graph and is enough."""
+        return self.sizes[bisect_left(self.sizes, len(batch))]
 
     def replay(self, buffer: Tensor, shape: StepShape) -> tuple[StepInputs, Tensor]:
         """Launches the graph of this shape over the numbers in a buffer.
@@ -82,10 +76,10 @@ class CudaGraphs:
         return step, hidden
 
 
-def dummy_batch(num_seqs: int, num_tokens: int, length: int,
-                params: SamplingParams | None = None) -> Batch:
-    """Returns the last tokens of dummy sequences, which use block 0."""
-    seq = Sequence("", [0] * length, length, length, params or SamplingParams())
-    return Batch(sequences=[seq] * num_seqs, starts=[length - num_tokens] * num_seqs,
-                 num_tokens=[num_tokens] * num_seqs,
-                 sampled=[Row(index, seq, length) for index in range(num_seqs)])
+def padded(batch: Batch, size: int) -> Batch:
+    """Returns a decode step with dummy sequences at its end, which use block 0."""
+    dummy = Sequence("", [0], 1, 1)
+    missing = range(len(batch), size)
+    return Batch(sequences=batch.sequences + [dummy] * len(missing),
+                 starts=batch.starts + [0] * len(missing), num_tokens=[1] * size,
+                 sampled=batch.sampled + [Row(index, dummy, 1) for index in missing])

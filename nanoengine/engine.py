@@ -105,12 +105,7 @@ class Engine:
         batch = self.scheduler.schedule()
         for feature in self.features.values():
             feature.scheduled(batch)
-        if not batch:
-            return None
-        launched = self.launcher.launch(batch)
-        for feature in self.features.values():
-            feature.launched(launched)
-        return launched
+        return self.launcher.launch(batch) if batch else None
 
     def _has_to_wait_for(self, batch: Batch) -> bool:
         """Whether the next step is launched only when the tokens of this batch are known.

@@ -50,14 +50,11 @@ def extension(name: str, asked: str = "") -> Any:
 # ------------------------------------------------------------------------------ their options
 
 
-def of(name: str, default: Any = MISSING, most: Any = None) -> Any:
+def of(name: str, default: Any = MISSING) -> Any:
     """A field of a dataclass that belongs to a feature. Any other value than the default, by itself
-    an empty list, asks for the feature.
-
-    most: the value with which a step needs the most memory.
-    """
+    an empty list, asks for the feature."""
     make: Any = list if default is MISSING else MISSING
-    return field(default=default, default_factory=make, metadata={"feature": name, "most": most})
+    return field(default=default, default_factory=make, metadata={"feature": name})
 
 
 def asked_by(options: Any) -> dict[str, str]:
@@ -69,9 +66,3 @@ def asked_by(options: Any) -> dict[str, str]:
         if "feature" in each.metadata and value != default:
             found[each.metadata["feature"]] = f"{each.name}={value!r:.100}"
     return found
-
-
-def most_of(kind: Any) -> dict[str, Any]:
-    """Returns the options of installed features with which a step needs the most memory."""
-    return {each.name: each.metadata["most"] for each in fields(kind)
-            if each.metadata.get("most") is not None and is_installed(each.metadata["feature"])}

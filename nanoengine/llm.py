@@ -1,7 +1,7 @@
 """`LLM`: what a user calls.
 
-`requests.py` turns prompts into requests, `engine.py` runs their sequences, and `outputs.py` turns
-the new tokens into text. `generate` and `stream` are a loop over `steps_for`.
+`requests.py` turns prompts into requests, and new tokens into results; `engine.py` runs their
+sequences. `generate` and `stream` are a loop over `steps_for`.
 
 Threads take turns; a turn is one step, and a step serves the requests of all threads.
 
@@ -14,7 +14,7 @@ To look is to collect the new tokens of the call's own requests. Brackets are tu
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from inspect import signature
 from pathlib import Path
@@ -30,8 +30,7 @@ from nanoengine.kernels import kernels
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
 from nanoengine.observers import Features
-from nanoengine.outputs import Request, RequestOutput
-from nanoengine.requests import InputProcessor, Params
+from nanoengine.requests import InputProcessor, Params, Request, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 
 Priority = int | list[int] | None
@@ -134,6 +133,10 @@ class LLM(AbstractContextManager):
         """Returns the best completions of each prompt: see nanoengine_extensions/beam_search.py."""
         return extension("beam_search").beam_search(self, prompts, params)
 
+    def score(self, *arguments: Any, **options: Any) -> list[Any]:
+        """Returns how likely texts after a prompt are: see nanoengine_extensions/scores.py."""
+        return extension("scores").score(self, *arguments, **options)
+
     # ------------------------------------------------------------------------------ steps
 
     def add(self, prompts: Any, sampling_params: Params = None,
@@ -169,14 +172,13 @@ class LLM(AbstractContextManager):
             with self.turn():
                 pass
 
-    def steps_for(self, requests: list[Any], look: Callable[[Any], Any] = lambda request: request,
-                  ) -> Generator[list[Any], None, None]:
+    def steps_for(self, requests: list[Any], look: Any = None) -> Generator[list[Any], None, None]:
         """Runs steps until all these requests of one call have finished.
 
         It first queues them, and yields an empty list. After each step, it yields the result of
-        `look` for each of them that has new tokens, and raises the error of a request. The requests
-        are freed however this ends. A step of another thread can have brought the tokens; then it
-        runs none.
+        `look`, by default the request itself, for each of them that has new tokens, and raises the
+        error of a request. The requests are freed however this ends. A step of another thread can
+        have brought the tokens; then it runs none.
         """
         num_unfinished = len(requests)
         inbox = requests[0].inbox if requests else {}
@@ -192,7 +194,7 @@ class LLM(AbstractContextManager):
                     # our idle OpenMP threads would slow down a step of another thread
                     if len(self.entered) > num_unfinished:
                         self.kernels.end_threads()
-                    seen = [look(request) for request in updated]
+                    seen = [look(request) if look else request for request in updated]
                 for error in [request.error for request in updated if request.error]:
                     raise error
                 yield seen

@@ -12,8 +12,7 @@ this file, attention.py and sampler.py with a debugger: `LLM(model, kernels=Fals
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanoengine.step_inputs import StepInputs
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """In what a family of models differs from the first Llama.
 
     architecture: its class in transformers.

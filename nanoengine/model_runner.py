@@ -10,6 +10,7 @@ sequences run.
       sample(hidden)        logits, and a token for each row (sampler.py)
 """
 
+import time
 from functools import partial
 from operator import add
 from pathlib import Path
@@ -24,14 +25,13 @@ from nanoengine.attention import BACKENDS, choose_backend, make_caches
 from nanoengine.batch import Batch, Copies
 from nanoengine.checks import rejected
 from nanoengine.config import EngineConfig
-from nanoengine.cuda_graphs import CudaGraphs, dummy_batch
-from nanoengine.features import OBSERVERS, asked_by, extension, most_of
+from nanoengine.cuda_graphs import CudaGraphs, padded
+from nanoengine.features import extension
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
 from nanoengine.observers import Features
 from nanoengine.sampler import sample
-from nanoengine.sampling_params import SamplingParams
 from nanoengine.step_inputs import Launched, StepInputs, StepShape
 from nanoengine.step_inputs import known_ids, step_arrays, to_buffer
 
@@ -121,42 +121,14 @@ class ModelRunner:
         """Returns the bytes for the KV cache.
 
         On a CPU: a quarter of the free memory, or less if `max_num_seqs` sequences cannot use it.
-        On a GPU: `gpu_memory_utilization` of its memory, minus the peak of everything else, other
-        processes included. It captures all graphs and runs the largest step to find out.
+        On a GPU: what a trial step leaves, see nanoengine_extensions/gpu_memory.py.
         """
-        if self.device == "cpu":
-            free = psutil.virtual_memory().available
-            num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
-            share = free // (4 * self.config.tensor_parallel_size)
-            return min(share, num_blocks * self.block_bytes)
-        # left over from earlier engines
-        torch.cuda.empty_cache()
-        # block 0 alone is enough for a trial step
-        self.allocate(num_blocks=0)
-        # first, since it returns what the allocator keeps
-        self.capture()
-        batch = self.largest_batch()
-        self.run(batch, *self.prepare(batch))
-        free, total = torch.cuda.mem_get_info()
-        self.graphs.captured.clear()
-        torch.cuda.empty_cache()
-        return int(free - total * (1 - self.config.gpu_memory_utilization))
-
-    def largest_batch(self) -> Batch:
-        """Returns the step that takes the most memory: as many tokens as a step can have, at the
-        end of as few sequences as possible, and a row for each sequence that could be sampled, with
-        the parameters that take the most."""
-        size = self.config.max_num_batched_tokens
-        num_seqs = min(self.config.max_num_seqs, -(-size // self.max_model_len))
-        num_tokens = min(size // num_seqs, self.max_model_len)
-        params = SamplingParams(min_p=0.1, top_p=0.9, **most_of(SamplingParams))
-        files = [*asked_by(params)]
-        self.features.load(files)
-        batch = dummy_batch(num_seqs, num_tokens, self.max_model_len, params)
-        for seq in batch.sequences:
-            seq.edits = tuple(OBSERVERS[file] for file in files)
-        batch.sampled = [batch.sampled[i % num_seqs] for i in range(self.config.max_num_seqs)]
-        return batch
+        if self.device == "cuda":
+            return extension("gpu_memory", "num_kv_blocks=None").measure_free_bytes(self)
+        free = psutil.virtual_memory().available
+        num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
+        share = free // (4 * self.config.tensor_parallel_size)
+        return min(share, num_blocks * self.block_bytes)
 
     # ----------------------------------------------------------------------------- a step
 
@@ -179,7 +151,7 @@ class ModelRunner:
         """
         longest_keys = max(longest_keys, *map(add, batch.starts, batch.num_tokens))
         if self.graphs.can_replay(batch):
-            batch = self.graphs.padded(batch)
+            batch = padded(batch, self.graphs.size_for(batch))
             longest_keys = self.max_model_len
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
@@ -230,8 +202,10 @@ class ModelRunner:
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)
-        done = torch.cuda.current_stream().record_event() if self.device == "cuda" else None
-        return Launched(batch, tokens, done)
+        if self.device == "cpu":
+            return Launched(batch, tokens, time.monotonic())
+        event = torch.cuda.Event(enable_timing=True)
+        return Launched(batch, tokens, torch.cuda.current_stream().record_event(event))
 
 
 def choose_device(device: str) -> str:

@@ -18,7 +18,6 @@ from torch import Tensor
 from nanoengine.batch import Batch, Row
 from nanoengine.checks import rejected
 from nanoengine.features import OBSERVERS, extension, is_installed
-from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
 
@@ -58,14 +57,11 @@ class Feature:
     def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
         """Tokens are drawn for these rows, from raw logits; on a GPU, they are not there yet."""
 
-    def launched(self, step: Launched) -> None:
-        """All work of a step is queued on the device."""
-
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         """A step is over; these sequences have a new token, or end with an error."""
 
-    def output(self, seqs: list[Sequence], output: RequestOutput) -> None:
-        """Fills in an output of the request of these sequences."""
+    def output(self, seqs: list[Sequence], output: Any) -> None:
+        """Fills in a `RequestOutput` of the request of these sequences."""
 
 
 class Features(dict[str, Feature]):

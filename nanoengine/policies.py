@@ -1,4 +1,5 @@
-"""Policies: small functions, in tables by name. Each may also be a function of a user's own.
+"""Policies: batching, the order of waiting, victims, blocks to hold. Each is a small function, in a
+table by name; a function of your own works as well.
 
 nanoengine_extensions/policies.py adds more names to these tables, once one of them is asked for. A
 policy of your own that runs nothing would hang the engine: guards.py there notices.

@@ -7,8 +7,7 @@ inputs, so that nothing here waits for a GPU. Greedy rows without constraints ta
 token. All others are sampled as one matrix, in parts that fit a cache. There is no generator state:
 a draw depends only on the seed of its sequence and on its position.
 
-A library of kernels can have faster functions for `truncate`, `nucleus`, `draw` and `first_max`:
-see kernels.py.
+A library of kernels can have faster functions for `truncate`, `nucleus` and `draw`: see kernels.py.
 """
 
 import math
@@ -71,7 +70,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
 
 def likeliest(logits: Tensor, library: Kernels = PLAIN) -> Tensor:
     """Returns the token with the largest logit of each row; the first one of several."""
-    largest, tokens = (library.first_max or first_max)(logits)
+    largest, tokens = library.first_max(logits) if library.first_max else logits.max(dim=-1)
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
@@ -142,8 +141,3 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     sought = uniform[:, None].clamp(max=1 - 2.0**-52) * cumulated[:, -1:]
     places = torch.searchsorted(cumulated, sought, right=True)
     return places.where(cumulated[:, -1:] > 0, -1)[:, 0]
-
-
-def first_max(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the largest number of each row, and its first place."""
-    return x.max(dim=-1)

@@ -43,12 +43,16 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string, or the text of the stop token or EOS, in the
         text.
     ignore_eos: go on after EOS.
+    truncate_prompt_tokens: use only the last so many tokens of the prompt; -1: as many as leave
+        room for max_tokens.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text at all; stop strings need it.
     logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
         likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
     prompt_logprobs: the same for each token of the prompt except the first, in
         `RequestOutput.prompt_logprobs`. The prompt is then computed anew, whatever is cached.
+    prompt_logprobs_start: the first token of the prompt, from 0, that needs such
+        log-probabilities; those before it have None, and the prefix cache can stand for them.
     presence_penalty: subtracted from the logits of tokens that were generated before.
     frequency_penalty: the same, once for each time that the token was generated.
     repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
@@ -79,16 +83,18 @@ class SamplingParams:
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = of("texts", False)
     ignore_eos: bool = False
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = of("texts", True)
     detokenize: bool = of("texts", True)
-    logprobs: int | None = of("logprobs", None, most=20)
+    logprobs: int | None = of("logprobs", None)
     prompt_logprobs: int | None = of("logprobs", None)
-    presence_penalty: float = of("constraints", 0.0, most=1.0)
+    prompt_logprobs_start: int = of("logprobs", 0)
+    presence_penalty: float = of("constraints", 0.0)
     frequency_penalty: float = of("constraints", 0.0)
     repetition_penalty: float = of("constraints", 1.0)
     bad_words: list[str] = of("constraints")
     allowed_token_ids: list[int] | None = of("constraints", None)
-    logit_bias: dict[int, float] | None = of("constraints", None, most={0: 1.0})
+    logit_bias: dict[int, float] | None = of("constraints", None)
     structured_outputs: dict[str, Any] | None = of("structured_outputs", None)
     logits_processors: list[Callable] = of("logits_processors")
 

@@ -52,7 +52,7 @@ class Sequence:
     index: the number of this completion in its request.
     edits: the features that edit its rows of logits, by the names of their classes.
     needs_tokens: whether its next step needs all its tokens on the host; features set it.
-    reads_cache: whether the prefix cache may stand for its tokens; features clear it.
+    max_cached_tokens: the most tokens for which the prefix cache may stand; features lower it.
 
     kept: what features keep of it, by their names: see features.py.
     """
@@ -68,7 +68,7 @@ class Sequence:
     index: int = 0
     edits: tuple[str, ...] = ()
     needs_tokens: bool = False
-    reads_cache: bool = True
+    max_cached_tokens: int = 2**31
 
     num_computed_tokens: int = engine_field(int)
     block_table: array = engine_field(lambda: array("i"))

@@ -100,14 +100,12 @@ class Launched:
     """A step that the device computes.
 
     tokens: one for each of `batch.sampled`, on the host; read them after `wait`.
-    done: on a GPU, the CUDA event after which the tokens are there.
-
-    With `LLM(model, trace=True)`, nanoengine_extensions/metrics.py keeps it, with its times.
+    done: on a GPU, the CUDA event after which the tokens are there; on a CPU, the time.
     """
 
     batch: Batch
     tokens: Tensor
-    done: Any
+    done: torch.cuda.Event | float
 
     def wait(self) -> list[int]:
         """Waits for the tokens, and returns them."""

@@ -16,7 +16,6 @@ others. An observer calls `update` for each of them that has a new token. This f
 """
 
 import math
-from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
 from heapq import nlargest
@@ -27,7 +26,7 @@ from nanoengine.batch import Batch
 from nanoengine.checks import rejected, strict
 from nanoengine.llm import LLM
 from nanoengine.observers import Feature
-from nanoengine.outputs import Request
+from nanoengine.requests import Request
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
@@ -149,8 +148,9 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     if not any(seq.num_uncomputed_tokens for seq in scheduler.running):
         while scheduler.running:
             scheduler.preempt(scheduler.running[-1])
-        scheduler.waiting = deque(
-            sorted(scheduler.waiting, key=lambda seq: (seq.priority, seq not in beams)))
+        ordered = sorted(scheduler.waiting, key=lambda seq: (seq.priority, seq not in beams))
+        scheduler.waiting.clear()
+        scheduler.waiting.extend(ordered)
 
 
 class BeamSearch(Request):

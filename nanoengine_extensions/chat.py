@@ -1,20 +1,25 @@
-"""Turns conversations into prompts, by the tokenizer's chat template, for `LLM.chat`."""
+"""Turns conversations into prompts, by the tokenizer's chat template, for `LLM.chat`.
+
+Templates differ in the form of a message that they expect: contents as texts or as lists of parts,
+arguments of tool calls as objects or as texts of JSON. What a template does with a field, `uses`
+finds in its syntax tree.
+"""
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import lru_cache
 from inspect import signature
 from typing import Any
 
 from jinja2 import nodes
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from nanoengine.checks import naming, rejected
 from nanoengine.llm import LLM
-from nanoengine.outputs import RequestOutput
-from nanoengine.requests import InputProcessor, Params
+from nanoengine.requests import InputProcessor, Params, RequestOutput
 
 logger = logging.getLogger("nanoengine")
 
@@ -42,7 +47,8 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     """Returns a prompt for each conversation.
 
     messages: the content of each is a text, or a list of texts and {"type": "text", "text": …},
-        which are joined by newlines, unless the template goes through the parts itself.
+        which are joined by newlines, unless the template goes through the parts itself. Arguments
+        of tool calls are objects, or texts of JSON. Other fields reach the template as they are.
     chat_template: in place of the tokenizer's own.
     add_generation_prompt: let the assistant begin its answer; by default True.
     continue_final_message: leave the last message open, so that the model continues it; by
@@ -51,7 +57,8 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     chat_template_kwargs: further template variables: {"enable_thinking": False} for Qwen3; they
         override the arguments above, as in vLLM.
     chat_template_content_format: "string" gives the content of a message to the template as one
-        text, "openai" as a list of text parts; "auto": see `takes_parts`.
+        text, "openai" as a list of text parts. "auto" looks at the template: a text becomes a list
+        where the template goes through its parts, and a list one text where it does not.
 
     Raises ValueError if there is no template.
     """
@@ -69,22 +76,32 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     further = {} if chat_template_kwargs is None else chat_template_kwargs
     if not isinstance(further, dict) or "tokenize" in further:
         raise rejected("chat_template_kwargs", further, "a dict of variables, without 'tokenize'")
-    formats = {"auto": None, "string": False, "openai": True}
-    if chat_template_content_format not in formats:
+    if chat_template_content_format not in ("auto", "string", "openai"):
         raise rejected("chat_template_content_format", chat_template_content_format,
-                       f"one of {[*formats]}")
-    options = dict(chat_template=chat_template, tools=tools, tokenize=False,
+                       "'auto', 'string' or 'openai'")
+    options = dict(chat_template=chat_template, tools=tools, documents=None,
                    add_generation_prompt=add_generation_prompt,
                    continue_final_message=continue_final_message) | further
-    with naming("messages"):
-        template = tokenizer.get_chat_template(options["chat_template"], options["tools"])
-        as_parts = formats[chat_template_content_format]
-        if as_parts is None:
-            as_parts = takes_parts(template)
-        if options["tools"] and "tools" not in template:
+    if options["continue_final_message"] and options["add_generation_prompt"]:
+        raise rejected("continue_final_message", options["continue_final_message"],
+                       "False, or used with add_generation_prompt=False")
+    template = find_template(tokenizer, options.pop("chat_template"), options["tools"])
+    if options["tools"]:
+        if "tools" not in template:
             logger.warning("tools are dropped: the chat template knows none")
-        chats = [[prepared(message, as_parts) for message in chat] for chat in chats]
-        texts = tokenizer.apply_chat_template(chats, **options)
+        with naming("tools"):
+            options["tools"] = [tool if isinstance(tool, dict) else get_json_schema(tool)
+                                for tool in options["tools"]]
+    with naming("messages"):
+        variables = tokenizer.special_tokens_map | options
+        is_openai = chat_template_content_format == "openai"
+        is_auto = chat_template_content_format == "auto"
+        keeps_lists = is_openai or (is_auto and takes_parts(template))
+        chats = [[prepared(each, template, keeps_lists) for each in chat] for chat in chats]
+        for each in chats if keeps_lists else ():
+            make_lists(each, template, variables, every=is_openai)
+        # `apply_chat_template` would leave out a content that is None
+        texts = render_jinja_template(chats, chat_template=template, **variables)[0]
         # The template has written the special tokens.
         ids = encoder(texts, add_special_tokens=False).input_ids
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids)]
@@ -96,58 +113,210 @@ def is_chat(messages: Any) -> bool:
         isinstance(message, dict) and "role" in message for message in messages)
 
 
-def prepared(message: dict[str, Any], as_parts: bool) -> dict[str, Any]:
-    """Returns a message of OpenAI's format as templates expect it, and as vLLM passes it.
+def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
+    """Returns the template to use: the given one, one of this name, or the tokenizer's own."""
+    if given is not None and not isinstance(given, str):
+        raise rejected("chat_template", given, "a text in Jinja, or None for the tokenizer's own")
+    if not given and not tokenizer.chat_template:
+        raise rejected("chat_template", given, "given, since the tokenizer has none: give "
+                       "chat_template=…, or use `generate`, if this is a base model")
+    with naming("chat_template"):
+        template = tokenizer.get_chat_template(given, tools)
+        _compile_jinja_template(template)
+    return template
 
-    Its content is one text, with text parts joined by newlines, or a list of text parts. Arguments
-    of tool calls are objects, and an empty list of tool calls is left out.
+
+# ------------------------------------------------------------------------------------- messages
+
+
+def prepared(message: dict[str, Any], template: str, keeps_lists: bool) -> dict[str, Any]:
+    """Returns a message of OpenAI's format as its template expects it.
+
+    Fields that are None are left out, as in transformers, except the content: see
+    `missing_content`.
+
+    keeps_lists: a list of text parts stays a list; otherwise, they are joined by newlines.
     """
     content = message.get("content")
+    calls = message.get("tool_calls")
     parts = content if isinstance(content, list) else [] if content is None else [content]
-    if not parts and not message.get("tool_calls"):
+    if not parts and not calls:
         logger.warning(f"a message without content, of {message['role']!r}, counts as empty")
     with naming(rejected("content", content, 'a text, or parts {"type": "text", "text": …}')):
         texts = [part if isinstance(part, str) else part["text"] for part in parts]
         joined = "\n".join(texts)
-    in_parts = [{"type": "text", "text": text} for text in texts]
-    found = message | {"content": in_parts if as_parts else joined}
-    calls = found.pop("tool_calls", None)
+    found = {name: value for name, value in message.items() if value is not None}
+    found["content"] = joined
+    if keeps_lists and isinstance(content, list):
+        found["content"] = parts_of(texts)
+    if content is None and (calls or message.get("function_call")):
+        del found["content"]
+        found |= missing_content(template)
+    found.pop("tool_calls", None)
     if calls:
+        form = form_of_arguments(template)
         with naming(rejected("tool_calls", calls, "a list of OpenAI's tool calls")):
-            found["tool_calls"] = [with_object(call) for call in calls]
+            found["tool_calls"] = [with_arguments(call, form) for call in calls]
     return found
 
 
-def with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tool call with its arguments, perhaps a text of JSON, as an object."""
+class Asked(str):
+    """A text that notes whether a template goes through its parts."""
+
+    is_asked = False
+
+    def __iter__(self) -> Any:
+        self.is_asked = True
+        return iter(parts_of([self] if self else []))
+
+    def __getitem__(self, key: Any) -> Any:
+        # a template can go through a slice
+        return self if isinstance(key, slice) else [*self][key]
+
+
+def parts_of(texts: list[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": str(text)} for text in texts]
+
+
+def make_lists(chat: list[dict[str, Any]], template: str, variables: dict[str, Any],
+               every: bool) -> None:
+    """Makes lists of parts of those texts whose parts the template goes through; or of all texts.
+
+    A template can do that in one place, and print the content of a message in another. So what it
+    does with each message is seen only when it is rendered.
+    """
+    asked = [message | {"content": Asked(message["content"])}
+             if isinstance(message.get("content"), str) else message for message in chat]
+    if not every:
+        _compile_jinja_template(template).render(messages=asked, **variables)
+    for message, seen in zip(chat, asked):
+        text = seen.get("content")
+        if isinstance(text, Asked) and (every or text.is_asked):
+            message["content"] = [*text]
+
+
+def missing_content(template: str) -> dict[str, Any]:
+    """Returns the content of a message that has tool calls and no content.
+
+    Some templates write a call only if the content is None, or is not defined; others would print
+    "None". A template cannot tell None from an empty text by `if message.content`.
+    """
+    # the first message, as a rule of the system, is often tested for itself
+    found = uses(template, "content", but_first=True)
+    is_shown = {"for", "| tojson"} & found
+    if "is none" in found or ("is string" in found and not is_shown):
+        return {"content": None}
+    return {} if "is defined" in found else {"content": ""}
+
+
+def with_arguments(call: dict[str, Any], form: str) -> dict[str, Any]:
+    """Returns a tool call with its arguments, an object or its JSON, in one of the forms of
+    `form_of_arguments`. Without arguments, they are an empty object."""
     if "function" in call:
-        return call | {"function": with_object(call["function"])}
-    arguments = call.get("arguments") or {}
-    found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return call | {"function": with_arguments(call["function"], form)}
+    given = call.get("arguments") or {}
+    found = json.loads(given) if isinstance(given, str) else given
     if not isinstance(found, dict):
-        raise rejected("arguments", arguments, "an object, or its JSON")
-    return call | {"arguments": found}
+        raise rejected("arguments", given, "an object, or its JSON")
+    if form == "text" and not isinstance(given, str):
+        return call | {"arguments": json.dumps(given, ensure_ascii=False)}
+    return call | {"arguments": found if form == "object" else given}
 
 
-@lru_cache
+# ------------------------------------------------------------------------------------ templates
+
+
 def takes_parts(template: str) -> bool:
     """Returns whether a template goes through the parts of a content: `for part in m.content`.
 
     Like vLLM, it looks for such a loop in the template's syntax tree.
     """
-    tree = _compile_jinja_template(template).environment.parse(template)
-    names = {"content"}
+    return "for" in uses(template, "content")
 
-    def is_content(node: Any) -> bool:
+
+def form_of_arguments(template: str) -> str:
+    """Returns the form of a tool call's arguments that a template expects.
+
+    "object": it is what most expect, which write `arguments | tojson` or the whole call.
+    "text": a text of JSON, which they print or add to other texts.
+    "given": either; the template looks at the type itself.
+    """
+    found = uses(template, "arguments")
+    if {"is string", "is mapping"} & found:
+        return "given"
+    as_text = {"print", "| string", *(f".{name}" for name in dir(str))}
+    as_object = {"for", "[]", "| tojson", "| items", "| dictsort"} | {
+        use for use in found if use.startswith(".") and use not in as_text}
+    return "text" if as_text & found and not as_object & found else "object"
+
+
+# filters after which a value is another one
+CONVERTING = {"tojson", "string", "items", "dictsort", "length", "count"}
+
+
+@lru_cache
+def uses(template: str, field: str, but_first: bool = False) -> frozenset[str]:
+    """Returns what a template does with a field of its messages or of their tool calls.
+
+    "print": it is printed, or added to a text; "for": the template goes through it; "is string":
+    this test is made; "| tojson": this filter; ".items": this method; "[]": it is indexed.
+
+    but_first: except for `messages[0]`
+    """
+    tree = _compile_jinja_template(template).environment.parse(template)
+    first = nodes.Getitem(nodes.Name("messages", "load"), nodes.Const(0), "load")
+    # of the field, and of variables that it is assigned to
+    names = {field}
+
+    def is_field(node: Any) -> bool:
         match node:
-            case (nodes.Filter(node=inner) | nodes.Test(node=inner)
-                  | nodes.Getitem(node=inner, arg=nodes.Slice())):
-                return is_content(inner)
+            case nodes.Getattr(node=base) | nodes.Getitem(node=base) if but_first and base == first:
+                return False
+            case nodes.Getitem(node=base, arg=nodes.Slice()):
+                return is_field(base)
+            case nodes.Filter(node=base, name=name):
+                return name not in CONVERTING and is_field(base)
+            case nodes.Or() | nodes.And() | nodes.CondExpr():
+                return any(map(is_field, node.iter_child_nodes(exclude=["test"])))
             case (nodes.Name(name=name) | nodes.Getattr(attr=name)
-                  | nodes.Getitem(arg=nodes.Const(value=name))):
+                  | nodes.Getitem(arg=nodes.Const(value=name))
+                  | nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value=name), *_])):
                 return name in names
         return False
 
-    names |= {each.target.name for each in tree.find_all(nodes.Assign)
-              if isinstance(each.target, nodes.Name) and is_content(each.node)}
-    return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
+    while bound := assigned(tree, is_field) - names:
+        names |= bound
+    found = set()
+    for node in tree.find_all(nodes.Node):
+        match node:
+            case nodes.Test(node=base, name=name) if is_field(base):
+                found.add("is defined" if name == "undefined" else f"is {name}")
+            case nodes.Filter(node=base, name=name) if is_field(base):
+                found.add(f"| {name}")
+            case nodes.For(iter=base) if is_field(base):
+                found.add("for")
+            case nodes.Getattr(node=base, attr=name) if is_field(base):
+                found.add(f".{name}")
+            case nodes.Getitem(node=base, arg=key) if is_field(base):
+                found.add("print" if isinstance(key, nodes.Slice) else "[]")
+            case nodes.Compare(expr=nodes.Const(value=name)) if name in names:
+                # 'content' in message
+                found.add("is defined")
+            case nodes.Compare(expr=base, ops=[nodes.Operand(expr=nodes.Const(value=None))]):
+                found |= {"is none"} if is_field(base) else set()
+            case nodes.Output() | nodes.Add() | nodes.Concat() | nodes.Mod():
+                found |= {"print"} if any(map(is_field, node.iter_child_nodes())) else set()
+    return frozenset(found)
+
+
+def assigned(tree: nodes.Template, is_field: Callable[[Any], bool]) -> set[str]:
+    """Returns the variables to which a template assigns a field, and parameters of its macros."""
+    found = {each.target.name for each in tree.find_all(nodes.Assign)
+             if isinstance(each.target, nodes.Name) and is_field(each.node)}
+    macros = {each.name: each.args for each in tree.find_all(nodes.Macro)}
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name):
+            arguments = zip(macros.get(call.node.name, ()), call.args)
+            found |= {name.name for name, value in arguments if is_field(value)}
+            found |= {each.key for each in call.kwargs if is_field(each.value)}
+    return found

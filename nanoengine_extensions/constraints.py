@@ -12,9 +12,11 @@ that nothing waits for a GPU.
 
 import math
 import re
-from bisect import bisect
+from array import array
+from bisect import bisect, bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -28,44 +30,105 @@ from nanoengine.checks import Condition, naming, rejected
 from nanoengine.features import asked_by
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
+from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
-from nanoengine.step_inputs import known_ids, send
+from nanoengine.step_inputs import Launched, known_ids, send
 
 CONDITIONS: list[Condition] = [
     ("min_tokens", lambda p: 0 <= p.min_tokens <= (p.max_tokens or p.min_tokens),
      "0 to max_tokens={max_tokens}")]
 
+# repetition, presence, frequency
+NO_PENALTIES = (1, 0, 0)
+
 
 @dataclass
-class Forbidden:
-    """What one sequence must not generate.
+class BadWords:
+    """Which tokens complete one of several words.
 
     texts: what each token spells.
-    words: (word, completing, until): a word, the result of `tokens_completing` for it, and the
-        num_tokens from which it is permitted: infinity for bad words. Tokens that end the sequence
-        complete an empty word, until `min_tokens` are there.
+    anywhere: the tokens with a word in their own text.
+    after: by the beginning of a word, the tokens that begin with its rest, in several arrays.
+    lengths: the lengths of these beginnings, in bytes.
     """
 
-    texts: list[bytes] = field(default_factory=list)
-    words: list[tuple[bytes, list[np.ndarray], float]] = field(default_factory=list)
+    texts: list[bytes]
+    anywhere: np.ndarray
+    after: dict[bytes, list[np.ndarray]]
+    lengths: list[int]
+
+
+@dataclass(eq=False)
+class Constraint:
+    """What changes the logits of one sequence.
+
+    Each of its tokens is taken in once (`take_in`), so that no step goes through all of them.
+
+    bias_ids, biases: token ids, and what is added to their logits.
+    ends: the tokens that are forbidden until the sequence has `until` tokens.
+    bad_words: None if no token completes one.
+
+    num_taken: how many tokens were taken in.
+    text: the end of the text that they spell after the prompt, as long as a bad word.
+    seen, counts: the different tokens that a penalty is for, and how often each was generated.
+    places: the place of a token in these.
+    """
+
+    bias_ids: np.ndarray
+    biases: np.ndarray
+    ends: np.ndarray = field(default_factory=lambda: np.array([], np.int64))
+    until: int = 0
+    bad_words: BadWords | None = None
+
+    num_taken: int = field(default=0, init=False)
+    text: bytes = field(default=b"", init=False)
+    seen: array = field(default_factory=lambda: array("q"), init=False)
+    counts: array = field(default_factory=lambda: array("d"), init=False)
+    places: dict[int, int] = field(default_factory=dict, init=False)
+
+    def take_in(self, seq: Sequence) -> None:
+        """Takes in the tokens that are new since the last call; all of them are known."""
+        if self.bad_words:
+            self.text = self.text_of(seq)[-max(self.bad_words.lengths, default=1):]
+        for token_id, amount in zip(*self.new_tokens(seq)):
+            place = self.places.setdefault(token_id, len(self.seen))
+            if place == len(self.seen):
+                self.seen.append(token_id)
+                self.counts.append(0)
+            self.counts[place] += amount
+        self.num_taken = seq.num_tokens
+
+    def text_of(self, seq: Sequence) -> bytes:
+        """Returns the end of the generated text, with tokens that are not taken in."""
+        assert self.bad_words
+        new = seq.token_ids[max(self.num_taken, seq.num_prompt_tokens):]
+        return self.text + b"".join(self.bad_words.texts[token_id] for token_id in new)
+
+    def new_tokens(self, seq: Sequence) -> tuple[list[int], list[float]]:
+        """Returns the tokens that a penalty is for and that are not taken in, and 1 for each that
+        was generated, 0 for each of the prompt."""
+        penalties = penalties_of(seq.params)
+        if penalties == NO_PENALTIES:
+            return [], []
+        start = max(self.num_taken, 0 if penalties[0] != 1 else seq.num_prompt_tokens)
+        num_given = max(0, seq.num_prompt_tokens - start)
+        new = seq.token_ids[start:]
+        return new, [0.0] * num_given + [1.0] * (len(new) - num_given)
 
     def next_to(self, seq: Sequence) -> Iterator[np.ndarray]:
         """Yields the token ids that are forbidden in the next step, in several arrays."""
-        # as much of the text as the beginning of a word can take
-        longest = max((len(word) for word, *_ in self.words), default=0)
-        text = b""
-        place = seq.num_tokens
-        while place > seq.num_prompt_tokens and len(text) + 1 < longest:
-            place -= 1
-            text = self.texts[seq.token_ids[place]] + text
-        for word, completing, until in self.words:
-            for i, token_ids in enumerate(completing):
-                if seq.num_tokens < until and text.endswith(word[:i]):
-                    yield token_ids
+        if seq.num_tokens < self.until:
+            yield self.ends
+        if self.bad_words:
+            yield self.bad_words.anywhere
+            text = self.text_of(seq)
+            ends = {text[-length:] for length in self.bad_words.lengths}
+            for end in ends & self.bad_words.after.keys():
+                yield from self.bad_words.after[end]
 
 
 class Constraints(Feature):
-    """Keeps, of a sequence, what it must not generate, which is `Forbidden`."""
+    """Keeps the `Constraint` of a sequence."""
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         """Bad words need all tokens of the sequence, so that its steps cannot run ahead."""
@@ -76,36 +139,48 @@ class Constraints(Feature):
         inputs.check_vocabulary("logit_bias", p.logit_bias or ())
         # the model's tokenizer can know more tokens, which are never generated
         size = inputs.vocab_size
-        found = Forbidden()
+        found = Constraint(*biases_of(p))
         if p.bad_words:
             tokenizer = inputs.get_tokenizer()
-            found.texts, *_ = spellings(tokenizer, size)
             with naming(rejected("bad_words", p.bad_words, "texts in Unicode")):
-                words = [word.encode() for word in p.bad_words]
-            completing = [tokens_completing(word, tokenizer, size) for word in words]
-            found.words = [(word, token_ids, math.inf) for word, token_ids in zip(words, completing)
-                           if any(map(len, token_ids))]
-        needs_tokens = bool(found.words)
+                words = tuple(word.encode() for word in p.bad_words)
+            found.bad_words = find_bad_words(words, tokenizer, size)
         # a grammar says itself where its text can end
         if p.structured_outputs is None:
             ends = [token for token in {*p.stop_token_ids, *inputs.eos_tokens} if token < size]
-            until = seqs[0].num_prompt_tokens + p.min_tokens
-            found.words.append((b"", [np.array(ends, np.int64)], until))
+            found.ends = np.array(ends, np.int64)
+            found.until = seqs[0].num_prompt_tokens + p.min_tokens
         for seq in seqs:
             seq.edits += ("Constraints",)
-            seq.kept["constraints"] = found
-            seq.needs_tokens |= needs_tokens
+            seq.kept["constraints"] = replace(found)
+            seq.needs_tokens |= bool(found.bad_words)
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
+        """The copy has tokens more, which are never taken in."""
         copy.kept["constraints"] = seq.kept.get("constraints")
 
     def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
         add_biases(scores, seqs)
-        found = [(row, seq, seq.kept.get("constraints")) for row, seq in enumerate(seqs)]
-        forbidden = [(row, token_ids) for row, seq, each in found if each
-                     for token_ids in each.next_to(seq)]
-        forbid(scores, forbidden)
+        forbid(scores, [(row, token_ids) for row, seq in enumerate(seqs)
+                        for token_ids in constraint_of(seq).next_to(seq)])
         penalize(scores, seqs, last_sampled)
+
+    def done(self, step: Launched, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            if found := seq.kept.get("constraints"):
+                found.take_in(seq)
+
+
+def constraint_of(seq: Sequence) -> Constraint:
+    """Returns what is kept of a sequence; nothing is in a trial step."""
+    return seq.kept.get("constraints") or Constraint(*biases_of(seq.params))
+
+
+def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+
+
+# ----------------------------------------------------------------------------- bad words
 
 
 @lru_cache(maxsize=2)
@@ -140,42 +215,72 @@ def bytes_of(piece: str, text: str) -> bytes:
     return bytes(byte_of[letter] for letter in piece) if is_spelled else text.encode()
 
 
+@lru_cache(maxsize=2)
+def sorted_spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], np.ndarray]:
+    """Returns the texts of `spellings` in order, and their tokens."""
+    texts, *_ = spellings(tokenizer, vocab_size)
+    order = sorted(range(vocab_size), key=texts.__getitem__)
+    return [texts[token_id] for token_id in order], np.array(order, np.int64)
+
+
 @lru_cache(maxsize=10_000)
 def tokens_completing(word: bytes, tokenizer: Any, vocab_size: int) -> list[np.ndarray]:
-    """Returns the tokens that complete a word after its first i bytes, by i.
-
-    For i = 0, the word is anywhere in a token, or it is the name of a special token.
-    """
+    """Returns the tokens that complete a word after its first i bytes, by i: those that begin with
+    its rest. For i = 0, the word is anywhere in a token."""
     _, joined, starts = spellings(tokenizer, vocab_size)
-    rests = [b"\xff" + word[i:] for i in range(1, len(word))]
-    found = [{bisect(starts, match.start()) - 1 for match in re.finditer(re.escape(part), joined)}
-             for part in [word, *rests]]
-    names = {token.content.encode(): number
-             for number, token in tokenizer.added_tokens_decoder.items() if number < vocab_size}
-    found[0] |= {names[word]} if word in names else set()
-    return [np.array(sorted(each), np.int64) for each in found]
-
-
-def biases(seq: Sequence) -> dict[int, float]:
-    """Returns the biases for the next step, by token id.
-
-    If only some tokens are allowed, the result lists all of them, and all others are forbidden.
-    """
-    p = seq.params
-    found = dict(p.logit_bias or {})
-    if p.allowed_token_ids:
-        found = {token_id: found.get(token_id, 0.0) for token_id in p.allowed_token_ids}
+    places = (match.start() for match in re.finditer(re.escape(word), joined))
+    found = [np.array(sorted({bisect(starts, place) - 1 for place in places}), np.int64)]
+    texts, token_ids = sorted_spellings(tokenizer, vocab_size)
+    for i in range(1, len(word)):
+        rest = word[i:]
+        end = bisect(texts, rest, key=lambda text: text[:len(rest)])
+        found.append(token_ids[bisect_left(texts, rest):end])
     return found
 
 
+@lru_cache(maxsize=16)
+def find_bad_words(words: tuple[bytes, ...], tokenizer: Any, vocab_size: int) -> BadWords | None:
+    """Returns which tokens complete these words, or None if no token does."""
+    names = {token.content.encode(): number
+             for number, token in tokenizer.added_tokens_decoder.items() if number < vocab_size}
+    # special tokens spell nothing
+    anywhere = [np.array([names[word] for word in words if word in names], np.int64)]
+    after: dict[bytes, list[np.ndarray]] = defaultdict(list)
+    for word in words:
+        for i, token_ids in enumerate(tokens_completing(word, tokenizer, vocab_size)):
+            if len(token_ids):
+                (after[word[:i]] if i else anywhere).append(token_ids)
+    found = BadWords(spellings(tokenizer, vocab_size)[0], np.unique(np.concatenate(anywhere)),
+                     dict(after), sorted({*map(len, after)}))
+    return found if len(found.anywhere) or after else None
+
+
+# -------------------------------------------------------------------------- edits of a matrix
+
+
+def biases_of(params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """Returns token ids, and what is added to their logits.
+
+    If only some tokens are allowed, these are all of them, and all others are forbidden.
+    """
+    found = params.logit_bias or {}
+    if params.allowed_token_ids:
+        found = {token_id: found.get(token_id, 0.0) for token_id in params.allowed_token_ids}
+    return np.array([*found], np.int64), np.array([*found.values()], np.float32)
+
+
 def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
-    """Applies the result of `biases` in place, and -inf to tokens that are not allowed."""
-    found = [(row, *each) for row, seq in enumerate(seqs) for each in biases(seq).items()]
-    if found:
+    """Applies the result of `biases_of` in place, and -inf to tokens that are not allowed."""
+    found = [constraint_of(seq) for seq in seqs]
+    counts = [len(each.bias_ids) for each in found]
+    if any(counts):
         others = [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs]
         bias = send(others, scores.device).float()[:, None].repeat(1, scores.shape[1])
-        rows, token_ids, added = (send(each, scores.device) for each in zip(*found))
-        bias[rows, token_ids] = added.float()
+        arrays = (np.arange(len(seqs)).repeat(counts),
+                  np.concatenate([each.bias_ids for each in found]),
+                  np.concatenate([each.biases for each in found]))
+        rows, token_ids, added = (send(each, scores.device) for each in arrays)
+        bias[rows, token_ids] = added
         scores += bias
 
 
@@ -192,20 +297,19 @@ def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None
     """Applies, in place, the repetition penalty (Keskar et al., 2019, arXiv:1909.05858), also to
     tokens of the prompt; then OpenAI's penalties for generated tokens, once (presence) and for each
     occurrence (frequency)."""
-    penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-                 for p in (seq.params for seq in seqs)]
-    if set(penalties) == {(1, 0, 0)}:
+    penalties = [penalties_of(seq.params) for seq in seqs]
+    if {*penalties} == {NO_PENALTIES}:
         return
-    starts = [0 if repetition != 1 else seq.num_prompt_tokens
-              for seq, (repetition, _, _) in zip(seqs, penalties)]
-    tokens = [np.array(seq.token_ids[start:], np.int64) for seq, start in zip(seqs, starts)]
-    is_generated = [np.arange(start, seq.num_tokens) >= seq.num_prompt_tokens
-                    for seq, start in zip(seqs, starts)]
+    found = [constraint_of(seq) for seq in seqs]
+    new = [each.new_tokens(seq) for each, seq in zip(found, seqs)]
+    tokens = [np.concatenate([each.seen, token_ids]).astype(np.int64)
+              for each, (token_ids, _) in zip(found, new)]
+    amounts = [np.concatenate([each.counts, added]) for each, (_, added) in zip(found, new)]
     owners = np.arange(len(seqs)).repeat([len(each) for each in tokens])
-    arrays = owners, np.concatenate(tokens), np.concatenate(is_generated, dtype=float), penalties
-    rows, token_ids, amounts, of_rows = (send(each, scores.device) for each in arrays)
+    arrays = owners, np.concatenate(tokens), np.concatenate(amounts), penalties
+    rows, token_ids, counts, of_rows = (send(each, scores.device) for each in arrays)
     places = rows, known_ids(token_ids, last_sampled)
-    counts = torch.zeros_like(scores).index_put_(places, amounts.float(), accumulate=True)[places]
+    counts = torch.zeros_like(scores).index_put_(places, counts.float(), accumulate=True)[places]
     repetition, presence, frequency = of_rows.float()[rows].T
     seen = scores[places]
     seen = torch.where(seen < 0, seen * repetition, seen / repetition)

@@ -3,23 +3,29 @@
 An observer: `drawn` finds them for the rows of a step, and `output` reads them. For a prompt,
 `scheduled` adds rows to a batch, as if they were sampled, for a sequence that has ended before: so
 what is drawn for them is dropped.
+
+Each is read once, for the first output that has it. A later output copies the list.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, field
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanoengine.batch import Batch, Row
+from nanoengine.checks import Condition, rejected
 from nanoengine.observers import Feature
-from nanoengine.outputs import RequestOutput
-from nanoengine.requests import InputProcessor
+from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
 from nanoengine.sampler import max_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import send
+
+CONDITIONS: list[Condition] = [
+    ("prompt_logprobs_start", lambda p: p.prompt_logprobs_start >= 0, "at least 0")]
 
 
 @dataclass
@@ -42,56 +48,77 @@ class RowLogprobs:
     entries: (1 + count, 3) float64: token id, log-probability, rank; on their way to the host.
     token_ids: those of its sequence.
     position, start: the place of this token, and of the first one of its prompt or output.
-    found: the result of `read`, once it was called.
     """
 
     entries: Tensor
     token_ids: list[int] = field(default_factory=list)
     position: int = 0
     start: int = 0
-    found: dict[int, Logprob] = field(default_factory=dict)
 
     def read(self, tokenizer: Any = None) -> dict[int, Logprob]:
         """Returns them by token id; call this once their step is done (`Launched.wait`).
 
         tokenizer: that of the library `tokenizers`; without one, tokens have no text.
         """
-        before = self.token_ids[max(self.start, self.position - 4):self.position]
-        self.found = self.found or {
-            int(token_id): Logprob(
-                logprob, int(rank), tokenizer and text_of(tokenizer, int(token_id), before))
-            for token_id, logprob, rank in self.entries.tolist()}
-        return self.found
+        before = self.token_ids[max(self.start, self.position - 12):self.position]
+        # once for all
+        before = begun_in(before, tokenizer) if tokenizer else []
+        return {int(token_id): Logprob(
+                    logprob, int(rank), tokenizer and text_of(tokenizer, int(token_id), before))
+                for token_id, logprob, rank in self.entries.tolist()}
+
+
+# how a tokenizer can spell U+FFFD: as itself, in the letters of ByteLevel, in those of ByteFallback
+REPLACEMENT = ("\ufffd", "\u00ef\u00bf\u00bd", "<0xEF><0xBF><0xBD>")
 
 
 def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
     """Returns the text of a single token, as vLLM does: with the space that it begins with.
 
-    The token that completes a character has all of it, and the tokens that began it have none.
+    The token that completes a character has all of it, and the tokens that began it have none. So
+    the texts of all tokens, joined, are the whole text.
 
-    before: the tokens before it; a character has at most four bytes.
+    before: the tokens before it, or those of them that have no text yet.
     """
-    def decode(token_ids: list[int]) -> str:
-        return tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    # what it adds after itself: some decoders strip spaces where a text begins
-    text = decode([token_id] * 2)[len(decode([token_id])):]
-    if not text.endswith("\ufffd"):
+    begun = begun_in(before, tokenizer)
+    text = tokenizer.decode([*begun, token_id], skip_special_tokens=False)
+    if is_half(text, [*begun, token_id], tokenizer):
+        return ""
+    if begun:
         return text
-    for start in range(len(before) - 1, -1, -1):
-        whole = decode(before[start:] + [token_id])
-        if not whole.endswith("\ufffd"):
-            clean = before[start:]
-            while clean and decode(clean[-1:]).endswith("\ufffd"):
-                clean.pop()
-            return whole[len(commonprefix([whole, decode(clean)])):]
-    return ""
+    # what it adds after itself: some decoders strip spaces where a text begins
+    return tokenizer.decode([token_id] * 2, skip_special_tokens=False)[len(text):]
+
+
+def begun_in(token_ids: list[int], tokenizer: Any) -> list[int]:
+    """Returns the last of these tokens that have no text yet: they end within a character."""
+    end = len(token_ids)
+    # a character has at most four bytes
+    while end and all(
+            is_half(tokenizer.decode(part, skip_special_tokens=False), part, tokenizer)
+            for part in (token_ids[start:end] for start in range(end - 1, max(end - 5, -1), -1))):
+        end -= 1
+    return token_ids[end:]
+
+
+def is_half(text: str, token_ids: list[int], tokenizer: Any) -> bool:
+    """Returns whether the text of some tokens ends within a character.
+
+    A decoder writes U+FFFD for the part that is there. A model can write U+FFFD itself: then the
+    names of its tokens spell it.
+    """
+    if not text.endswith("\ufffd"):
+        return False
+    names = "".join(tokenizer.id_to_token(token) or "" for token in token_ids[-3:])
+    return not names.endswith(REPLACEMENT)
 
 
 class Logprobs(Feature):
     """The log-probabilities of all requests that ask for any. It keeps of a sequence:
 
     logprobs: those that were found, by position; to be read once their step is over.
+    output_logprobs, prompt_logprobs: those that outputs have had so far.
+    cumulative_logprob: the sum of the former.
     temperature: of the logits of a beam; no others have one, as only beams are chosen by them.
     scorer: a sequence that stands for the prompt in the rows that score its tokens.
     tokens, is_scorer: of a scorer, and of a copy with guesses: whose tokens these are about.
@@ -106,8 +133,12 @@ class Logprobs(Feature):
         self.tokenizer = inputs.tokenizer and inputs.tokenizer.backend_tokenizer
         seq, count = seqs[0], seqs[0].params.prompt_logprobs
         if count is not None:
-            # the logits of all its tokens are needed
-            seq.reads_cache = False
+            start = first_scored(seq)
+            if start > seq.num_prompt_tokens:
+                raise rejected("prompt_logprobs_start", start,
+                               f"at most {seq.num_prompt_tokens}, the tokens of the prompt")
+            # the logits of the others are needed
+            seq.max_cached_tokens = start - 1
             params = SamplingParams(temperature=0, logprobs=count)
             scorer = Sequence(seq.request_id, [0], seq.num_prompt_tokens, 1, params)
             scorer.finish_reason = "length"
@@ -124,8 +155,9 @@ class Logprobs(Feature):
         parts = zip(batch.sequences, batch.starts, batch.num_tokens) if self.has_scorers else ()
         for index, (seq, start, count) in enumerate(parts):
             if scorer := seq.kept.get("scorer"):
+                first = max(start + 1, first_scored(seq))
                 stop = min(start + count + 1, seq.num_prompt_tokens)
-                batch.sampled += [Row(index, scorer, place) for place in range(start + 1, stop)]
+                batch.sampled += [Row(index, scorer, place) for place in range(first, stop)]
 
     def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
         asked = {number: (row.seq.params.logprobs, row.seq.kept.get("temperature", 0.0))
@@ -144,26 +176,46 @@ class Logprobs(Feature):
 
     def output(self, seqs: list[Sequence], output: RequestOutput) -> None:
         params = seqs[0].params
-        tokenizer = self.tokenizer if params.detokenize else None
         for seq, each in zip(seqs, output.outputs):
             if params.logprobs is not None and each.token_ids:
-                found = seq.kept["logprobs"]
-                start = seq.num_prompt_tokens
-                each.logprobs = [found[position].read(tokenizer)
-                                 for position in range(start, start + len(each.token_ids))]
-                each.cumulative_logprob = sum(
-                    at[token_id].logprob for at, token_id in zip(each.logprobs, each.token_ids))
-        if params.prompt_logprobs is not None:
-            output.prompt_logprobs = self.of_prompt(seqs[0], tokenizer)
-
-    def of_prompt(self, seq: Sequence, tokenizer: Any) -> list[dict[int, Logprob] | None] | None:
-        """Returns the log-probabilities of a prompt's tokens, as far as they are known."""
+                self.fill_in(seq, each)
         # after an error there are none: what was found next to NaN depends on the prompt's chunks
-        if seq.finish_reason == "error":
-            return None
-        found = seq.kept["logprobs"]
-        at = [found.get(position) for position in range(seq.num_prompt_tokens)]
-        return [each and each.read(tokenizer) for each in at]
+        if params.prompt_logprobs is not None and seqs[0].finish_reason != "error":
+            output.prompt_logprobs = self.of_prompt(seqs[0])
+
+    def fill_in(self, seq: Sequence, completion: CompletionOutput) -> None:
+        """Adds the log-probabilities of all tokens of a completion to it."""
+        before = seq.kept.get("output_logprobs", [])
+        new = self.read_on(seq, seq.num_prompt_tokens + len(before),
+                           seq.num_prompt_tokens + len(completion.token_ids))
+        total = seq.kept.get("cumulative_logprob", 0.0)
+        for at, token_id in zip(new, completion.token_ids[len(before):]):
+            total += at[token_id].logprob
+        seq.kept.update(output_logprobs=before + new, cumulative_logprob=total)
+        completion.logprobs = before + new
+        completion.cumulative_logprob = total
+
+    def of_prompt(self, seq: Sequence) -> list[dict[int, Logprob] | None]:
+        """Returns the log-probabilities of a prompt's tokens, as far as they are known."""
+        before = seq.kept.get("prompt_logprobs", [None] * first_scored(seq))
+        is_complete = seq.num_known_tokens > seq.num_prompt_tokens
+        # a step in flight can have found others, which are not on the host yet
+        stop = seq.num_prompt_tokens if is_complete else seq.num_computed_tokens + 1
+        known = before + self.read_on(seq, len(before), min(stop, seq.num_prompt_tokens))
+        seq.kept["prompt_logprobs"] = known
+        return known + [None] * (seq.num_prompt_tokens - len(known))
+
+    def read_on(self, seq: Sequence, start: int, stop: int) -> list[dict[int, Logprob]]:
+        """Reads the log-probabilities from one position to another, or to the first unknown one."""
+        tokenizer = self.tokenizer if seq.params.detokenize else None
+        at = map(seq.kept["logprobs"].get, range(start, stop))
+        return [each.read(tokenizer) for each in takewhile(bool, at)]
+
+
+def first_scored(seq: Sequence) -> int:
+    """Returns the position of the first token of a prompt that is to be scored; position 0 has no
+    log-probability."""
+    return max(1, seq.params.prompt_logprobs_start)
 
 
 def find_logprobs(logits: Tensor, targets: Tensor,
@@ -174,10 +226,11 @@ def find_logprobs(logits: Tensor, targets: Tensor,
     asked: by the number of a row, how many likeliest tokens, and the temperature of its logits.
     """
     found: dict[int, Tensor] = {}
-    alike = [(kind, [number for number in asked if asked[number] == kind])
-             for kind in dict.fromkeys(asked.values())]
+    alike = defaultdict(list)
+    for number, kind in asked.items():
+        alike[kind].append(number)
     size = max_rows(logits)
-    parts = [(kind, numbers[start:start + size]) for kind, numbers in alike
+    parts = [(kind, numbers[start:start + size]) for kind, numbers in alike.items()
              for start in range(0, len(numbers), size)]
     for (count, temperature), numbers in parts:
         index = send(numbers, logits.device)

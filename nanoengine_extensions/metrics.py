@@ -23,8 +23,7 @@ from nanoengine.batch import Batch
 from nanoengine.engine import Engine
 from nanoengine.observers import Feature
 from nanoengine.step_inputs import Launched
-from nanoengine.outputs import CompletionOutput, RequestOutput
-from nanoengine.requests import InputProcessor
+from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
 from nanoengine.sequence import Sequence
 
 # Messages go to stderr, or to the user's own handlers if there are any.
@@ -50,6 +49,7 @@ class RequestMetrics:
     num_decoded_tokens: tokens of the longest completion, without its first.
     num_cached_tokens: tokens of the prompt that the prefix cache had at the first admission.
     num_preemptions: how often one of its completions was preempted.
+    num_generation_tokens: tokens of all completions together.
     queue_time: seconds from arrival to the first step.
     time_to_first_token: seconds from arrival to the first token.
     end_to_end_time: seconds from arrival to the last token.
@@ -65,17 +65,25 @@ class RequestMetrics:
     num_decoded_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_generation_tokens: int = 0
 
     queue_time = property(lambda m: m.first_scheduled_time - m.arrival_time)
     time_to_first_token = property(lambda m: m.first_token_time - m.arrival_time)
     end_to_end_time = property(lambda m: m.finished_time - m.arrival_time)
     decode_time = property(lambda m: m.finished_time - m.first_token_time)
     time_per_output_token = property(lambda m: m.decode_time / max(1, m.num_decoded_tokens))
+    # the names that vLLM has for some
+    queued_ts = property(lambda m: m.arrival_time)
+    scheduled_ts = property(lambda m: m.first_scheduled_time)
+    first_token_ts = property(lambda m: m.first_token_time)
+    last_token_ts = property(lambda m: m.finished_time)
+    first_token_latency = property(lambda m: m.time_to_first_token)
 
     def so_far(self, outputs: list[CompletionOutput]) -> "RequestMetrics":
         """Returns a copy, for the output of a request with these completions."""
-        most = max(len(each.token_ids) for each in outputs)
-        return replace(self, num_decoded_tokens=max(0, most - 1))
+        counts = [len(each.token_ids) for each in outputs]
+        return replace(self, num_decoded_tokens=max(0, max(counts) - 1),
+                       num_generation_tokens=sum(counts))
 
 
 COUNTERS = """num_steps batched_sequences max_blocks_used prompt_tokens computed_tokens
@@ -164,12 +172,6 @@ class Metrics(Feature):
             if metrics := seq.kept.get("metrics"):
                 metrics.num_preemptions += 1
 
-    def launched(self, step: Launched) -> None:
-        """Records when the device is done with a step."""
-        for record in self.records[-1:]:
-            if record.batch is step.batch:
-                record.done = self.timestamp()
-
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         now = self.clock()
         for seq in seqs:
@@ -181,6 +183,7 @@ class Metrics(Feature):
         self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for seq in seqs)
         records = [record for record in self.records if record.batch is step.batch]
         for record in records:
+            record.done = step.done
             record.ended = now
             record.tokens = step.tokens.tolist()
             record.metrics = self.gauges()

@@ -189,7 +189,7 @@ class Speculation:
         """
         if batch.is_known:
             tokens = [self.stock[seq].pop(0) for seq in batch.sequences]
-            return Launched(batch, torch.tensor(tokens), None)
+            return Launched(batch, torch.tensor(tokens), self.clock())
         self.stock.clear()
         # a step with a prompt computes, and does not wait for memory
         if max(batch.num_tokens) > 1:
@@ -225,7 +225,7 @@ class Speculation:
                 self.all_odds[kind] += WEIGHT * (is_right - self.all_odds[kind])
             tokens[row] = NO_TOKEN if seq.error else tokens[row]
         # for the scheduler, a step like any other
-        return Launched(batch, torch.tensor(tokens), None)
+        return Launched(batch, torch.tensor(tokens), launched.done)
 
     def _ask(self, batch: Batch) -> dict[Sequence, Any]:
         """Returns (guess, kind, odds) of sequences: as many tokens as could be computed, and how

@@ -58,6 +58,8 @@ RULES: dict[str, Any] = {
     "stop_token_ids": Annotated[list[TokenId], AS_LIST, DISTINCT],
     "logprobs": NumLogprobs | None,
     "prompt_logprobs": NumLogprobs | None,
+    "prompt_logprobs_start": Int,
+    "truncate_prompt_tokens": Annotated[Int, Field(ge=-1)] | None,
     "presence_penalty": Annotated[Float, Field(ge=-2, le=2)],
     "frequency_penalty": Annotated[Float, Field(ge=-2, le=2)],
     "repetition_penalty": Annotated[Moderate, Field(gt=0)],

@@ -8,19 +8,22 @@ An observer: `done` takes in the newest tokens, and ends sequences whose text ha
 """
 
 import weakref
-from itertools import islice
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from nanoengine.checks import Condition
 from nanoengine.engine import Engine
 from nanoengine.observers import Feature, Launched
-from nanoengine.outputs import RequestOutput
-from nanoengine.requests import InputProcessor
+from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sequence import Sequence
 
 CONDITIONS: list[Condition] = [
     ("stop", lambda p: isinstance(p.stop, list) and all(p.stop), "a list of texts, none empty"),
     ("detokenize", lambda p: p.detokenize or not p.stop, "True for stop={stop!r}")]
+
+# how a tokenizer can spell U+FFFD: as itself, in the letters of ByteLevel, in those of ByteFallback
+REPLACEMENT = ("\ufffd", "\u00ef\u00bf\u00bd", "<0xEF><0xBF><0xBD>")
 
 
 class Texts(Feature):
@@ -55,13 +58,16 @@ class Text:
     def __init__(self, seq: Sequence, tokenizer: Any) -> None:
         self.text = ""
         self.tokenizer = tokenizer.backend_tokenizer
+        self.name_of = self.tokenizer.id_to_token
         self.skip_special = seq.params.skip_special_tokens
+        self.unseen = special_tokens(self.tokenizer) if self.skip_special else frozenset()
         # the tokens before the next ones, which are decoded together with them
         self.context = self._last_seen(seq.token_ids)
         # tokens whose text is not complete: they end in the middle of a character
         self.undecoded: list[int] = []
         # characters at the end that could become a stop string
         self.num_held_back = max(map(len, seq.params.stop), default=1) - 1
+        self.find_stop = stop_finder(tuple(seq.params.stop))
 
     def update(self, seq: Sequence) -> str | None:
         """Takes in the newest token; returns the stop string that its text completes, if any.
@@ -76,29 +82,28 @@ class Text:
             self.text += self._decode(seq.token_ids[-1])
         if seq.num_tokens - seq.num_prompt_tokens <= seq.params.min_tokens:
             return None
-        # take the stop string that ends first in the new text, or is first in the list
-        for end in range(num_seen + 1, len(self.text) + 1):
-            for stop in seq.params.stop:
-                if self.text.endswith(stop, 0, end):
-                    cut = 0 if seq.params.include_stop_str_in_output else len(stop)
-                    self.text = self.text[:end - cut]
-                    return stop
-        return None
+        end, stop = self.find_stop(self.text, num_seen)
+        if stop:
+            cut = 0 if seq.params.include_stop_str_in_output else len(stop)
+            self.text = self.text[:end - cut]
+        return stop
 
     def _decode(self, token_id: int) -> str:
         """Returns the text that the newest tokens complete: none in the middle of a character."""
+        if token_id in self.unseen:
+            return ""
         skip = self.skip_special
         self.undecoded.append(token_id)
         # of many tokens only the last eight matter: if they begin within a character, their text
         # begins with at most three replacement characters, which do not count
         if len(self.undecoded) > 8:
             tail = self.tokenizer.decode(self.undecoded[-8:], skip)
-            # or all are special tokens
-            if not tail or tail[3:].endswith("\ufffd"):
+            # or the tokenizer knows none of them
+            if not tail or self._is_half(tail[3:]):
                 return ""
         before = self.tokenizer.decode(self.context, skip)
         piece = self.tokenizer.decode(self.context + self.undecoded, skip)[len(before):]
-        if piece.endswith("\ufffd"):
+        if self._is_half(piece):
             return ""
         if piece:
             self.context = self.undecoded
@@ -108,15 +113,68 @@ class Text:
         self.undecoded = []
         return piece
 
+    def _is_half(self, text: str) -> bool:
+        """Returns whether the text of the newest tokens ends in the middle of a character.
+
+        A decoder writes U+FFFD for the part that is there. A model can write U+FFFD itself: then
+        the names of its tokens spell it.
+        """
+        if not text.endswith("\ufffd"):
+            return False
+        names = "".join(self.name_of(token) or "" for token in self.undecoded[-3:])
+        return not names.endswith(REPLACEMENT)
+
     def _last_seen(self, token_ids: list[int]) -> list[int]:
-        """Returns the last six tokens that the decoder sees; it can leave out special tokens."""
-        decode = self.tokenizer.decode
-        seen = (i for i in reversed(token_ids)
-                if decode([i], self.skip_special) == decode([i], False))
-        return [*islice(seen, 6)][::-1]
+        """Returns the last six tokens that the decoder sees, or a few more, so that they do not
+        begin within a character of ByteFallback. It can leave out special tokens."""
+        seen = (token for token in reversed(token_ids) if token not in self.unseen)
+        last = []
+        for token in seen:
+            last.append(token)
+            goes_on = "<0x80>" <= (self.name_of(token) or "") <= "<0xBF>"
+            if len(last) == 9 or (len(last) >= 6 and not goes_on):
+                break
+        return last[::-1]
 
     def so_far(self, seq: Sequence) -> str:
         """Returns the text without characters that could become a stop string."""
         if seq.finish_reason or seq.params.include_stop_str_in_output:
             return self.text
         return self.text[:max(0, len(self.text) - self.num_held_back)]
+
+
+@lru_cache(maxsize=1)
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Returns the tokens that a decoder leaves out if it skips special ones."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(number for number, token in added.items() if token.special)
+
+
+@lru_cache(maxsize=16)
+def stop_finder(stops: tuple[str, ...]) -> Callable[[str, int], tuple[int, str | None]]:
+    """Returns a search for stop strings, whose time does not grow with their number.
+
+    It takes a text, and how much of it was searched before. It returns the end and the stop string
+    of the one that ends first, or is first in the list.
+    """
+    # by their last letter, then by the one before; "": the places of those that begin here
+    tree: dict[str, Any] = {}
+    for place, stop in enumerate(stops):
+        branch = tree
+        for letter in reversed(stop):
+            branch = branch.setdefault(letter, {})
+        branch.setdefault("", place)
+
+    def find(text: str, num_seen: int) -> tuple[int, str | None]:
+        for end in range(num_seen + 1, len(text) + 1):
+            branch: Any = tree
+            start = end
+            first = len(stops)
+            while start and (branch := branch.get(text[start - 1])):
+                start -= 1
+                first = min(first, branch.get("", first))
+            if first < len(stops):
+                return end, stops[first]
+        return 0, None
+
+    return find

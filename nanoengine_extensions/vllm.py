@@ -121,7 +121,7 @@ class LLM(nanoengine.LLM):
 
     def generate(self, prompts: Any = None, sampling_params: Any = None, *arguments: Any,
                  prompt_token_ids: Any = None, **options: Any) -> list[Any]:
-        """Generates as nanoengine does. `metrics` of outputs also have vLLM's timestamps."""
+        """Generates as nanoengine does."""
         if prompts is not None and prompt_token_ids is not None:
             raise rejected("prompt_token_ids", prompt_token_ids, "left out beside prompts")
         is_one = not isinstance(sampling_params, (list, tuple))
@@ -130,15 +130,8 @@ class LLM(nanoengine.LLM):
             for count in (getattr(each, name, None) or 0 for each in params):
                 if self.max_logprobs != -1 and not 0 <= count <= self.max_logprobs:
                     raise rejected(name, count, f"at most max_logprobs={self.max_logprobs}")
-        outputs = super().generate(prompt_token_ids if prompts is None else prompts,
-                                   sampling_params, *arguments, **without(options))
-        for output in outputs:
-            m = output.metrics
-            vars(m).update(queued_ts=m.arrival_time, scheduled_ts=m.first_scheduled_time,
-                           first_token_ts=m.first_token_time, last_token_ts=m.finished_time,
-                           first_token_latency=m.time_to_first_token,
-                           num_generation_tokens=sum(len(c.token_ids) for c in output.outputs))
-        return outputs
+        return super().generate(prompt_token_ids if prompts is None else prompts,
+                                sampling_params, *arguments, **without(options))
 
     def chat(self, *arguments: Any, chat_template_content_format: str = "auto",
              **options: Any) -> list[Any]:
@@ -149,6 +142,10 @@ class LLM(nanoengine.LLM):
     def beam_search(self, *arguments: Any, use_tqdm: bool = False, **options: Any) -> list[Any]:
         """Searches without a progress bar, and all prompts together."""
         return super().beam_search(*arguments, **without(options))
+
+    def score(self, *_: Any, **__: Any) -> Any:
+        """Refuses, as vLLM's is for models of another kind, and not nanoengine's."""
+        self.__getattr__("score")()
 
     def __getattr__(self, name: str) -> Any:
         """Returns a method that refuses each call, for vLLM's other ones."""

@@ -13,7 +13,7 @@ from conftest import random_prompts
 from nanoengine import LLM, SamplingParams
 
 ROOT = Path(__file__).parent.parent
-SIBLINGS = ["nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions", "nanoengine_lab", "lab"]
+SIBLINGS = ["nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions", "lab"]
 
 # what the siblings need besides, is not imported either
 SCRIPT = f"""

@@ -2,15 +2,14 @@
 
 import copy
 import json
-from typing import Any
-
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from nanoengine import LLM
-from nanoengine_extensions.chat import render, takes_parts
+from nanoengine_extensions.chat import form_of_arguments, render, takes_parts
 
 TO_JSON = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}
     {{- {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
@@ -28,7 +27,8 @@ def tokenizer(bundled):
 @pytest.fixture
 def prompt(tokenizer):
     def prompt(messages: Any, template: str | None = None, **options: Any) -> str:
-        (found,) = render(SimpleNamespace(get_tokenizer=lambda: tokenizer), messages, chat_template=template, **options)
+        inputs = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+        (found,) = render(inputs, messages, chat_template=template, **options)
         assert found["prompt_token_ids"] == tokenizer.encode(
             found["prompt"], add_special_tokens=False)
         return found["prompt"]
@@ -89,6 +89,179 @@ def test_no_tool_calls_are_none(prompt, calls):
     assert prompt([{"role": "assistant", "content": "a", "tool_calls": calls}], template) == "a"
 
 
+# what real templates do with the calls of a message `m`; functions of the call below
+LLAMA = """{%- if 'tool_calls' in m %}{%- set tool_call = m.tool_calls[0].function %}
+    {{- '{"name": "' + tool_call.name + '", "parameters": ' }}{{- tool_call.arguments | tojson }}
+    {{- "}" }}{%- else %}{{- m['content'] | trim }}{%- endif %}"""
+LLAMA_BUILT_IN = """{%- if 'tool_calls' in m %}{%- set tool_call = m.tool_calls[0].function %}
+    {{- tool_call.name + ".call(" }}
+    {%- for arg_name, arg_val in tool_call.arguments | items %}
+        {{- arg_name + '="' ~ arg_val ~ '"' }}{%- if not loop.last %}{{- ", " }}{%- endif %}
+    {%- endfor %}{{- ")" }}{%- endif %}"""
+QWEN = """{%- if m.role == "user" or (m.role == "assistant" and not m.tool_calls) %}
+    {{- m.role + ':' + m.content }}{%- elif m.role == "assistant" %}
+    {%- if m.content %}{{- m.content }}{%- endif %}
+    {%- for tool_call in m.tool_calls %}
+        {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+        {{- '{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+        {{- tool_call.arguments | tojson }}{{- '}' }}{%- endfor %}{%- endif %}"""
+QWEN3 = QWEN.replace("{{- tool_call.arguments | tojson }}", """
+    {%- if tool_call.arguments is string %}{{- tool_call.arguments }}
+    {%- else %}{{- tool_call.arguments | tojson }}{%- endif %}""")
+MISTRAL = """{%- if m.tool_calls is defined and m.tool_calls is not none %}
+    {%- for tool_call in m.tool_calls %}{%- set out = tool_call.function | tojson %}
+        {{- out[:-1] }}{{- ', "id": "' + tool_call.id + '"}' }}{%- endfor %}
+    {%- elif m.role == "assistant" %}{{- " " + m["content"] | trim + eos_token }}{%- endif %}"""
+DEEPSEEK = """{%- if m['role'] == 'assistant' and m['content'] is none %}
+    {%- for tool in m['tool_calls'] %}{{- '<call>' + tool['type'] + '<sep>' +
+        tool['function']['name'] + '\\n```json\\n' + tool['function']['arguments'] + '\\n```' }}
+    {%- endfor %}{%- endif %}
+    {%- if m['role'] == 'assistant' and m['content'] is not none %}
+    {{- '<answer>' + m['content'] }}{%- endif %}"""
+HERMES = """{%- for tool_call in m.tool_calls %}{%- if tool_call.function is defined %}
+    {%- set tool_call = tool_call.function %}{%- endif %}
+    {{- '<tool_call>' }}{{- {'name': tool_call.name, 'arguments': tool_call.arguments} | tojson }}
+    {%- endfor %}"""
+COMMAND = """{%- if m.tool_calls %}{%- if m.content %}{{- m.content }}{%- endif %}
+    {%- for tc in m.tool_calls %}{{- '{"tool_name": "' }}{{- tc['function']['name'] }}
+    {{- '", "parameters": ' }}{{- tc['function']['arguments'] | tojson }}{{- '}' }}{%- endfor %}
+    {%- endif %}"""
+GPT_OSS = """{%- if m.role == 'assistant' %}{%- if 'tool_calls' in m and m.tool_calls %}
+    {%- if m.content and m.thinking %}{{- raise_exception('not both') }}{%- endif %}
+    {%- set tool_call = m.tool_calls[0].function %}
+    {{- 'to=functions.' + tool_call.name + ' json<|message|>' }}
+    {{- tool_call.arguments | tojson }}{%- endif %}{%- endif %}"""
+PHI = """{%- if m.tool_calls %}{{- m.tool_calls | tojson }}{%- endif %}"""
+SMOLLM = """{%- set content = m.content if m.content is string else "" %}
+    {%- if m.role == "assistant" %}{{- content.lstrip("\\n") }}
+    {%- for call in m.tool_calls %}{{- call.function | tojson }}{%- endfor %}{%- endif %}"""
+FUNCTIONARY = """{%- if m['role'] == 'assistant' %}
+    {%- if 'content' in m and m['content'] is not none %}{{- m['content'] }}{%- endif %}
+    {%- for tool_call in m['tool_calls'] %}{{- '<function=' + tool_call['function']['name'] + '>' +
+    tool_call['function']['arguments'] + '</function>' }}{%- endfor %}{%- endif %}"""
+GLM = """{%- for tc in m.tool_calls %}{%- if tc.function %}{%- set tc = tc.function %}{%- endif %}
+    {{- tc.name }}{%- set _args = tc.arguments %}{%- for k, v in _args.items() %}
+    {{- '<k>' + k + '<v>' }}{{- v if v is string else v | tojson }}{%- endfor %}{%- endfor %}"""
+QWEN_CODER = """{%- for tool_call in m.tool_calls %}{%- set tool_call = tool_call.function %}
+    {{- tool_call.name }}{%- if tool_call.arguments is defined %}
+    {%- for args_name, args_value in tool_call.arguments | items %}
+    {{- '<parameter=' + args_name + '>' }}
+    {%- set args_value = args_value | string if args_value is string else args_value | tojson %}
+    {{- args_value }}{%- endfor %}{%- endif %}{%- endfor %}"""
+KIMI = """{%- for tool_call in m['tool_calls'] %}
+    {%- set args = tool_call['function']['arguments'] %}
+    {{- args if args is string else args | tojson }}{%- endfor %}"""
+OBJECT, TEXT = {"city": "Ås", "days": [2]}, '{"city":"Ås","days":[2]}'
+WRITTEN = json.dumps(OBJECT, ensure_ascii=False)
+IN_CALL = f'"name": "rain", "arguments": {WRITTEN}'
+REAL = {
+    "Llama": (LLAMA, f'{{"name": "rain", "parameters": {WRITTEN}}}'),
+    "Llama, built in": (LLAMA_BUILT_IN, 'rain.call(city="Ås", days="[2]")'),
+    "Qwen 2.5": (QWEN, f"{{{IN_CALL}}}"),
+    "Mistral": (MISTRAL, f'{{{IN_CALL}, "id": "1"}}'),
+    "Hermes": (HERMES, f"<tool_call>{{{IN_CALL}}}"),
+    "Command R": (COMMAND, f'{{"tool_name": "rain", "parameters": {WRITTEN}}}'),
+    "gpt-oss": (GPT_OSS, f"to=functions.rain json<|message|>{WRITTEN}"),
+    "Phi": (PHI, f'[{{"id": "1", "type": "function", "function": {{{IN_CALL}}}}}]'),
+    "SmolLM": (SMOLLM, f"{{{IN_CALL}}}"),
+    "GLM": (GLM, "rain<k>city<v>Ås<k>days<v>[2]"),
+    "Qwen Coder": (QWEN_CODER, "rain<parameter=city>Ås<parameter=days>[2]")}
+# a user's text is used as it is
+REAL_TEXT = {
+    "Qwen 3": (QWEN3, '{{"name": "rain", "arguments": {}}}'),
+    "DeepSeek": (DEEPSEEK, "<call>function<sep>rain\n```json\n{}\n```"),
+    "Functionary": (FUNCTIONARY, "<function=rain>{}</function>"),
+    "Kimi": (KIMI, "{}"),
+    "printed": ("{{ m.tool_calls[0].function.arguments }}", "{}"),
+    "added": ("{{ 'x' ~ (m.tool_calls[0]['function']['arguments'] | trim) ~ 'y' }}", "x{}y"),
+    "indexed": ("{{ m.tool_calls[0].function.arguments[:-1] }}", "{}"[:-1]),
+    "method": ("{% set c = m.tool_calls[0].function %}{{ c.get('arguments').strip() }}", "{}"),
+    "or": ("{{ m.tool_calls[0].function.arguments or '{}' }}", "{}"),
+    "format": ("{{ 'x%s' % m.tool_calls[0].function.arguments }}", "x{}"),
+    "macro": ("{% macro show(a, b) %}{{ a + b }}{% endmacro %}"
+              "{{ show('x', m.tool_calls[0].function.arguments) }}", "x{}"),
+    "string": ("{% set args = m.tool_calls[0].function.arguments | string %}{{ args }}", "{}"),
+    "replace": ("{{ m.tool_calls[0].function.arguments | replace('x', 'y') }}", "{}")}
+
+
+def called(content: Any, arguments: Any) -> list[dict]:
+    call = {"id": "1", "type": "function", "function": {"name": "rain", "arguments": arguments}}
+    return [{"role": "assistant", "content": content, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("content", [None, "", "absent"])
+@pytest.mark.parametrize("arguments", [OBJECT, TEXT], ids=["object", "text"])
+@pytest.mark.parametrize("name", [*REAL, *REAL_TEXT])
+def test_real_templates_write_the_call(prompt, name, arguments, content):
+    """Also one that writes it only where the content is None."""
+    messages = called(content, arguments)
+    if content == "absent":
+        del messages[0]["content"]
+    if name in REAL:
+        template, expected = REAL[name]
+    else:
+        template, form = REAL_TEXT[name]
+        text = WRITTEN if arguments is OBJECT else TEXT
+        expected = text[:-1] if name == "indexed" else form.replace("{{", "{").replace(
+            "}}", "}").replace("{}", text)
+    if (name, content) == ("DeepSeek", ""):
+        expected = "<answer>"
+    assert prompt(messages, each(template)) == expected
+    assert form_of_arguments(template) == (
+        "object" if name in REAL else "given" if name in ("Qwen 3", "Kimi") else "text")
+
+
+@pytest.mark.parametrize("template, expected", [
+    ("{% if m.content is none %}call{% else %}[{{ m.content }}]{% endif %}", "call"),
+    ("{% if m['content'] is not none %}[{{ m.content }}]{% else %}call{% endif %}", "call"),
+    ("{% if m.content == none %}call{% endif %}", "call"),
+    ("{% if m.content != none %}text{% else %}call{% endif %}", "call"),
+    ("{% set content = m.content %}{% if content is none %}call{% endif %}", "call"),
+    ("{% if m.get('content') is none %}call{% endif %}", "call"),
+    ("{% if m.content %}text{% else %}call{% endif %}", "call"),
+    ("{% if not m.content %}call{% endif %}[{{ m.content }}]", "call[]"),
+    ("{% if m.content is defined %}[{{ m.content }}]{% else %}call{% endif %}", "call"),
+    ("{% if m.content is defined and m.content is not none %}text{% endif %}call", "call"),
+    ("{% if 'content' in m %}[{{ m.content }}]{% endif %}call", "call"),
+    ("{% if m.content is string %}[{{ m.content }}]{% else %}call{% endif %}", "call"),
+    ("{% if m.content is not string %}call{% endif %}", "call"),
+    # it cannot tell, or would go through None or print it
+    ("[{{ m.content }}]call", "[]call"), ("{{ 'x' + m.content }}call", "xcall"),
+    ("{% if m.content is string %}[{{ m.content }}]{% else %}{% for p in m.content %}{{ p.text }}"
+     "{% endfor %}{% endif %}call", "[]call"),
+    ("{% if m.content is string %}[{{ m.content }}]{% else %}{{ m.content | tojson }}{% endif %}",
+     "[]"),
+    # these are tests of the first message
+    ("{% set system = messages[0].content %}{% if system is none %}{% endif %}{{ m.content }}", ""),
+    ("{% if messages[0]['content'] is defined %}{% endif %}{{ 'x' + m.content }}", "x")])
+def test_a_call_without_content(prompt, template, expected):
+    for arguments in (OBJECT, TEXT):
+        assert prompt(called(None, arguments), each(template)) == expected
+    # without a call, it counts as empty, as everywhere
+    assert "None" not in prompt([{"role": "user", "content": None}], each("[{{ m.content }}]"))
+
+
+def test_other_fields_reach_the_template(prompt):
+    message = {"role": "tool", "tool_call_id": "7", "name": "rain", "content": "no",
+               "refusal": None, "reasoning_content": "hm", "own": {"a": [None]}}
+    assert json.loads(prompt([message], "{{ messages[0] | tojson }}")) == {
+        "role": "tool", "tool_call_id": "7", "name": "rain", "content": "no", "thinking": "hm",
+        "reasoning_content": "hm", "own": {"a": [None]}}
+    legacy = {"role": "assistant", "content": None,
+              "function_call": {"name": "rain", "arguments": TEXT}}
+    template = """{% if m.content is none %}{{ m.function_call.arguments }}{% endif %}"""
+    assert prompt([legacy], each(template)) == TEXT
+
+
+def test_a_call_in_a_conversation(prompt):
+    """The whole conversation, in a template that adds texts."""
+    chat = [{"role": "user", "content": "rain?"}, *called(None, OBJECT),
+            {"role": "tool", "tool_call_id": "1", "content": "no"},
+            {"role": "assistant", "content": "It is dry."}]
+    assert prompt(chat, each(DEEPSEEK)).endswith(f"{WRITTEN}\n```<answer>It is dry.")
+    assert prompt(chat, each(QWEN)) == f"user:rain?{{{IN_CALL}}}assistant:It is dry."
+
+
 # ------------------------------------------------------------------------------------- content
 
 
@@ -126,7 +299,9 @@ TAKE_TEXTS = [
 def test_templates_that_go_through_parts_get_parts(prompt, template):
     assert takes_parts(template)
     for content in ("What is", [{"type": "text", "text": "What is"}], ["What is"]):
-        assert prompt([{"role": "user", "content": content}], template) == "[What is]"
+        is_shown = content == "What is" and "is string" in template
+        expected = "What is" if is_shown else "[What is]"
+        assert prompt([{"role": "user", "content": content}], template) == expected
     two = [{"type": "text", "text": "What "}, "is"]
     assert prompt([{"role": "user", "content": two}], template) == "[What ][is]"
     for nothing in ({"role": "user"}, {"role": "user", "content": None}):
@@ -138,6 +313,53 @@ def test_other_templates_get_one_text(prompt, template):
     assert not takes_parts(template)
     for content in ("a\nb", ["a", {"type": "text", "text": "b"}]):
         assert prompt([{"role": "user", "content": content}], template).strip() == "a\nb"
+
+
+PRINTED = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+PARTS = loop("m.content")
+
+
+@pytest.mark.parametrize("template, expected", [
+    (PRINTED + "{% for m in messages[1:] %}" + PARTS + "{% endfor %}", "be brief[hi][hello]"),
+    (PRINTED + each("{% if m.role != 'system' %}" + PARTS + "{% endif %}"), "be brief[hi][hello]"),
+    (PRINTED + each("{% if m.content is string %}{{ m.content }}{% else %}" + PARTS
+                    + "{% endif %}"), "be briefbe briefhihello"),
+    (each("{% if m.role == 'assistant' %}{{ '<' + m.content + '>' }}{% else %}" + PARTS
+          + "{% endif %}"), "[be brief][hi]<hello>"),
+    (each("{% if m.role == 'assistant' %}{{ m.content | trim }}{% else %}"
+          + loop("m['content'][:3]") + "{% endif %}"), "[be brief][hi]hello"),
+    (each("{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }};"
+          "{% endfor %}") + "{{ messages[2].content }}", None),
+    (each("{% if m.role == 'user' %}{{ m.content[0].text }}{% for p in m.content %}{% endfor %}"
+          "{% else %}{{ m.content }}{% endif %}"), "be briefhihello")])
+def test_texts_stay_texts_where_they_are_printed(prompt, template, expected):
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "hello"}]
+    found = prompt(chat, template, add_generation_prompt=False)
+    if expected is None:
+        # it does both with one message: then that is a list
+        expected = "be brief;hi;hello;[{'type': 'text', 'text': 'hello'}]"
+    assert found == expected
+    assert chat[0]["content"] == "be brief", "a user's messages stay as they are"
+    assert type(chat[0]["content"]) is str
+    users = [{"role": "user", "content": "hi"}]
+    if template.startswith(PRINTED) and "[1:]" not in template:
+        assert prompt(users, template) in ("[hi]", "hi")
+
+
+def test_tools_can_be_functions_where_a_template_takes_parts(prompt):
+    def rain(city: str) -> bool:
+        """Says whether it rains.
+
+        Args:
+            city: the city
+        """
+
+    template = "{{ tools[0].function.name }}:" + each(loop("m.content"))
+    chat = [{"role": "user", "content": "a"}]
+    assert prompt(chat, template, tools=[rain]) == "rain:[a]"
+    with pytest.raises(ValueError, match="tools: "):
+        prompt(chat, template, tools=[5])
 
 
 def test_the_form_can_be_given(prompt):
@@ -159,6 +381,40 @@ def test_contents_that_are_no_text(prompt, content, template):
 
 
 # ------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("template", [None, ""])
+def test_without_a_template_the_error_says_what_to_do(bundled, template):
+    base = AutoTokenizer.from_pretrained(bundled)
+    base.chat_template = None
+    inputs = SimpleNamespace(get_tokenizer=lambda: base)
+    chat = [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match="^chat_template=.* is not accepted: .*the tokenizer has "
+                       "none: give chat_template=…, or use `generate`"):
+        render(inputs, chat, chat_template=template)
+    assert render(inputs, chat, chat_template="x{{ messages[0].content }}")[0]["prompt"] == "xa"
+    base.chat_template = {"rag": "r", "tool_use": "t"}
+    with pytest.raises(ValueError, match=r"chat_template: .*\['rag', 'tool_use'\]"):
+        render(inputs, chat)
+    assert render(inputs, chat, chat_template="rag")[0]["prompt"] == "r"
+    assert render(inputs, chat, tools=[{"type": "x"}])[0]["prompt"] == "t"
+
+
+@pytest.mark.parametrize("template, message", [
+    (5, "chat_template=5 is not accepted"), ("{% if %}", "chat_template: "),
+    ("{{ 5 | nothing }}", "chat_template: ")])
+def test_what_is_no_template_is_refused(prompt, template, message):
+    with pytest.raises(ValueError, match=message):
+        prompt([{"role": "user", "content": "a"}], template)
+
+
+def test_a_message_is_continued_or_answered(prompt):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match="continue_final_message=True is not accepted"):
+        prompt(chat, continue_final_message=True)
+    for template in (each("<{{ m.content }}>"), each("<" + loop("m.content") + ">")):
+        found = prompt(chat, template, continue_final_message=True, add_generation_prompt=False)
+        assert found in ("<a><b", "<[a]><[b")
 
 
 def test_template_kwargs_override_named_keywords(prompt):

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.constraints import Forbidden, spellings
+from nanoengine_extensions.constraints import Constraint, biases_of, spellings
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 
@@ -41,7 +41,8 @@ def test_no_token_id_reaches_another_row(options, beyond):
     first, second = make([1, beyond], [beyond], **options), make([1], presence_penalty=1.0)
     if not options.keys() & {"repetition_penalty", "presence_penalty"}:
         first.token_ids = [1, 1, 1]
-    first.kept["constraints"] = Forbidden([], [(b"", [np.array([beyond])], math.inf)])
+    first.kept["constraints"] = Constraint(
+        *biases_of(first.params), ends=np.array([beyond]), until=math.inf)
     scores = torch.ones(3, 5)
     with pytest.raises(IndexError):
         apply(scores, [first, second, second], NONE_PENDING)

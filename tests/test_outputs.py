@@ -9,11 +9,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanoengine.outputs import Request
+from nanoengine.requests import Request
 from nanoengine import SamplingParams
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.logprobs import Logprobs, RowLogprobs
-from nanoengine_extensions.texts import Text, Texts
+from nanoengine_extensions.logprobs import Logprobs, RowLogprobs, text_of
+from nanoengine_extensions.texts import Text, Texts, stop_finder
 
 
 class Completion(Text):
@@ -104,14 +104,18 @@ def test_byte_fallback_tokens_that_turn_out_invalid_do_not_stop_the_text(fallbac
     assert text[0] == "A" and text.endswith("ab")
 
 
-def decoded_whole(tokenizer, prompt_ids, ids) -> list[str]:
-    """The texts so far, where all tokens in the middle of a character are decoded each time."""
+def decoded_whole(tokenizer, prompt_ids, ids, bytes_of) -> list[str]:
+    """The texts so far, where all tokens in the middle of a character are decoded each time.
+
+    bytes_of: by token; special tokens have none."""
     context, pending, text, texts = prompt_ids[-6:], [], "", []
     for token_id in ids:
         pending.append(token_id)
         before, after = (tokenizer.backend_tokenizer.decode(each, True)
                          for each in (context, context + pending))
-        if not after[len(before):].endswith("\ufffd"):
+        written = bytes(bytes_of[each] for each in pending if each in bytes_of)
+        is_whole = written.endswith("\ufffd".encode())
+        if is_whole or not after[len(before):].endswith("\ufffd"):
             text += after[len(before):]
             context, pending = pending if after[len(before):] else context, []
         texts.append(text)
@@ -131,6 +135,9 @@ def test_many_tokens_in_the_middle_of_a_character(byte_tokenizer, fallback_token
         for _ in range(150):
             parts = [[ids_of[byte]] for byte in (0xE6, 0x97, 0xA5, 0xF0, 0xFF, 0x80)]
             parts += [[ids_of[byte] for byte in "日🦊é".encode()], [eos] * rng.choice([1, 9])]
+            # U+FFFD itself, also with a special token within
+            first, *others = (ids_of[byte] for byte in "\ufffd".encode())
+            parts += [[first, *others], [first, *[eos] * rng.choice([1, 9]), *others]]
             parts += [[eos], letters[:rng.choice([0, 0, 1])]]
             weights = [rng.choice([0, 0, 1, 5]) for _ in parts]
             weights[rng.randrange(6)] = 20
@@ -143,8 +150,111 @@ def test_many_tokens_in_the_middle_of_a_character(byte_tokenizer, fallback_token
                 seq.token_ids.append(token_id)
                 completion.update()
                 texts.append(completion.text)
-            assert texts == decoded_whole(tokenizer, prompt_ids, ids)
+            bytes_of = {token_id: byte for byte, token_id in ids_of.items()}
+            bytes_of |= dict(zip(letters, b"ab"))
+            assert texts == decoded_whole(tokenizer, prompt_ids, ids, bytes_of)
             assert texts[-1].endswith("ab")
+
+
+def fffd_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that has a token for U+FFFD, one for two of them, and one for each byte."""
+    if kind == "ByteLevel":
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        one = "".join(bytes_to_unicode()[byte] for byte in "\ufffd".encode())
+        words = [*letters, "Ġ" + one, one, one + one, "a" + one, one[:2], one[1:]]
+        tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        words = ["▁", "a", "b", "▁\ufffd", "\ufffd", "\ufffd\ufffd", "a\ufffd", "é"]
+        words += [f"<0x{byte:02X}>" for byte in range(256)]
+        tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [],
+                                         byte_fallback=True))
+        tokenizer.decoder = decoders.Sequence([*LLAMA, decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def spellings(tokenizer, kind: str) -> list[list[int]]:
+    """Each way to write U+FFFD, in tokens."""
+    if kind == "ByteLevel":
+        one = "".join(bytes_to_unicode()[byte] for byte in "\ufffd".encode())
+        ways = [[one], [*one], [one[:2], one[2:]], [one[0], one[1:]]]
+    else:
+        ways = [["\ufffd"], ["<0xEF>", "<0xBF>", "<0xBD>"]]
+    return [tokenizer.convert_tokens_to_ids(way) for way in ways]
+
+
+@pytest.mark.parametrize("kind", ["ByteLevel", "ByteFallback"])
+def test_replacement_characters_that_the_model_writes(kind):
+    """They are in the text, also at its end, and the streamed texts are its beginnings. So are the
+    texts of the single tokens, joined."""
+    tokenizer = fffd_tokenizer(kind)
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    more = tokenizer.convert_tokens_to_ids(
+        ["é"] if kind == "ByteFallback" else [*(bytes_to_unicode()[byte] for byte in "é".encode())])
+    ways = spellings(tokenizer, kind)
+    eos = tokenizer.eos_token_id
+    parts = [([a], "a"), ([b], "b"), (more, "é"), ([eos], ""), ([eos] * 9, "")]
+    parts += [(way, "\ufffd") for way in ways] * 2
+    parts += [(way * 12, "\ufffd" * 12) for way in ways]
+    rng = random.Random(1)
+    for _ in range(200):
+        chosen = rng.choices(parts, k=rng.randint(1, 8))
+        ids = [token_id for part, _ in chosen for token_id in part]
+        streamed, output, _ = generate(tokenizer, ids, prompt="a")
+        expected = "".join(text for _, text in chosen)
+        assert output.text == streamed[-1] == expected
+        assert all(each.startswith(before) for before, each in zip(streamed, streamed[1:]))
+        # each part is there with its last token
+        end, text = 0, ""
+        for part, more_text in chosen:
+            end += len(part)
+            text += more_text
+            assert streamed[end - 1] == text
+        pieces = [text_of(tokenizer.backend_tokenizer, token_id, ids[max(0, place - 12):place])
+                  for place, token_id in enumerate(ids)]
+        assert "".join(pieces).replace("<eos>", "") == expected
+
+
+@pytest.mark.parametrize("kind", ["ByteLevel", "ByteFallback"])
+@pytest.mark.parametrize("stop, kept", [
+    ("\ufffd", "a"), ("\ufffdb", "a\ufffd"), ("\ufffd" * 3, "a"), (["b", "a\ufffd"], "")])
+def test_stop_strings_with_replacement_characters(kind, stop, kept):
+    tokenizer = fffd_tokenizer(kind)
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    for way in spellings(tokenizer, kind):
+        count = 3 if stop == "\ufffd" * 3 else 2
+        ids = [a, *way * count, b, a]
+        texts, output, found = generate(tokenizer, ids, prompt="a", stop=stop)
+        assert (output.text, found) == (kept, stop if isinstance(stop, str) else stop[1])
+        assert all(map(kept.startswith, texts)), "nothing streamed is taken back"
+
+
+@pytest.mark.parametrize("kind", ["ByteLevel", "ByteFallback"])
+def test_invalid_bytes_are_in_the_joined_texts_of_tokens(kind):
+    """As they are in the text."""
+    tokenizer = fffd_tokenizer(kind)
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    half, = tokenizer.convert_tokens_to_ids(
+        [bytes_to_unicode()[0xE6] if kind == "ByteLevel" else "<0xE6>"])
+    for count in range(1, 10):
+        ids = [a, *[half] * count, b, a]
+        pieces = [text_of(tokenizer.backend_tokenizer, token_id, ids[max(0, place - 12):place])
+                  for place, token_id in enumerate(ids)]
+        assert pieces == ["a", *[""] * count, "\ufffd" * count + "b", "a"]
+        assert generate(tokenizer, ids, prompt="a")[1].text == "".join(pieces)
+
+
+def test_a_prompt_of_byte_fallback_tokens(fallback_tokenizer):
+    """What is decoded before the text does not begin within a character."""
+    ids = [byte + 3 for byte in "日本🦊é".encode()]
+    for length in range(1, len("日本🦊é") + 1):
+        prompt = [byte + 3 for byte in "日本🦊é"[:length].encode()]
+        seq = Sequence("0", [*prompt], len(prompt), 10_000, SamplingParams())
+        completion = Completion(seq, fallback_tokenizer)
+        for token_id in ids:
+            seq.token_ids.append(token_id)
+            completion.update()
+        assert completion.text == "日本🦊é"
 
 
 def test_a_character_that_never_ends_takes_no_more_time_with_each_token(byte_tokenizer):
@@ -292,6 +402,43 @@ def test_of_several_the_one_that_ends_first_wins(bundled, stop, text, expected):
     (token_id,) = tokenizer.encode(" together")
     _, output, found = generate(tokenizer, [token_id], stop=stop)
     assert (output.text, found) == (text, expected)
+
+
+def test_the_search_for_stop_strings_is_that_of_a_loop():
+    """The one that ends first, then the first in the list; also with the same ends and twice."""
+    rng = random.Random(0)
+    for _ in range(500):
+        stops = ["".join(rng.choices("ab ", k=rng.randint(1, 4))) for _ in range(rng.randint(0, 6))]
+        text = "".join(rng.choices("abc ", k=rng.randint(0, 12)))
+        num_seen = rng.randint(0, len(text))
+        expected = next(((end, stop) for end in range(num_seen + 1, len(text) + 1)
+                         for stop in stops if text.endswith(stop, 0, end)), (0, None))
+        assert stop_finder(tuple(stops))(text, num_seen) == expected
+
+
+def test_many_stop_strings_take_no_more_time(byte_tokenizer):
+    """The search reads as many letters for thousands of stop strings as for a few."""
+    class Counted(str):
+        num_read = 0
+
+        def __getitem__(self, key):
+            Counted.num_read += 1
+            return super().__getitem__(key)
+
+    text = Counted("the quick brown fox jumps over the lazy dog " * 5)
+    counts = []
+    for number in (10, 5000):
+        stops = tuple(f"{place:05d}o!" for place in range(number)) + tuple(
+            f"{place:05d}o" for place in range(number))
+        Counted.num_read = 0
+        assert stop_finder(stops)(text, 0) == (0, None)
+        counts.append(Counted.num_read)
+    assert counts[0] == counts[1] < 2 * len(text)
+    # and they are not kept for each completion
+    params = SamplingParams(stop=[str(place) for place in range(1000)], n=3)
+    seq = Sequence("0", [1], 1, 100, params)
+    first, second = (Text(each, byte_tokenizer) for each in (seq, seq.fork(index=1)))
+    assert first.find_stop is second.find_stop
 
 
 def test_min_tokens_holds_stop_strings_back(byte_tokenizer):

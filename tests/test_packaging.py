@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from nanoengine import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions", "lab")
+PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions")
 
 SCRIPT = """if True:
     import nanoengine, sys
@@ -46,10 +45,7 @@ def wheel(tmp_path_factory):
 def test_it_has_all_files_of_the_packages_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*")]
-    wanted = [str(file) for file in files
-              if file.suffix in (".py", ".html") or file.name == "py.typed"]
-    # the lab has a name of its own there, since others can have a package of this name
-    assert names == {re.sub("^lab/", "nanoengine_lab/", name) for name in wanted}
+    assert names == {str(file) for file in files if file.suffix == ".py" or file.name == "py.typed"}
 
 
 def test_it_generates_text_in_an_empty_folder(wheel, bundled, tmp_path):
@@ -90,14 +86,3 @@ def test_it_streams_a_text_to_the_terminal(bundled, monkeypatch, capsys):
             run(flag, value)
         printed = capsys.readouterr()
         assert not printed.out and f"python -m nanoengine: error: {message}" in printed.err
-
-
-def test_the_lab_draws_in_an_empty_folder(wheel, bundled, tmp_path):
-    site, empty = tmp_path / "site", tmp_path / "empty"
-    zipfile.ZipFile(wheel).extractall(site)
-    empty.mkdir()
-    command = [sys.executable, "-m", "nanoengine_lab.film", "preemption", "--model", bundled]
-    done = subprocess.run(command, text=True, cwd=empty, capture_output=True,
-                          env=os.environ | {"PYTHONPATH": str(site)})
-    assert done.returncode == 0, done.stderr
-    assert "<html" in (empty / "film.html").read_text()

@@ -284,7 +284,8 @@ def test_a_model_is_compared(execute):
 def test_a_policy(execute):
     names, printed = execute(recipe("Add a policy"))
     assert sum(json.loads(printed)) > 0, "the cache is too small for all"
-    assert names["llm"].engine.scheduler.victim is names["VICTIMS"]["shortest"]
+    # guards.py checks what it returns
+    assert names["llm"].engine.scheduler.victim.args[0] is names["VICTIMS"]["shortest"]
 
 
 def test_a_backend(execute):
@@ -383,8 +384,9 @@ def test_lines_of_a_resumable_job(tmp_path):
 
 @pytest.mark.parametrize("source, target, message", [
     (None, "", "No such file"), (b"caf\xe9\n", "", "cannot be read"),
-    (b"a\n", "{}\n", "line without an id"), (b"a\n", "[1]\n", "line without an id"),
-    (b"a\n", "damaged\n", "line without an id")])
+    (b"a\n", "{}\n", "line 1 answers none"), (b"a\n", "[1]\n", "line 1 answers none"),
+    (b"a\n", '{"id": []}\n', "line 1 answers none"), (b"a\n", "damaged\n", "line 1 answers none"),
+    (b"a\n", "another file", "line 1 answers none"), (b"a\n", "two\nlines", "line 1 answers none")])
 def test_a_resumable_job_names_a_damaged_file(tmp_path, source, target, message):
     files = [tmp_path / "prompts.txt", tmp_path / "answers.jsonl"]
     if source:
@@ -393,6 +395,58 @@ def test_a_resumable_job_names_a_damaged_file(tmp_path, source, target, message)
     with pytest.raises(SystemExit, match=message):
         example("resumable").main([*map(str, files)])
     assert files[1].read_text() == target
+
+
+PROMPTS = [f"Once {number}" for number in range(8)]
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """The answers to some prompts, out of order, and a torn one."""
+    folder = tmp_path_factory.mktemp("resumable")
+    source, target = folder / "prompts.txt", folder / "answers.jsonl"
+    source.write_text("\n".join(PROMPTS))
+    example("resumable").main([str(source), str(target), "--max-tokens", "3"])
+    lines = sorted(target.read_bytes().splitlines(keepends=True))
+    return lines, b"".join([lines[5], lines[0], lines[3], lines[1], lines[4][:-9]])
+
+
+@pytest.mark.parametrize("prompts, flags", [
+    (["new", *PROMPTS], ()), (PROMPTS[1:], ()), ([*PROMPTS[:3], *PROMPTS[4:]], ()),
+    (PROMPTS[:5], ()), ([PROMPTS[1], PROMPTS[0], *PROMPTS[2:]], ()), (["new"] * 8, ()),
+    (["", *PROMPTS], ()), (["Once 0 ", *PROMPTS[1:]], ()),
+    (PROMPTS, ("--max-tokens", "4")), (PROMPTS, ("--model", "other"))])
+def test_edited_prompts_are_refused(tmp_path, answered, prompts, flags):
+    """Before anything is written, and before the model is loaded."""
+    module = example("resumable")
+    module.LLM = None
+    source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    source.write_text("\n".join(prompts))
+    for content in (answered[1], b"".join(answered[0])):
+        target.write_bytes(content)
+        with pytest.raises(SystemExit, match="answers none of these .* a new file"):
+            module.main([str(source), str(target), "--max-tokens", "3", *flags])
+        assert target.read_bytes() == content
+
+
+def test_an_answer_that_is_there_twice(tmp_path, answered):
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    (tmp_path / "answers.jsonl").write_bytes(answered[0][0] * 2)
+    with pytest.raises(SystemExit, match="line 2 .* or it is a second answer"):
+        example("resumable").main([str(tmp_path / "prompts.txt"), str(tmp_path / "answers.jsonl"),
+                                   "--max-tokens", "3"])
+
+
+@pytest.mark.parametrize("data", [
+    "\n".join(PROMPTS), "\ufeff" + "\r\n".join([*PROMPTS, "more"]), "\n".join(PROMPTS) + "\n\n \n"])
+def test_appended_prompts_are_answered(tmp_path, answered, data):
+    source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    source.write_bytes(data.encode())
+    target.write_bytes(answered[1])
+    example("resumable").main([str(source), str(target), "--max-tokens", "3"])
+    found = target.read_bytes().splitlines(keepends=True)
+    assert b"".join(found).startswith(b"".join(answered[1].splitlines(keepends=True)[:-1]))
+    assert sorted(found)[:8] == answered[0] and len(found) == 8 + ("more" in data)
 
 
 def test_resumable(monkeypatch, tmp_path):

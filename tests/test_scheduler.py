@@ -19,7 +19,7 @@ from conftest import check_blocks
 
 from nanoengine.batch import Batch, Copies
 from nanoengine.block_manager import BlockManager
-from nanoengine.outputs import Request
+from nanoengine.requests import Request
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,10 @@ def job(batch, bundled, llm, tmp_path, monkeypatch):
     source = tmp_path / "requests.jsonl"
     target = tmp_path / "results.jsonl"
 
-    def run(lines: list | None = None) -> dict[int, dict]:
+    def run(lines: list | None = None, *flags: str) -> dict[int, dict]:
         if lines is not None:
             source.write_bytes(b"".join(map(as_line, lines)))
-        batch.main(["--model", bundled, "-i", str(source), "-o", str(target)])
+        batch.main(["--model", bundled, "-i", str(source), "-o", str(target), *flags])
         return results(target)
 
     run.source, run.target = source, target
@@ -257,7 +258,7 @@ def test_a_completion_that_fails(job, llm, monkeypatch):
         updated = step()
         for request in updated:
             if request.is_finished and request.prompt == "two":
-                seq = request.completions[1].seq
+                seq = request.seqs[1]
                 seq.finish_reason = "error"
                 seq.stop_reason = "request 7: no token"
         return updated
@@ -267,6 +268,22 @@ def test_a_completion_that_fails(job, llm, monkeypatch):
     assert body_of(found[1])
     assert found[2]["error"] == {"message": "line 2: request 7: no token"}
     assert found[2]["response"]["status_code"] == 500 and found[2]["custom_id"] == "b"
+
+
+def test_the_exit_status(job, capsys):
+    """With --strict, it tells of failed lines, also of those of an earlier start."""
+    rows = [{"prompt": "one"}, {"prompt": ""}, b"", {"prompt": "two"}, b"{"]
+    job(rows)
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("2 of 4 lines failed: ")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as found:
+            job(None, "--strict")
+        *_, again = capsys.readouterr().err.splitlines()
+        assert found.value.code == 1 and again == last
+    job.target.unlink()
+    job([rows[0]], "--strict")
+    assert "failed" not in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------- it goes on
@@ -306,6 +323,109 @@ def test_a_job_that_is_stopped_goes_on(job, batch, monkeypatch, capsys):
         assert without_times(job()) == expected
         assert job.target.read_bytes().startswith(b"".join(kept)), "nothing is written anew"
         assert f"{len(kept)}/{len(expected)}" in capsys.readouterr().err, "the bar begins there"
+
+
+ROWS = [of_api({"prompt": f"Once {number}", "max_tokens": 9}, custom_id=f"r{number}")
+        for number in range(12)]
+OTHER = of_api({"prompt": "The fox", "max_tokens": 9}, custom_id="other")
+LINES = b"".join(map(as_line, ROWS))
+
+
+def edited(place: int, **body) -> list[dict]:
+    """The rows with another body under the same custom_id."""
+    rows = ROWS.copy()
+    rows[place] = rows[place] | {"body": rows[place]["body"] | body}
+    return rows
+
+
+@pytest.fixture
+def half_done(job, batch, bundled, monkeypatch):
+    """Most of the lines have a result, and the last one is torn. No model can be loaded."""
+    job(ROWS)
+    lines = job.target.read_bytes().splitlines(keepends=True)
+    lines = [line for line in lines if b'"line-3"' not in line and b'"line-9"' not in line]
+    job.target.write_bytes(b"".join(lines)[:-30])
+    loads = batch.LLM
+    monkeypatch.setattr(batch, "LLM", None)
+    job.allow = lambda: monkeypatch.setattr(batch, "LLM", loads)
+    return job
+
+
+@pytest.mark.parametrize("rows", [
+    [OTHER, *ROWS], [*ROWS[:5], OTHER, *ROWS[5:]], ROWS[1:], [*ROWS[:7], *ROWS[8:]], ROWS[:4], [],
+    [*ROWS[:2], ROWS[4], ROWS[3], ROWS[2], *ROWS[5:]], ROWS[::-1], [OTHER] * 12, [b"", *ROWS],
+    [*ROWS[:6], ROWS[5], *ROWS[6:]], [*ROWS[:6], b"bad", *ROWS[7:]],
+    edited(1, prompt="Once 1!"), edited(1, max_tokens=8), edited(1, temperature=0),
+    edited(1, seed=2)])
+def test_an_edited_input_is_refused(half_done, rows):
+    """Before anything is written, and before the model is loaded."""
+    before = half_done.target.read_bytes()
+    with pytest.raises(SystemExit, match=r"results.jsonl, line \d+ is not the result of line \d+"):
+        half_done(rows)
+    assert half_done.target.read_bytes() == before
+
+
+@pytest.mark.parametrize("data, rows", [
+    (LINES, ROWS), (LINES + as_line(OTHER) * 2, [*ROWS, OTHER, OTHER]), (LINES[:-1], ROWS),
+    (LINES.replace(b"\n", b"\r\n"), ROWS), (b"\xef\xbb\xbf" + LINES, ROWS),
+    (LINES + b"\n  \n", ROWS),
+    # edited where there is no result yet
+    (LINES.replace(b"Once 2", b"The fox"), edited(2, prompt="The fox"))])
+def test_an_input_with_more_lines_goes_on(half_done, data, rows):
+    half_done.allow()
+    half_done.source.write_bytes(data)
+    found = without_times(half_done())
+    half_done.target.unlink()
+    assert found == without_times(half_done(rows))
+    assert found.keys() == {*range(1, len(rows) + 1)}
+
+
+def test_another_model_is_refused(half_done):
+    with pytest.raises(SystemExit, match="or the model is another"):
+        half_done(None, "--model", "other")
+
+
+def test_equal_lines_are_different_requests(job):
+    """Also with the same custom_id."""
+    rows = [{"prompt": "Once", "max_tokens": 20, "custom_id": "a"}] * 5
+    expected = without_times(job(rows))
+    assert expected.keys() == {1, 2, 3, 4, 5} and len({*map(str, texts(expected).values())}) > 1
+    for kept in ([1, 3], [4]):
+        lines = job.target.read_bytes().splitlines(keepends=True)
+        job.target.write_bytes(b"".join(lines[number - 1] for number in kept))
+        assert without_times(job()) == expected
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda data: data + as_line(OTHER), "has grown"),
+    (lambda data: data[:-1] + b"\n\n" + as_line(OTHER)[:9], "has grown"),
+    (lambda data: data.replace(b"Once 11", b"Once 12"), "line 45 has changed while"),
+    (lambda data: data[:len(data) // 2], r"line \d+ has changed while")])
+def test_an_input_that_changes_while_the_job_runs(job, llm, monkeypatch, change, message):
+    """The model runs eight of the twelve lines at once, and four wait for the window."""
+    step = llm.step
+    rows = [row for row in ROWS for _ in range(4)]
+    job.source.write_bytes(b"".join(map(as_line, rows)))
+
+    def changing():
+        monkeypatch.setattr(llm, "step", step)
+        # in place: the job keeps the file open
+        job.source.write_bytes(change(job.source.read_bytes()))
+        return step()
+
+    monkeypatch.setattr(llm, "step", changing)
+    with pytest.raises(SystemExit, match=f"requests.jsonl.* {message}.*The same command"):
+        job()
+    assert not llm.active
+    if "grown" in message:
+        assert results(job.target).keys() == {*range(1, 49)}
+        job()
+    else:
+        assert 0 < len(results(job.target)) < 48
+        job(rows)
+    again = without_times(results(job.target))
+    job.target.unlink()
+    assert again == without_times(job())
 
 
 def test_interrupted(job, llm, monkeypatch):
@@ -430,41 +550,67 @@ def test_the_window_is_constant(job, batch, llm, monkeypatch):
     assert sorted(most)[len(most) // 2] >= 8, "the engine is full"
 
 
-def result(number: object, of: object = None) -> str:
-    response = {"request_id": f"batch-line-{of or number}", "body": {"x": 1}}
-    return json.dumps({"id": f"line-{number}", "custom_id": None, "response": response}) + "\n"
+HASHES = [11, 22, 33, 44, 55]
+
+
+def result(number: object, line_hash: object = None, **changes: object) -> str:
+    if line_hash is None:
+        line_hash = f"{HASHES[int(number) - 1]:x}"
+    record = {"id": f"line-{number}", "response": {"body": {"x": 1}}, "error": None,
+              "line_hash": line_hash}
+    return json.dumps(record | changes) + "\n"
 
 
 @pytest.mark.parametrize("line", [
-    result(2)[:30] + result(3), result(2)[:-1] + result(3), result(2)[:30] + result(3)[30:],
-    result(2, of=3), result("x"), result(""), result("02"), '{"id": "line-2"}\n', '{"id": "line-\n',
-    '{"id": "line-2", "response": 5}\n', '{"id": "line-2", "id": 5}\n', '{"id": "line-2"\n'])
+    result(2)[:20] + result(3), result(2)[:-1] + result(3), result("x", "b"), result("", "b"),
+    result(2, 22), result(2, "x"), result(2, []), '{"id": "line-2"}\n',
+    '{"id": "line-\n', '{"id": "line-2", "error": null}\n', '{"id": "line-2"\n'])
 def test_a_result_that_is_damaged_is_named(batch, tmp_path, line):
     """It does not count as done: a part of it, or of the one behind it, is missing."""
-    target = tmp_path / "results.jsonl"
-    target.write_text(result(1) + line + result(4))
-    before = target.read_bytes()
-    with pytest.raises(SystemExit, match="results.jsonl, line 2 is damaged .*computes what was"):
-        batch.skip_finished(batch.numbered([b"x\n"] * 5), target)
-    assert target.read_bytes() == before, "it is as it was"
-    target.write_text(result(1) + result(4))
-    assert [number for number, _ in batch.skip_finished(
-        batch.numbered([b"x\n"] * 5), target)[1]] == [2, 3, 5]
+    check_refused(batch, tmp_path, result(1) + line + result(4),
+                  "results, line 2 is damaged .*computes what was")
+    assert drop_finished(batch, tmp_path, result(1) + result(4)) == (2, 0, [0, 22, 33, 0, 55])
 
 
-def test_what_is_finished_is_a_number_and_a_small_set(batch, tmp_path):
+@pytest.mark.parametrize("line", [
+    result(2, "21"), result(2)[:20] + result(3)[20:], result(0, "b"), result(-4, "16"),
+    result(6, "b"), result(10**20, "0"), result(1), result(3, "0")])
+def test_a_result_of_something_else_is_named(batch, tmp_path, line):
+    check_refused(batch, tmp_path, result(1) + line + result(4),
+                  "line 2 is not the result of line .*requests: one")
+
+
+def drop_finished(batch, folder: Path, content: str) -> tuple[int, int, list[int]]:
+    target = folder / "results"
+    target.write_text(content)
+    hashes = array("Q", HASHES)
+    return *batch.drop_finished(hashes, folder / "requests", target), [*hashes]
+
+
+def check_refused(batch, folder: Path, content: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        drop_finished(batch, folder, content)
+    assert (folder / "results").read_text() == content, "it is as it was"
+
+
+def test_eight_bytes_for_a_line(batch, job):
     """Whatever lines are blank, and though requests finish out of order."""
     lines = [b"x\n" if number % 3 else b"\n" for number in range(20000)]
+    job.source.write_bytes(b"".join(lines))
     kept = [number for number, line in enumerate(lines, 1) if line.strip()]
     draw = random.Random(0)
     finished = sorted(kept[:-50], key=lambda number: number + draw.uniform(0, 100))
     missing = [finished.pop(), finished.pop(-20)]
-    target = tmp_path / "results.jsonl"
-    target.write_text("".join(result(number) for number in finished))
-    num_finished, rest = batch.skip_finished(batch.numbered(lines), target)
-    assert num_finished == len(finished)
-    assert len(rest.gi_frame.f_locals["behind"]) < 100
-    assert [number for number, _ in rest] == sorted(missing + kept[-50:])
+    with job.source.open("rb") as file:
+        hashes = array("Q", (batch.hash_of(*each, "m") for each in enumerate(file, 1)))
+        assert [bool(each) for each in hashes] == [line != b"\n" for line in lines]
+        assert len({*hashes} - {0}) == len(kept), "equal lines differ by their numbers"
+        job.target.write_text(
+            "".join(result(number, f"{hashes[number - 1]:x}") for number in finished))
+        assert batch.drop_finished(hashes, job.source, job.target) == (len(finished), 0)
+        rest = [*batch.unfinished(file, hashes, "m")]
+    assert [number for number, _, _ in rest] == sorted(missing + kept[-50:])
+    assert hashes.itemsize == 8
 
 
 # ------------------------------------------------------------------------------- odd characters

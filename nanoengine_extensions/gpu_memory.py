@@ -1,0 +1,57 @@
+"""`gpu_memory_utilization`: how much of a GPU is left for the KV cache.
+
+It is measured, not guessed: the weights are there, all CUDA graphs are captured, and the largest
+step runs once. What this does not take of the share that may be used, the KV cache gets. The runner
+calls `measure_free_bytes`, unless num_kv_blocks is given.
+"""
+
+from dataclasses import fields
+
+import torch
+
+from nanoengine.batch import Batch, Row
+from nanoengine.features import OBSERVERS, asked_by, is_installed
+from nanoengine.model_runner import ModelRunner
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import Sequence
+
+# parameters with which a step needs the most memory
+MOST = {"min_p": 0.1, "top_p": 0.9, "presence_penalty": 1.0, "logit_bias": {0: 1.0}, "logprobs": 20}
+
+
+def measure_free_bytes(runner: ModelRunner) -> int:
+    """Returns the bytes for the KV cache: `gpu_memory_utilization` of the GPU's memory, minus the
+    peak of everything else, other processes included."""
+    # left over from earlier engines
+    torch.cuda.empty_cache()
+    # block 0 alone is enough for a trial step
+    runner.allocate(num_blocks=0)
+    # first, since it returns what the allocator keeps
+    runner.capture()
+    batch = largest_batch(runner)
+    runner.run(batch, *runner.prepare(batch))
+    free, total = torch.cuda.mem_get_info()
+    runner.graphs.captured.clear()
+    torch.cuda.empty_cache()
+    return int(free - total * (1 - runner.config.gpu_memory_utilization))
+
+
+def largest_batch(runner: ModelRunner) -> Batch:
+    """Returns the step that takes the most memory: as many tokens as a step can have, at the end of
+    as few sequences as possible, and a row for each sequence that could be sampled, with the
+    parameters that take the most."""
+    config, longest = runner.config, runner.max_model_len
+    num_seqs = min(config.max_num_seqs, -(-config.max_num_batched_tokens // longest))
+    num_tokens = min(config.max_num_batched_tokens // num_seqs, longest)
+    features = {each.name: each.metadata.get("feature") for each in fields(SamplingParams)}
+    params = SamplingParams(**{  # type: ignore[arg-type]
+        name: value for name, value in MOST.items()
+        if features[name] is None or is_installed(features[name])})
+    files = [*asked_by(params)]
+    runner.features.load(files)
+    # a dummy, which uses block 0
+    seq = Sequence("", [0] * longest, longest, longest, params)
+    seq.edits = tuple(OBSERVERS[file] for file in files)
+    return Batch(sequences=[seq] * num_seqs, starts=[longest - num_tokens] * num_seqs,
+                 num_tokens=[num_tokens] * num_seqs,
+                 sampled=[Row(i % num_seqs, seq, longest) for i in range(config.max_num_seqs)])

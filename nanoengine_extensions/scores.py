@@ -1,0 +1,128 @@
+"""`LLM.score`: the log-probabilities of given continuations of a prompt.
+
+A continuation is scored as `generate` would generate it: all its tokens come after the prompt's own
+tokens. So the scores of several continuations of one prompt can be compared, even if a continuation
+begins in the middle of a word: after "The fo", the text "x" is the token "x", not a part of " fox".
+A model has seldom seen such tokens, so a prompt should end where a word ends.
+
+A client of the engine: each continuation is a request.
+
+    text      12 + 34 = 46           prompt and continuation
+    prompt    12 + 34 = 4            `prompt_logprobs` from the continuation's first token on;
+                                     the prefix cache can stand for the tokens before
+    output                 6         the only token that is allowed; it needs no place in the
+                                     cache, so a text can have `max_model_len` tokens
+"""
+
+import math
+from dataclasses import dataclass
+from numbers import Integral
+from operator import index
+from typing import Any
+
+from nanoengine.checks import naming, rejected
+from nanoengine.features import extension, is_installed
+from nanoengine.llm import LLM
+from nanoengine.requests import InputProcessor, RequestOutput
+from nanoengine.sampling_params import SamplingParams
+
+
+@dataclass
+class Score:
+    """How likely a continuation is after its prompt.
+
+    token_ids: the tokens of the continuation, at least one.
+    logprobs: the log-probability of each token; NaN if the model's logits are not finite.
+    cumulative_logprob: their sum.
+    mean: their mean.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    cumulative_logprob: float
+
+    mean = property(lambda self: self.cumulative_logprob / len(self.logprobs))
+
+
+def score(llm: LLM, prompts: Any, continuations: Any, use_tqdm: bool = True) -> list[Any]:
+    """Returns a `Score` for each continuation; for a list of prompts, a list of them for each.
+
+    prompts: one prompt or a list of them, in the forms of `LLM.generate`.
+    continuations: a list of texts or lists of token ids; for a list of prompts, a list of them for
+        each.
+    use_tqdm: show a progress bar.
+
+    Raises ValueError for bad input. A continuation has to add a token to its prompt, and a text can
+    have max_model_len tokens.
+    """
+    if is_installed("strict"):
+        extension("strict").check_call(prompts, None, None, SamplingParams)
+    is_one = isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral)
+    if is_one:
+        prompts, continuations = [prompts], [continuations]
+    are_lists = isinstance(continuations, (list, tuple)) and all(
+        isinstance(group, (list, tuple)) for group in continuations)
+    if not are_lists or len(continuations) != len(prompts):
+        raise rejected("continuations", continuations[0] if is_one else continuations,
+                       "a list of texts or lists of token ids" + ", for each prompt" * (not is_one))
+    names = ["continuations" if is_one else f"continuations[{place}]"
+             for place in range(len(prompts))]
+    groups = [texts_of(llm.inputs, *each) for each in zip(names, prompts, continuations)]
+    texts = [text for group in groups for text in group]
+    params = [SamplingParams(
+        temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0,
+        prompt_logprobs=0, prompt_logprobs_start=start, allowed_token_ids=token_ids[-1:])
+        for start, token_ids in texts]
+    outputs = iter(llm.generate([token_ids[:-1] for _, token_ids in texts], params, use_tqdm))
+    scores = [[score_of(start, token_ids, next(outputs)) for start, token_ids in group]
+              for group in groups]
+    return scores[0] if is_one else scores
+
+
+def texts_of(inputs: InputProcessor, group: str, prompt: Any,
+             continuations: list[Any]) -> list[tuple[int, list[int]]]:
+    """Returns the tokens of each text, prompt and continuation, after the place where the
+    continuation begins. group: names the continuations, for messages."""
+    before, prompt_ids = inputs.parse(f"the prompt of {group}", prompt, SamplingParams())
+    found = []
+    for number, continuation in enumerate(continuations):
+        name = f"{group}[{number}]"
+        with naming(rejected(name, continuation, "a text or a list of token ids")):
+            if isinstance(continuation, str):
+                added = tokens_after(inputs.get_tokenizer(), before or "\n", continuation)
+            else:
+                added = [*map(index, continuation)]
+        if not added:
+            raise rejected(name, continuation, "one that adds a token to its prompt")
+        inputs.check_vocabulary(name, added)
+        length = len(prompt_ids) + len(added)
+        if length > inputs.max_model_len:
+            raise ValueError(f"{name} has {length} tokens with its prompt: it must have at most "
+                             f"max_model_len={inputs.max_model_len}")
+        found.append((len(prompt_ids), prompt_ids + added))
+    return found
+
+
+def tokens_after(tokenizer: Any, before: str, text: str) -> list[int]:
+    """Returns the tokens of a text that comes after another one, whose own tokens stay.
+
+    They are those of the whole text, if it begins with the tokens of the text before. If not, they
+    are as after a newline: at the beginning of a text, some tokenizers add a space.
+    """
+    for start in (before, "\n"):
+        own, whole = (tokenizer.encode(each, add_special_tokens=False, verbose=False)
+                      for each in (start, start + text))
+        if whole[:len(own)] == own:
+            return whole[len(own):]
+    return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+
+def score_of(start: int, token_ids: list[int], output: RequestOutput) -> Score:
+    """Returns the score of a text from `start` on, from the output of its request."""
+    completion, added = output.outputs[0], token_ids[start:]
+    logprobs = [math.nan] * len(added)
+    if completion.finish_reason != "error":
+        assert output.prompt_logprobs and completion.logprobs
+        found = output.prompt_logprobs[start:] + completion.logprobs
+        logprobs = [at[token_id].logprob for at, token_id in zip(found, added, strict=True)]
+    return Score(added, logprobs, sum(logprobs))
