@@ -27,7 +27,7 @@ from nanoengine.requests import CompletionOutput, RequestOutput  # noqa: E402
 from nanoengine_extensions.beam_search import BeamSearchParams, BeamSearchSequence  # noqa: E402
 from nanoengine_extensions.chat import render  # noqa: E402
 from nanoengine_extensions.metrics import Metrics, RequestMetrics  # noqa: E402
-from nanoengine_extensions.scores import Score  # noqa: E402
+from nanoengine_extensions.scores import Score, score  # noqa: E402
 
 FILE = ROOT / "docs" / "reference.md"
 # the engine's own options of which a feature adds values
@@ -145,8 +145,9 @@ def calls() -> str:
 
 
 def arguments() -> str:
-    """The arguments of `generate`, then those of `chat`."""
-    return meanings(entries_of(str(LLM.generate.__doc__)) | entries_of(str(render.__doc__)))
+    """The arguments of `score` and `generate`, then those of `chat`."""
+    return meanings(entries_of(str(score.__doc__)) | entries_of(str(LLM.generate.__doc__))
+                    | entries_of(str(render.__doc__)))
 
 
 TABLES: dict[str, Callable[[], str]] = {
