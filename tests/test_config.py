@@ -1,6 +1,5 @@
 """The options of the engine and of sampling: what is refused, and what the message says."""
 
-import ast
 import dataclasses
 import importlib.metadata
 import inspect
@@ -12,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 
 import nanoengine
 from nanoengine import LLM, BeamSearchParams, SamplingParams
@@ -251,41 +249,6 @@ def test_the_policies_of_the_config_are_those_of_the_scheduler():
         with pytest.raises(ValueError) as error:
             EngineConfig(model="m", **{name: "none"})
         assert {"none", *table} <= set(re.findall(r"'([a-z-]+)'", str(error.value)))
-
-
-def options_of_the_reference() -> dict[str, tuple[object, object]]:
-    """Of each option in the reference's table of options, the default on a CPU and on a GPU.
-
-    A row says "`name` | default", or "default; default on a GPU". A default that is no literal
-    stands for None.
-    """
-
-    def literal(text: str) -> object:
-        named = ("the model's", "what fits", "required")
-        return None if text in named else ast.literal_eval(text.strip("`"))
-
-    lines = (ROOT / "docs" / "reference.md").read_text().splitlines()
-    first = lines.index("| `LLM(model, ...)` | default | |") + 2
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
-    found: dict[str, tuple[object, object]] = {}
-    for row in rows:
-        _, name, default, *_ = map(str.strip, row.split("|"))
-        on_a_cpu, _, on_a_gpu = default.removesuffix(" on a GPU").partition("; ")
-        assert bool(on_a_gpu) == default.endswith(" on a GPU") and name.strip("`") not in found
-        found[name.strip("`")] = literal(on_a_cpu), literal(on_a_gpu or on_a_cpu)
-    return found
-
-
-def test_the_reference_has_all_options_with_their_defaults():
-    written = options_of_the_reference()
-    assert written.pop("model") == (None, None)
-    assert EngineConfig(model="m").device == "auto" and written.pop("device") == ("auto", "auto")
-    on_a_cpu, on_a_gpu = (dataclasses.asdict(EngineConfig(model="m", device=device))
-                          for device in ("cpu", "cuda"))
-    options = {name: (on_a_cpu[name], on_a_gpu[name]) for name in on_a_cpu}
-    del options["model"], options["device"]
-    assert written == options
-    assert repr(sorted(written.items())) == repr(sorted(options.items())), "0 is not False"
 
 
 def test_dtypes_by_name_or_object():

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
-import inspect
 import io
 import logging
 import re
@@ -24,15 +23,14 @@ import pytest
 from conftest import ROOT
 
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
-from nanoengine import LLM, BeamSearchParams, SamplingParams
-from nanoengine.config import EngineConfig
-from nanoengine.requests import CompletionOutput, RequestOutput
+from nanoengine import LLM, SamplingParams
+from nanoengine.features import OBSERVERS, is_installed
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine_extensions.beam_search import BeamSearchSequence
-from nanoengine_extensions.metrics import Metrics, RequestMetrics
+from nanoengine_extensions.metrics import Metrics
 
-sys.path.insert(0, str(ROOT / "docs" / "tutorial"))
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "docs" / "tutorial")]
 
+import write_reference  # noqa: E402
 from run import fences_of, snippets_of  # noqa: E402
 
 CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
@@ -162,91 +160,81 @@ def test_every_chapter_is_in_the_contents():
         assert file.name == "README.md" or f"]({file.name})" in contents, file.name
 
 
+@pytest.mark.parametrize("name, package", [("README.md", "nanoengine"),
+                                           ("nanoengine_extensions/README.md",
+                                            "nanoengine_extensions")])
+def test_the_map_has_every_file(name, package):
+    text = (ROOT / name).read_text()
+    rows = "\n".join(re.findall(r"^\| \[.*\|$", text, flags=re.MULTILINE))
+    linked = {(ROOT / name).parent / target for target in re.findall(r"\]\((\S+\.py)\)", rows)}
+    files = {*(ROOT / package).glob("*.py"), *(ROOT / package).glob("*/__init__.py")}
+    assert {file for file in linked if package in file.parts} == files - {
+        ROOT / package / "__init__.py"}
+
+
+def test_the_order_of_observers():
+    text = " ".join((ROOT / "nanoengine_extensions" / "README.md").read_text().split())
+    assert f": {', '.join(OBSERVERS)}, and then your own." in text
+
+
 # -------------------------------------------------------------------------------- reference
 
-REFERENCE = (ROOT / "docs" / "reference.md").read_text()
-FIELDS = (EngineConfig, SamplingParams, BeamSearchParams, RequestOutput, CompletionOutput,
-          RequestMetrics, BeamSearchSequence, Metrics.gauges)
-CALLS = (LLM.generate, LLM.chat, LLM.stream, LLM.stream_chat, LLM.beam_search, LLM.add, LLM.step,
-         LLM.abort, LLM.turn, LLM.metrics, LLM.get_tokenizer, LLM.get_default_sampling_params,
-         LLM.reset_prefix_cache, LLM.close)
+REFERENCE = write_reference.FILE.read_text()
 
 
-def entries_of(docstring: str) -> dict[str, str]:
-    """What a docstring says in entries, `name: text`, with the text in one line."""
-    lines = re.sub(r"\n {4,}(?=\S)", " ", inspect.cleandoc(docstring))
-    return dict(re.findall(r"^(\w+): (.*)$", lines, flags=re.MULTILINE))
+def test_the_reference_is_up_to_date():
+    assert write_reference.written(REFERENCE) == REFERENCE, "run python docs/write_reference.py"
 
 
-def prose_of(docstring: str) -> str:
-    """The paragraphs of a docstring that are no entries and no code, in one line."""
-    paragraphs = inspect.cleandoc(docstring).split("\n\n")
-    return " ".join(" ".join(each.split()) for each in paragraphs
-                    if not entries_of(each) and not each.startswith("    "))
+def test_an_old_reference_is_found():
+    for old, new in (("| `top_k` | `0` |", "| `top_k` | `1` |"), ("divides the logits", "divides")):
+        assert old in REFERENCE
+        assert write_reference.written(REFERENCE.replace(old, new)) == REFERENCE
+    rows = [line for line in REFERENCE.splitlines(keepends=True) if not line.startswith("| `")]
+    assert write_reference.written("".join(rows)) == REFERENCE
+    with pytest.raises(ValueError, match="tables of the reference must be"):
+        write_reference.written(REFERENCE.replace("<!-- table: calls -->\n", ""))
 
 
-def rows_of(text: str) -> dict[str, list[str]]:
-    """The rows of a text's tables, by what stands in their first column between backticks."""
-    rows = [re.split(r" \| ", line[2:-2]) for line in text.splitlines() if line.startswith("| `")]
-    return {name.strip("`"): cells for name, *cells in rows}
+def test_the_reference_says_whose_an_option_is():
+    row = r"^\| `(\w+)` \|.*\| (?:\[([\w.]+)\]\(\S+\) )?\|$"
+    # a result can have the name of a call
+    whose = dict(reversed(re.findall(row, REFERENCE, flags=re.MULTILINE)))
+    expected = {"trace": "metrics.py", "stop": "texts.py", "chat": "chat.py",
+                "stream_chat": "chat.py", "metrics": "metrics.py", "swap_space": "swapping.py",
+                "structured_outputs": "structured_outputs", "generate": "", "top_k": ""}
+    assert {name: whose[name] for name in expected} == expected
+    for option, feature in write_reference.MORE_VALUES.items():
+        assert is_installed(feature)
+        assert re.search(rf"^\| `{option}` .* more in \[{feature}\.py\]", REFERENCE, re.MULTILINE)
 
 
-def reference_of(name: str) -> str:
-    """The part of the reference with this heading."""
-    return REFERENCE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+def test_each_option_has_to_be_explained():
+    @dataclasses.dataclass
+    class Options:
+        """right: a field.
+        both: a property.
+        """
 
+        right: int = 0
+        both = property(lambda self: 1)
 
-@pytest.mark.parametrize("owner", FIELDS, ids=lambda owner: owner.__qualname__)
-def test_the_reference_says_what_docstrings_say(owner):
-    expected = entries_of(owner.__doc__)
-    # options and parameters of the extensions come on top of the engine's
-    for base in getattr(owner, "__bases__", ()):
-        expected |= entries_of(base.__doc__) if base is not object else {}
-    rows = rows_of(reference_of(f"`{owner.__qualname__}`"))
-    rows.pop("LLM(model, ...)", None)
-    assert {name: cells[-1] for name, cells in rows.items()} == expected
-    if dataclasses.is_dataclass(owner):
-        assert {field.name for field in dataclasses.fields(owner)} <= expected.keys()
-
-
-@pytest.mark.parametrize("params", (SamplingParams, BeamSearchParams),
-                         ids=lambda params: params.__name__)
-def test_the_reference_has_the_defaults_of_parameters(params):
-    rows = rows_of(reference_of(f"`{params.__name__}`"))
-    required = {"beam_width": 1, "max_tokens": 1} if params is BeamSearchParams else {}
-    made = params(**required)
-    for name in inspect.signature(params).parameters:
-        default = "required" if name in required else f"`{getattr(made, name)!r}`"
-        assert rows[name][0] == default, name
+    assert [*write_reference.meanings_of(Options)] == ["right", "both"]
+    for wrong in ("right: a.\nboth: b.\nlater: c.", "both: a property."):
+        Options.__doc__ = wrong
+        with pytest.raises(ValueError, match="docstring of Options"):
+            write_reference.meanings_of(Options)
 
 
 def test_the_reference_has_all_metrics(monkeypatch):
     monkeypatch.chdir(ROOT)
     prompts = [[5 + number] * 40 for number in range(8)]
-    with LLM("models/tiny-qwen3", num_kv_blocks=8, block_size=16, preemption_mode="swap") as llm:
-        before = llm.metrics().keys()
+    with LLM("models/tiny-qwen3", num_kv_blocks=8, block_size=16, preemption_mode="swap",
+             speculation="prompt-lookup") as llm:
         llm.generate(prompts, SamplingParams(max_tokens=30, n=2), use_tqdm=False)
         found = llm.metrics()
     assert found["num_preemptions"] and found["copy_on_write_blocks"]
-    assert found.keys() == before == entries_of(Metrics.gauges.__doc__).keys()
-
-
-def test_the_reference_has_all_calls():
-    text = reference_of("Calls")
-    rows = rows_of(text)
-    assert [*rows] == [call.__name__ for call in CALLS]
-    public = {name for owner in (LLM, *LLM.__bases__) for name, value in vars(owner).items()
-              if inspect.isfunction(value) and not name.startswith("_")}
-    internal = {"queue", "queued", "step_for"}
-    assert public - internal == rows.keys(), "those are for the calls themselves"
-    for call in CALLS:
-        names = [*inspect.signature(call).parameters][1:]
-        arguments, says = rows[call.__name__]
-        assert arguments == (", ".join(f"`{name}`" for name in names if name != "options") or "–")
-        assert says == prose_of(call.__doc__)
-    about = rows_of(reference_of("Arguments of calls"))
-    expected = entries_of(LLM.generate.__doc__) | entries_of(LLM.chat.__doc__)
-    assert {name: cells[-1] for name, cells in about.items()} == expected
+    assert found.keys() == write_reference.entries_of(Metrics.gauges.__doc__).keys()
 
 
 # ------------------------------------------------------------------------------------ names
@@ -272,7 +260,7 @@ def test_names_in_tables(name):
 
 
 def test_a_wrong_name_is_found():
-    text = "`no_name`\n| `num_tokens` | `_place` |\n| `swap_seconds`, `x.py` |\n"
+    text = "`no_name`\n| `num_tokens` | `_launch` |\n| `swap_seconds`, `x.py` |\n"
     assert unknown_names(text) == {"swap_seconds", "x.py"}
 
 

@@ -113,19 +113,17 @@ def test_figures_of_the_readme_are_those_of_the_docs():
     results = (ROOT / "docs" / "benchmarks.md").read_text()
     fast, = re.findall(r"^- \*\*Fast\.\*\*(.*?)\n\n", FIRST_SCREEN, flags=re.DOTALL | re.MULTILINE)
     figures = re.findall(r"(\d+(?:\.\d+)?) times", fast)
-    # the last sentence names engines without a figure
-    engines = re.findall(r"vLLM|Hugging(?=\s+Face)|llama\.cpp", fast)[:3]
-    assert len(figures) == len(engines) == 3, "one figure for each"
+    engines = re.findall(r"vLLM|Hugging(?=\s+Face)", fast)
+    assert len(figures) == len(engines) == 2, "one figure for each"
     for figure, engine in zip(figures, engines):
-        cpu = "AVX-512 with bf16" if engine == "llama.cpp" else "With AMX"
         rows = re.findall(rf"^\| {engine}.*`cpu-mixed` \| \*\*(.*?)\*\*",
-                          section(f"## {cpu}", results), flags=re.MULTILINE)
+                          section("## With AMX", results), flags=re.MULTILINE)
         assert rows == [figure], engine
 
 
 def test_every_recipe_is_tested():
     recipes = re.findall(r"^## (.*)$", without_code(RECIPES), flags=re.MULTILINE)
-    assert len(recipes) == 11
+    assert len(recipes) >= 12
     tests = Path(__file__).read_text()
     in_code = [name for name in recipes if blocks(section(f"## {name}", RECIPES))]
     in_commands = re.findall(r"examples/(\w+)\.py", "".join(blocks(RECIPES + SCALING, "sh")))
@@ -312,6 +310,14 @@ def test_a_backend(execute):
     names["gather_attention"] = lambda *given: calls.append(given) or gather(*given)
     names["llm"].generate("Once upon a time", use_tqdm=False)
     assert calls, "it is this function that attends"
+
+
+def test_a_feature_logs_each_step(execute, caplog):
+    names, _ = execute(recipe("Your own feature: log each step"))
+    lines = [record.getMessage() for record in caplog.records if record.name == "steps"]
+    assert lines[0] == "2 sequences, 11 tokens, 2 admitted, 0 preempted, 0 ended"
+    assert len(lines) == names["llm"].metrics()["num_steps"]
+    assert sum(int(line.split()[-2]) for line in lines) == 2, "each request ends once"
 
 
 # -------------------------------------------------------------------------------- the examples
