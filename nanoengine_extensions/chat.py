@@ -86,7 +86,7 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
         chats = [[prepared(message, as_parts) for message in chat] for chat in chats]
         texts = tokenizer.apply_chat_template(chats, **options)
         # The template has written the special tokens.
-        ids = encoder(texts, add_special_tokens=False).input_ids
+        ids = encoder(texts, add_special_tokens=False, verbose=False).input_ids
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids)]
 
 

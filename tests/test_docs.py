@@ -30,6 +30,7 @@ from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine_extensions.beam_search import BeamSearchSequence
 from nanoengine_extensions.metrics import Metrics, RequestMetrics
+from nanoengine_extensions.scores import Score
 
 sys.path.insert(0, str(ROOT / "docs" / "tutorial"))
 
@@ -166,10 +167,10 @@ def test_every_chapter_is_in_the_contents():
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 FIELDS = (EngineConfig, SamplingParams, BeamSearchParams, RequestOutput, CompletionOutput,
-          RequestMetrics, BeamSearchSequence, Metrics.gauges)
-CALLS = (LLM.generate, LLM.chat, LLM.stream, LLM.stream_chat, LLM.beam_search, LLM.add, LLM.step,
-         LLM.abort, LLM.turn, LLM.metrics, LLM.get_tokenizer, LLM.get_default_sampling_params,
-         LLM.reset_prefix_cache, LLM.close)
+          RequestMetrics, BeamSearchSequence, Score, Metrics.gauges)
+CALLS = (LLM.generate, LLM.chat, LLM.stream, LLM.stream_chat, LLM.beam_search, LLM.score, LLM.add,
+         LLM.step, LLM.abort, LLM.turn, LLM.metrics, LLM.get_tokenizer,
+         LLM.get_default_sampling_params, LLM.reset_prefix_cache, LLM.close)
 
 
 def entries_of(docstring: str) -> dict[str, str]:
