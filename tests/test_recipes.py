@@ -326,8 +326,7 @@ def test_a_model_is_compared(execute):
 def test_a_policy(execute):
     names, printed = execute(recipe("Add a policy"))
     assert sum(json.loads(printed)) > 0, "the cache is too small for all"
-    # guards.py checks what it returns
-    assert names["llm"].engine.scheduler.victim.args[0] is names["VICTIMS"]["shortest"]
+    assert names["llm"].engine.scheduler.victim is names["VICTIMS"]["shortest"]
 
 
 def test_a_backend(execute):
