@@ -15,7 +15,6 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -28,6 +27,7 @@ from nanoengine.cuda_graphs import CudaGraphs, dummy_batch
 from nanoengine.features import extension
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
+from nanoengine.memory import free_memory
 from nanoengine.model import Decoder, rope_table
 from nanoengine.observers import Feature
 from nanoengine.sampler import sample
@@ -81,7 +81,7 @@ class ModelRunner:
         self.allocate(self.num_kv_blocks)
         self.capture()
         if config.preemption_mode == "swap":
-            self.host_blocks = extension("swapping").host_pool(self.blocks, config.swap_space)
+            self.host_blocks = extension("swapping").host_pool(self.blocks, config)
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
         """Returns the model; `options` are those of the loader, for several ranks."""
@@ -115,12 +115,15 @@ class ModelRunner:
     def measure_free_bytes(self) -> int:
         """Returns the bytes for the KV cache.
 
-        On a CPU: a quarter of the free memory, or less if `max_num_seqs` sequences cannot use it.
+        On a CPU: a quarter of the free memory, or of what a container has left; less if
+        `max_num_seqs` sequences cannot use it.
         On a GPU: `gpu_memory_utilization` of its memory, minus the peak of everything else, other
         processes included. It captures all graphs and runs the largest step to find out.
         """
         if self.device == "cpu":
-            free = psutil.virtual_memory().available
+            # only here: with `num_kv_blocks`, nothing needs psutil
+            import psutil
+            free = free_memory(psutil.virtual_memory().available)
             num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
             share = free // (4 * self.config.tensor_parallel_size)
             return min(share, num_blocks * self.block_bytes)
