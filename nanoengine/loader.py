@@ -23,6 +23,8 @@ from nanoengine.checks import naming, rejected
 from nanoengine.features import extension, is_installed
 from nanoengine.model import FAMILIES, Decoder, rope_table
 
+# the classes of transformers that `Decoder` computes
+ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
 # what all families have in config.json; without an entry, transformers assumes these values, too
 USUAL = {"hidden_act": "silu", "is_causal": True, "quantization_config": None,
          "transformers_weights": None}
@@ -50,7 +52,7 @@ def load_config(folder: Path, load_format: str = "dummy") -> PretrainedConfig:
     load_format: where the weights come from; "dummy": the folder need not have any.
     """
     if is_installed("explain"):
-        extension("explain").check_folder(folder, FAMILIES, load_format)
+        extension("explain").check_folder(folder, ARCHITECTURES, load_format)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "head_dim", None) is None:
@@ -65,9 +67,8 @@ def check_supported(config: PretrainedConfig) -> None:
     family = FAMILIES.get(config.model_type)
     has_kinds = family and "layer_types" in family.heeds
     kinds = ["full_attention", "sliding_attention"] if has_kinds else []
-    architectures = [[each.architecture] for each in FAMILIES.values()]
     checks: Any = (
-        ("architectures", config.architectures, architectures),
+        ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
         ("num_attention_heads % num_key_value_heads",
          config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
         *[(name, getattr(config, name, value), [value]) for name, value in USUAL.items()],
