@@ -96,8 +96,8 @@ class EngineConfig:
     _: KW_ONLY
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
-    revision: str | None = None
-    download_dir: str | None = None
+    revision: str | None = of("hub", None)
+    download_dir: str | None = of("hub", None)
     dtype: str = "auto"
     device: str = "auto"
     seed: int = 0
