@@ -23,7 +23,8 @@ A map, in an order to read it:
     features.py         optional features: how they are found, and whose an option is
     observers.py        what an optional feature can do, and when
     kernels.py          the way to libraries of kernels
-    checks.py           errors for a user's input
+    checks.py           what is refused of a user's input
+    errors.py           how the error for it reads
 
 The engine needs no other package of this repository.
 """

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from nanoengine.checks import rejected
-from nanoengine.features import extension, is_installed
 from nanoengine.kernels import kernels
 from nanoengine.step_inputs import StepInputs
 
@@ -29,8 +28,7 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
     has its own layout, in which only whole blocks can be copied.
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    empty_cache = kernels(device).empty_cache
-    if empty_cache and BACKENDS[backend].attend is None:
+    if BACKENDS[backend].attend is None and (empty_cache := kernels(device).empty_cache):
         return empty_cache(config.num_hidden_layers, *shape, dtype)
     return torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype, device=device)
 
@@ -149,9 +147,6 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here.
     """
-    if device == "cuda" and name in ("auto", "varlen") and is_installed("varlen"):
-        # adds itself to the table
-        extension("varlen")
     ranked = sorted(BACKENDS, key=lambda each: -BACKENDS[each].rank)
     # "auto" asks one after the other; the last one always works
     asked = ranked if name == "auto" else [name] if name in BACKENDS else []

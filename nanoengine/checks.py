@@ -1,4 +1,4 @@
-"""A user's input: what is refused, and how the error says so.
+"""A user's input: what is refused.
 
 The engine itself refuses what would hang, compute something else in silence, or fail in the middle
 of a step. The types of all options are checked by nanoengine_extensions/strict.py, if it is there.
@@ -8,16 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from nanoengine.errors import rejected
 from nanoengine.features import asked_by, extension, is_installed
 
 Kind = TypeVar("Kind", bound=type)
 # the name of a field, whether the options can be used, and what is accepted
 Condition = tuple[str, Callable[[Any], bool], str]
-
-
-def rejected(name: str, value: Any, accepted: str) -> ValueError:
-    """Returns the error for bad input: the argument, its value and what is accepted."""
-    return ValueError(f"{name}={value!r:.1000} is not accepted: it must be {accepted}")
 
 
 @contextmanager

@@ -8,12 +8,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from nanoengine.checks import Condition, check, strict
-from nanoengine.features import of
+from nanoengine.features import OBSERVERS, extension, of
 from nanoengine.observers import Feature
 from nanoengine.policies import POLICIES, find_policy
 
 # an option whose default depends on the device
 BY_DEVICE: Any = None
+# the names of classes that the features of nanoengine_extensions have
+TAKEN = {*OBSERVERS.values()}
 
 CONDITIONS: list[Condition] = [
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs >= 1,
@@ -21,9 +23,12 @@ CONDITIONS: list[Condition] = [
     ("block_size", lambda c: c.block_size >= 1, "at least 1"),
     ("max_model_len", lambda c: c.max_model_len is None or c.max_model_len >= 2,
      "at least 2, or None"),
+    ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
+     "True for attention_backend={attention_backend!r}"),
     ("features", lambda c: all(isinstance(each, Feature) for each in c.features)
-     and len({*map(type, c.features)}) == len(c.features),
-     "a list of objects of different subclasses of Feature: see observers.py")]
+     and len({type(each).__name__ for each in c.features} - TAKEN) == len(c.features),
+     "a list of objects of subclasses of Feature, whose names differ from each other and from "
+     f"{sorted(TAKEN)}: see observers.py")]
 
 
 @strict
@@ -145,5 +150,9 @@ class EngineConfig:
         # a frozen config has no other way to set its fields
         vars(self).update(defaults | given)
         check(self, CONDITIONS)
-        for option in POLICIES:
-            find_policy(option, getattr(self, option))
+        for option, table in POLICIES.items():
+            policy = getattr(self, option)
+            if not callable(policy) and policy not in [*table]:
+                # adds more policies to the table
+                extension("policies", f"{option}={policy!r}")
+            find_policy(option, policy)

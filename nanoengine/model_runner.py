@@ -25,7 +25,7 @@ from nanoengine.batch import Batch, Copies
 from nanoengine.checks import rejected
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs, dummy_batch
-from nanoengine.features import OBSERVERS, asked_by, extension, most_of
+from nanoengine.features import OBSERVERS, asked_by, extension, is_installed, most_of
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
@@ -56,8 +56,12 @@ class ModelRunner:
         self.features = features
         self.model_config = model_config
         self.device = config.device
-        self.dtype = choose_dtype(config.dtype, self.device)
+        self.dtype = choose_dtype(config.dtype, self.device, config.kernels)
         self.kernels = kernels(self.device, config.kernels)
+        needs_varlen = config.attention_backend == "varlen"
+        if needs_varlen or (self.device == "cuda" and is_installed("varlen")):
+            # adds itself to the table of backends
+            extension("varlen", "attention_backend='varlen'")
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
         self.graphs = CudaGraphs(config.max_num_seqs)
@@ -241,9 +245,11 @@ def choose_device(device: str) -> str:
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def choose_dtype(dtype: str, device: str) -> torch.dtype:
-    """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without bfloat16."""
-    fastest = "bfloat16" if device == "cuda" or kernels(device).has_bfloat16() else "float32"
+def choose_dtype(dtype: str, device: str, has_kernels: bool = True) -> torch.dtype:
+    """Returns the dtype of a name; "auto" is bfloat16, but on a CPU float32, unless its kernels know
+    that it has bfloat16."""
+    is_fast = device == "cuda" or kernels(device, has_kernels).has_bfloat16()
+    fastest = "bfloat16" if is_fast else "float32"
     return getattr(torch, fastest if dtype == "auto" else dtype)
 
 

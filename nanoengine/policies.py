@@ -1,6 +1,7 @@
 """Policies: small functions, in tables by name. Each may also be a function of a user's own.
 
-nanoengine_extensions/policies.py adds more names to these tables, once one of them is asked for.
+nanoengine_extensions/policies.py adds more names to these tables, once an `EngineConfig` asks for
+one of them.
 """
 
 from collections.abc import Callable
@@ -8,7 +9,6 @@ from typing import Any
 
 from nanoengine.batch import Batch
 from nanoengine.checks import rejected
-from nanoengine.features import extension
 from nanoengine.sequence import Sequence
 
 
@@ -54,8 +54,6 @@ def find_policy(option: str, policy: Any) -> Any:
         return policy
     table = POLICIES[option]
     # a list: what a user gives need not be hashable
-    if policy not in [*table]:
-        extension("policies", f"{option}={policy!r}")
     if policy not in [*table]:
         raise rejected(option, policy, f"one of {[*table]}, or a function like these")
     found = table[policy]

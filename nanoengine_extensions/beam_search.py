@@ -25,7 +25,6 @@ from weakref import WeakValueDictionary
 
 from nanoengine.batch import Batch
 from nanoengine.checks import rejected, strict
-from nanoengine.llm import LLM
 from nanoengine.observers import Feature
 from nanoengine.outputs import Request
 from nanoengine.sampling_params import SamplingParams
@@ -82,7 +81,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
+def beam_search(llm: Any, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
     """Returns the `params.beam_width` best completions of each prompt.
 
     Raises ValueError for bad input, and if the beams might not fit the engine.

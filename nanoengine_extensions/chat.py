@@ -12,14 +12,13 @@ from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from nanoengine.checks import naming, rejected
-from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import InputProcessor, Params
 
 logger = logging.getLogger("nanoengine")
 
 
-def chat(llm: LLM, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
+def chat(llm: Any, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
          priority: Any = None, **options: Any) -> list[RequestOutput]:
     """Answers one conversation, a list of {"role": …, "content": …}, or a list of them.
 
@@ -29,7 +28,7 @@ def chat(llm: LLM, messages: list[Any], sampling_params: Params = None, use_tqdm
     return llm.generate(prompts, sampling_params, use_tqdm, priority)
 
 
-def stream_chat(llm: LLM, messages: list[Any], sampling_params: Params = None, *,
+def stream_chat(llm: Any, messages: list[Any], sampling_params: Params = None, *,
                 priority: Any = None, **options: Any) -> Iterator[RequestOutput]:
     """Like `chat`, but yields the answer so far whenever it has new tokens, like `LLM.stream`."""
     return llm.stream(render(llm.inputs, messages, **options), sampling_params, priority)

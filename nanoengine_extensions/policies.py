@@ -13,7 +13,6 @@ from nanoengine.batch import Batch
 from nanoengine.checks import naming, rejected
 from nanoengine.observers import Feature
 from nanoengine.policies import BATCHING, KV_ALLOCATION, ORDERS, VICTIMS, find_policy
-from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
 
 
@@ -45,7 +44,7 @@ class Static:
 
     is_decoding = False
 
-    def __call__(self, scheduler: Scheduler) -> Batch:
+    def __call__(self, scheduler: Any) -> Batch:
         is_decoding = self.is_decoding and scheduler.running
         begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
         prefills = scheduler.build(begun, admit=not is_decoding)
@@ -82,10 +81,10 @@ class Overtaking:
     base: Any
     max_waiting: int
 
-    def __call__(self, scheduler: Scheduler) -> Batch:
+    def __call__(self, scheduler: Any) -> Batch:
         return self.choose(Overtaken(scheduler, self))
 
-    def overtake(self, scheduler: Scheduler) -> None:
+    def overtake(self, scheduler: Any) -> None:
         """Preempts the longest sequence with enough blocks for a head that does not fit."""
         manager = scheduler.block_manager
         head = scheduler.waiting[0]
@@ -106,7 +105,7 @@ class Overtaking:
 class Overtaken:
     """A scheduler as the other policy sees it: `build` has one phase more."""
 
-    def __init__(self, scheduler: Scheduler, policy: Overtaking) -> None:
+    def __init__(self, scheduler: Any, policy: Overtaking) -> None:
         self.scheduler = scheduler
         self.policy = policy
 

@@ -47,7 +47,6 @@ import torch
 from nanoengine.batch import Batch, Copies, Row
 from nanoengine.checks import Condition, naming
 from nanoengine.config import EngineConfig
-from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
@@ -152,7 +151,7 @@ class Speculation:
     all_odds: the same for the guesses of all sequences; a new sequence begins with them.
     """
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, features: Features,
+    def __init__(self, config: EngineConfig, runner: Any, features: Features,
                  clock: Callable[[], float] = time.monotonic) -> None:
         policy = config.speculation
         self.guess = policy if callable(policy) else SPECULATION[policy]()

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_
 from pydantic_core import ValidationError
 from torch import nn
 
-from nanoengine.checks import rejected
+from nanoengine.errors import rejected
 
 STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 

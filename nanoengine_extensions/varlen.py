@@ -1,6 +1,6 @@
 """PyTorch's own build of flash-attn's kernels, a further entry of the engine's table `BACKENDS`.
 
-runner.py imports this file before the engine chooses a backend for a GPU.
+model_runner.py imports this file before it chooses a backend for a GPU.
 """
 
 from typing import Any
