@@ -1,6 +1,6 @@
 """Imports point one way: bench and lab to features, features to the engine, and the libraries of
-kernels to nobody. There are no circles of them, also not within functions, for types, through an
-`__init__`, or by the name of a feature."""
+kernels to none of these. There are no circles, also not within functions, for types, or through an
+`__init__`. The engine asks for a feature by its name, by `extension`, and only when a user asks."""
 
 import ast
 import re
@@ -12,10 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"nanoengine": "nanoengine", "nanoengine_cpu": "nanoengine_cpu",
            "nanoengine_gpu": "nanoengine_gpu", "nanoengine_extensions": "nanoengine_extensions",
-           "nanoengine_lab": "lab"}
+           "lab": "lab"}
 # what is imported by a text, and where
-BY_TEXT = {"nanoengine.features": ['f"nanoengine_extensions.{name}"'],
-           "nanoengine.kernels": ["needed[0]"], "nanoengine.attention": ['"flash_attn"']}
+BY_TEXT = {"nanoengine.features": ["module"], "nanoengine.attention": ['"flash_attn"']}
 
 
 def all_modules() -> dict[str, Path]:
@@ -29,11 +28,7 @@ def all_modules() -> dict[str, Path]:
 
 
 def imports(name: str, text: str, modules: Iterable[str], is_package: bool = False) -> set[str]:
-    """Those of these modules that the text of a module imports, anywhere in it.
-
-    `extension("name")` imports a feature. One whose name is only known when the program runs is
-    none here: a table, or the options of a user, have it.
-    """
+    """Those of these modules that the text of a module imports, anywhere in it."""
     package = name.split(".") if is_package else name.split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(text)):
@@ -46,10 +41,6 @@ def imports(name: str, text: str, modules: Iterable[str], is_package: bool = Fal
                 # what is no module comes from an `__init__`
                 full_name = f"{source}.{alias.name}"
                 found.add(full_name if full_name in modules else source)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("extension"):
-            for argument in node.args[:1]:
-                if isinstance(argument, ast.Constant):
-                    found.add(f"nanoengine_extensions.{argument.value}")
     return found & {*modules} - {name}
 
 
@@ -86,21 +77,18 @@ def test_each_form_of_an_import_closes_a_circle(text):
     assert not in_circles(circle | {"a.third": {"c"}})
 
 
-def test_an_init_and_a_feature_count():
+def test_an_init_counts():
     """`from a import x` imports the package itself, where x is no module of it."""
     assert imports("a.one", "from a import Thing", ["a", "a.one"]) == {"a"}
-    modules = ["nanoengine.one", "nanoengine_extensions.chat"]
-    for text in ("extension('chat').chat()", "features.extension('chat', 'why')"):
-        assert imports("nanoengine.one", text, modules) == {"nanoengine_extensions.chat"}
 
 
 def test_they_point_one_way(needs):
     """The engine asks for a feature by its name, and for a library of kernels in one place."""
     engine, kernels = {"nanoengine"}, {"nanoengine_cpu", "nanoengine_gpu"}
-    features, tools = {"nanoengine_extensions"}, {"nanoengine_lab", "bench"}
-    allowed = {"nanoengine": engine | features, "nanoengine_cpu": {"nanoengine_cpu"},
+    features, tools = {"nanoengine_extensions"}, {"lab", "bench"}
+    allowed = {"nanoengine": engine, "nanoengine_cpu": {"nanoengine_cpu"},
                "nanoengine_gpu": {"nanoengine_gpu"}, "nanoengine_extensions": engine | features,
-               "nanoengine_lab": engine | kernels | features | tools,
+               "lab": engine | kernels | features | tools,
                "bench": engine | kernels | features | tools}
     modules = all_modules()
     for name, others in needs.items():
@@ -110,6 +98,6 @@ def test_they_point_one_way(needs):
         if package == "nanoengine":
             # that is, by no statement
             assert not re.search(r"^\s*(import|from) nanoengine_", text, re.MULTILINE), name
-        if package not in tools:
+        if package not in tools | features:
             by_text = [*re.findall(r"import_module\((.*?)\)|__import__", text)]
             assert by_text == BY_TEXT.get(name, []), name
