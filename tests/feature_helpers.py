@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from nanoengine.features import OBSERVERS, asked_by
 from nanoengine_extensions.constraints import Constraints
 from nanoengine_extensions.logits_processors import Processors
 from nanoengine_extensions.structured_outputs import Grammars
@@ -23,6 +24,8 @@ def forbidden(seq):
 
 
 def apply(scores, seqs, last_sampled) -> None:
+    """What the parameters ask for edits the rows, whether `enter` was called or not."""
+    asked = {OBSERVERS.get(file) for seq in seqs for file in asked_by(seq.params)}
     for name, feature in FEATURES.items():
-        if any(name in seq.edits for seq in seqs):
+        if name in asked:
             feature.edit(scores, seqs, last_sampled)
