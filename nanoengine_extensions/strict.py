@@ -23,6 +23,7 @@ from pydantic_core import ValidationError
 from torch import nn
 
 from nanoengine.checks import rejected
+from nanoengine.features import extension, is_installed
 from nanoengine.memory import free_memory
 
 STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
@@ -125,9 +126,10 @@ def checked_options(kind: Any) -> Any:
 
     def refuse_unknown(names: Iterable[str]) -> None:
         for name in names:
-            near = get_close_matches(name, known, 1)
-            raise ValueError(f"{name} is not known: " + (
-                f"the nearest is {near[0]}" if near else f"it can be {known}"))
+            advice = extension("vllm").advice(name) if is_installed("vllm") else ""
+            near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
+            last = f"leave it out; help({kind.__name__}) says what is known"
+            raise ValueError(f"{name} is not known: {advice or [*near, last][0]}")
 
     @wraps(initialize)
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
@@ -216,9 +218,12 @@ def message_of(error: Exception, message: str) -> str:
     comes from a handler of a signal: then it is not about the user's input."""
     if is_from_signal(error):
         raise error
-    lacks_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return message + lacks_memory * (
-        " Lower max_num_batched_tokens or num_kv_blocks to save memory")
+    # that of PyTorch on a CPU has no class of its own
+    if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            or isinstance(error, RuntimeError) and "can't allocate memory" in message):
+        message = (message.removesuffix(".") +
+                   ". Lower max_num_batched_tokens or num_kv_blocks to save memory")
+    return message
 
 
 def is_from_signal(error: BaseException | None) -> bool:
