@@ -65,8 +65,9 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     for name in unknown:
         known = [each for each in signature(render).parameters if each != "unknown"][2:]
         near = get_close_matches(name, known, 1)
-        raise TypeError(f"{name} is not known: the nearest is {near[0]}" if near else
-                        f"{name} is not known: it can be {known}")
+        raise TypeError(f"{name} is not known: " + (
+            f"the nearest is {near[0]}" if near else
+            "leave it out, or if the template has such a variable, put it in chat_template_kwargs"))
     encoder = inputs.get_tokenizer()
     # the user's copy can have another template, but must not change how texts are encoded
     tokenizer = vars(inputs).get("tokenizer_of_user", encoder)

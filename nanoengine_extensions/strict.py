@@ -127,9 +127,10 @@ def checked_options(kind: Any) -> Any:
 
     def refuse_unknown(names: Iterable[str]) -> None:
         for name in names:
-            near = get_close_matches(name, known, 1)
-            raise ValueError(f"{name} is not known: " + (
-                f"the nearest is {near[0]}" if near else f"it can be {known}"))
+            advice = extension("vllm").advice(name) if is_installed("vllm") else ""
+            near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
+            last = f"leave it out; help({kind.__name__}) says what is known"
+            raise ValueError(f"{name} is not known: {advice or [*near, last][0]}")
 
     @wraps(initialize)
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
@@ -220,9 +221,12 @@ def message_of(error: Exception, message: str) -> str:
     comes from a handler of a signal: then it is not about the user's input."""
     if is_from_signal(error):
         raise error
-    lacks_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return message + lacks_memory * (
-        " Lower max_num_batched_tokens or num_kv_blocks to save memory")
+    # that of PyTorch on a CPU has no class of its own
+    if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            or isinstance(error, RuntimeError) and "can't allocate memory" in message):
+        message = (message.removesuffix(".") +
+                   ". Lower max_num_batched_tokens or num_kv_blocks to save memory")
+    return message
 
 
 def is_from_signal(error: BaseException | None) -> bool:

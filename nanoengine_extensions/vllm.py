@@ -9,6 +9,7 @@ subclasses, which the engine does not know. Outputs are nanoengine's own.
 
 from dataclasses import replace
 from enum import Enum
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,9 @@ OFF = {*"""additional_config config_format convert data_parallel_size disable_ad
     enable_prompt_embeds generation_config hf_overrides kv_cache_dtype kv_cache_memory_bytes
     logprobs_mode lora_request pipeline_parallel_size quantization reasoning_parser runner
     speculative_config task tokenization_kwargs tokenizer_mode whitespace_pattern""".split()}
+# what nanoengine itself has in place of others
+INSTEAD = {"guided_decoding": "structured_outputs", "num_gpu_blocks_override": "num_kv_blocks",
+           "speculative_config": "speculation"}
 # values that turn on nothing, as texts; besides these, flags are 0 and sizes 1
 NEUTRAL = {*"False {} [] auto generate hf mp none raw_logprobs uni vllm".split(), ""}
 # methods of vLLM's LLM without which this engine does
@@ -43,6 +47,16 @@ TextPrompt = TokensPrompt = StructuredOutputsParams = GuidedDecodingParams = dic
 # for `SamplingParams(output_kind=)`
 RequestOutputKind = Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"], start=0)
 VLLMValidationError = ValueError
+
+
+def advice(name: str) -> str:
+    """Returns what to do with a keyword that is vLLM's, and not nanoengine's; "" for others."""
+    if name in INSTEAD:
+        return f"use {INSTEAD[name]}"
+    if name in OFF:
+        return "leave it out, since this engine has nothing like it"
+    is_taken = name in WITHOUT_EFFECT or name in signature(LLM.__init__).parameters
+    return "leave it out, or import from nanoengine_extensions.vllm, which takes it" * is_taken
 
 
 def without(options: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,11 @@ import torch
 
 import nanoengine
 from nanoengine import LLM, BeamSearchParams, SamplingParams
+from nanoengine.checks import naming
 from nanoengine.config import EngineConfig
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
+from nanoengine_extensions import vllm
+from nanoengine_extensions.chat import render
 
 
 @pytest.mark.parametrize("name, value, accepted", [
@@ -89,10 +92,71 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
     assert params == SamplingParams(**made)
 
 
-def test_a_keyword_that_is_near_none_gets_no_suggestion():
-    with pytest.raises(ValueError, match="^quantization is not known: .*'temperature'") as error:
-        SamplingParams(quantization="awq")
-    assert "nearest" not in str(error.value)
+@pytest.mark.parametrize("make, name, advice", [
+    (EngineConfig, "quantization", "leave it out, since this engine has nothing like it"),
+    (EngineConfig, "enable_lora", "leave it out, since this engine has nothing like it"),
+    (EngineConfig, "kv_cache_dtype", "leave it out, since this engine has nothing like it"),
+    (EngineConfig, "speculative_config", "use speculation"),
+    (EngineConfig, "num_gpu_blocks_override", "use num_kv_blocks"),
+    (EngineConfig, "trust_remote_code",
+     "leave it out, or import from nanoengine_extensions.vllm, which takes it"),
+    (EngineConfig, "max_logprobs",
+     "leave it out, or import from nanoengine_extensions.vllm, which takes it"),
+    (EngineConfig, "zzz", "leave it out; help(EngineConfig) says what is known"),
+    (SamplingParams, "guided_decoding", "use structured_outputs"),
+    (SamplingParams, "max_new_tokens", "the nearest is max_tokens"),
+    (SamplingParams, "quantization", "leave it out, since this engine has nothing like it"),
+    (SamplingParams, "best_of", "leave it out; help(SamplingParams) says what is known"),
+    (BeamSearchParams, "do_sample", "leave it out; help(BeamSearchParams) says what is known"),
+    (BeamSearchParams, "width", "the nearest is beam_width")])
+def test_a_keyword_that_is_not_known(make, name, advice):
+    """One sentence, whose last words say what to do; no list of all keywords."""
+    given = {EngineConfig: dict(model="m"), BeamSearchParams: dict(beam_width=1, max_tokens=1)}
+    with pytest.raises(ValueError) as error:
+        make(**given.get(make, {}), **{name: "awq"})
+    assert str(error.value) == f"{name} is not known: {advice}"
+
+
+def test_an_option_of_a_chat_that_is_not_known():
+    advices = dict(tool="the nearest is tools", enable_thinking="leave it out, or if the template")
+    for name, advice in advices.items():
+        with pytest.raises(TypeError, match=f"^{name} is not known: {advice}[^:]*$"):
+            render(None, [], **{name: True})
+
+
+def errors_of_memory() -> list[Exception]:
+    """Among them real ones of PyTorch and NumPy."""
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**45)
+    with pytest.raises(MemoryError) as of_numpy:
+        np.empty(2**45)
+    return [error.value, of_numpy.value, MemoryError("5 bytes"), MemoryError(),
+            torch.OutOfMemoryError("no memory.")]
+
+
+def test_advice_to_save_memory_is_for_errors_of_memory_only():
+    for error in errors_of_memory():
+        with pytest.raises(ValueError, match=r"[^.]\. Lower max_num_batched_tokens or"):
+            with naming("what"):
+                raise error
+    for error in (RuntimeError("stack expects each tensor to be of equal size"), KeyError("layers"),
+                  ValueError("Lower"), AttributeError("'X' object has no attribute 'y'")):
+        with pytest.raises(ValueError) as found:
+            with naming("what"):
+                raise error
+        assert str(found.value) == f"what: {error}"
+
+
+def test_all_keywords_of_vllm_get_an_answer():
+    """None is taken for a misspelt keyword of nanoengine, and advice to use another is right."""
+    ours = {field.name for kind in (EngineConfig, SamplingParams)
+            for field in dataclasses.fields(kind)}
+    names = {*vllm.WITHOUT_EFFECT, *vllm.OFF, *vllm.INSTEAD} - ours
+    assert {"quantization", "guided_decoding", "disable_log_stats"} <= names
+    for name in names:
+        with pytest.raises(ValueError, match=f"^{name} is not known: (use|leave it out,) [^:]+$"):
+            EngineConfig(model="m", **{name: 1})
+    assert {*vllm.INSTEAD.values()} <= ours
 
 
 def test_several_greedy_completions_would_be_the_same():
@@ -107,7 +171,7 @@ def test_several_greedy_completions_would_be_the_same():
     ("max_tokens", None, "integer"),
     ("temperature", -1, "greater than or equal to 0"),
     ("length_penalty", math.nan, "finite"),
-    ("early_stopping", True, "not known"),
+    ("early_stopping", True, "not known: leave it out"),
 ])
 def test_bad_beam_search_params(name, value, accepted):
     with pytest.raises(ValueError) as error:

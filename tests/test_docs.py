@@ -41,7 +41,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(file for folder in FOLDERS
 # these have tests of their own, which look closer at what their snippets do
 RUN_ELSEWHERE = {"docs/recipes.md": "test_recipes.py", "docs/policies.md": "test_policies.py",
                  "nanoengine_cpu/README.md": "cpu/test_library.py",
-                 "nanoengine_gpu/README.md": "triton/test_triton_library.py"}
+                 "nanoengine_gpu/README.md": "gpu_kernels/test_triton_library.py"}
 OTHERS = [file for file in DOCUMENTS
           if file not in CHAPTERS and str(file.relative_to(ROOT)) not in RUN_ELSEWHERE]
 # a module of the lab may have been imported before it is started

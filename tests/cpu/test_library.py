@@ -24,7 +24,7 @@ def run(script: str, folder: Path) -> str:
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
 def test_no_file_imports_an_engine(file):
     imported = packages_imported_by(file)
-    allowed = {"torch", "numpy", "numba", "llvmlite", "psutil", "nanoengine_cpu"}
+    allowed = {"torch", "numpy", "numba", "llvmlite", "nanoengine_cpu"}
     assert imported and imported - allowed <= sys.stdlib_module_names
 
 

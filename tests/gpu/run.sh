@@ -36,7 +36,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 [ -f .fa/check_flash_attn.py ] && lines=3 run flash-attn 50 "$python" .fa/check_flash_attn.py
 lines=60 run tests 230 "$python" -m pytest -q -o addopts= --maxfail=8 -p no:cacheprovider tests/gpu
 lines=15 run kernels 60 "$python" -m pytest -q -o addopts= --maxfail=8 -p no:cacheprovider \
-    tests/triton/interpreted.py
+    tests/gpu_kernels/interpreted.py
 nano="bench.py --config qwen3-0.6b --max-model-len 2048"
 run nano-vllm-workload 80 "$python" $nano --json "$out/nano.json"
 run no-run-ahead 60 "$python" $nano --no-run-ahead --json "$out/sync.json"

@@ -1,6 +1,6 @@
 """Compiles the kernels for GPUs that are not here, and writes down what the compiler says of them.
 
-    python tests/triton/cubins.py [FILE]    # FILE: docs/triton-kernels.md; a minute or several
+    python tests/gpu_kernels/cubins.py [FILE]    # FILE: docs/triton-kernels.md; a minute or several
 
 For each kernel, with the shapes that a model gives it: registers of a thread, bytes that it spills,
 shared memory of a program, and how many programs a multiprocessor holds at once.
@@ -230,8 +230,8 @@ def rows() -> list[str]:
 
 HEAD = """# What the compiler says of the Triton kernels
 
-Made by `python tests/triton/cubins.py docs/triton-kernels.md` with Triton {triton}, without a GPU:
-the kernels of [`nanoengine_gpu`](../nanoengine_gpu) were compiled to machine code for three
+Made by `python tests/gpu_kernels/cubins.py docs/triton-kernels.md` with Triton {triton}, without
+a GPU: the kernels of [`nanoengine_gpu`](../nanoengine_gpu) were compiled to machine code for three
 generations of GPUs: {gpus}. Nothing here was measured on one.
 
 *Spilled*: bytes of a thread's numbers that did not fit its registers. *Shared*: bytes of shared

@@ -1,6 +1,6 @@
 """The tests that test_kernels.py runs in Triton's interpreter, on tensors of a CPU.
 
-To run one: TRITON_INTERPRET=1 pytest -n 0 tests/triton/interpreted.py -k NAME
+To run one: TRITON_INTERPRET=1 pytest -n 0 tests/gpu_kernels/interpreted.py -k NAME
 On a machine with a GPU, and without TRITON_INTERPRET, they run on the GPU.
 """
 
