@@ -152,6 +152,8 @@ def text_of(seq: Sequence, tokenizer: Any) -> str:
 
 
 Params = SamplingParams | list[SamplingParams] | None
+# the text of a prompt, if there is one, and its token ids
+Parsed = tuple[str | None, list[int]]
 
 
 def one_for_each(given: Any, count: int) -> list[Any]:
@@ -230,9 +232,8 @@ class InputProcessor:
             if not 0 <= token_id <= last:
                 raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
 
-    def parse(self, name: str, prompt: Any,
-              params: SamplingParams) -> tuple[str | None, list[int]]:
-        """Returns the text (if there is one) and the token ids of a prompt in any form."""
+    def parse(self, name: str, prompt: Any, params: SamplingParams) -> Parsed:
+        """Returns the text and the token ids of a prompt in any form, truncated if asked."""
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
         text, token_ids = map(prompt.get, ("prompt", "prompt_token_ids"))
@@ -243,19 +244,21 @@ class InputProcessor:
             token_ids = [*map(index, token_ids)]
         self.check_vocabulary(name, token_ids)
         most = self.max_model_len
-        if (kept := params.truncate_prompt_tokens) is not None:
-            kept = kept if kept >= 0 else most - (params.max_tokens or 1)
-            # with max_tokens of max_model_len, nothing
-            token_ids = token_ids[-kept:] if kept > 0 else []
+        given = params.truncate_prompt_tokens
+        if given is not None:
+            kept = given if given >= 0 else most - (params.max_tokens or 1)
+            if kept < 1:
+                raise rejected("truncate_prompt_tokens", given,
+                               f"at least 1, or -1 with max_tokens below max_model_len={most}")
+            token_ids = token_ids[-kept:]
         if not 0 < len(token_ids) < most:
             raise ValueError(
                 f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty and must be "
                 f"shorter than max_model_len={most}, as the maximum context length is only {most}")
         return text, token_ids
 
-    def _request_of(self, inbox: dict[str, Request], place: int,
-                    prompt: tuple[str | None, list[int]], params: SamplingParams,
-                    priority: int) -> Request:
+    def _request_of(self, inbox: dict[str, Request], place: int, prompt: Parsed,
+                    params: SamplingParams, priority: int) -> Request:
         """Returns a request with the sequence of its first completion, and forks for the others."""
         text, token_ids = prompt
         self.check_vocabulary("stop_token_ids", params.stop_token_ids)

@@ -43,16 +43,16 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string, or the text of the stop token or EOS, in the
         text.
     ignore_eos: go on after EOS.
-    truncate_prompt_tokens: use only the last so many tokens of the prompt; -1: as many as leave
-        room for max_tokens.
+    truncate_prompt_tokens: use only so many tokens of the prompt, the last ones; -1: as many as
+        leave room for max_tokens.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text at all; stop strings need it.
     logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
         likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
     prompt_logprobs: the same for each token of the prompt except the first, in
         `RequestOutput.prompt_logprobs`. The prompt is then computed anew, whatever is cached.
-    prompt_logprobs_start: the first token of the prompt, from 0, that needs such
-        log-probabilities; those before it have None, and the prefix cache can stand for them.
+    prompt_logprobs_start: the place of the first token that needs prompt_logprobs. Tokens before it
+        have None, and the prefix cache can stand for them.
     presence_penalty: subtracted from the logits of tokens that were generated before.
     frequency_penalty: the same, once for each time that the token was generated.
     repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or

@@ -103,7 +103,7 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
         # `apply_chat_template` would leave out a content that is None
         texts = render_jinja_template(chats, chat_template=template, **variables)[0]
         # The template has written the special tokens.
-        ids = encoder(texts, add_special_tokens=False).input_ids
+        ids = encoder(texts, add_special_tokens=False, verbose=False).input_ids
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids)]
 
 

@@ -302,9 +302,9 @@ def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None
         return
     found = [constraint_of(seq) for seq in seqs]
     new = [each.new_tokens(seq) for each, seq in zip(found, seqs)]
-    tokens = [np.concatenate([each.seen, token_ids]).astype(np.int64)
+    tokens = [np.append(each.seen, np.array(token_ids, np.int64))
               for each, (token_ids, _) in zip(found, new)]
-    amounts = [np.concatenate([each.counts, added]) for each, (_, added) in zip(found, new)]
+    amounts = [np.append(each.counts, added) for each, (_, added) in zip(found, new)]
     owners = np.arange(len(seqs)).repeat([len(each) for each in tokens])
     arrays = owners, np.concatenate(tokens), np.concatenate(amounts), penalties
     rows, token_ids, counts, of_rows = (send(each, scores.device) for each in arrays)

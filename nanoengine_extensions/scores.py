@@ -69,8 +69,10 @@ def score(llm: LLM, prompts: Any, continuations: Any, use_tqdm: bool = True) -> 
              for place in range(len(prompts))]
     groups = [texts_of(llm.inputs, *each) for each in zip(names, prompts, continuations)]
     texts = [text for group in groups for text in group]
+    # the texts of single tokens are not needed; without texts.py, the default has to stay
+    detokenize = not is_installed("texts")
     params = [SamplingParams(
-        temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0,
+        temperature=0, max_tokens=1, ignore_eos=True, detokenize=detokenize, logprobs=0,
         prompt_logprobs=0, prompt_logprobs_start=start, allowed_token_ids=token_ids[-1:])
         for start, token_ids in texts]
     outputs = iter(llm.generate([token_ids[:-1] for _, token_ids in texts], params, use_tqdm))

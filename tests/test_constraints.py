@@ -3,8 +3,11 @@
 What constraints do to logits is tested in test_sampler.py.
 """
 
+import dataclasses
 import math
 import random
+import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.sequence import Sequence
+from nanoengine_extensions import constraints
 from nanoengine_extensions.constraints import Constraint, biases_of, spellings
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
@@ -117,6 +121,49 @@ def test_exactly_what_completes_a_word_is_forbidden(tokenizer):
         found = {token for tokens in forbidden(seq) for token in tokens.tolist()}
         assert found == expected and 2 not in found
         assert seq.needs_tokens
+        # some tokens are taken in, one after the other; the last ones can be guesses of a copy
+        seq = make(prompt, bad_words=words)
+        constrain(seq, [2], tokenizer, vocab_size)
+        for token in output[:rng.randrange(len(output) + 1)]:
+            seq.token_ids.append(token)
+            seq.kept["constraints"].take_in(seq)
+        seq.token_ids = prompt + output
+        assert {token for tokens in forbidden(seq) for token in tokens.tolist()} == expected
+
+
+def num_calls(function) -> int:
+    """How many functions it calls, those of C included."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_work_of_a_step_does_not_grow_with_the_words(bundled):
+    tokenizer = AutoTokenizer.from_pretrained(bundled)
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(4, 9)))
+             for _ in range(1000)]
+    counts = []
+    for some in (words[:20], words):
+        seqs = [make([1], [5] * length, bad_words=some) for length in (2000, 2000, 8)]
+        constrain(seqs[0], [2], tokenizer, len(tokenizer))
+        assert num_calls(lambda: constrain(seqs[1], [2], tokenizer, len(tokenizer))) < 3000, (
+            "most of it is done once for the list")
+        constrain(seqs[2], [2], tokenizer, len(tokenizer))
+        for seq in seqs:
+            seq.kept["constraints"].take_in(seq)
+        scores = torch.zeros(3, len(tokenizer))
+        counts.append(num_calls(lambda: apply(scores, seqs, NONE_PENDING)))
+    assert counts[1] < 1.2 * counts[0] < 300
 
 
 def test_bad_words_of_prompts_and_of_other_vocabularies(tokenizer):
@@ -165,6 +212,83 @@ def test_a_bad_word_is_in_no_text(bundled, options):
         check_idle(llm)
         with pytest.raises(ValueError, match="bad_words"):
             llm.generate("a", SamplingParams(bad_words=["\ud800"]))
+
+
+# ------------------------------------------------------------------------- biases and penalties
+
+
+def test_biases_are_made_once_for_a_request(tiny_llm, monkeypatch):
+    made = []
+    biases_of = constraints.biases_of
+    monkeypatch.setattr(constraints, "biases_of", lambda p: made.append(p) or biases_of(p))
+    params = SamplingParams(n=3, seed=1, max_tokens=9, logit_bias={5: 2.0, 6: 1.0},
+                            allowed_token_ids=[5, 6, 7, 8])
+    outputs = generate(tiny_llm, [[1, 2], [3]], params)
+    assert len(made) == 2
+    assert {id for each in outputs for c in each.outputs for id in c.token_ids} <= {5, 6, 7, 8}
+
+
+def penalized(seq: Sequence, last_sampled: torch.Tensor) -> torch.Tensor:
+    scores = torch.arange(-10.0, 10.0)[None].clone()
+    constraints.penalize(scores, [seq], last_sampled)
+    return scores
+
+
+def test_penalties_take_in_each_token_once():
+    """The same as if all were counted anew, whatever was taken in before; a pending token, and
+    guesses, are not."""
+    rng = random.Random(0)
+    for _ in range(200):
+        params = dict(repetition_penalty=rng.choice([1.0, 1.3]),
+                      presence_penalty=rng.choice([0.0, 0.7]),
+                      frequency_penalty=rng.choice([0.0, -0.4]))
+        prompt, output, guesses = (rng.choices(range(20), k=rng.randint(1, 9)) for _ in range(3))
+        last = torch.tensor([rng.randrange(20)], dtype=torch.int32)
+        p = SamplingParams(**params)
+        given, counts = {*prompt, *output}, Counter(output)
+        expected = torch.arange(-10.0, 10.0)
+        for token in range(20):
+            if token in (given if p.repetition_penalty != 1 else ()):
+                is_negative = expected[token] < 0
+                expected[token] *= p.repetition_penalty if is_negative else 1 / p.repetition_penalty
+            expected[token] -= p.presence_penalty * (counts[token] > 0)
+            expected[token] -= p.frequency_penalty * counts[token]
+        seq = make(prompt, **params)
+        seq.kept["constraints"] = constraint = Constraint(*biases_of(p))
+        for number, token in enumerate(output):
+            seq.token_ids.append(token)
+            if rng.random() < 0.7:
+                constraint.take_in(seq)
+                assert constraint.new_tokens(seq) == ([], [])
+        torch.testing.assert_close(penalized(seq, last)[0], expected)
+        fresh = make(prompt, output, **params)
+        assert torch.equal(penalized(seq, last), penalized(fresh, last))
+        for more in (guesses, [-1], [*guesses, -1]):
+            longer = make(prompt, output + more, **params)
+            longer.kept["constraints"] = constraint
+            fresh = make(prompt, output + more, **params)
+            assert torch.equal(penalized(longer, last), penalized(fresh, last))
+
+
+def test_a_step_looks_at_new_tokens_only(tiny_llm, monkeypatch):
+    """Of a long output with penalties."""
+    looked_at = []
+    new_tokens = Constraint.new_tokens
+    monkeypatch.setattr(Constraint, "new_tokens", lambda constraint, seq: looked_at.append(
+        len(new_tokens(constraint, seq)[0])) or new_tokens(constraint, seq))
+    prompts = random_prompts([30, 12])
+    params = SamplingParams(n=2, seed=1, max_tokens=90, ignore_eos=True, repetition_penalty=1.2,
+                            frequency_penalty=0.5)
+    for run_ahead in (False, True):
+        use_policies(tiny_llm, run_ahead=run_ahead)
+        looked_at.clear()
+        right = token_ids(generate(tiny_llm, prompts, params))
+        # at first the prompts, up to three times for each completion; then a token, or none
+        assert max(looked_at) == 31 and len(looked_at) > 300
+        assert sum(count > 1 for count in looked_at) <= 3 * 4
+        alone = [token_ids(generate(tiny_llm, prompt, dataclasses.replace(params, n=1)))
+                 for prompt in prompts]
+        assert alone == [[ids] for ids in right]
 
 
 # ----------------------------------------------------------------------------------- processors

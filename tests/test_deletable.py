@@ -29,6 +29,7 @@ CASES = {
     "metrics": "assert llm.metrics()['num_steps'] > 0",
     "offload": "LLM(model, cpu_offload_gb=1, **options)",
     "policies": "LLM(model, kv_allocation='reserve', scheduling='static', **options).close()",
+    "scores": "assert llm.score([5, 6], [[7], [8, 9]], False)[1].token_ids == [8, 9]",
     "speculation": "with_option = LLM(model, speculation='prompt-lookup', **options); "
                    "assert run(with_option).token_ids == tokens; with_option.close()",
     "strict": "SamplingParams(temperatur=1)",
@@ -47,7 +48,7 @@ REFUSED = {"guards": "batch_invariant=True is not accepted",
            "strict": "temperatur is not known: the nearest is temperature",
            "varlen": "attention_backend='varlen' is not accepted"}
 # what needs another feature, as that is what it is made of
-NEEDS = {"beam_search": "logprobs"}
+NEEDS = {"beam_search": ["logprobs"], "scores": ["constraints", "logprobs"]}
 
 SCRIPT = """
 import json, sys
@@ -66,7 +67,7 @@ def run(llm, prompt=(5, 6, 7), **params):
 
 tokens = run(llm).token_ids
 for feature, code in cases.items():
-    is_gone = deleted in (feature, needs.get(feature))
+    is_gone = deleted in (feature, *needs.get(feature, ()))
     try:
         exec(code)
     except (ValueError, ImportError, TypeError) as error:

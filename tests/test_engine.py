@@ -336,7 +336,7 @@ def test_an_engine_takes_its_sizes_from_the_runner():
     assert metrics_of(engine).gauges()["num_blocks_free"] == 14
     assert metrics_of(engine).gauges()["attention_backend"] == "made up"
     with pytest.raises(ValueError, match="60 tokens do not fit: num_kv_blocks=14, block_size=4"):
-        engine.add(make_sequence(0, 30, 30))
+        engine.features["Guards"].enter([make_sequence(0, 30, 30)], None)
     check_all_free(engine)
 
 

@@ -16,7 +16,8 @@ from conftest import random_prompts
 from fake_gpu import HAS_TRITON, FakeGpu
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.cuda_graphs import dummy_batch
+from nanoengine.batch import Batch
+from nanoengine.cuda_graphs import padded
 from nanoengine_extensions import dummy
 from nanoengine_extensions.tensor_parallel import RankRunner
 
@@ -136,7 +137,7 @@ def test_another_rank_does_not_wait_for_its_inputs(folder):
     with FakeGpu(num_bytes=2**33) as gpu, LLM(folder(1), **PLAIN) as llm:
         runner = llm.engine.runner
         runner.group = SimpleNamespace(backend=SimpleNamespace(broadcast=lambda tensors: done))
-        batch = dummy_batch(4, 1, 20)
+        batch = padded(Batch(), 4)
         buffer, shape = runner.prepare(batch)
         gpu.reset_counters()
         RankRunner.follow(runner, batch.copies, buffer.clone().numpy(), shape)

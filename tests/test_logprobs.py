@@ -1,13 +1,19 @@
-"""The texts of single tokens in `logprobs`."""
+"""`logprobs`: the texts of single tokens, parts of prompts, and streams.
+
+The numbers are tested in test_llm.py and test_model.py.
+"""
+
+import copy
+import dataclasses
 
 import pytest
 import torch
-from conftest import generate
+from conftest import generate, random_prompts
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.logprobs import text_of
+from nanoengine_extensions.logprobs import RowLogprobs, text_of
 
 PIECES = ["▁", "▁▁", "▁cat", "cat", "▁.", ".", "日", "▁日", "\n", "▁<b>", "a▁b"]
 
@@ -114,3 +120,103 @@ def test_texts_through_the_engine(llm, run_ahead, monkeypatch):
     found = [at[token_id].decoded_token
              for token_id, at in zip(ids, output.prompt_logprobs[1:])]
     assert found == texts
+
+
+# ----------------------------------------------------------------------------- parts of a prompt
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(enable_prefix_caching=False), dict(max_num_batched_tokens=9, max_num_seqs=4)])
+def test_prompt_logprobs_from_a_token_on(make_llm, options):
+    """The same bits, and the tokens before come from the cache: whole blocks, and one less."""
+    prompt, = random_prompts([40])
+    whole = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1, logprobs=0)
+    with make_llm(num_kv_blocks=64, **options) as llm:
+        (right,) = generate(llm, [prompt], whole)
+        for start, cached in ((0, 0), (1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (40, 32)):
+            params = dataclasses.replace(whole, prompt_logprobs_start=start)
+            (output,) = generate(llm, [prompt], params)
+            first = max(1, start)
+            assert output.prompt_logprobs == [None] * first + right.prompt_logprobs[first:]
+            assert output.outputs == right.outputs
+            assert output.num_cached_tokens == (cached if llm.config.enable_prefix_caching else 0)
+            # without log-probabilities of the prompt it has no effect
+            (plain,) = generate(
+                llm, [prompt], SamplingParams(temperature=0, prompt_logprobs_start=start))
+            assert plain.prompt_logprobs is None
+
+
+def test_a_start_that_is_not_in_the_prompt(make_llm):
+    with make_llm(num_kv_blocks=8) as llm:
+        with pytest.raises(ValueError, match="prompt_logprobs_start=4 is not accepted: it must be "
+                           "at most 3, the tokens of the prompt"):
+            llm.generate([[5, 6, 7]], SamplingParams(prompt_logprobs=0, prompt_logprobs_start=4))
+    for wrong in (-1, 1.5, "1"):
+        with pytest.raises(ValueError, match="^prompt_logprobs_start="):
+            SamplingParams(prompt_logprobs_start=wrong)
+
+
+# ------------------------------------------------------------------------------------- streams
+
+
+def test_each_is_read_once_in_a_stream(make_llm, monkeypatch):
+    """For all outputs together, and no output changes afterwards."""
+    read, num_read = RowLogprobs.read, []
+    monkeypatch.setattr(RowLogprobs, "read",
+                        lambda row, *given: num_read.append(row) or read(row, *given))
+    prompts = random_prompts([20, 33])
+    params = SamplingParams(n=3, seed=1, max_tokens=25, ignore_eos=True, logprobs=1,
+                            prompt_logprobs=1)
+    with make_llm(num_kv_blocks=64, max_num_seqs=4) as llm:
+        right = generate(llm, prompts, params)
+        num_tokens = 2 * 3 * 25 + 19 + 32
+        assert len(num_read) == num_tokens
+        num_read.clear()
+        outputs, copies = [], []
+        for output in llm.stream(prompts, params):
+            outputs.append(output)
+            copies.append(copy.deepcopy(output))
+        assert len(num_read) == num_tokens and outputs == copies
+    last = {output.index: output for output in outputs}
+    for number, each in enumerate(right):
+        assert last[number].outputs == each.outputs
+        assert last[number].prompt_logprobs == each.prompt_logprobs
+        for completion in each.outputs:
+            total = 0.0
+            for token_id, at in zip(completion.token_ids, completion.logprobs):
+                total += at[token_id].logprob
+            assert completion.cumulative_logprob == total
+
+
+def test_a_list_of_the_user_is_his_own(make_llm):
+    """What he does to it changes no later output."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0,
+                            prompt_logprobs=0)
+    with make_llm(num_kv_blocks=8) as llm:
+        (right,) = generate(llm, [[5, 6, 7]], params)
+        for output in llm.stream([[5, 6, 7]], params):
+            if not output.finished:
+                output.outputs[0].logprobs.clear()
+                output.outputs[0].token_ids.append(1)
+                output.prompt_logprobs.append(1)
+                output.prompt_token_ids.clear()
+    assert output.outputs == right.outputs and output.prompt_logprobs == right.prompt_logprobs
+    assert output.prompt_token_ids == [5, 6, 7]
+
+
+def test_those_of_a_prompt_while_it_is_computed(make_llm):
+    """In chunks: as far as they are known."""
+    prompt, = random_prompts([40])
+    params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    with make_llm(num_kv_blocks=8, max_num_batched_tokens=16, max_num_seqs=4) as llm:
+        (right,) = generate(llm, [prompt], params)
+        (request,) = llm.add([prompt], params)
+        num_known = []
+        while not request.is_finished:
+            llm.step()
+            found = request.output().prompt_logprobs
+            known = [each for each in found if each]
+            num_known.append(len(known))
+            assert found == [None, *known, *[None] * (39 - len(known))]
+            assert known == right.prompt_logprobs[1:len(known) + 1]
+    assert num_known == [16, 32, 39, 39]

@@ -18,10 +18,11 @@ from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.features import ALWAYS
 from nanoengine.model_runner import ModelRunner, choose_device, choose_dtype, size_cache
-from nanoengine.observers import Features
+from nanoengine.observers import Feature, Features
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
+from nanoengine_extensions.gpu_memory import largest_batch
 
 DTYPES = {"slot_mapping": torch.int64}  # the others are int32
 TENSORS = ("slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
@@ -152,7 +153,7 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
     runner: Any = object.__new__(ModelRunner)
     runner.config, runner.max_model_len = config, max_model_len
     runner.features = Features(ALWAYS)
-    batch = runner.largest_batch()
+    batch = largest_batch(runner)
     assert batch.num_tokens == expected and len(batch.sampled) == max_num_seqs
     graphs: Any = CudaGraphs(max_num_seqs)
     graphs.captured = {"some": "graphs"}
@@ -160,7 +161,7 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
     assert {start + count for start, count in zip(batch.starts, expected)} == {max_model_len}
     (edits,) = {row.seq.edits + row.seq.params.truncations for row in batch.sampled}
     assert edits == ("Logprobs", "Constraints", "min_p", "top_p"), "with a whole sort"
-    assert {"Logprobs", "Constraints"} <= runner.features.by_name.keys(), "they are there to run"
+    assert all(type(runner.features[each]) is not Feature for each in ("Logprobs", "Constraints"))
     assert {row.seq.params.logprobs for row in batch.sampled} == {20}
 
 
@@ -257,7 +258,7 @@ def test_the_largest_step_is_tried_before_the_cache_has_its_size(tiny, monkeypat
     """As on a GPU: what is left beside it is measured."""
     def measure_free_bytes(runner):
         runner.allocate(num_blocks=0)
-        batch = runner.largest_batch()
+        batch = largest_batch(runner)
         launched = runner.launch(batch)
         assert len(launched.wait()) == 4 and runner.blocks.nbytes == runner.block_bytes
         return 9 * runner.block_bytes + 1

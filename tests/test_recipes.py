@@ -172,12 +172,40 @@ def test_a_class_whose_floats_end(execute):
 
 def test_perplexity(execute):
     names, printed = execute(recipe("Scores: multiple choice and perplexity"))
+    best, *_ = printed.splitlines()
+    assert best == " 46"
     perplexity = float(printed.split()[-1])
     assert perplexity == pytest.approx(math.prod(map(math.exp, names["logprobs"]))
                                        ** (-1 / len(names["logprobs"])))
     wrong = [code.replace("34 = 46", "34 = 92") for code in recipe("Scores: multiple choice and "
                                                                    "perplexity")]
     assert 1 < perplexity < float(execute(wrong)[1].split()[-1])
+    # a text can be as long as any
+    longest = [code.replace('tiny-qwen3")', 'tiny-qwen3", max_model_len=10)')
+               for code in recipe("Scores: multiple choice and perplexity")]
+    names, printed = execute(longest)
+    assert names["llm"].inputs.max_model_len == len(names["token_ids"]) == 10
+    assert float(printed.split()[-1]) == pytest.approx(perplexity, rel=1e-6)
+
+
+def test_choices_that_begin_in_a_token(bundled):
+    """Each counts all its tokens; a choice without any is refused."""
+    scores = example("score").scores
+    with LLM(bundled, dtype="float32") as llm:
+        choices = ["x", "od", "ur"]
+        found, means = (scores(llm, "The fo", choices, mean) for mean in (False, True))
+        assert all(score < -1 for score in found + means)
+        assert means == [found[0], found[1], found[2] / 2], "ur: two tokens"
+        assert scores(llm, "Once upon a ti", ["ger"]) < scores(llm, "Once upon a ti", ["g"])
+        for mean in (False, True):
+            with pytest.raises(ValueError, match=r"continuations\[1\]='' is not accepted"):
+                scores(llm, "The fo", ["x", ""], mean)
+        # as long as max_model_len
+        text = "a b " * 1200
+        most = llm.inputs.max_model_len
+        before = llm.get_tokenizer().decode(llm.get_tokenizer().encode(text)[:most - 1])
+        assert len(llm.get_tokenizer().encode(before + "\n")) == most
+        assert scores(llm, before, ["\n"])[0] < 0
 
 
 def test_a_chat_is_streamed(execute):

@@ -28,6 +28,7 @@ from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way
+from nanoengine_extensions.guards import Guards
 from nanoengine_extensions.logprobs import Logprobs, RowLogprobs
 from nanoengine_extensions.metrics import Metrics
 from nanoengine_extensions.policies import overtaking
@@ -119,9 +120,11 @@ class ObservedScheduler(Scheduler):
         self.metrics.begin(self.owner)
 
     def add(self, seq) -> None:
-        for feature in (self.metrics, self.logprobs):
+        guards = Guards()
+        guards.scheduler = self
+        for feature in (guards, self.metrics, self.logprobs):
             feature.enter([seq, *seq.forks], SimpleNamespace(tokenizer=None))
-        super().add(seq)
+        self.enqueue(seq)
 
     counters = property(lambda self: self.metrics.counters)
 

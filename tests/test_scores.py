@@ -1,0 +1,242 @@
+"""`LLM.score`: the log-probabilities of continuations, from the prefix cache and without it."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import check_idle, random_prompts
+from safetensors.torch import load_file, save_file
+from test_logprobs import KINDS, sentencepiece
+from transformers import AutoTokenizer
+
+from nanoengine import LLM, SamplingParams
+from nanoengine_extensions.scores import Score, tokens_after
+
+COMMON, OTHER = random_prompts([50, 33], seed=1)
+ENDS = random_prompts([1, 1, 2, 7, 30, 16], seed=2)
+EXACT = [
+    dict(), dict(run_ahead=True), dict(enable_prefix_caching=False), dict(scheduling="mixed"),
+    dict(max_num_batched_tokens=24, max_num_seqs=5), dict(speculation="prompt-lookup"),
+    dict(scheduling="mixed", max_num_batched_tokens=9, max_num_seqs=4)]
+
+
+def whole_texts(llm: LLM, prompt: list[int], ends: list[list[int]]) -> list[list[float]]:
+    """The same from `prompt_logprobs` of whole texts, which read no cache."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([prompt + end for end in ends], params, use_tqdm=False)
+    assert not any(output.num_cached_tokens for output in outputs)
+    return [[at[token_id].logprob for token_id, at in zip(
+        end, output.prompt_logprobs[len(prompt):], strict=True)]
+        for end, output in zip(ends, outputs)]
+
+
+@pytest.fixture(scope="module")
+def expected(make_llm) -> list[list[list[float]]]:
+    with make_llm(num_kv_blocks=64) as llm:
+        return [whole_texts(llm, prompt, ENDS) for prompt in (COMMON, OTHER)]
+
+
+def run(llm: LLM) -> list[list[list[float]]]:
+    found = llm.score([COMMON, OTHER], [ENDS, ENDS], use_tqdm=False)
+    assert [[score.token_ids for score in group] for group in found] == [ENDS] * 2
+    for score in found[0] + found[1]:
+        assert score.cumulative_logprob == sum(score.logprobs)
+        assert score.mean == score.cumulative_logprob / len(score.token_ids)
+    return [[score.logprobs for score in group] for group in found]
+
+
+@pytest.mark.parametrize("options", EXACT)
+def test_scores_have_the_bits_of_whole_texts(make_llm, expected, options):
+    with make_llm(**dict(num_kv_blocks=64) | options) as llm:
+        # the second time, all is in the cache
+        for _ in range(2):
+            assert run(llm) == expected
+        check_idle(llm)
+
+
+@pytest.mark.parametrize("options", [
+    dict(attention_backend="gather"), dict(kernels=False), dict(tensor_parallel_size=2)])
+def test_scores_with_other_kernels_and_on_two_ranks(make_llm, expected, options):
+    with make_llm(**dict(num_kv_blocks=64, max_num_seqs=8) | options) as llm:
+        for _ in range(2):
+            for group, wanted in zip(run(llm), expected):
+                for logprobs, right in zip(group, wanted, strict=True):
+                    assert logprobs == pytest.approx(right, abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_scores_of_preempted_prompts(make_llm, expected, mode):
+    """Others grow beside them, and take their blocks in the middle of a prompt."""
+    params = SamplingParams(max_tokens=99, ignore_eos=True, seed=1)
+    with make_llm(num_kv_blocks=8, max_num_seqs=7, max_num_batched_tokens=9, scheduling="mixed",
+                  preemption_mode=mode, swap_space=0.01, trace=True) as llm:
+        requests = llm.add(random_prompts([9, 3, 12, 6], seed=3), params)
+        assert run(llm) == expected
+        preempted = [seq for record in llm.trace for seq, _ in record.batch.preempted]
+        assert any("scorer" in seq.kept for seq in preempted)
+        assert llm.metrics()[f"{mode}_preemptions"]
+        while not all(request.is_finished for request in requests):
+            llm.step()
+        check_idle(llm)
+
+
+def test_the_common_prompt_is_computed_once(make_llm):
+    """In one call; the last token of a text is never computed."""
+    ends = random_prompts([1, 2, 5, 18], seed=4)
+    for options in (dict(), dict(enable_prefix_caching=False)):
+        with make_llm(num_kv_blocks=64, **options) as llm:
+            counts = []
+            for _ in range(2):
+                before = llm.metrics()["computed_tokens"]
+                llm.score(COMMON, ends, use_tqdm=False)
+                counts.append(llm.metrics()["computed_tokens"] - before)
+        # of 50 tokens, blocks of 16 have 48
+        rest = sum(2 + len(end) - 1 for end in ends)
+        assert counts == ([4 * 48 + rest] * 2 if options else [48 + rest, rest])
+
+
+def test_the_first_scored_token_needs_the_one_before(make_llm):
+    """A prompt of whole blocks: the last one is computed again, for its last token."""
+    prompt = COMMON[:32]
+    with make_llm(num_kv_blocks=64) as llm:
+        wanted = whole_texts(llm, prompt, ENDS)
+        before = llm.metrics()["computed_tokens"]
+        found = llm.score(prompt, ENDS, use_tqdm=False)
+        assert [score.logprobs for score in found] == wanted
+        computed = llm.metrics()["computed_tokens"] - before
+        assert computed == sum(16 + len(end) - 1 for end in ENDS)
+
+
+def test_scores_are_those_of_transformers(make_model):
+    folder, model = make_model(num_hidden_layers=2)
+    with LLM(folder, dtype="float32", block_size=16, num_kv_blocks=64) as llm:
+        scores = llm.score(COMMON, ENDS, use_tqdm=False)
+    for score, end in zip(scores, ENDS):
+        with torch.inference_mode():
+            logits = model(torch.tensor([COMMON + end])).logits[0].double()
+        rows = logits.log_softmax(-1)[len(COMMON) - 1:-1]
+        right = [row[token_id].item() for row, token_id in zip(rows, end)]
+        assert score.logprobs == pytest.approx(right, abs=2e-4)
+
+
+def test_a_text_of_max_model_len(make_llm):
+    with make_llm(num_kv_blocks=8) as longer:
+        text, = random_prompts([65], seed=5)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        output, = longer.generate([text], params, use_tqdm=False)
+        right = [at[token_id].logprob for token_id, at in zip(text[1:], output.prompt_logprobs[1:])]
+    # there are no more blocks, either
+    with make_llm(num_kv_blocks=4) as llm:
+        assert llm.inputs.max_model_len == 64
+        for start in (1, 17, 63):
+            score, = llm.score(text[:start], [text[start:64]], use_tqdm=False)
+            assert score.logprobs == right[start - 1:63]
+            with pytest.raises(ValueError, match=r"continuations\[0\] has 65 tokens with its "
+                               r"prompt: it must have at most max_model_len=64$"):
+                llm.score(text[:start], [text[start:]])
+        with pytest.raises(ValueError, match=r"the prompt of continuations has 64 tokens"):
+            llm.score(text[:64], [[5]])
+
+
+def test_not_a_number(make_model):
+    """A prompt after which the logits are not finite; its neighbours lose nothing."""
+    folder, _ = make_model(num_hidden_layers=2)
+    with LLM(folder, dtype="float32", num_kv_blocks=64) as llm:
+        right = llm.score([5, 6], [[7, 8], [300]], use_tqdm=False)
+    tensors = load_file(Path(folder) / "model.safetensors")
+    tensors["model.embed_tokens.weight"][300, 5] = math.nan
+    save_file(tensors, Path(folder) / "model.safetensors")
+    with LLM(folder, dtype="float32", num_kv_blocks=64) as llm:
+        good, bad = llm.score([[5, 6], [5, 300]], [[[7, 8]], [[7, 8], [9]]], use_tqdm=False)
+        assert good[0].logprobs[0] == right[0].logprobs[0]
+        assert [len(score.logprobs) for score in bad] == [2, 1]
+        assert all(math.isnan(number) for score in bad for number in score.logprobs)
+        assert math.isnan(bad[0].cumulative_logprob) and math.isnan(bad[0].mean)
+        # the last token is not computed
+        assert not math.isnan(llm.score([5, 6], [[300]], use_tqdm=False)[0].mean)
+        check_idle(llm)
+
+
+# ------------------------------------------------------------------------------------------ texts
+
+
+def test_a_choice_in_the_middle_of_a_token(llm):
+    """All tokens of a choice count, after the prompt's own tokens."""
+    encode = llm.get_tokenizer().encode
+    for prompt, choices in (("The fo", ["x", "od", "ur", " x"]),
+                            ("Once upon a ti", ["ger", "me", "x"])):
+        before = encode(prompt)
+        assert encode(prompt + choices[0])[:len(before)] != before
+        found = llm.score(prompt, choices, use_tqdm=False)
+        decode = llm.get_tokenizer().decode
+        assert [decode(score.token_ids) for score in found] == choices
+        by_ids = llm.score(before, [score.token_ids for score in found], use_tqdm=False)
+        assert found == by_ids and all(score.cumulative_logprob < 0 for score in found)
+        assert found == [llm.score(prompt, [choice], use_tqdm=False)[0] for choice in choices]
+
+
+@pytest.mark.parametrize("kind", ["bundled", *KINDS])
+def test_tokens_after_a_text(bundled, kind):
+    """They spell the text, without a space at its beginning, and are those of the whole text if
+    these begin with those of the text before."""
+    tokenizer = (AutoTokenizer.from_pretrained(bundled) if kind == "bundled"
+                 else sentencepiece(kind))
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    decode = tokenizer.backend_tokenizer.decode
+    for before in ("a cat", "the ca", "a", "\n", "日", "c"):
+        for text in ("t", " cat", "at.", "cat", "\ncat", "日 cat", " "):
+            found = tokens_after(tokenizer, before, text)
+            assert decode(encode(before) + found) == decode(encode(before + text))
+            assert found, text
+            if encode(before + text)[:len(encode(before))] == encode(before):
+                assert encode(before) + found == encode(before + text)
+        assert tokens_after(tokenizer, before, "") == []
+
+
+def test_forms(llm):
+    text, ids = "The fox", llm.get_tokenizer().encode("The fox")
+    one, two = llm.score(text, [" a", " b c"], use_tqdm=False)
+    assert isinstance(one, Score) and len(two.token_ids) == len(two.logprobs) == 2
+    for prompt in (ids, {"prompt": text}, {"prompt_token_ids": ids}, tuple(ids)):
+        assert llm.score(prompt, (" a", " b c"), use_tqdm=False) == [one, two]
+    assert llm.score([text, ids], [[" b c"], [two.token_ids, " a"]], use_tqdm=False) == [
+        [two], [two, one]]
+    assert llm.score(text, []) == [] and llm.score([text, ids], [[], [" a"]]) == [[], [one]]
+    assert llm.score([], []) == []
+    # a special token can be a continuation
+    end = llm.get_tokenizer().eos_token_id
+    assert llm.score(text, [[end]], use_tqdm=False)[0].token_ids == [end]
+
+
+@pytest.mark.parametrize("prompts, continuations, message", [
+    ("The", [" a", ""], r"continuations\[1\]='' is not accepted: .* adds a token to its prompt$"),
+    ("The", [[]], r"continuations\[0\]=\[\] is not accepted: .* adds a token to its prompt$"),
+    (["The", "A"], [["b"], ["b", ""]], r"continuations\[1\]\[1\]='' is not accepted"),
+    ("The", "abc", "continuations='abc' is not accepted: it must be a list of texts or lists of"),
+    ("The", [5], r"continuations\[0\]=5 is not accepted: it must be a text or a list of token ids"),
+    ("The", [["a"]], r"continuations\[0\]=\['a'\] is not accepted"),
+    ("The", [None], r"continuations\[0\]=None is not accepted"),
+    ("The", None, "continuations=None is not accepted"),
+    (["The"], [], r"continuations=\[\] is not accepted: .*, for each prompt$"),
+    (["The"], ["a"], r"continuations=\['a'\] is not accepted: .*, for each prompt$"),
+    ("The", [[5], [867]], r"continuations\[1\]: token id 867 is out of vocabulary, 0 to 866"),
+    ("The", [[-1]], r"continuations\[0\]: token id -1 is out of vocabulary"),
+    ("", ["a"], "the prompt of continuations has 0 tokens"),
+    (5, ["a"], "prompts=5 is not accepted"), (None, ["a"], "prompts=None is not accepted"),
+    ("The", ["\ud800"], r"continuations\[0\]=")])
+def test_what_is_refused(llm, prompts, continuations, message):
+    before = llm.metrics()
+    with pytest.raises(ValueError, match=message):
+        llm.score(prompts, continuations)
+    assert llm.metrics() == before, "nothing has run"
+
+
+def test_texts_need_a_tokenizer(make_llm):
+    with make_llm(num_kv_blocks=8) as llm:
+        with pytest.raises(ValueError, match="tokenizer=None is not accepted"):
+            llm.score([5, 6], ["a"])
+        assert len(llm.score([5, 6], [[7]], use_tqdm=False)) == 1
