@@ -12,10 +12,10 @@ A feature plugs into the engine in one of four ways:
 feature is imported by name, by `extension`, once it is asked for.
 """
 
+import logging
 from dataclasses import MISSING, field, fields
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 # the file of each observer, and its class, in the order in which they are called
@@ -30,21 +30,31 @@ ALWAYS = ("metrics", "texts", "guards")
 
 
 @cache
+def optional(module: str) -> Any:
+    """Returns a module that the engine can do without; None if it is not there, or if it cannot be
+    imported, for want of a package: then a line in the log says which."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        if not module.startswith(str(error.name)):
+            logging.getLogger("nanoengine").warning(f"{module} is not used: {error}")
+        return None
+
+
 def is_installed(name: str) -> bool:
-    """Whether there is a file of this name in nanoengine_extensions."""
-    return bool(find_spec("nanoengine_extensions") and find_spec(f"nanoengine_extensions.{name}"))
+    """Whether nanoengine_extensions has this file, and Python the packages that it needs."""
+    return optional(f"nanoengine_extensions.{name}") is not None
 
 
-@cache
 def extension(name: str, asked: str = "") -> Any:
     """Returns the module of a feature. Raises ValueError if it is not installed.
 
     asked: what needs it, for the message.
     """
     if not is_installed(name):
-        raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py, "
-                         "which is not installed")
-    return import_module(f"nanoengine_extensions.{name}")
+        raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py, which is not "
+                         "installed, or lacks a package, which the log then names")
+    return optional(f"nanoengine_extensions.{name}")
 
 
 # ------------------------------------------------------------------------------ their options

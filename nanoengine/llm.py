@@ -60,7 +60,7 @@ class LLM(AbstractContextManager):
         self.kernels = kernels(config.device, config.kernels)
         self.kernels.check_process()
         folder = find_model(config.model, config.revision, config.download_dir)
-        self.model_config = load_config(folder)
+        self.model_config = load_config(folder, config.load_format)
         features = Features([*ALWAYS, *asked_by(config)], config.features)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
         make_runner: Any = ModelRunner

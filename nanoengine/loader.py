@@ -23,6 +23,11 @@ from nanoengine.checks import naming, rejected
 from nanoengine.features import extension, is_installed
 from nanoengine.model import FAMILIES, Decoder, rope_table
 
+# the classes of transformers that `Decoder` computes
+ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
+# what all families have in config.json; without an entry, transformers assumes these values, too
+USUAL = {"hidden_act": "silu", "is_causal": True, "quantization_config": None,
+         "transformers_weights": None}
 # what is downloaded: no weights that are never read
 FILES = ["*.json", "*.model", "*.jinja", "*.txt",
          "model.safetensors", "model-?????-of-?????.safetensors"]
@@ -32,19 +37,23 @@ def find_model(model: str | Path, revision: str | None = None,
                download_dir: str | Path | None = None, name: str = "model") -> Path:
     """Returns the folder of a model: the given one, or the download of a Hugging Face id."""
     folder = Path(model).expanduser().absolute()
-    accepted = ("a folder with safetensors, or a Hugging Face id; there is no folder "
-                f"{folder}, and GGUF files cannot be read")
+    if is_installed("explain"):
+        extension("explain").check_file(name, folder)
+    accepted = f"a folder with safetensors, or a Hugging Face id; there is no folder {folder}"
     # an invalid or unknown id, no network, no space, …
     with naming(rejected(name, str(model), accepted)):
         return folder if folder.is_dir() else Path(snapshot_download(
             str(model), revision=revision, cache_dir=download_dir, allow_patterns=FILES))
 
 
-def load_config(folder: Path) -> PretrainedConfig:
-    """Returns the model's config.json, checked, with the head_dim that can be implicit there."""
-    with naming(file := folder / "config.json"):
-        if is_installed("strict"):
-            extension("strict").check_config_file(file)
+def load_config(folder: Path, load_format: str = "dummy") -> PretrainedConfig:
+    """Returns the model's config.json, checked, with the head_dim that can be implicit there.
+
+    load_format: where the weights come from; "dummy": the folder need not have any.
+    """
+    if is_installed("explain"):
+        extension("explain").check_folder(folder, ARCHITECTURES, load_format)
+    with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "head_dim", None) is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
@@ -56,19 +65,18 @@ def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
     rope = config.rope_parameters
     family = FAMILIES.get(config.model_type)
-    has_layer_types = family and "layer_types" in family.heeds
-    architectures = [[each.architecture] for each in FAMILIES.values()]
+    has_kinds = family and "layer_types" in family.heeds
+    kinds = ["full_attention", "sliding_attention"] if has_kinds else []
     checks: Any = (
-        ("architectures", config.architectures, architectures),
+        ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
         ("num_attention_heads % num_key_value_heads",
          config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
-        ("hidden_act", config.hidden_act, ["silu"]),
+        *[(name, getattr(config, name, value), [value]) for name, value in USUAL.items()],
         # positions are int32
         ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
         ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
-        ("layer_types", has_layer_types or getattr(config, "layer_types", None), [True, None, []]),
-        ("quantization_config", getattr(config, "quantization_config", None), [None]))
+        *[("layer_types", kind, kinds) for kind in getattr(config, "layer_types", None) or []])
     for name, value, supported in checks:
         if value not in supported:
             raise rejected(f"the model's {name}", value, f"one of {supported}")
@@ -205,8 +213,7 @@ def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
     if config.tie_word_embeddings:
         tie(model.embed_tokens, model.lm_head, missing)
     if missing:
-        raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}"
-                         ". Only model*.safetensors are read; .bin and .gguf files are not")
+        raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}")
 
 
 def tie(embedding: Any, head: Any, missing: dict[str, Tensor]) -> None:

@@ -16,7 +16,6 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -26,7 +25,7 @@ from nanoengine.batch import Batch, Copies
 from nanoengine.checks import rejected
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs, padded
-from nanoengine.features import extension
+from nanoengine.features import extension, is_installed
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
@@ -81,7 +80,7 @@ class ModelRunner:
         self.allocate(self.num_kv_blocks)
         self.capture()
         if config.preemption_mode == "swap":
-            self.host_blocks = extension("swapping").host_pool(self.blocks, config.swap_space)
+            self.host_blocks = extension("swapping").host_pool(self.blocks, config)
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
         """Returns the model; `options` are those of the loader, for several ranks."""
@@ -120,12 +119,17 @@ class ModelRunner:
     def measure_free_bytes(self) -> int:
         """Returns the bytes for the KV cache.
 
-        On a CPU: a quarter of the free memory, or less if `max_num_seqs` sequences cannot use it.
+        On a CPU: a quarter of the free memory, or of what a container has left; less if
+        `max_num_seqs` sequences cannot use it.
         On a GPU: what a trial step leaves, see nanoengine_extensions/gpu_memory.py.
         """
         if self.device == "cuda":
             return extension("gpu_memory", "num_kv_blocks=None").measure_free_bytes(self)
+        # only here: with `num_kv_blocks`, nothing needs psutil
+        import psutil
         free = psutil.virtual_memory().available
+        if is_installed("containers"):
+            free = extension("containers").free_memory(free)
         num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
         share = free // (4 * self.config.tensor_parallel_size)
         return min(share, num_blocks * self.block_bytes)

@@ -9,13 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import numba
-import psutil
 import torch
 
 
 def read_system(name: str) -> str:
     """What Linux writes into a file of /proc; nothing on other systems."""
-    return os.fsdecode(Path("/proc", name).read_bytes()) if psutil.LINUX else ""
+    with suppress(FileNotFoundError):
+        return os.fsdecode(Path("/proc", name).read_bytes())
+    return ""
 
 
 def has_bfloat16() -> bool:

@@ -46,7 +46,7 @@ def largest_batch(runner: ModelRunner) -> Batch:
     features = {each.name: each.metadata.get("feature") for each in fields(SamplingParams)}
     params = SamplingParams(**{  # type: ignore[arg-type]
         name: value for name, value in MOST.items()
-        if features[name] is None or is_installed(features[name])})
+        if not (feature := features[name]) or is_installed(feature)})
     files = [*asked_by(params)]
     runner.features.load(files)
     # a dummy, which uses block 0

@@ -205,8 +205,8 @@ class Metrics(Feature):
     def log_room(self, config: Any, runner: Any) -> None:
         """Logs how many requests the KV cache can hold."""
         most = runner.num_kv_blocks * config.block_size / runner.max_model_len
-        num_mib = runner.num_kv_blocks * runner.block_bytes / 2**20
-        logger.info(f"{config.model}: {num_mib:.3g} MiB, {runner.num_kv_blocks} KV blocks of "
+        size = as_text(runner.num_kv_blocks * runner.block_bytes)
+        logger.info(f"{config.model}: {size}, {runner.num_kv_blocks} KV blocks of "
                     f"{config.block_size} tokens hold {most:.1f} requests of "
                     f"{runner.max_model_len} tokens at once")
         if config.device == "cpu" and hasattr(runner, "model"):
@@ -281,6 +281,12 @@ class Metrics(Feature):
         found.update(getattr(self.engine.launcher, "counts", {}))
         found["attention_backend"] = self.backend
         return found
+
+
+def as_text(num_bytes: float) -> str:
+    """Returns a size in a unit in which it has one to four digits before the point."""
+    unit, size = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20)
+    return f"{num_bytes / size:.1f} {unit}"
 
 
 def metrics_of(engine: Engine) -> Metrics:

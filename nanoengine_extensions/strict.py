@@ -5,7 +5,6 @@ the arguments of each call. A broken rule is a ValueError that names the argumen
 what is accepted.
 """
 
-import json
 import math
 import signal
 from collections.abc import Callable, Iterable
@@ -24,6 +23,7 @@ from pydantic_core import ValidationError
 from torch import nn
 
 from nanoengine.checks import rejected
+from nanoengine.features import extension, is_installed
 
 STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -157,23 +157,18 @@ def checked_options(kind: Any) -> Any:
     return kind
 
 
-def check_config_file(file: Path) -> None:
-    """Raises ValueError for numbers in config.json of which transformers makes lists too long."""
-    content = json.loads(file.read_text())
-    for name in ("num_hidden_layers", "num_labels"):
-        if content.get(name, 1) not in range(1, 10_001):
-            raise rejected(f"the model's {name}", content[name], "from 1 to 10000")
-
-
 def check_memory(model: nn.Module, device: str) -> None:
     """Raises ValueError, before anything is allocated, if weights do not fit a device."""
     num_bytes = sum(weights.nbytes for weights in model.parameters())
-    total = psutil.virtual_memory().total
+    most = psutil.virtual_memory().total
     if device == "cuda":
-        total = torch.cuda.mem_get_info()[1]
-    if num_bytes > total:
-        raise ValueError(f"model='{num_bytes / 2**30:.3g} GiB of weights' is not accepted: it must "
-                         f"be smaller: device {device!r} has {total / 2**30:.1f} GiB of memory")
+        most = torch.cuda.mem_get_info()[1]
+    elif is_installed("containers"):
+        # where the kernel would kill the process without an error
+        most = extension("containers").free_memory(most)
+    if num_bytes > most:
+        raise rejected("model", f"{num_bytes / 2**30:.2f} GiB of weights", f"smaller: device "
+                       f"{device!r} has {most / 2**30:.2f} GiB of memory")
 
 
 # --------------------------------------------------------------------------- arguments of calls

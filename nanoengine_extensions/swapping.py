@@ -16,18 +16,25 @@ import torch
 from nanoengine.batch import Copies
 from nanoengine.block_manager import BlockManager
 from nanoengine.checks import rejected
+from nanoengine.config import EngineConfig
+from nanoengine.features import extension, is_installed
 from nanoengine.sequence import Sequence
 
 
-def host_pool(blocks: torch.Tensor, gibibytes: float) -> torch.Tensor:
-    """Returns memory of the host for as many blocks like these as fit.
+def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
+    """Returns memory of the host for as many blocks like these as fit into `swap_space`.
 
-    Raises ValueError for a pool that is larger than the memory.
+    Raises ValueError if the pools of all ranks are larger than the memory of the host, or than
+    what its container has left.
     """
-    total = psutil.virtual_memory().total
-    if gibibytes * 2**30 > total:
-        raise rejected("swap_space", gibibytes, f"at most {total / 2**30:.1f} GiB of memory")
-    count = int(gibibytes * 2**30 // blocks[0].nbytes)
+    left = psutil.virtual_memory().total
+    if is_installed("containers"):
+        left = extension("containers").free_memory(left)
+    left //= config.tensor_parallel_size
+    num_bytes = config.swap_space * 2**30
+    if num_bytes > left:
+        raise rejected("swap_space", config.swap_space, f"at most {left / 2**30:.1f} GiB of memory")
+    count = int(num_bytes // blocks[0].nbytes)
     pool = torch.empty((count, *blocks.shape[1:]), dtype=blocks.dtype, device="cpu")
     if blocks.device.type == "cuda" and count:
         # a GPU can then copy while the host goes on; `pin_memory` would round the size up

@@ -79,10 +79,38 @@ def test_dummy_weights_need_only_a_config_and_are_always_the_same(copy, tmp_path
     assert outputs[0] == outputs[1] and len(outputs[0]) == 16
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "weights.safetensors"])
-def test_files_that_are_not_read_are_told(copy, name):
+@pytest.mark.parametrize("name, message", [
+    ("pytorch_model.bin", r"its weights in pytorch_model.bin, .*: it must be converted by `Auto"),
+    ("pytorch_model-00001-of-00002.bin", "its weights in pytorch_model-00001-of-00002.bin, "),
+    ("model.gguf", "its weights in model.gguf, and GGUF files .*: it must be the original model"),
+    ("weights.safetensors", "in weights.safetensors, .*: it must be a folder with model.safet"),
+    ("adapter_model.safetensors", "only an adapter .*: it must be merged into its model"),
+    ("adapter_model.bin", "only an adapter .*: it must be merged into its model"),
+    ("consolidated.safetensors", "in its maker's own format: it must be its version for"),
+    ("consolidated.00.pth", "in its maker's own format: it must be its version for"),
+    ("tf_model.h5", "TensorFlow: it must be the original"),
+    ("flax_model.msgpack", "Flax: it must be the original"),
+    ("model.onnx", "ONNX: it must be the original"),
+    ("training_args.bin", "lacks its weights: it must be downloaded again")])
+def test_weights_that_are_not_read(copy, name, message):
     (copy / "model.safetensors").rename(copy / name)
-    with pytest.raises(ValueError, match=r"lack .* Only model\*.safetensors are read; .bin and"):
+    with pytest.raises(ValueError, match="^" + re.escape(f"model={str(copy)!r} ")):
+        LLM(str(copy), num_kv_blocks=8)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(copy), num_kv_blocks=8)
+
+
+def test_other_files_beside_a_model_do_not_matter(copy):
+    expected = tokens(copy)
+    for name in ("model.gguf", "adapter_config.json", "modules.json", "pytorch_model.bin",
+                 "model_index.json"):
+        (copy / name).write_text("{}")
+    assert tokens(copy) == expected
+
+
+def test_a_note_of_git_lfs(copy):
+    (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid 5")
+    with pytest.raises(ValueError, match="note of Git LFS .*: it must be completed by `git lfs"):
         LLM(str(copy), num_kv_blocks=8)
 
 
@@ -225,7 +253,7 @@ def test_files_absent_or_truncated(copy):
         file.unlink(missing_ok=True)
         if broken is not None:
             file.write_bytes(broken)
-        with pytest.raises(ValueError, match="is truncated, or does" if broken else "lack"):
+        with pytest.raises(ValueError, match="is truncated, or does" if broken else "lacks"):
             LLM(str(copy))
 
 
@@ -353,6 +381,93 @@ def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypat
                      ("some/tokenizer", "v2", "there")]
 
 
-def test_a_folder_without_a_config(tmp_path):
-    with pytest.raises(ValueError, match="config.json: .*No such file"):
+@pytest.mark.parametrize("names, message", [
+    ([], "is an empty folder: it must be one with a model"),
+    (["a.txt"], "has no config.json: it must be a folder that save_pretrained"),
+    (["model-q4.gguf"], "is a folder of GGUF files, .*: it must be the original model"),
+    (["adapter_config.json", "adapter_model.safetensors"], "an adapter .*: it must be merged"),
+    (["model_index.json", "unet/config.json"], "of diffusers, .*: it must be a model that writes"),
+    (["modules.json", "0_Transformer/config.json"], "of sentence-transformers, .* writes text"),
+    (["consolidated.00.pth", "params.json"], "its maker's own format: it must be its version for"),
+    (["checkpoint-5/config.json"], "models in folders .*: it must be one of these, .*/checkpoint-5"),
+    (["snapshots/ab/config.json", "blobs/1"], "it must be one of these, such as .*/snapshots/ab")])
+def test_a_folder_without_a_config(tmp_path, names, message):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=re.escape(f"model={str(tmp_path)!r} ") + f".*{message}"):
         LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize("name, message", [
+    ("model-q4.gguf", "is a GGUF file, which is not read: it must be the original model"),
+    ("model.safetensors", "is a file: it must be the folder /"),
+    ("config.json", "is a file: it must be the folder /")])
+def test_a_file_in_place_of_a_folder(tmp_path, bundled, name, message):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"^model='{tmp_path / name}' {message}"):
+        LLM(tmp_path / name)
+    with pytest.raises(ValueError, match=f"^tokenizer='{tmp_path / name}' {message}"):
+        LLM(bundled, tokenizer=str(tmp_path / name))
+
+
+@pytest.mark.parametrize("entries, message", [
+    (dict(architectures=["GPT2LMHeadModel"], model_type="gpt2"), "not computed .* be a Llama, Mis"),
+    (dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2"), "family be added as docs/rec"),
+    (dict(architectures=["BertModel"], model_type="bert"), "does not write text .* writes text$"),
+    (dict(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True), "has an encoder"),
+    (dict(architectures=["Qwen2VLForConditionalGeneration"], vision_config=dict(depth=2)),
+     "takes images or sound .* must be a model of texts only$"),
+    (dict(architectures=["ChatGLMModel"], auto_map=dict(AutoConfig="a.B")), "has code of its own"),
+    (dict(model_type="llama"), "has no architectures .* must be completed there"),
+    *[(dict(architectures=["LlamaForCausalLM"], quantization_config=dict(quant_method=method)),
+       f"quantization_config: {method}.*must be the model that was quantized")
+      for method in ("awq", "gptq", "fp8", "bitsandbytes", "compressed-tensors")],
+    (dict(architectures=["Qwen2ForCausalLM"], is_causal=False), "see later ones .* writes text$"),
+    (dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),
+     "sliding_window of 0 tokens: it must be a model with at least 1$"),
+    (dict(architectures=["LlamaForCausalLM"], rope_parameters=dict(full=dict(rope_theta=5))),
+     "different rope_parameters .* same in all$")])
+def test_a_model_of_another_kind(tmp_path, entries, message):
+    """transformers is not even asked, whose errors would be about some attribute."""
+    folder = tmp_path / "{braces} in a name"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match="^" + re.escape(f"model={str(folder)!r} ") + ".* must be"):
+        LLM(folder, load_format="dummy")
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, load_format="dummy")
+
+
+def test_a_model_of_sentence_transformers(tmp_path):
+    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    with pytest.raises(ValueError, match="sentence-transformers, .* must be a model that writes"):
+        LLM(tmp_path)
+
+
+UNCOMPUTED = [dict(is_causal=False), dict(is_causal=None), dict(hidden_act="gelu"),
+              dict(quantization_config=dict(quant_method="gptq")),
+              dict(transformers_weights="other.safetensors"), dict(layer_types=["a"] * 2),
+              dict(layer_types=["full_attention", "chunked_attention"], attention_chunk_size=2)]
+
+
+@pytest.mark.parametrize("changes", UNCOMPUTED, ids=str)
+@pytest.mark.parametrize("has_words", [True, False])
+def test_entries_that_change_what_is_computed(copy, monkeypatch, changes, has_words):
+    """They are refused by the engine itself, also without the words of explain.py."""
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | changes))
+    if not has_words:
+        monkeypatch.setattr("nanoengine.loader.is_installed", lambda name: False)
+    with pytest.raises(ValueError, match=[*changes][0]):
+        load_config(copy)
+
+
+def test_entries_that_change_nothing(copy):
+    expected = tokens(copy)
+    config = json.loads((copy / "config.json").read_text())
+    harmless = dict(is_causal=True, quantization_config=None, sliding_window=0, use_cache=False,
+                    auto_map={"AutoConfig": "a.B"}, layer_types=["full_attention"] * 2)
+    (copy / "config.json").write_text(json.dumps(config | harmless))
+    assert tokens(copy) == expected

@@ -1,0 +1,46 @@
+"""`free_memory`: how much memory of the host is left for this process, also in a container.
+
+Linux has put each process into control groups (cgroups), one inside the other. Each can have a
+limit: that is what a container is. If a process takes more, the kernel kills it, without an error.
+psutil only knows the host. The files are described in the kernel's admin-guide/cgroup-v2.rst and
+cgroup-v1/memory.rst.
+"""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+# of a cgroup: its limit, what its processes use, and which part of this is a cache of files. The
+# kernel takes this part back before it kills. Versions 2 and 1
+FILES = (("memory.max", "memory.current", "inactive_file"),
+         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+# the cgroups of a process, and where their files are: see proc_pid_cgroup(5), …_mountinfo(5)
+CGROUP = r"^\d+:(?:[^:]*,)?(memory|)(?:,[^:]*)?:(.*)"
+MOUNT = r"^\S+ \S+ \S+ (\S+) (\S+) .* - cgroup(2?) "
+
+
+def free_memory(host: int, root: Path = Path("/")) -> int:
+    """Returns the least of some bytes of the host and of what each cgroup has left.
+
+    root: where the file system is; without the files of Linux there, these are the host's bytes.
+    """
+    groups = dict(find(CGROUP, root / "proc/self/cgroup"))
+    for top, point, version in find(MOUNT, root / "proc/self/mountinfo"):
+        # a container can see a part of all cgroups, from `top` on
+        own = groups.get("" if version else "memory", top).removeprefix(top)
+        folder = root / point[1:] / own.strip("/")
+        # with the cgroups around it; the folders further out have no such files
+        for group in (folder, *folder.parents):
+            for limit, usage, cache in FILES:
+                for most in find(r"^\d+", group / limit):
+                    used = find(r"^\d+", group / usage)
+                    unneeded = find(rf"^{cache} (\d+)", group / "memory.stat")
+                    host = min(host, int(most) - sum(map(int, used)) + sum(map(int, unneeded)))
+    return max(0, host)
+
+
+def find(pattern: str, file: Path) -> list:
+    """Returns what a pattern finds in a file of the kernel; nothing if it cannot be read."""
+    with suppress(OSError):
+        return re.findall(pattern, file.read_text(errors="ignore"), re.MULTILINE)
+    return []

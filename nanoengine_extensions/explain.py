@@ -1,0 +1,177 @@
+"""What a model is that cannot be run, in one sentence: what was found, and what to do instead.
+
+`loader.py` asks before it reads a model. All that is refused here would be refused by the engine,
+too, but later, and in the words of the library that fails. To support one of these kinds, remove
+its row.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from nanoengine.checks import naming, rejected
+from nanoengine.loader import weight_files
+
+# what a model must be instead
+ORIGINAL = "the original model, with config.json and safetensors"
+FOR_TRANSFORMERS = "its version for transformers, with config.json and safetensors"
+CONVERTED = ("converted by `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new)` "
+             "of transformers")
+MERGED = "merged into its model by `merge_and_unload()` of PEFT, and saved"
+WRITER = "a model that writes text"
+
+# a name, what it says, and what the model must be: the first row that fits counts
+Row = tuple[str, str, str]
+# a path that is no folder
+A_FILE: tuple[Row, ...] = (
+    ("*.gguf", "is a GGUF file, which is not read", ORIGINAL),
+    ("*", "is a file", "the folder {folder}"))
+# what a folder has instead of config.json
+NO_CONFIG: tuple[Row, ...] = (
+    ("adapter_config.json", "is an adapter (LoRA), not a whole model", MERGED),
+    ("model_index.json", "is a pipeline of diffusers, which makes images", WRITER),
+    ("*.gguf", "is a folder of GGUF files, which are not read", ORIGINAL),
+    ("modules.json", "is a model of sentence-transformers, which makes embeddings", WRITER),
+    ("consolidated*", "is a model in its maker's own format", FOR_TRANSFORMERS),
+    ("*/config.json", "has models in folders of its own", "one of these, such as {folder}"),
+    ("*", "has no config.json", "a folder that save_pretrained of transformers has made"))
+# what it has instead of safetensors
+NO_WEIGHTS: tuple[Row, ...] = (
+    ("adapter_model*", "has only an adapter (LoRA) of the weights", MERGED),
+    ("pytorch_model*", "has its weights in {name}, which can hold any code and is not read",
+     CONVERTED),
+    ("*.gguf", "has its weights in {name}, and GGUF files are not read", ORIGINAL),
+    ("consolidated*", "has its weights in its maker's own format", FOR_TRANSFORMERS),
+    ("*.safetensors", "has its weights in {name}, which is not read",
+     "a folder with model.safetensors, or with an index of other names"),
+    ("*.onnx", "has its weights in the format of ONNX", ORIGINAL),
+    ("*.h5", "has its weights in the format of TensorFlow", ORIGINAL),
+    ("*.msgpack", "has its weights in the format of Flax", ORIGINAL),
+    ("*", "lacks its weights", "downloaded again (or load_format='dummy', for random weights)"))
+
+# -------------------------------------------------------------------------------- config.json
+
+Config = dict[str, Any]
+# whether it holds, what it says, and what the model must be
+Kind = tuple[Callable[[Config], Any], str, str]
+
+
+def quantization(config: Config) -> str:
+    """Returns by which method a model is quantized, such as "awq"; "" if it is not."""
+    names = ("quantization_config", "compression_config", "quantization")
+    found: Any = next((config[name] for name in names if config.get(name)), "")
+    return str(found.get("quant_method", found) if isinstance(found, dict) else found)
+
+
+def listed(families: Iterable[str]) -> str:
+    """Returns "Llama, Mistral or Qwen2"."""
+    *others, last = (name.removesuffix("ForCausalLM") for name in families)
+    return ", ".join(others) + f" or {last}"
+
+
+def is_multimodal(config: Config) -> bool:
+    parts = ("vision_config", "audio_config", "thinker_config", "mm_vision_tower")
+    return any(config.get(part) for part in parts)
+
+
+def has_empty_window(config: Config) -> bool:
+    """Whether its tokens would not even see themselves."""
+    is_used = config.get("model_type") == "mistral" or config.get("use_sliding_window")
+    window = config.get("sliding_window")
+    return bool(is_used) and isinstance(window, int) and window < 1
+
+
+def has_several_ropes(config: Config) -> bool:
+    rope = config.get("rope_parameters")
+    return isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
+
+
+# of another family than those of the engine
+OTHERS: tuple[Kind, ...] = (
+    (lambda c: not c["architecture"], "has no architectures in its config.json",
+     'completed there, for example by "architectures": ["LlamaForCausalLM"]'),
+    (lambda c: c.get("is_encoder_decoder"), "has an encoder",
+     "a model that has a decoder only"),
+    (is_multimodal, "also takes images or sound", "a model of texts only"),
+    (lambda c: "modules.json" in c["names"],
+     "is a model of sentence-transformers, which makes embeddings", WRITER),
+    (lambda c: c.get("auto_map"), "has code of its own, which is not run",
+     "a {families} model"),
+    (lambda c: not c["architecture"].endswith(("ForCausalLM", "LMHeadModel")),
+     "does not write text", WRITER),
+    (lambda c: True, "is not computed by the engine",
+     "a {families} model, or its family be added as docs/recipes.md says"))
+# of one of these
+OWN: tuple[Kind, ...] = (
+    (quantization, "is quantized (quantization_config: {quantization}), which is not read",
+     "the model that was quantized, in bfloat16, float16 or float32"),
+    (lambda c: c.get("is_causal", True) is not True,
+     "lets its tokens see later ones (is_causal={is_causal}), which is not computed", WRITER),
+    (has_empty_window, "has a sliding_window of {sliding_window} tokens",
+     "a model with at least 1"),
+    (has_several_ropes, "has different rope_parameters in its layers",
+     "a model with the same in all"))
+
+# ----------------------------------------------------------------------------------- checks
+
+
+def check_file(name: str, path: Path) -> None:
+    """Raises ValueError if a path is that of a file. name: of the argument."""
+    if path.is_file():
+        raise refusal(name, path, [path.name], A_FILE)
+
+
+def check_folder(folder: Path, families: Iterable[str], load_format: str) -> None:
+    """Raises ValueError for a folder without a model of one of these families.
+
+    load_format: "dummy": the folder need not have weights.
+    """
+    with naming(folder):
+        names = sorted(path.name for path in folder.iterdir())
+    if "config.json" not in names:
+        below = [*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")]
+        names += sorted(str(path.relative_to(folder)) for path in below)
+        raise refusal("model", folder, names, NO_CONFIG)
+    with naming(file := folder / "config.json"):
+        config = json.loads(file.read_bytes())
+        if not isinstance(config, dict):
+            raise rejected("its content", config, "an object of JSON")
+        for name in ("num_hidden_layers", "num_labels"):
+            # transformers makes lists of these lengths
+            if config.get(name, 1) not in range(1, 10_001):
+                raise rejected(f"the model's {name}", config[name], "from 1 to 10000")
+    architectures = config.get("architectures")
+    first = str([*architectures, ""][0] or "") if isinstance(architectures, list) else ""
+    known = config | {"architecture": first, "names": names, "families": listed(families),
+                      "architectures": architectures, "quantization": quantization(config)}
+    kinds = OWN if first in families else OTHERS
+    for _, what, instead in [kind for kind in kinds if kind[0](known)]:
+        about = "" if kinds is OWN else " (architectures={architectures})"
+        text = f"{what}{about}: it must be {instead}".format(**known)
+        raise ValueError(f"model={str(folder)!r} {text}")
+    if load_format != "dummy":
+        check_weights(folder, names)
+
+
+def check_weights(folder: Path, names: list[str]) -> None:
+    """Raises ValueError for a folder without safetensors, or with notes of where they are."""
+    files = weight_files(folder)
+    if not files:
+        raise refusal("model", folder, names, NO_WEIGHTS)
+    with files[0].open("rb") as opened:
+        is_note = opened.read(24) == b"version https://git-lfs."
+    if is_note:
+        raise ValueError(f"model={str(folder)!r} has a note of Git LFS in place of {files[0].name}:"
+                         " it must be completed by `git lfs pull`")
+
+
+def refusal(argument: str, path: Path, names: list[str], rows: Iterable[Row]) -> ValueError:
+    """Returns the error of the first row that fits one of the names."""
+    fitting = ((name, what, instead) for pattern, what, instead in rows
+               for name in names if fnmatch(name, pattern))
+    name, what, instead = next(fitting, ("", "is an empty folder", "one with a model"))
+    folder = (path / name).parent if path.is_dir() else path.parent
+    text = f"{what}: it must be {instead}".format(name=name, folder=folder)
+    return ValueError(f"{argument}={str(path)!r} {text}")
