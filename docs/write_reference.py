@@ -162,8 +162,10 @@ TABLES |= {kind.__name__: partial(fields, kind)
 
 
 def written(text: str) -> str:
-    """Returns the text of the reference with new tables. Raises ValueError for an unknown or missing
-    table."""
+    """Returns the text of the reference with new tables.
+
+    Raises ValueError if a table is unknown or missing.
+    """
     found = re.findall(r"^<!-- table: (\w+) -->$", text, flags=re.MULTILINE)
     if sorted(found) != sorted(TABLES):
         raise ValueError(f"the tables of the reference must be {sorted(TABLES)}, not {found}")
