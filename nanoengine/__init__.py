@@ -22,6 +22,7 @@ A map, in an order to read it:
     features.py         optional features: how they are found, and whose an option is
     observers.py        what an optional feature can do, and when
     kernels.py          the way to libraries of kernels
+    __main__.py         `python -m nanoengine`, by the extensions' terminal.py
     checks.py           errors for a user's input
 
 The engine needs no other package of this repository.

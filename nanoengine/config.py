@@ -19,7 +19,9 @@ CONDITIONS: list[Condition] = [
      "at least max_num_seqs={max_num_seqs}, and this at least 1"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1"),
     ("max_model_len", lambda c: c.max_model_len is None or c.max_model_len >= 2,
-     "at least 2, or None")]
+     "at least 2, or None"),
+    ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
+     "True for attention_backend={attention_backend!r}")]
 
 
 @strict
@@ -96,8 +98,8 @@ class EngineConfig:
     _: KW_ONLY
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
-    revision: str | None = None
-    download_dir: str | None = None
+    revision: str | None = of("hub", None)
+    download_dir: str | None = of("hub", None)
     dtype: str = "auto"
     device: str = "auto"
     seed: int = 0

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
@@ -28,22 +27,16 @@ ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
 # what all families have in config.json; without an entry, transformers assumes these values, too
 USUAL = {"hidden_act": "silu", "is_causal": True, "quantization_config": None,
          "transformers_weights": None}
-# what is downloaded: no weights that are never read
-FILES = ["*.json", "*.model", "*.jinja", "*.txt",
-         "model.safetensors", "model-?????-of-?????.safetensors"]
 
 
 def find_model(model: str | Path, revision: str | None = None,
                download_dir: str | Path | None = None, name: str = "model") -> Path:
     """Returns the folder of a model: the given one, or the download of a Hugging Face id."""
     folder = Path(model).expanduser().absolute()
-    if is_installed("explain"):
-        extension("explain").check_file(name, folder)
-    accepted = f"a folder with safetensors, or a Hugging Face id; there is no folder {folder}"
-    # an invalid or unknown id, no network, no space, …
-    with naming(rejected(name, str(model), accepted)):
-        return folder if folder.is_dir() else Path(snapshot_download(
-            str(model), revision=revision, cache_dir=download_dir, allow_patterns=FILES))
+    if folder.is_dir():
+        return folder
+    hub = extension("hub", f"{name}={str(model)!r}, which is no folder,")
+    return hub.download(str(model), folder, revision, download_dir, name)
 
 
 def load_config(folder: Path, load_format: str = "dummy") -> PretrainedConfig:

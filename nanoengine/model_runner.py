@@ -55,7 +55,7 @@ class ModelRunner:
         self.features = features
         self.model_config = model_config
         self.device = config.device
-        self.dtype = choose_dtype(config.dtype, self.device)
+        self.dtype = choose_dtype(config.dtype, self.device, config.kernels)
         self.kernels = kernels(self.device, config.kernels)
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
@@ -219,10 +219,12 @@ def choose_device(device: str) -> str:
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def choose_dtype(dtype: str, device: str) -> torch.dtype:
-    """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without bfloat16."""
-    fastest = "bfloat16" if device == "cuda" or kernels(device).has_bfloat16() else "float32"
-    return getattr(torch, fastest if dtype == "auto" else dtype)
+def choose_dtype(dtype: str, device: str, has_kernels: bool = True) -> torch.dtype:
+    """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without fast bfloat16."""
+    if dtype == "auto":
+        is_fast = device == "cuda" or kernels(device, has_kernels).has_bfloat16()
+        dtype = "bfloat16" if is_fast else "float32"
+    return getattr(torch, dtype)
 
 
 def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) -> tuple[int, int]:

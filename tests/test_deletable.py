@@ -38,6 +38,9 @@ CASES = {
                           ".isdigit()",
     "swapping": "with_option = LLM(model, preemption_mode='swap', swap_space=0.01, **options); "
                 "assert run(with_option).token_ids == tokens; with_option.close()",
+    "terminal": "sys.argv = ['nanoengine', '1 + 1 =', '--model', bundled, '--max-tokens', '2']\n"
+                "with contextlib.redirect_stdout(io.StringIO()):\n"
+                "    runpy.run_module('nanoengine', run_name='__main__')",
     "tensor_parallel": "with_option = LLM(model, tensor_parallel_size=2, **options); "
                        "assert run(with_option).token_ids == tokens; with_option.close()",
     "texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
@@ -53,7 +56,7 @@ REFUSED = {"explain": "is an empty folder: it must be one with a model",
 NEEDS = {"beam_search": ["logprobs"], "scores": ["constraints", "logprobs"]}
 
 SCRIPT = """
-import json, sys
+import contextlib, io, json, runpy, sys
 # an editable installation would find what is deleted
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
 from nanoengine import LLM, SamplingParams

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Qwen3
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import (
-    FILES, checkpoint_tensors, context_length, find_model, load_config, load_eos, load_model)
+    checkpoint_tensors, context_length, find_model, load_config, load_eos, load_model)
 from nanoengine_extensions.generation_config import load_defaults
 from nanoengine_cpu import optimize
 from nanoengine_cpu.modules import PackedLinear
+from nanoengine_extensions.hub import FILES
 
 
 PROMPTS = random_prompts([5, 30])
@@ -373,7 +374,7 @@ def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypat
         asked.append((name, revision, cache_dir))
         return {"some/model": tiny, "some/tokenizer": bundled}[name]
 
-    monkeypatch.setattr("nanoengine.loader.snapshot_download", download)
+    monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download", download)
     LLM("some/model", num_kv_blocks=4)
     LLM("some/model", tokenizer="some/tokenizer", revision="v2", download_dir="there",
         num_kv_blocks=4)

@@ -365,7 +365,8 @@ class Odd(BaseModel):
     call: Callable
 
 
-@pytest.mark.parametrize("kind", [int, object, Odd, Share(percent=1.0), BaseModel.model_json_schema])
+@pytest.mark.parametrize("kind", [
+    int, object, Odd, Share(percent=1.0), BaseModel.model_json_schema])
 def test_what_is_neither_a_schema_nor_such_a_class_is_refused(llm, kind):
     with pytest.raises(ValueError, match=r"structured_outputs=\{'json': "):
         texts(llm, "Once", structured_outputs={"json": kind})
@@ -392,7 +393,7 @@ def test_a_regex_means_what_python_reads(regex):
     r"(a)\1", r"\bfoo", r"a\Z", "a$b", "[a-z&&[^b]]", "[[:alpha:]]", "[a~~b]",
     "((", "a[b", "a++b", "a{2}+", "(?x)a b", "(?ix:a)", "(?U)a*",
     # a backslash at the end, of a part, too
-    "\\", "a\\", "a|\\", "(a\\", "(a)\\", "[a]\\", "[a\\", "[\\]", "a\\\\\\", "(\\)", "a{\\", "日\\",
+    "\\", "a\\", "a|\\", "(a\\", "(a)\\", "[a]\\", "[a\\", "[\\]", "a\\\\\\", "(\\)", "日\\",
     # what only Rust permits, or nobody
     "a**", "a+*", "a{2}{3}", "a??*", "^*", "$+", "a(?i)", "[1-\\d", "[z-a]", "*a", "a)", "a{2,1}",
     "(?P<1>a)", "(?P<a>b)(?P<a>c)", "(?", "[", "[^]", "[]"])

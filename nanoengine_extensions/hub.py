@@ -1,0 +1,31 @@
+"""A model by its Hugging Face id: it is downloaded once, and then found in the cache.
+
+`loader.find_model` asks for it where a model, or a tokenizer, is not a folder.
+"""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from nanoengine.checks import naming, rejected
+from nanoengine.features import extension, is_installed
+
+# no weights that are never read
+FILES = ["*.json", "*.model", "*.jinja", "*.txt",
+         "model.safetensors", "model-?????-of-?????.safetensors"]
+
+
+def download(model: str, folder: Path, revision: str | None, download_dir: str | None,
+             name: str) -> Path:
+    """Returns the folder of a downloaded model.
+
+    folder: the one of this name, which is not there; name: of the argument, for messages.
+
+    Raises ValueError for an id that is invalid or unknown, and if it cannot be downloaded.
+    """
+    if is_installed("explain"):
+        extension("explain").check_file(name, folder)
+    accepted = f"a folder with safetensors, or a Hugging Face id; there is no folder {folder}"
+    with naming(rejected(name, model, accepted)):
+        return Path(snapshot_download(
+            model, revision=revision, cache_dir=download_dir, allow_patterns=FILES))

@@ -1,0 +1,133 @@
+"""`python -m nanoengine "a prompt"` streams a text to the terminal, or with --chat a conversation.
+
+Answers go to the standard output. What the program itself has to say goes to the standard error.
+"""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from nanoengine import LLM, RequestOutput, SamplingParams
+from nanoengine.features import extension
+
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+
+
+def main() -> None:
+    """Completes the prompt of the command line, or of standard input; or answers it in a chat."""
+    parser = ArgumentParser("python -m nanoengine", description="streams a text to the terminal")
+    parser.add_argument("prompt", nargs="?", help="the beginning of a text, or with --chat a "
+                        "message; without it, standard input is read")
+    parser.add_argument("--chat", action="store_true", help="answer the prompt, or each line; "
+                        "Ctrl-C stops an answer, and /exit or Ctrl-D ends the chat")
+    parser.add_argument("--model", help="a folder or a Hugging Face id; "
+                        f"default: {DEFAULT_MODEL}")
+    parser.add_argument("--max-tokens", default=256, type=int, help="the most tokens to generate")
+    parser.add_argument("--temperature", default=0.7, type=float, help="0 is greedy; default: 0.7")
+    parser.add_argument("--top-p", default=1.0, type=float, help="as in SamplingParams")
+    parser.add_argument("--seed", type=int, help="without it, each run draws the same")
+    args = parser.parse_args()
+    try:
+        params = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed,
+                                max_tokens=args.max_tokens)
+        if args.model is None:
+            note(f"the model is {DEFAULT_MODEL}, since --model gives no other one")
+        llm = LLM(DEFAULT_MODEL if args.model is None else args.model)
+        if args.chat and args.prompt is None:
+            converse(llm, params)
+        elif args.chat:
+            show(llm.stream_chat([{"role": "user", "content": args.prompt}], params))
+        else:
+            show(llm.stream(sys.stdin.read() if args.prompt is None else args.prompt, params))
+    except ValueError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def converse(llm: LLM, params: SamplingParams) -> None:
+    """Answers each line of standard input, with what was said before. Ctrl-C ends an answer only.
+
+    Raises ValueError if the model has no chat template.
+    """
+    longest = llm.inputs.max_model_len
+    messages: list[dict[str, str]] = []
+    for line in lines():
+        messages.append({"role": "user", "content": line})
+        prompt = shortened(llm, messages, room=min(params.max_tokens or longest, longest // 2))
+        num_tokens = len(prompt["prompt_token_ids"])
+        if num_tokens >= longest:
+            note(f"this message has {num_tokens} tokens, and must have less than {longest}")
+            messages.pop()
+            continue
+        answer = show(llm.stream([prompt], params), KeyboardInterrupt)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def lines() -> Iterator[str]:
+    """Yields the lines of standard input that say something, until its end or /exit.
+
+    In a terminal, they can be edited, and earlier ones are found by the arrow keys.
+    """
+    source = sys.stdin
+    if sys.stdin.isatty():
+        # `input` then uses it, where it is installed
+        with suppress(ImportError):
+            import_module("readline")
+        note("Ctrl-C stops an answer, and /exit or Ctrl-D ends the chat")
+        source = typed()
+    for line in source:
+        if line.strip() == "/exit":
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def typed() -> Iterator[str]:
+    """Yields what a user types after a mark, until Ctrl-D. Ctrl-C drops a line."""
+    while True:
+        try:
+            yield input("> " if sys.stdout.isatty() else "")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+
+
+def shortened(llm: LLM, messages: list[dict[str, str]], room: int) -> dict[str, Any]:
+    """Returns the prompt of a conversation, and removes its oldest turns until an answer fits, too.
+
+    room: the tokens that the answer needs.
+    """
+    longest = llm.inputs.max_model_len
+    num_dropped = 0
+    while True:
+        prompt, = extension("chat").render(llm.inputs, messages)
+        if len(messages) == 1 or len(prompt["prompt_token_ids"]) + room <= longest:
+            break
+        # a message and its answer
+        del messages[:2]
+        num_dropped += 1
+    if num_dropped:
+        note(f"old turns are dropped: {num_dropped}, as the context of {longest} tokens is full")
+    return prompt
+
+
+def show(outputs: Iterable[RequestOutput], *ends: type[BaseException]) -> str:
+    """Prints a text as it grows, and returns it. Exceptions of these types only end it."""
+    text = ""
+    with suppress(*ends):
+        for output in outputs:
+            shown = len(text)
+            text = output.outputs[0].text
+            print(text[shown:], end="", flush=True)
+    print(flush=True)
+    return text
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

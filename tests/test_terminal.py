@@ -1,0 +1,266 @@
+"""`python -m nanoengine --chat`: in a pseudo terminal, and with pipes."""
+
+import fcntl
+import io
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from conftest import ROOT, check_idle
+
+from nanoengine import LLM, SamplingParams
+from nanoengine_extensions import terminal
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
+COMMAND = [sys.executable, "-m", "nanoengine", "--chat", "--temperature", "0", "--model"]
+# answers that only Ctrl-C ends before 1,900 tokens
+ENDLESS = """
+import sys
+from nanoengine import LLM, SamplingParams
+from nanoengine_extensions import terminal
+params = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
+terminal.converse(LLM(sys.argv[1]), params)
+"""
+
+
+class Terminal:
+    """A program in a pseudo terminal."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.master, slave = os.openpty()
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=ENVIRONMENT, cwd=ROOT,
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        os.close(slave)
+        self.seen = ""
+
+    def until(self, pattern: str) -> str:
+        """Reads until a regex is found; returns the text up to its end."""
+        end = time.monotonic() + 120
+        while not (found := re.search(pattern, self.seen)):
+            ready = select.select([self.master], [], [], max(0, end - time.monotonic()))[0]
+            assert ready, f"no {pattern!r} in {self.seen!r}"
+            try:
+                self.seen += os.read(self.master, 4096).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"it has ended: {self.seen!r}") from None
+        text, self.seen = self.seen[:found.end()], self.seen[found.end():]
+        return text
+
+    def write(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait(self) -> int:
+        return self.process.wait(60)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.master)
+
+
+@pytest.fixture
+def start():
+    made = []
+
+    def start(command: list[str]) -> Terminal:
+        made.append(Terminal(command))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+@pytest.mark.slow
+def test_a_chat_in_a_terminal(start, bundled):
+    """A mark, lines that can be edited, a history, and ways to end it."""
+    shell = start([*COMMAND, bundled])
+    assert "/exit or Ctrl-D ends the chat" in shell.until("> ")
+    shell.write("12 + 35\x7f4\n")
+    assert re.search(r"\n46\r\n", shell.until("46\r\n> "))
+    # the arrow key
+    shell.write("\x1b[A\n")
+    assert "12 + 34" in shell.until(r"46\r\n(\x1b\S*)?> ")
+    # no line
+    for typed in ("\n", "   \n"):
+        shell.write(typed)
+        shell.until("> ")
+    shell.write("abc")
+    shell.until("abc")
+    shell.write("\x03")
+    shell.until("> ")
+    shell.write("12 + 34\n")
+    shell.until("46\r\n.*> ")
+    shell.write("/exit\n")
+    assert shell.wait() == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_answer_in_a_terminal(start, bundled):
+    shell = start([sys.executable, "-c", ENDLESS, bundled])
+    shell.until("> ")
+    for _ in range(3):
+        shell.write("12 + 34\n")
+        # the echo, then the answer
+        shell.until(r"12 \+ 34\r\n")
+        shell.until(r"\w+ ")
+        shell.write("\x03")
+        shell.until(r"\r\n.*> ")
+        assert shell.process.poll() is None
+    # Ctrl-D
+    shell.write("\x04")
+    assert shell.wait() == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_answer_with_pipes(bundled):
+    """And the next line is answered."""
+    with subprocess.Popen([sys.executable, "-u", "-c", ENDLESS, bundled], text=True, cwd=ROOT,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=ENVIRONMENT) as shell:
+        for _ in range(2):
+            shell.stdin.write("12 + 34\n")
+            shell.stdin.flush()
+            assert shell.stdout.read(1) == "4"
+            shell.send_signal(signal.SIGINT)
+            assert len(shell.stdout.readline()) < 1000
+        shell.stdin.write("/exit\nnot read\n")
+        shell.stdin.close()
+        assert shell.wait(60) == 0, shell.stderr.read()
+        assert shell.stdout.read() == ""
+
+
+@pytest.mark.slow
+def test_ctrl_c_between_answers_with_pipes(bundled):
+    with subprocess.Popen([*COMMAND, bundled], text=True, cwd=ROOT, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=ENVIRONMENT) as shell:
+        shell.stdin.write("12 + 34\n")
+        shell.stdin.flush()
+        assert shell.stdout.readline() == "46\n"
+        shell.send_signal(signal.SIGINT)
+        assert shell.wait(60) == 130
+        assert "Traceback" not in shell.stderr.read()
+
+
+def test_a_single_answer_that_is_interrupted(bundled, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    for flags in ([], ["--chat"]):
+        monkeypatch.setattr(sys, "argv", ["nanoengine", "12", *flags, "--model", bundled])
+        with pytest.raises(SystemExit, match="130"):
+            terminal.main()
+
+
+@pytest.mark.slow
+def test_the_default_model_is_told():
+    """Here it cannot be downloaded."""
+    done = subprocess.run([sys.executable, "-m", "nanoengine", "12 + 34 ="], text=True, cwd=ROOT,
+                          capture_output=True, env=ENVIRONMENT | {"HF_HOME": "/nonexistent"})
+    first, *_, last = done.stderr.splitlines()
+    assert first == "the model is Qwen/Qwen3-0.6B, since --model gives no other one"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert last.startswith("python -m nanoengine: error: model=")
+
+
+# ------------------------------------------------------------------------- without a terminal
+
+
+@pytest.fixture(scope="module")
+def llm(bundled):
+    with LLM(bundled, dtype="float32", num_kv_blocks=64, max_model_len=96) as llm:
+        yield llm
+        check_idle(llm)
+
+
+@pytest.fixture
+def converse(llm, monkeypatch, capsys):
+    """Answers lines; returns the printed lines, the notes, and the prompts of the model."""
+    def converse(lines: str, stream=None, **params):
+        params = SamplingParams(**{"temperature": 0, "max_tokens": 16} | params)
+        prompts = []
+        make = stream or LLM.stream
+
+        def noting(self, given, params):
+            prompts.append(given[0]["prompt"])
+            return make(self, given, params)
+
+        monkeypatch.setattr(LLM, "stream", noting)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        terminal.converse(llm, params)
+        monkeypatch.undo()
+        printed = capsys.readouterr()
+        return printed.out.splitlines(), printed.err.splitlines(), prompts
+    return converse
+
+
+def test_old_turns_are_dropped(converse, llm):
+    questions = [f"{number} + 12" for number in range(20, 40)]
+    answers, notes, prompts = converse("".join(f"{each}\n" for each in questions))
+    assert len(answers) == len(prompts) == 20
+    assert [*{*notes}] == ["old turns are dropped: 1, as the context of 96 tokens is full"]
+    num_first = 20 - len(notes)
+    assert 1 < num_first < 19
+    count = llm.get_tokenizer().encode
+    for number, prompt in enumerate(prompts):
+        assert len(count(prompt, add_special_tokens=False)) + 16 <= 96, "an answer fits"
+        kept = [each for each in questions[:number + 1] if f"\n{each}<" in prompt]
+        assert kept == questions[number + 1 - len(kept):number + 1], "the newest, in order"
+        assert len(kept) == min(number + 1, num_first)
+        assert all(f"\n{answer}<" in prompt for answer in answers[number + 1 - len(kept):number])
+
+
+def test_an_answer_may_take_up_to_half_of_the_context(converse):
+    """Also if more tokens are asked for than there are."""
+    _, notes, prompts = converse("12 + 34\n15 + 31\n", max_tokens=1000)
+    assert not notes and "12 + 34" in prompts[1]
+
+
+def test_a_message_that_is_too_long_ends_nothing(converse):
+    answers, notes, prompts = converse("12 + 34\n" + "word " * 200 + "\n15 + 31\n")
+    assert answers == ["46", "46"] and len(prompts) == 2
+    assert notes[0].startswith("old turns are dropped: 1")
+    assert re.fullmatch(r"this message has \d+ tokens, and must have less than 96", notes[1])
+    assert "word" not in prompts[1]
+
+
+def test_blank_lines_and_exit(converse):
+    answers, notes, prompts = converse("\n  \n12 + 34\n\n /exit \n15 + 31\n")
+    assert answers == ["46"] and not notes and len(prompts) == 1
+    assert converse("") == ([], [], [])
+
+
+def test_what_was_said_before_ctrl_c_is_kept(converse, llm):
+    stream = LLM.stream
+    asked = []
+
+    def interrupted(self, prompts, params):
+        asked.append(prompts)
+        for number, output in enumerate(stream(self, prompts, params)):
+            yield output
+            if number == 4 and len(asked) == 1:
+                raise KeyboardInterrupt
+
+    answers, notes, prompts = converse("Once upon a time\n12 + 34\n", interrupted, ignore_eos=True)
+    assert len(answers[0].split()) >= 1 and not notes
+    assert f"<|im_start|>assistant\n{answers[0]}<|im_end|>" in prompts[1]
+    check_idle(llm)
+
+
+def test_without_a_chat_template(llm, monkeypatch):
+    monkeypatch.setattr(llm.inputs.tokenizer, "chat_template", None)
+    monkeypatch.setitem(vars(llm.inputs), "tokenizer_of_user", llm.inputs.tokenizer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
+    with pytest.raises(ValueError, match="give chat_template="):
+        terminal.converse(llm, SamplingParams())
