@@ -99,10 +99,8 @@ class LLM(AbstractContextManager):
         is closed or if an error in another thread breaks a shared step.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        bar_of: Any = tqdm
-        if is_installed("metrics"):
-            # with the tokens a second of all calls together
-            bar_of = extension("metrics").bar_of(self.engine)
+        # metrics.py shows the tokens a second of all calls together
+        bar_of = extension("metrics").bar_of(self.engine) if is_installed("metrics") else tqdm
         bar = bar_of(total=len(requests), desc="Generating", disable=not use_tqdm)
         with bar, closing(self.steps_for(requests)) as steps:
             for updated in steps:

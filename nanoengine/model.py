@@ -142,11 +142,10 @@ class Attention(nn.Module):
 def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
     """Returns how many keys the queries of a layer see; None for all."""
     heeds = FAMILIES[config.model_type].heeds
+    # one window for all layers
+    is_sliding = "sliding_window" in heeds
     if "layer_types" in heeds:
         is_sliding = config.layer_types[layer_index] == "sliding_attention"
-    else:
-        # one window for all layers
-        is_sliding = "sliding_window" in heeds
     return config.sliding_window if is_sliding else None
 
 

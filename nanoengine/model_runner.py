@@ -31,8 +31,8 @@ from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
 from nanoengine.observers import Features
 from nanoengine.sampler import sample
-from nanoengine.step_inputs import Launched, StepInputs, StepShape
-from nanoengine.step_inputs import known_ids, step_arrays, to_buffer
+from nanoengine.step_inputs import (
+    Launched, StepInputs, StepShape, known_ids, step_arrays, to_buffer)
 
 
 class ModelRunner:
@@ -220,7 +220,7 @@ def choose_device(device: str) -> str:
 
 
 def choose_dtype(dtype: str, device: str, has_kernels: bool = True) -> torch.dtype:
-    """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without fast bfloat16."""
+    """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without bfloat16."""
     if dtype == "auto":
         is_fast = device == "cuda" or kernels(device, has_kernels).has_bfloat16()
         dtype = "bfloat16" if is_fast else "float32"

@@ -244,13 +244,8 @@ class InputProcessor:
             token_ids = [*map(index, token_ids)]
         self.check_vocabulary(name, token_ids)
         most = self.max_model_len
-        given = params.truncate_prompt_tokens
-        if given is not None:
-            kept = given if given >= 0 else most - (params.max_tokens or 1)
-            if kept < 1:
-                raise rejected("truncate_prompt_tokens", given,
-                               f"at least 1, or -1 with max_tokens below max_model_len={most}")
-            token_ids = token_ids[-kept:]
+        if params.truncate_prompt_tokens is not None:
+            token_ids = extension("truncation").truncated(token_ids, params, most)
         if not 0 < len(token_ids) < most:
             raise ValueError(
                 f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty and must be "

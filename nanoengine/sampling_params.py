@@ -83,7 +83,7 @@ class SamplingParams:
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = of("texts", False)
     ignore_eos: bool = False
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: int | None = of("truncation", None)
     skip_special_tokens: bool = of("texts", True)
     detokenize: bool = of("texts", True)
     logprobs: int | None = of("logprobs", None)
