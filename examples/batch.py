@@ -60,7 +60,7 @@ BEGIN_OF_RESULT = b'{"id": "line-'
 # -------------------------------------------------------------------------------- one request
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """The request in a line; `read` fills in its fields. serve.py uses the rest."""
 
@@ -96,13 +96,19 @@ class Request:
             self.params.seed = self.number
         return self.prompts[0]
 
-    def read_call(self, data: bytes, llm: LLM) -> None:
-        """Reads the body of a call over HTTP, and tokenizes. Raises errors as `read_body` does."""
+    def read_call(self, data: bytes, llm: LLM, most: int) -> None:
+        """Reads the body of a call over HTTP, with at most this many completions, and tokenizes.
+
+        Raises errors as `read_body` does.
+        """
         body = object_of(data)
         # the program of a client, and what a client expects to be parsed in the answer
         for name in {"chat_template", "tools"} & body.keys():
             raise ValueError(f"{name} is not supported")
         self.read_body(body, llm)
+        if self.num_completions > most:
+            raise ValueError(f"n={self.params.n} for {len(self.prompts)} prompts is not accepted: "
+                             f"it must be at most {most} completions together")
         with naming("prompt"):
             self.prompts = [
                 llm.get_tokenizer().encode(each, verbose=False) if isinstance(each, str) else each

@@ -1,5 +1,6 @@
 """examples/serve.py: OpenAI's client gets what the engine gives, whatever other clients do."""
 
+import asyncio
 import json
 import os
 import signal
@@ -33,20 +34,36 @@ def connect(port: int) -> "openai.OpenAI":
 
 
 @pytest.fixture(scope="module")
-def port(tmp_path_factory):
+def start_server(tmp_path_factory):
+    """Starts servers in processes of their own; returns each with its port and its log."""
+    servers = []
+
+    def start(*flags: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        log = tmp_path_factory.mktemp("serve") / "log"
+        server = subprocess.Popen(
+            [sys.executable, ROOT / "examples" / "serve.py", "--model", NAME, "--port", str(port),
+             "--options", '{"dtype": "float32", "num_kv_blocks": 512}', *flags],
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=log.open("w"),
+            stderr=subprocess.STDOUT)
+        servers.append(server)
+        while server.poll() is None and "running on" not in log.read_text():
+            time.sleep(0.1)
+        assert server.poll() is None, log.read_text()
+        return server, port, log
+
+    yield start
+    for server in servers:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def port(start_server):
     """That of a server in a process of its own, which prints no traceback."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("serve") / "log"
-    server = subprocess.Popen(
-        [sys.executable, ROOT / "examples" / "serve.py", "--model", NAME, "--port", str(port),
-         "--options", '{"dtype": "float32", "num_kv_blocks": 512}'],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=log.open("w"),
-        stderr=subprocess.STDOUT)
-    while server.poll() is None and "running on" not in log.read_text():
-        time.sleep(0.1)
-    assert server.poll() is None, log.read_text()
+    server, port, log = start_server()
     yield port
     server.send_signal(signal.SIGINT)
     server.wait(60)
@@ -195,7 +212,10 @@ BAD = [
     ({"stream": "yes"}, "stream"), ({"stream_options": 5}, "stream_options"),
     ({"stream": True, "logprobs": 1}, "logprobs"), ({"echo": True}, "echo"),
     ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"temprature": 1}, "temprature"),
-    ({"self": 1}, "self"), ({"messages": CHAT}, "messages"), ({"\ud800": 1}, None)]
+    ({"self": 1}, "self"), ({"messages": CHAT}, "messages"), ({"\ud800": 1}, None),
+    # more than max_num_seqs and --max-waiting together
+    ({"n": 513}, "n"), ({"n": 16384, "stream": True}, "n"), ({"prompt": ["a"] * 513}, "n"),
+    ({"prompt": [[5]] * 200, "n": 3}, "n"), ({"prompt": ["a"] * 200_000}, "n")]
 BAD_CHATS = [
     ({"messages": None}, "messages"), ({"messages": []}, "messages"),
     ({"messages": "x"}, "messages"), ({"messages": [CHAT]}, "messages"),
@@ -233,6 +253,54 @@ def test_what_is_no_json_object(port):
         with pytest.raises(urllib.error.HTTPError) as found:
             post(port, b"{}", path)
         assert found.value.code == code and json.load(found.value)["error"]["message"]
+
+
+def test_a_large_body_is_refused(port):
+    """Whether its length is known or not, and before all of it has come."""
+    large = json.dumps({"prompt": "word " * 4_000_000}).encode()
+
+    def parts():
+        yield from (large[place:place + 65536] for place in range(0, len(large), 65536))
+
+    for path in ("completions", "chat/completions"):
+        for body in (large, parts()):
+            with pytest.raises(urllib.error.HTTPError) as found:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/{path}", body, timeout=60)
+            error = json.load(found.value)["error"]
+            assert (found.value.code, error["type"]) == (413, "invalid_request_error")
+            assert error["message"] == "a body has at most 1048576 bytes"
+    for header in (b"Content-Length: 20000000", b"Transfer-Encoding: chunked"):
+        with raw(port, header + b"\r\n\r\n200000\r\n" + b"x" * 2**21) as client:
+            assert client.recv(20) == b"HTTP/1.1 413 Request"
+    with connect(port) as client, pytest.raises(openai.APIStatusError, match="at most 1048576"):
+        client.completions.create(model=NAME, prompt="a" * 2**21)
+
+
+def raw(port: int, rest: bytes) -> socket.socket:
+    """A client that has sent a part of a call."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=30)
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + rest)
+    return client
+
+
+def test_a_body_of_the_limit(serve):
+    body = json.dumps({"prompt": "12 + 34 =", "temperature": 0}).encode()
+    port = serve("--max-body", str(len(body)))
+    with post(port, body) as answer:
+        assert json.load(answer)["choices"][0]["text"] == " 46"
+    for more in (b" ", b"\n" * 99999):
+        with pytest.raises(urllib.error.HTTPError, match="413"):
+            post(port, body + more)
+
+
+def test_clients_that_send_slowly(port):
+    """Others are answered, and they can leave at any time."""
+    calls = [b"", b"Content-Length: 99\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"]
+    clients = [raw(port, call) for call in calls for _ in range(40)]
+    with post(port, {"prompt": "12 + 34 =", "temperature": 0}) as answer:
+        assert json.load(answer)["choices"][0]["text"] == " 46"
+    for client in clients:
+        client.close()
 
 
 def test_many_clients_at_once(port, llm, params):
@@ -281,19 +349,31 @@ class Kept:
 
 
 @pytest.fixture
-def serve(llm, monkeypatch):
-    """Starts a server around a model that is loaded already; returns its port."""
+def make_app(llm, monkeypatch):
+    """Makes a server around a model that is loaded already; returns its app and its options."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     module = example("serve")
+
+    def make(*flags: str):
+        apps = []
+        with patch.object(module, "LLM", lambda model, **options: Kept(llm)), \
+                patch.object(module.uvicorn, "run", lambda *given, **options: apps.append(
+                    (*given, options))):
+            module.main(["--model", NAME, *flags])
+        return apps[0]
+
+    return make
+
+
+@pytest.fixture
+def serve(make_app):
+    """Starts a server; returns its port."""
     running = []
 
     def start(*flags: str) -> int:
-        apps = []
-        with patch.object(module, "LLM", lambda model, **options: Kept(llm)), \
-                patch.object(module.uvicorn, "run", lambda app, **options: apps.append(app)):
-            module.main(["--model", NAME, *flags])
-        config = uvicorn.Config(apps[0], port=0, log_level="error", timeout_graceful_shutdown=5)
-        server = uvicorn.Server(config)
+        app, options = make_app(*flags)
+        assert (options.pop("host"), options.pop("port")) == ("127.0.0.1", 8000)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **options))
         thread = threading.Thread(target=server.run)
         thread.start()
         running.append((server, thread))
@@ -301,10 +381,15 @@ def serve(llm, monkeypatch):
             time.sleep(0.01)
         return server.servers[0].sockets[0].getsockname()[1]
 
+    def stop() -> None:
+        for server, _ in running:
+            server.should_exit = True
+
+    start.stop, start.running = stop, running
     yield start
-    for server, thread in running:
-        server.should_exit = True
-        thread.join(30)
+    stop()
+    for _, thread in running:
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -426,3 +511,237 @@ def test_a_broken_step_is_an_error_of_its_requests(serve, llm, monkeypatch):
     with post(port, {"prompt": "12 + 34 =", "temperature": 0}) as answer:
         assert json.load(answer)["choices"][0]["text"] == " 46"
     check_idle(llm)
+
+
+# ------------------------------------------------------------------- clients that do not read
+
+
+class Slow:
+    """A client of an app, without a network: it has sent a body, and reads from `reads` on."""
+
+    def __init__(self, app, body: dict, path: str = "/v1/completions") -> None:
+        self.reads = asyncio.Event()
+        self.left = asyncio.Event()
+        self.messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        self.status = 0
+        self.is_blocked = False
+        self.data = b""
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"",
+                 "asgi": {"spec_version": "2.3"}}
+        self.task = asyncio.ensure_future(app(scope, self.receive, self.send))
+
+    async def receive(self) -> dict:
+        if self.messages:
+            return self.messages.pop()
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict) -> None:
+        self.status = message.get("status", self.status)
+        if message["type"] == "http.response.body":
+            self.is_blocked = not self.reads.is_set()
+            await self.reads.wait()
+            self.data += message["body"]
+
+    async def events(self) -> list:
+        """Reads to the end. Returns the events, parsed."""
+        self.reads.set()
+        await self.task
+        assert self.status == 200
+        *events, end = self.data.decode().split("\n\n")
+        assert not end
+        found = [event.removeprefix("data: ") for event in events]
+        return [event if event == "[DONE]" else json.loads(event) for event in found]
+
+
+async def until(condition) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it has not happened")
+
+
+@pytest.mark.parametrize("path, body, num_prompts", [
+    ("/v1/completions", {"prompt": ["Once upon a time", "12 + 34 ="]}, 2),
+    ("/v1/chat/completions", {"messages": CHAT}, 1)])
+def test_what_waits_for_a_client_is_bounded(make_app, llm, params, path, body, num_prompts):
+    """The newest output of each request. So few events have all tokens; others are answered."""
+    wanted = SAMPLED | {"n": 3, "max_tokens": 300, "ignore_eos": True}
+    given = params(**wanted)
+    outputs = llm.chat(CHAT, given, use_tqdm=False) if "messages" in body else (
+        llm.generate(body["prompt"], given, use_tqdm=False))
+    app, _ = make_app()
+    server = app.routes[-1].endpoint.__self__
+
+    async def main() -> None:
+        slow = Slow(app, body | wanted | {"stream": True}, path)
+        await until(lambda: server.calls)
+        call, = server.calls
+        most = 0
+        for _ in range(3):
+            other = Slow(app, {"prompt": "12 + 34 =", "temperature": 0, "stream": True})
+            assert "".join(each["choices"][0]["text"] for each in (await other.events())[:-1]) == (
+                " 46")
+            most = max(most, call.news.qsize())
+        await until(lambda: not llm.active)
+        assert max(most, call.news.qsize()) <= num_prompts and not slow.data
+        *events, done = await slow.events()
+        choices = [choice for event in events for choice in event["choices"]]
+        texts_of = [""] * 3 * num_prompts
+        for choice in choices:
+            texts_of[choice["index"]] += choice.get("text") or choice.get("delta", {}).get(
+                "content", "")
+        assert texts_of == [each.text for output in outputs for each in output.outputs]
+        assert done == "[DONE]" and len(events) <= 3 * 3 * num_prompts
+        assert not server.calls
+
+    asyncio.run(main())
+    check_idle(llm)
+
+
+def test_the_time_limit_holds_for_a_client_that_does_not_read(make_app, llm):
+    app, _ = make_app("--timeout", "0.4")
+
+    async def main() -> None:
+        slow = Slow(app, LONG | {"n": 8, "stream": True})
+        await until(lambda: llm.active)
+        await until(lambda: not llm.active)
+        assert not slow.data
+        assert (await slow.events())[-1]["error"]["message"] == "the time limit is over"
+
+    before = num_generated(llm)
+    asyncio.run(main())
+    assert num_generated(llm) - before < 8 * 1900
+    check_idle(llm)
+
+
+def test_a_client_that_leaves_without_reading(make_app, llm):
+    """Its requests are freed, though the server still waits for it to take what was sent."""
+    app, _ = make_app()
+
+    async def main() -> None:
+        slow = Slow(app, LONG | {"n": 8, "stream": True})
+        await until(lambda: llm.active)
+        slow.left.set()
+        await until(lambda: not llm.active)
+        await slow.events()
+
+    before = num_generated(llm)
+    asyncio.run(main())
+    assert num_generated(llm) - before < 8 * 1900
+    check_idle(llm)
+
+
+def test_a_client_that_does_not_read_when_the_server_ends(make_app, llm):
+    app, _ = make_app()
+
+    async def main() -> None:
+        slow = Slow(app, LONG | {"n": 8, "stream": True})
+        await until(lambda: slow.is_blocked)
+        slow.task.cancel()
+        await asyncio.wait_for(slow.task, 30)
+        await until(lambda: not llm.active)
+
+    asyncio.run(main())
+    check_idle(llm)
+
+
+def test_a_whole_answer_frees_its_requests_before_it_is_read(make_app, llm):
+    app, _ = make_app("--max-waiting", "0")
+
+    async def main() -> None:
+        full = {"prompt": "Once", "n": 8, "max_tokens": 5}
+        clients = []
+        # each takes all the places
+        for _ in range(3):
+            clients.append(Slow(app, full))
+            await until(lambda: clients[-1].status)
+        for client in clients:
+            client.reads.set()
+            await client.task
+            assert client.status == 200 and len(json.loads(client.data)["choices"]) == 8
+
+    asyncio.run(main())
+    check_idle(llm)
+
+
+# ------------------------------------------------------------------------------ the server ends
+
+
+def events_of(client: socket.socket) -> list[bytes]:
+    data = b""
+    while part := client.recv(65536):
+        data += part
+    return [line for line in data.split(b"\r\n") if line.startswith(b"data: ")]
+
+
+STOPPED = {"message": "the server ends", "type": "server_error", "param": None, "code": None}
+
+
+def check_told(streams: list[socket.socket], others: list[socket.socket]) -> None:
+    """All are told that they were cut off."""
+    for client in streams:
+        *events, last = events_of(client)
+        assert events and json.loads(last.removeprefix(b"data: ")) == {"error": STOPPED}
+    for client in others:
+        data = b""
+        while part := client.recv(65536):
+            data += part
+        assert data.startswith(b"HTTP/1.1 503 ") and json.loads(data.split(b"\r\n\r\n")[1]) == {
+            "error": STOPPED}
+
+
+def call_of(body: dict) -> bytes:
+    data = json.dumps(body).encode()
+    return b"Content-Length: %d\r\n\r\n" % len(data) + data
+
+
+def test_the_server_ends(serve, llm, capfd):
+    """After the graceful timeout, calls are cut off: running or waiting ones, and half a body."""
+    port = serve("--graceful-timeout", "1")
+    streams = [raw(port, call_of(LONG | {"stream": True, "n": 3})) for _ in range(2)]
+    others = [raw(port, call_of(LONG | {"n": 8})), raw(port, b"Content-Length: 9\r\n\r\n{")]
+    silent = raw(port, b"Content-")
+    wait_until(lambda: len(llm.active) == 3)
+    (server, thread), = serve.running
+    serve.stop()
+    check_told(streams, others)
+    assert not silent.recv(1), "it is closed"
+    thread.join(30)
+    assert not thread.is_alive()
+    wait_until(lambda: not llm.active)
+    check_idle(llm)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_calls_that_end_in_time(serve):
+    port = serve()
+    with ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "Once", "ignore_eos": True, "max_tokens": 400}
+        answers = [pool.submit(lambda: json.load(post(port, body))),
+                   pool.submit(lambda: post(port, body | {"stream": True}).read())]
+        (server, thread), = serve.running
+        wait_until(lambda: len(server.server_state.tasks) == 2)
+        serve.stop()
+        whole, stream = (answer.result(60) for answer in answers)
+    assert whole["usage"]["completion_tokens"] == 400 and stream.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [
+    [signal.SIGTERM], [signal.SIGINT], [signal.SIGINT, signal.SIGINT]])
+def test_signals(start_server, signals):
+    """The second SIGINT does not wait for the graceful timeout."""
+    seconds = "100" if len(signals) > 1 else "1"
+    server, port, log = start_server("--graceful-timeout", seconds)
+    streams = [raw(port, call_of(LONG | {"stream": True}))]
+    others = [raw(port, call_of(LONG)), raw(port, b"Content-Length: 9\r\n\r\n{")]
+    # the requests are in the engine
+    assert b"data: " in streams[0].recv(65536) + streams[0].recv(65536)
+    for number in signals:
+        server.send_signal(number)
+        wait_until(lambda: "Shutting down" in log.read_text())
+        time.sleep(0.3)
+    check_told(streams, others)
+    assert server.wait(60) == (-signal.SIGTERM if signals == [signal.SIGTERM] else 0)
