@@ -71,8 +71,10 @@ def table(*rows: tuple[str, ...]) -> str:
     if not any(row[-1] for row in rows[1:]):
         rows = tuple(row[:-1] for row in rows)
     head, *rest = rows
-    return "".join(f"| {' | '.join(row)} |\n".replace("  |", " |")
-                   for row in (head, ["---"] * len(head), *rest))
+    lines = [" | ".join(cell.replace("|", r"\|") for cell in row)
+             for row in (head, ["---"] * len(head), *rest)]
+    # an empty cell has one space
+    return "".join(f"| {line} |\n".replace("  |", " |") for line in lines)
 
 
 def link_to(feature: str) -> str:
@@ -139,7 +141,7 @@ def calls() -> str:
         feature = found[1] if found else ""
         function = getattr(extension(feature), name, method) if feature else method
         names = [f"`{each}`" for each in [*inspect.signature(function).parameters][1:]]
-        rows.append((f"`{name}`", ", ".join(names) or "–", prose_of(function.__doc__),
+        rows.append((f"`{name}`", ", ".join(names) or "–", prose_of(str(function.__doc__)),
                      link_to(feature)))
     return table(("call", "arguments", "what it does", "feature"), *rows)
 
@@ -153,15 +155,17 @@ def arguments() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "calls": calls, "arguments": arguments,
     "metrics": lambda: meanings(entries_of(str(Metrics.gauges.__doc__)))}
-for kind in (EngineConfig, SamplingParams, BeamSearchParams):
-    TABLES[kind.__name__] = partial(options, kind)
-for kind in (RequestOutput, CompletionOutput, RequestMetrics, BeamSearchSequence, Score):
-    TABLES[kind.__name__] = partial(fields, kind)
+TABLES |= {kind.__name__: partial(options, kind)
+           for kind in (EngineConfig, SamplingParams, BeamSearchParams)}
+TABLES |= {kind.__name__: partial(fields, kind)
+           for kind in (RequestOutput, CompletionOutput, RequestMetrics, BeamSearchSequence, Score)}
 
 
 def written(text: str) -> str:
-    """Returns the text of the reference with new tables. Raises KeyError for an unknown table, and
-    ValueError if one is missing."""
+    """Returns the text of the reference with new tables.
+
+    Raises ValueError if a table is unknown or missing.
+    """
     found = re.findall(r"^<!-- table: (\w+) -->$", text, flags=re.MULTILINE)
     if sorted(found) != sorted(TABLES):
         raise ValueError(f"the tables of the reference must be {sorted(TABLES)}, not {found}")
