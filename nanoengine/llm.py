@@ -145,7 +145,13 @@ class LLM(AbstractContextManager):
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         self._queue(requests)
-        return requests
+        try:
+            with self.turn():
+                return requests
+        # such as Ctrl-C while it waits: the caller then has no request to abort
+        except BaseException:
+            self.dropped += requests
+            raise
 
     def step(self) -> list[Request]:
         """Runs one step for all requests, and returns the requests that have new tokens.

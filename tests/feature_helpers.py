@@ -24,8 +24,9 @@ def forbidden(seq):
 
 
 def apply(scores, seqs, last_sampled) -> None:
-    """What the parameters ask for edits the rows, whether `enter` was called or not."""
-    asked = {OBSERVERS.get(file) for seq in seqs for file in asked_by(seq.params)}
+    """What the parameters ask for edits the rows, also if `enter` was not called."""
+    asked = {name for seq in seqs for name in seq.edits} or {
+        OBSERVERS.get(file) for seq in seqs for file in asked_by(seq.params)}
     for name, feature in FEATURES.items():
         if name in asked:
             feature.edit(scores, seqs, last_sampled)
