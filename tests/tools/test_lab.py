@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 import bench  # noqa: E402
 from lab import compare, drawing, figures, film, limits, options, simulate  # noqa: E402
 from nanoengine import LLM, SamplingParams  # noqa: E402
-from nanoengine_extensions.options import EngineConfig  # noqa: E402
+from nanoengine.config import EngineConfig  # noqa: E402
 
 COMMANDS = {"bench.py": bench, "-m lab.compare": compare, "-m lab.simulate": simulate,
             "-m lab.limits": limits, "-m lab.film": film}
