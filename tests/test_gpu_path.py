@@ -626,7 +626,8 @@ def test_faults_with_weights_on_the_host_are_found(
         engines, deep, monkeypatch, enforce_eager, fault, found):
     fault(monkeypatch)
     four_layers = 4 * layer_bytes(deep) / 2**30
-    with pytest.raises(GpuError, match=found):
+    # what is found while the engine is made is the cause of a ValueError
+    with pytest.raises((GpuError, ValueError), match=found):
         engine = make_engine(deep, cpu_offload_gb=four_layers, enforce_eager=enforce_eager)
         engine.generate(PROMPTS, BOTH)
 
@@ -771,7 +772,7 @@ def test_faults_are_found(engines, tiny, monkeypatch, enforce_eager, fault, foun
     # made before there is a fault
     engines.reference(tiny, "both", PROMPTS, BOTH)
     fault(monkeypatch)
-    with pytest.raises((AssertionError, GpuError), match=found):
+    with pytest.raises((AssertionError, GpuError, ValueError), match=found):
         run_plain_steps(engines, tiny, enforce_eager)
 
 
