@@ -73,7 +73,7 @@ def run_nanoengine(args: Namespace, workload: Workload, warm_up: Workload) -> Fi
         figures["limit_percent"] = 100 * limit / seconds
         runner = llm.engine.runner
         figures["weights_mib"] = sum(each.nbytes for each in runner.model.parameters()) / MIB
-        figures["kv_pool_mib"] = runner.caches.nbytes / MIB
+        figures["kv_pool_mib"] = runner.blocks.nbytes / MIB
     return figures
 
 

@@ -68,7 +68,7 @@ def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
     whichever takes longer."""
     runner = llm.engine.runner
     config = llm.model_config
-    dtype = runner.caches.dtype
+    dtype = runner.dtype
     num_weights = sum(each.in_features * each.out_features for each in linears_of(runner.model))
     in_head = config.vocab_size * config.hidden_size
     num_tokens = sum(batch.num_tokens)
@@ -120,7 +120,7 @@ def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, fl
     kinds: how many sequences go from how many tokens to how many
     """
     runner = llm.engine.runner
-    runner.caches.zero_()  # makes the system provide all of its memory
+    runner.blocks.zero_()  # makes the system provide all of its memory
     bandwidth = read_bandwidth(llm.config.device)
     found = []
     for num_seqs, computed, length in kinds:

@@ -135,9 +135,9 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here.
     """
-    if device == "cuda" and is_installed("backends"):
+    if name not in ("auto", *BACKENDS) or (device == "cuda" and is_installed("backends")):
         # adds rows to the table
-        extension("backends")
+        extension("backends", f"attention_backend={name!r}")
     ranked = sorted(BACKENDS, key=lambda each: -BACKENDS[each].rank)
     # "auto" asks one after the other, up to the first that works
     asked = ranked if name == "auto" else BACKENDS.keys() & {name}

@@ -109,7 +109,7 @@ class EngineConfig:
     max_num_batched_tokens: int = BY_DEVICE
     block_size: int = BY_DEVICE
     num_kv_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = of("gpu_memory", 0.9)
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     attention_backend: str = "auto"

@@ -178,6 +178,8 @@ class BeamSearch(Request):
         self.end_tokens = seq.end_tokens
         seq.end_tokens = {}
         seq.needs_tokens = True
+        # raw log-probabilities decide: an edit would change nothing
+        seq.edits = ()
         seq.kept["temperature"] = params.temperature
         # the summed log-probability of each beam; at the end, of the last beams
         self.scores = {seq: 0.0}

@@ -315,7 +315,10 @@ class FakeGpu:
             seams.kernels.cache_clear()
             stack.callback(seams.kernels.cache_clear)
             for (module, name), function in self.library.items():
-                patch.setattr(importlib.import_module(module), name, function)
+                if module == "nanoengine_gpu":
+                    patch.setitem(importlib.import_module(module).KERNELS, name, function)
+                else:
+                    patch.setattr(importlib.import_module(module), name, function)
             if not self.library:
                 patch.setattr(seams, "find_spec", find_without_library)
             # so that torch.tensor(…, device="cuda") begins on the host

@@ -1,30 +1,33 @@
 """Each file of nanoengine_extensions can be deleted alone: all else works, and to ask for what it
-did is a ValueError that names it."""
+did is a ValueError that names it. What is not asked for is not imported."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
-FEATURES = sorted(path.stem for path in (ROOT / "nanoengine_extensions").iterdir()
-                  if not path.stem.startswith("__") and path.suffix in (".py", ""))
+FOLDER = ROOT / "nanoengine_extensions"
+# a file each, or a folder
+FILES = {path.stem: path for path in sorted(FOLDER.iterdir())
+         if path.suffix in (".py", "") and path.stem not in ("__init__", "__pycache__")}
 
 # what asks for each feature, and checks that it works
 CASES = {
+    "backends": "LLM(model, attention_backend='varlen', **options)",
     "beam_search": "from nanoengine import BeamSearchParams as B; assert len("
                    "llm.beam_search([[5, 6]], B(beam_width=2, max_tokens=3))[0].sequences) == 2",
     "chat": "assert texts.chat([{'role': 'user', 'content': '12 + 34'}], greedy, False)",
     "constraints": "assert run(llm, logit_bias={7: 1e9}).token_ids == [7] * 4",
+    "containers": "from nanoengine_extensions.containers import free_memory as free; "
+                  "assert free(5) == 5",
     "dummy": "LLM(model, load_format='dummy', **options).close()",
     "explain": "import tempfile; LLM(tempfile.mkdtemp(), **options)",
-    "generation_config": "if texts.get_default_sampling_params() == SamplingParams(): "
-                         "raise ValueError('generation_config')",
+    "generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
+    "gpu_memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
     "guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",
+    "hub": "LLM('some/model', **options)",
     "logits_processors": "assert run(llm, logits_processors=[lambda i, s: s]).token_ids == tokens",
     "logprobs": "assert len(run(llm, logprobs=2, prompt_logprobs=0).logprobs) == 4",
     "metrics": "assert llm.metrics()['num_steps'] > 0",
@@ -38,72 +41,144 @@ CASES = {
                           ".isdigit()",
     "swapping": "with_option = LLM(model, preemption_mode='swap', swap_space=0.01, **options); "
                 "assert run(with_option).token_ids == tokens; with_option.close()",
-    "terminal": "sys.argv = ['nanoengine', '1 + 1 =', '--model', bundled, '--max-tokens', '2']\n"
-                "with contextlib.redirect_stdout(io.StringIO()):\n"
-                "    runpy.run_module('nanoengine', run_name='__main__')",
     "tensor_parallel": "with_option = LLM(model, tensor_parallel_size=2, **options); "
                        "assert run(with_option).token_ids == tokens; with_option.close()",
+    "terminal": "import contextlib, io, runpy, sys\n"
+                "sys.argv = ['nanoengine', '1 + 1 =', '--model', bundled, '--max-tokens', '2']\n"
+                "with contextlib.redirect_stdout(io.StringIO()):\n"
+                "    runpy.run_module('nanoengine', run_name='__main__')",
     "texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
-    "varlen": "LLM(model, attention_backend='varlen', **options)",
+    "truncation": "assert run(llm, truncate_prompt_tokens=1).token_ids",
     "vllm": "import nanoengine_extensions.vllm"}
 # what says no where everything is there, and in which words
-REFUSED = {"explain": "is an empty folder: it must be one with a model",
+REFUSED = {"backends": "attention_backend='varlen' is not accepted",
+           "explain": "is an empty folder: it must be one with a model",
            "guards": "batch_invariant=True is not accepted",
            "offload": "is not accepted: it must be 0 on a CPU",
-           "strict": "temperatur is not known: the nearest is temperature",
-           "varlen": "attention_backend='varlen' is not accepted"}
+           "hub": "model='some/model' is not accepted",
+           "strict": "temperatur is not known: the nearest is temperature"}
 # what needs another feature, as that is what it is made of
 NEEDS = {"beam_search": ["logprobs"], "scores": ["constraints", "logprobs"]}
 
+# what holds without those that are not asked for by a name
+WITHOUT = {
+    "containers": "LLM(model, dtype='float32', max_num_seqs=2, max_model_len=64).close()",
+    "explain": "import contextlib, tempfile\n"
+               "with contextlib.suppress(ValueError):\n"
+               "    LLM(tempfile.mkdtemp(), **options)\n    raise AssertionError",
+    "generation_config": "assert texts.get_default_sampling_params() == SamplingParams()",
+    "strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
+    "vllm": "import nanoengine_extensions"}
+# those that every engine has
+ALWAYS = {"explain", "generation_config", "guards", "metrics", "strict", "texts"}
+# those whose case starts a process: they are asked for where they, or nothing, are deleted
+SLOW = ["tensor_parallel"]
+
+# Each folder has the packages without one file. They are imported anew from each, in one process.
 SCRIPT = """
-import contextlib, io, json, runpy, sys
+import importlib, json, os, sys, traceback
 # an editable installation would find what is deleted
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
-from nanoengine import LLM, SamplingParams
-cases, refused, needs, deleted, model, bundled = json.load(sys.stdin)
+folders, cases, refused, needs, without, slow, model, bundled = json.load(sys.stdin)
 options = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
-greedy = SamplingParams(temperature=0, max_tokens=4)
-llm, texts = LLM(model, **options), LLM(bundled, **options)
 
-def run(llm, prompt=(5, 6, 7), **params):
-    params = SamplingParams(temperature=0, max_tokens=4, **params)
-    prompt = prompt if isinstance(prompt, str) else [*prompt]
-    return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+def begin(folder):
+    for name in [*sys.modules]:
+        if name.split(".")[0] in ("nanoengine", "nanoengine_extensions"):
+            del sys.modules[name]
+    sys.path[0] = folder
+    importlib.invalidate_caches()
+    from nanoengine import LLM, SamplingParams
+    assert sys.modules["nanoengine"].__file__.startswith(folder)
+    greedy = SamplingParams(temperature=0, max_tokens=4)
 
-# without them, others refuse what they refuse
-UNNAMED = ("explain", "policies", "strict", "varlen")
-tokens = run(llm).token_ids
-for feature, code in cases.items():
+    def run(llm, prompt=(5, 6, 7), **params):
+        params = SamplingParams(temperature=0, max_tokens=4, **params)
+        prompt = prompt if isinstance(prompt, str) else [*prompt]
+        return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+
+    llm, texts = LLM(model, **options), LLM(bundled, **options)
+    tokens = run(llm).token_ids
+    return locals() | dict(model=model, options=options)
+
+def ask(feature, deleted, names):
     is_gone = deleted in (feature, *needs.get(feature, ()))
+    if is_gone and feature in without:
+        return exec(without[feature], names)
     try:
-        exec(code)
-    except (ValueError, ImportError, TypeError) as error:
-        found = str(error)
-        if is_gone:
-            assert deleted in found or feature in UNNAMED, (feature, found)
-            assert isinstance(error, ValueError) or feature in ("strict", "vllm"), repr(error)
-        else:
-            assert feature in refused and refused[feature] in found, (feature, found)
+        exec(cases[feature], names)
+    except ValueError as error:
+        wanted = f"nanoengine_extensions/{deleted}" if is_gone else refused[feature]
+        assert wanted in str(error), str(error)
     else:
-        assert not is_gone and feature not in refused, feature
-assert run(llm).token_ids == tokens
-print("done")
+        assert not is_gone and feature not in refused, "it is accepted"
+
+def check(deleted):
+    names = begin(folders[deleted])
+    for feature in cases:
+        if deleted in ("nothing", feature) or feature not in slow:
+            try:
+                ask(feature, deleted, names)
+            except Exception as error:
+                raise AssertionError(f"{feature} without {deleted}") from error
+    assert names["run"](names["llm"]).token_ids == names["tokens"]
+    names["llm"].close(), names["texts"].close()
+
+def imported():
+    return sorted(name.partition(".")[2].partition(".")[0] for name in sys.modules
+                  if name.startswith("nanoengine_extensions."))
+
+def imported_by(feature):
+    names = begin(folders["nothing"])
+    before = imported()
+    if feature in cases:
+        ask(feature, "nothing", names)
+    return sorted({*imported()} - {*before}) if feature in cases else before
+
+found = {}
+for deleted in folders:
+    try:
+        check(deleted)
+        found[deleted] = ""
+    except Exception:
+        found[deleted] = traceback.format_exc()
+asked = [feature for feature in cases if feature not in slow]
+found["imported"] = {feature: imported_by(feature) for feature in ["", *asked]}
+print(json.dumps(found))
 """
 
 
-def test_each_has_a_case():
-    assert FEATURES == sorted(CASES)
-
-
-@pytest.mark.parametrize("deleted", ["nothing", *FEATURES])
-def test_one_is_deleted(tiny, bundled, tmp_path, deleted):
-    for name in ("nanoengine", "nanoengine_cpu"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    ignored = shutil.ignore_patterns(deleted, f"{deleted}.py", "__pycache__")
-    shutil.copytree(ROOT / "nanoengine_extensions", tmp_path / "nanoengine_extensions",
-                    ignore=ignored)
-    inputs = json.dumps([CASES, REFUSED, NEEDS, deleted, tiny, bundled])
+@pytest.fixture(scope="module")
+def found(tiny, bundled, tmp_path_factory) -> dict:
+    """What went wrong without each of them, and what each case imports."""
+    folders = {}
+    for deleted in ["nothing", *FILES]:
+        folder = tmp_path_factory.mktemp(deleted)
+        folders[deleted] = str(folder)
+        for name in ("nanoengine", "nanoengine_cpu"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / FOLDER.name).mkdir()
+        for path in FOLDER.iterdir():
+            if path.stem not in (deleted, "__pycache__"):
+                (folder / FOLDER.name / path.name).symlink_to(path)
+    inputs = json.dumps([folders, CASES, REFUSED, NEEDS, WITHOUT, SLOW, tiny, bundled])
     result = subprocess.run([sys.executable, "-c", SCRIPT], input=inputs, text=True,
-                            capture_output=True, cwd=tmp_path, timeout=300,
-                            env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert result.stdout == "done\n", result.stderr[-3000:]
+                            capture_output=True, cwd=tmp_path_factory.mktemp("empty"))
+    assert not result.returncode, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+def test_each_has_a_case():
+    assert [*FILES] == sorted(CASES)
+
+
+@pytest.mark.parametrize("deleted", ["nothing", *FILES])
+def test_one_is_deleted(found, deleted):
+    assert not found[deleted]
+
+
+def test_only_what_is_asked_for_is_imported(found):
+    imported = found["imported"]
+    assert {*imported.pop("")} == ALWAYS
+    for feature, others in imported.items():
+        assert {*others} == {feature, *NEEDS.get(feature, ())} - ALWAYS, feature

@@ -25,8 +25,7 @@ from safetensors.torch import load_file, save_file
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.attention import BACKENDS
 from nanoengine.model_runner import ModelRunner
-from nanoengine.step_inputs import Launched
-from nanoengine.step_inputs import StepInputs
+from nanoengine.step_inputs import Launched, StepInputs
 from nanoengine_extensions import backends
 from nanoengine_extensions.offload import Offload, choose_layers
 from nanoengine_extensions.policies import overtaking
@@ -627,7 +626,8 @@ def test_faults_with_weights_on_the_host_are_found(
         engines, deep, monkeypatch, enforce_eager, fault, found):
     fault(monkeypatch)
     four_layers = 4 * layer_bytes(deep) / 2**30
-    with pytest.raises(GpuError, match=found):
+    # what is found while the engine is made is the cause of a ValueError
+    with pytest.raises((GpuError, ValueError), match=found):
         engine = make_engine(deep, cpu_offload_gb=four_layers, enforce_eager=enforce_eager)
         engine.generate(PROMPTS, BOTH)
 
@@ -655,10 +655,15 @@ def do_not_wait(patch: Patch) -> None:
 
 
 def wait_for_an_earlier_event(patch: Patch) -> None:
-    def fault(runner: ModelRunner, launched: Launched) -> None:
-        launched.done = launched.began
+    launch = ModelRunner.launch
 
-    around_launch(patch, fault)
+    def launch_and_forget(runner: ModelRunner, batch: Any) -> Launched:
+        before = torch.cuda.current_stream().record_event()
+        launched = launch(runner, batch)
+        launched.done = before
+        return launched
+
+    patch.setattr(ModelRunner, "launch", launch_and_forget)
 
 
 def move_the_tokens(patch: Patch) -> None:
@@ -767,7 +772,7 @@ def test_faults_are_found(engines, tiny, monkeypatch, enforce_eager, fault, foun
     # made before there is a fault
     engines.reference(tiny, "both", PROMPTS, BOTH)
     fault(monkeypatch)
-    with pytest.raises((AssertionError, GpuError), match=found):
+    with pytest.raises((AssertionError, GpuError, ValueError), match=found):
         run_plain_steps(engines, tiny, enforce_eager)
 
 

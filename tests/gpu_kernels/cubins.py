@@ -1,6 +1,7 @@
-"""Compiles the kernels for GPUs that are not here, and writes down what the compiler says of them.
+"""Compiles the kernels for GPUs that are not here, and prints what the compiler says of them.
 
-    python tests/gpu_kernels/cubins.py [FILE]    # FILE: docs/triton-kernels.md; a minute or several
+    python tests/gpu_kernels/cubins.py             # all models; several minutes
+    python tests/gpu_kernels/cubins.py Qwen3-0.6B any
 
 For each kernel, with the shapes that a model gives it: registers of a thread, bytes that it spills,
 shared memory of a program, and how many programs a multiprocessor holds at once.
@@ -10,7 +11,7 @@ import inspect
 import io
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,15 +201,19 @@ def kernels_of_sampling() -> dict[str, Launch]:
     return {"radix": launches[0]}
 
 
-def rows() -> list[str]:
-    lines = []
+def rows(chosen: list[str]) -> Iterator[str]:
+    """Yields a row of the table for each kernel and GPU. chosen: names of models, empty for all."""
     # models share some kernels
     known: dict[str, dict[str, int]] = {}
     all_launches = {(name, dtype): kernels_of(model, dtype)
                     for name, model in (MODELS | OTHERS).items()
                     for dtype in (torch.bfloat16, torch.float32)}
     all_launches["any", torch.float32] = kernels_of_sampling()
+    if unknown := {*chosen} - {name for name, _ in all_launches}:
+        sys.exit(f"{unknown} is not known: it can be {[*MODELS, *OTHERS, 'any']}")
     for (model_name, dtype), launches in all_launches.items():
+        if chosen and model_name not in chosen:
+            continue
         for kernel, launch in launches.items():
             is_attention = kernel.startswith("attention") or kernel == "join"
             # the rest is shown for models only
@@ -219,20 +224,17 @@ def rows() -> list[str]:
                 key = str((source.signature, source.constants, launch.options, kernel, arch))
                 if key not in known:
                     known[key] = compiled(launch, arch)
-                    print(model_name, dtype, kernel, arch, known[key], file=sys.stderr)
                 figures = known[key]
-                lines.append(
-                    f"| {model_name} | {str(dtype)[6:]} | {kernel} | sm_{arch} | "
-                    "{threads} | {registers} | {spilled} | {shared:,} | {programs} | "
-                    "{occupancy} % |".format(**figures))
-    return lines
+                yield (f"| {model_name} | {str(dtype)[6:]} | {kernel} | sm_{arch} | "
+                       "{threads} | {registers} | {spilled} | {shared:,} | {programs} | "
+                       "{occupancy} % |".format(**figures))
 
 
 HEAD = """# What the compiler says of the Triton kernels
 
-Made by `python tests/gpu_kernels/cubins.py docs/triton-kernels.md` with Triton {triton}, without
-a GPU: the kernels of [`nanoengine_gpu`](../nanoengine_gpu) were compiled to machine code for three
-generations of GPUs: {gpus}. Nothing here was measured on one.
+Triton {triton} has compiled the kernels of nanoengine_gpu, without a GPU, to machine code for three
+generations of GPUs: {gpus}.
+Nothing here was measured on one.
 
 *Spilled*: bytes of a thread's numbers that did not fit its registers. *Shared*: bytes of shared
 memory of a program (a block of threads). *Programs*: how many a multiprocessor holds at once, by
@@ -249,11 +251,9 @@ includes the residual sum, and *heads* are norm (Qwen3), rotation and the storin
 
 def main() -> None:
     gpus = ", ".join(f"sm_{arch} (such as an {NAMES[arch]})" for arch in GPUS)
-    text = HEAD.format(triton=triton.__version__, gpus=gpus) + "\n".join(rows()) + "\n"
-    if sys.argv[1:]:
-        Path(sys.argv[1]).write_text(text)
-    else:
-        print(text)
+    print(HEAD.format(triton=triton.__version__, gpus=gpus), end="")
+    for row in rows(sys.argv[1:]):
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_recorded_frames_are_consistent(engines, tmp_path, seed):
     assert len(engines) == len(variants) > 1
     for engine, variant in zip(engines, variants.values()):
         check_frames(variant)
-        counters = engine.metrics.counters
+        counters = engine.features.by_name["Metrics"].counters
         assert counters["num_steps"] == len(variant["frames"]) - 1
         assert counters["computed_tokens"] == sum(
             sum(frame["batch"][2]) for frame in variant["frames"])
