@@ -35,7 +35,7 @@ def load_defaults(folder: Path) -> SamplingParams:
         eos = given.get("eos_token_id", [])
         if not all(type(token_id) is int for token_id in (eos if isinstance(eos, list) else [eos])):
             raise rejected("eos_token_id", eos, "a token id, or a list of them")
-        if not is_installed("constraints"):
-            given.pop("repetition_penalty", None)
+        if "repetition_penalty" in given and not is_installed("constraints"):
+            del given["repetition_penalty"]
         return SamplingParams(**{GENERATION_ENTRIES[name]: given[name]
                                  for name in GENERATION_ENTRIES.keys() & given})

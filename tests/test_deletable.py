@@ -70,7 +70,7 @@ WITHOUT = {
     "strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
     "vllm": "import nanoengine_extensions"}
 # those that every engine has
-ALWAYS = {"explain", "generation_config", "guards", "metrics", "strict", "texts"}
+ALWAYS = {"containers", "explain", "generation_config", "guards", "metrics", "strict", "texts"}
 # those whose case starts a process: they are asked for where they, or nothing, are deleted
 SLOW = ["tensor_parallel"]
 
@@ -99,7 +99,7 @@ def begin(folder):
 
     llm, texts = LLM(model, **options), LLM(bundled, **options)
     tokens = run(llm).token_ids
-    return locals() | dict(model=model, options=options)
+    return locals() | dict(model=model, bundled=bundled, options=options)
 
 def ask(feature, deleted, names):
     is_gone = deleted in (feature, *needs.get(feature, ()))
