@@ -58,7 +58,7 @@ class LLM(AbstractContextManager):
         options["device"] = choose_device(options.get("device", "auto"))
         self.config = config = EngineConfig(**{"model": model, **options})
         self.kernels = kernels(config.device, config.kernels)
-        self.kernels.check_process()
+        self.process = self.kernels.check_process()
         folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder, config.load_format)
         features = Features([*ALWAYS, *asked_by(config)], config.features)
@@ -227,7 +227,7 @@ class LLM(AbstractContextManager):
 
     def _check_caller(self) -> None:
         """Raises RuntimeError if this thread already has a turn, or if this process is a fork."""
-        self.kernels.check_process()
+        self.kernels.check_process(self.process)
         if self.lock._is_owned():
             raise RuntimeError("a call of this thread is running")
 

@@ -67,6 +67,12 @@ class ModelRunner:
 
         # 1. the model
         self.model = self.load_model(folder)
+        # a forward of the model's own calls a backend
+        if BACKENDS[self.backend].attend is None and not self.kernels.knows_attention(self.model):
+            if config.attention_backend != "auto":
+                raise rejected("attention_backend", self.backend, "'auto' or 'gather', since the "
+                               "attention of this model has a forward of its own")
+            self.backend = "gather"
         self.is_invariant = self.kernels.optimize(
             self.model, has_attention=BACKENDS[self.backend].attend is None)
         # 2. how much of the KV cache fits

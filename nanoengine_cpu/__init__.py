@@ -7,12 +7,13 @@
 
 from nanoengine_cpu.attention import empty_cache, paged_attention
 from nanoengine_cpu.memory import check_process, end_threads, has_bfloat16
-from nanoengine_cpu.modules import optimize
+from nanoengine_cpu.modules import knows_attention, optimize
 from nanoengine_cpu.sampling import first_max, truncate
 
-__all__ = ["check_process", "empty_cache", "end_threads", "first_max", "has_bfloat16", "optimize",
-           "paged_attention", "truncate"]
+__all__ = ["check_process", "empty_cache", "end_threads", "first_max", "has_bfloat16",
+           "knows_attention", "optimize", "paged_attention", "truncate"]
 
 # what an engine can use without a look at the device
 KERNELS = {each.__name__: each for each in (
-    optimize, empty_cache, truncate, first_max, has_bfloat16, check_process, end_threads)}
+    optimize, knows_attention, empty_cache, truncate, first_max, has_bfloat16, check_process,
+    end_threads)}

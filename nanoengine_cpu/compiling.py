@@ -70,7 +70,8 @@ def compile_cached(jit: Any, function: Any) -> Any:
     """
     sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
     # numba looks for changes only in the function's own file, not in those of what it calls
-    function.__qualname__ = f"{function.__name__}-{zlib.crc32(sources):08x}"
+    version = f"{zlib.crc32(sources):08x}-{int(numba.config.OPT)}"  # type: ignore
+    function.__qualname__ = f"{function.__name__}-{version}"
     folder = f"{Path(__file__).parent}/__pycache__ or the user's cache folder"
     try:
         folder = numba.core.caching.FunctionCache(function).cache_path
@@ -103,8 +104,11 @@ def take_tasks(tasks, size, arguments_at):
 
 
 @functools.cache
-def run_calls() -> Callable:
-    """run(at, end, threads): runs the calls of kernels that lie between two addresses."""
+def run_calls(in_threads: bool) -> Callable:
+    """run(at, end, threads): runs the calls of kernels that lie between two addresses.
+
+    in_threads: False for one thread: without OpenMP, which could be broken by a fork
+    """
     def run(at, end, threads):
         while at < end:
             function, phases, count, _ = numbers_at(at, 4)
@@ -115,13 +119,23 @@ def run_calls() -> Callable:
                     call_at(function, phase, threads, arguments)
             at = arguments + count * 8
 
-    return compile_cached(functools.partial(njit, SIGNATURE, parallel=True), run)
+    # numba's cache tells functions apart by their names
+    run.__name__ = "run_in_threads" if in_threads else "run_alone"
+    options: Any = dict(parallel=in_threads, boundscheck=False)
+    return compile_cached(functools.partial(njit, SIGNATURE, **options), run)
 
 
 def compile_kernel(kernel: Callable, phases: int = 1) -> Callable[..., list[int]]:
-    """Returns the compiled kernel: a function of its arguments, which returns a call of it."""
-    compiled = compile_cached(functools.partial(cfunc, SIGNATURE, error_model="numpy"), kernel)
-    run_calls()
+    """Returns the compiled kernel: a function of its arguments, which returns a call of it.
+
+    Raises RuntimeError if numba is not to compile.
+    """
+    for name in ("DISABLE_JIT", "BOUNDSCHECK"):
+        if getattr(numba.config, name):
+            raise RuntimeError(f"numba cannot compile kernels with NUMBA_{name}=1: unset it")
+    options: Any = dict(error_model="numpy", boundscheck=False)
+    compiled = compile_cached(functools.partial(cfunc, SIGNATURE, **options), kernel)
+    run_calls(get_num_threads() > 1)
 
     # the 0 counts the tasks that threads have taken
     return lambda *arguments: [compiled.address, phases, len(arguments), 0, *arguments]
@@ -143,7 +157,8 @@ class Program:
 
     def run(self, *arguments: int) -> None:
         self.numbers[self.places] = np.array(arguments, np.int64)[self.which]
-        run_calls()(self.at, self.at + self.numbers.nbytes, get_num_threads())
+        threads = get_num_threads()
+        run_calls(threads > 1)(self.at, self.at + self.numbers.nbytes, threads)
 
 
 def bits_of_number(number: float) -> int:

@@ -5,6 +5,8 @@ import functools
 import mmap
 import os
 import re
+import signal
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,17 +42,68 @@ def in_huge_pages(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-# the process that computed first: a fork of it inherits this number
-first_process = functools.cache(os.getpid)
+# ------------------------------------------------------------------------------ forks
 
 
-def check_process() -> None:
-    """Raises RuntimeError in a process that was forked from one that computes: its threads are
-    missing, and it would wait for them forever."""
-    if os.getpid() != first_process():
+@functools.cache
+def is_fork(process: int) -> bool:
+    """Whether this process was forked, and runs the same program since. Linux alone tells."""
+    flags = read_system("self/stat").rpartition(")")[2].split()[6:7]
+    # PF_FORKNOEXEC
+    return any(int(each) & 0x40 for each in flags)
+
+
+@functools.cache
+def inherits_numba(process: int) -> bool:
+    """Whether numba has started threads before the fork: it ends a fork that computes in threads.
+    The first call counts."""
+    return is_fork(process) and numba.np.ufunc.parallel._is_initialized
+
+
+@functools.cache
+def can_compute(process: int) -> bool:
+    """Whether the thread that went through a fork can compute in OpenMP's threads.
+
+    If it did so before the fork, OpenMP waits forever for threads that are missing here, and tells
+    nobody. So a fork of this fork tries it, and an alarm ends it after 5 seconds.
+    """
+    # more than Python's: it has computed here
+    if len(os.listdir("/proc/self/task")) > threading.active_count():
+        return True
+    if (trial := os.fork()) == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(5)
+            torch.ones(2**20, dtype=torch.float32, device="cpu").exp()
+        finally:
+            os._exit(0)
+    return os.waitpid(trial, 0)[1] == 0
+
+
+def has_threads() -> bool:
+    """Whether this process has OpenMP's threads of the calling thread, if there are any."""
+    process = os.getpid()
+    # threads that began after a fork miss nothing
+    is_main = threading.current_thread() is threading.main_thread()
+    return not (is_main and is_fork(process)) or (
+        torch.get_num_threads() > 1 and can_compute(process))
+
+
+def check_process(made_in: int | None = None) -> int:
+    """Returns the number of this process. Raises RuntimeError in a fork in which PyTorch would hang
+    since its threads are missing: not if PyTorch computes in one thread, or had not computed.
+
+    made_in: the process that has made what is used now; it cannot be used in a fork of it
+    """
+    process = os.getpid()
+    is_broken = torch.get_num_threads() > 1 and (inherits_numba(process) or not has_threads())
+    if is_broken or made_in not in (None, process):
         raise RuntimeError("this process was forked from one that computes in threads, and would "
                            "hang: start it by multiprocessing's 'spawn'")
+    return process
 
+
+# ---------------------------------------------------------------------------- threads
 
 # Libraries that are loaded from now on find torch's libgomp before any other. On ARM it has a name
 # of its own, and numba would otherwise load the system's, with other threads. There can be another
@@ -60,10 +113,18 @@ ordered = sorted(files, key=lambda f: not f.startswith(str(Path(torch.__file__).
 LIBGOMPS = [ctypes.CDLL(file, ctypes.RTLD_GLOBAL) for file in ordered]
 
 
-def limit_threads() -> None:
-    """Lets the kernels that this thread starts run on as many threads as PyTorch's operators."""
+def limit_threads(*_: object) -> None:
+    """Lets the kernels that this thread starts run on as many threads as PyTorch's operators.
+
+    Raises RuntimeError if numba cannot start any.
+    """
+    check_process()
     num_threads = torch.get_num_threads()
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore
+    try:
+        numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore
+    except ValueError as error:
+        layer = numba.config.THREADING_LAYER  # type: ignore
+        raise RuntimeError(f"numba cannot use NUMBA_THREADING_LAYER={layer}: unset it") from error
     # when numba starts, it sets the OpenMP that both share to use every core
     torch.set_num_threads(num_threads)
 
@@ -75,7 +136,8 @@ def end_threads() -> None:
     threads than there are cores, libgomp's no longer spin while they wait: a small model took 40 %
     longer where it was called in two threads in turn. Other OpenMPs are left alone.
     """
-    if os.getpid() == first_process():
+    # it would wait for threads that are missing
+    if has_threads():
         for libgomp in LIBGOMPS:
             # libgomp before GCC 9 does not have this function
             with suppress(AttributeError):

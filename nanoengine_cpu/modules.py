@@ -7,10 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn.modules import module as torch_modules
 
 from nanoengine_cpu import attention, products
 from nanoengine_cpu.compiling import Program, bits_of_number, warn_once
+from nanoengine_cpu.known import has_code_of
 from nanoengine_cpu.memory import limit_threads
 
 # Counts what was set in any module: parameters, modules, caches.
@@ -20,70 +22,164 @@ torch_modules.register_module_module_registration_hook(lambda *_: changes.update
 
 
 def optimize(model: nn.Module, has_attention: bool = True) -> bool:
-    """Gives modules that it knows a class of its own, with their parameters, hooks and names.
+    """Gives modules that it knows a class of its own; all else that they have stays.
 
-        nn.Linear
-        an MLP: a module with `gate_up_proj` and `down_proj`
-        attention: a module with `qkv_proj`, `o_proj`, `q_norm` and `k_norm`, see `PagedAttention`
-        a decoder: a module with `embed_tokens`, `layers`, `norm` and `rope`, see `Layers`
+        nn.Linear, or a class with its forward
+        an MLP, see `GatedMLP`
+        attention, see `PagedAttention`
+        a decoder, see `Layers`
 
-    A module keeps its own attributes, and loses those of the class that it had. Attributes that are
-    set later take effect: `module.weight = …`, `module.down_proj = …`.
+    The last three are known by the code of their forward, which the docstrings show (known.py).
+    A module with other code keeps its own forward, and the linears in it are fast. If one attention
+    of a model does, all do, since they share a cache. The kernel of attention norms heads itself:
+    hooks of their norms do not run.
+
+    Attributes that are set later take effect: `module.weight = …`, `module.down_proj = …`. Numbers
+    that are written into a weight or a bias later do not.
 
     has_attention: False for a cache that `empty_cache` has not made
 
-    Returns whether a row has the same bits whatever rows are beside it: if all weights are packed.
+    Returns whether a row has the same bits whatever rows are beside it: if all weights are packed,
+    and all MLPs, attention and decoders are known.
     """
     limit_threads()
-    modules: Any = [*model.modules()]
-    for module in modules:
-        if isinstance(module, nn.Linear):
-            module.__class__ = PackedLinear
-            PackedLinear.pack(module)
-        elif hasattr(module, "gate_up_proj"):
-            module.__class__ = GatedMLP
+    has_attention = has_attention and knows_attention(model)
+    for module in [*model.modules()]:
+        kind = kind_of(module)
+        if kind in (PackedLinear, GatedMLP) or (kind and has_attention):
+            own = type(module)
+            module.__class__ = type(own.__name__, (kind, own), {})
+        if kind is GatedMLP and kind_of(module.gate_up_proj) is PackedLinear:
             # its own turn comes later
-            module.gate_up_proj.halves = 2
-        elif hasattr(module, "qkv_proj") and has_attention:
-            module.__class__ = PagedAttention
-        elif hasattr(module, "embed_tokens") and has_attention:
-            module.__class__ = type("Decoder", (Layers, type(module)), {})
+            vars(module.gate_up_proj).update(halves=2, is_fused=True)
+        elif kind is PackedLinear:
+            kind.pack(module)
     # hooks run in the thread that computes
-    model.register_forward_pre_hook(lambda *_: limit_threads())
-    return has_attention and all(getattr(module, "is_packed", True) for module in modules)
+    model.register_forward_pre_hook(limit_threads)
+    return has_attention and all(map(is_invariant, model.modules()))
+
+
+def knows_attention(model: nn.Module) -> bool:
+    """Whether `optimize` takes all attention of a model, which then needs an `empty_cache`."""
+    return all(isinstance(module, PagedAttention) or kind_of(module)
+               for module in model.modules() if hasattr(module, "qkv_proj"))
+
+
+def kind_of(module: Any) -> Any:
+    """The class that makes a module fast, or None."""
+    if type(module).forward is nn.Linear.forward and "forward" not in vars(module):
+        # no parametrization, no weight of some library
+        is_plain = module._parameters.keys() == {"weight", "bias"}
+        return PackedLinear if is_plain and type(module.weight) is nn.Parameter else None
+    for name, kind in KINDS.items():
+        if hasattr(module, name) and has_code_of(kind, module):
+            return kind if kind is not PagedAttention or has_known_norms(module) else None
+    return None
+
+
+def is_rms_norm(norm: Any) -> bool:
+    """Whether it is an nn.RMSNorm with a weight and an eps, or has this forward. In place of:
+
+        def forward(self, x):
+            return rms_norm(x, self.weight, self.eps)
+
+        def rms_norm(x, weight, eps):
+            numbers = x.float()
+            mean = numbers.square().mean(dim=-1, keepdim=True)
+            return (numbers * (mean + eps).rsqrt() * weight).to(x.dtype)
+    """
+    if not isinstance(norm, nn.RMSNorm) or not norm.eps or norm._parameters.get("weight") is None:
+        return False
+    is_unchanged = type(norm).forward is nn.RMSNorm.forward and "forward" not in vars(norm)
+    return is_unchanged or has_code_of(is_rms_norm, norm)
+
+
+def has_known_norms(attention: Any) -> bool:
+    norms = attention.q_norm, attention.k_norm
+    if all(map(is_rms_norm, norms)):
+        return attention.q_norm.eps == attention.k_norm.eps
+    return all(type(norm) is nn.Identity for norm in norms)
+
+
+def is_invariant(module: Any) -> bool:
+    is_fast = all(isinstance(module, KINDS[name]) for name in KINDS if hasattr(module, name))
+    has_matrix = any(each.ndim > 1 for each in module.parameters(recurse=False))
+    return is_fast and (not has_matrix or isinstance(module, nn.Embedding)
+                        or getattr(module, "is_packed", False))
+
+
+def plainly(name: str) -> Any:
+    """The method of nn.Linear with this name, called while the weight is not packed."""
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        was_packed = self.is_packed
+        if was_packed:
+            self._parameters["weight"] = nn.Parameter(self.weight, self.weight.requires_grad)
+        result = getattr(nn.Linear, name)(self, *arguments, **options)
+        if was_packed:
+            self.pack()
+        return result
+    return method
 
 
 class PackedLinear(nn.Linear):
     """Its weight is packed in the order in which `products.py` reads it. So a row has the same bits
-    whatever rows are beside it. A weight that is not packed is multiplied by PyTorch.
+    whatever rows are beside it. What the kernel does not support is left to PyTorch.
 
-    halves: 2 in an MLP, where the first half of the outputs are gates, the second one ups; a packed
-        weight then gives SwiGLU of them.
+    weight: a copy, in the order of nn.Linear
+    halves: 2 if the first half of the outputs are gates, the second one ups; a packed weight then
+        gives SwiGLU of them.
+    is_fused: only its MLP gets SwiGLU, by `multiply`; others get the plain product.
     padding: how many extra inputs the packed weight has; these inputs are 0.
     """
 
     halves = 1
-    is_packed = property(lambda self: self.weight.ndim == 3)
+    is_fused = False
+    is_packed = property(lambda self: self._parameters["weight"].ndim == 3)
+    _apply, _save_to_state_dict, _load_from_state_dict = map(
+        plainly, ("_apply", "_save_to_state_dict", "_load_from_state_dict"))
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        weight: Any = super().__getattr__("weight")
+        sizes = self.out_features, self.in_features, self.halves
+        return products.unpack(weight, *sizes) if self.is_packed else weight
 
     def pack(self: Any) -> None:
         """Packs the weight; where there is no kernel for it, it warns."""
+        weight = self.weight
         # a part of a model can have another weight than it was made with
-        self.out_features = len(self.weight)
+        self.out_features, self.in_features = weight.shape
         try:
-            weight, self.packed_bias = products.pack(self.weight, self.bias, self.halves)
+            packed, self.packed_bias = products.pack(weight, self.bias, self.halves)
         except ValueError as error:
             return warn_once(f"products are slower: {error}")
-        self.weight = nn.Parameter(weight, False)
-        self.kernel = products.product(weight.dtype)
-        self.padding = weight.shape[1] * 4 // weight.itemsize - self.in_features
+        self.weight = nn.Parameter(packed, weight.requires_grad)
+        self.padding = packed.shape[1] * 4 // packed.itemsize - self.in_features
+
+    def takes(self: Any, x: Tensor) -> bool:
+        """Whether the kernel computes the product: as PyTorch would, but for the last bits."""
+        packed = self._parameters["weight"]
+        has_gradient = x.requires_grad or packed.requires_grad or (
+            self.bias is not None and self.bias.requires_grad)
+        return (self.is_packed and type(x) in (Tensor, nn.Parameter) and torch._C._has_storage(x)
+                and (x.dtype, x.device, x.layout) == (packed.dtype, packed.device, packed.layout)
+                and x.shape[-1:] == (self.in_features,) and not x.is_neg()
+                and not (has_gradient and torch.is_grad_enabled())
+                and unpack_dual(x).tangent is None
+                and not torch.is_autocast_enabled("cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_packed:
-            return super().forward(x)
-        x = F.pad(x, (0, self.padding)) if self.padding else x.contiguous()
-        out = x.new_empty(len(x), self.out_features // self.halves)
-        Program(self.call(x.data_ptr(), 0, out.data_ptr(), len(x))).run()
-        return out
+        if self.is_fused or not self.takes(x):
+            return F.linear(x, self.weight, self.bias)
+        return self.multiply(x)
+
+    def multiply(self: Any, x: Tensor) -> Tensor:
+        """The product, or SwiGLU of it: (…, in_features) to (…, out_features / halves)."""
+        rows = x.reshape(-1, self.in_features)
+        rows = F.pad(rows, (0, self.padding)) if self.padding else rows.contiguous()
+        out = rows.new_empty(len(rows), self.out_features // self.halves)
+        Program(self.call(rows.data_ptr(), 0, out.data_ptr(), len(rows))).run()
+        return out.view(*x.shape[:-1], out.shape[1])
 
     def call(self: Any, x: int, residual: int, out: int, rows: int, norm: Any = None) -> list[int]:
         """The call of the kernel, see `products.product`. x, residual, out: addresses
@@ -91,25 +187,52 @@ class PackedLinear(nn.Linear):
         norm: an nn.RMSNorm of the inputs, or None
         """
         norm_at, eps = (norm.weight.data_ptr(), norm.eps) if norm else (0, 0.0)
-        return self.kernel(
-            norm_at, self.weight.data_ptr(), self.packed_bias.data_ptr(), self.weight.shape[1],
+        packed = self._parameters["weight"]
+        return products.product(packed.dtype)(
+            norm_at, packed.data_ptr(), self.packed_bias.data_ptr(), packed.shape[1],
             self.out_features // self.halves, self.halves, bits_of_number(eps), x, residual, out,
             rows)
 
 
 class GatedMLP(nn.Module):
+    """In place of:
+
+        def forward(self, x):
+            return self.down_proj(swiglu(self.gate_up_proj(x)))
+
+        def swiglu(gate_up):
+            gate, up = gate_up.chunk(2, dim=-1)
+            return F.silu(gate) * up
+    """
+
     def forward(self: Any, x: Tensor) -> Tensor:
-        activated = self.gate_up_proj(x)
-        if not self.gate_up_proj.is_packed:
-            gate, up = activated.chunk(2, dim=-1)
-            activated = F.silu(gate) * up
-        return self.down_proj(activated)
+        first = self.gate_up_proj
+        has_hooks = first._forward_hooks or first._forward_pre_hooks or "forward" in vars(first)
+        if getattr(first, "is_fused", False) and first.takes(x) and not has_hooks:
+            return self.down_proj(first.multiply(x))
+        gate, up = first(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class PagedAttention(nn.Module):
     """Attention whose keys and values lie in blocks.
 
     It has `head_dim`, `window` (how many keys a query sees; None: all) and its part of the `cache`.
+    `q_norm` and `k_norm` are RMSNorms with one eps, or nn.Identity. In place of:
+
+        def forward(self, x, angles, step, rows):
+            qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+            query, key, value = qkv.split(self.num_heads, dim=1)
+            query = rotate(self.q_norm(query), *angles)
+            key = rotate(self.k_norm(key), *angles)
+            self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
+            attended = self.backend(query, self.cache, self.window, step)
+            return self.o_proj(attended.flatten(1)[rows])
+
+        def rotate(x, cos, sin):
+            left, right = x.float().chunk(2, dim=-1)
+            return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1
+                             ).to(x.dtype)
     """
 
     @cached_property
@@ -162,14 +285,25 @@ class Layers(nn.Module):
 
     Python would take up to a fifth of the time of a decode to call kernel after kernel. A program
     has the addresses of weights and caches, and is made anew when they change. If a module has
-    hooks, or is of an unknown kind, the layers are called one by one, as before.
+    hooks, or is of an unknown kind, the layers are called one by one, as before. In place of:
+
+        def forward(self, token_ids, step):
+            x = self.embed_tokens(token_ids)
+            angles = self.rope[:, step.positions, None]
+            for layer in self.layers:
+                is_last = layer is self.layers[-1]
+                x = layer(x, angles, step, step.logits_indices if is_last else slice(None))
+            return self.norm(x)
     """
 
     def forward(self: Any, token_ids: Tensor, step: Any) -> Tensor:
         """From (T,) token ids to (rows, hidden_size), of the rows `step.logits_indices`."""
-        if getattr(self, "version", None) != changes["all"]:
+        # a copy of a decoder needs programs of its own
+        if getattr(self, "version", None) != (changes["all"], id(self)):
             self.make_programs()
-        if not self.programs or any(self.hooks):
+        is_plain = torch.is_autocast_enabled("cpu") or (
+            self.has_gradients and torch.is_grad_enabled())
+        if not self.programs or any(self.hooks) or is_plain:
             return super().forward(token_ids, step)
         x = self.embed_tokens(token_ids)
         # rows can repeat
@@ -183,26 +317,41 @@ class Layers(nn.Module):
         return self.norm(x)
 
     def make_programs(self: Any) -> None:
-        self.hooks = [hooks for module in [*self.modules()][1:]
-                      for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self.hooks = [torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks]
+        for module in [*self.modules()][1:]:
+            self.hooks += module._forward_hooks, module._forward_pre_hooks
+            # a weight that was set
+            if not getattr(module, "is_packed", True):
+                module.pack()
         self.programs = None
-        if len({p.dtype for p in self.parameters()}) == 1 and all(map(is_known, self.layers)):
+        self.has_gradients = any(p.requires_grad for p in self.parameters())
+        has_forwards = any("forward" in vars(module) for module in self.modules())
+        is_known = not has_forwards and all(map(is_known_layer, self.layers))
+        if len({p.dtype for p in self.parameters()}) == 1 and is_known:
             calls = [call for layer in self.layers for call in calls_of(layer)]
             self.programs = Program(*calls[:-3]), Program(*calls[-3:])
             attention, mlp = self.layers[0].self_attn, self.layers[0].mlp
             self.sizes = (mlp.gate_up_proj.in_features, mlp.down_proj.in_features,
                           attention.qkv_proj.out_features, attention.o_proj.in_features)
-        self.version = changes["all"]
+        self.version = changes["all"], id(self)
 
 
-def is_known(layer: Any) -> bool:
+def is_known_layer(layer: Any) -> bool:
+    """Whether programs can run a layer. In place of:
+
+        def forward(self, x, angles, step, rows):
+            x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
+            return x + self.mlp(self.post_attention_layernorm(x))
+    """
+    if not has_code_of(is_known_layer, layer):
+        return False
     attention, mlp = layer.self_attn, layer.mlp
     if not isinstance(attention, PagedAttention) or not isinstance(mlp, GatedMLP):
         return False
-    norms = layer.input_layernorm, layer.post_attention_layernorm
     linears: Any = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-    return (all(isinstance(norm, nn.RMSNorm) and norm.eps for norm in norms) and all(
-        getattr(linear, "is_packed", False) and not linear.padding for linear in linears))
+    return (is_rms_norm(layer.input_layernorm) and is_rms_norm(layer.post_attention_layernorm)
+            and all(getattr(linear, "is_packed", False) and not linear.padding
+                    for linear in linears) and linears[2].is_fused)
 
 
 def calls_of(layer: Any) -> list[list[int]]:
@@ -215,3 +364,8 @@ def calls_of(layer: Any) -> list[list[int]]:
             attention.o_proj.call(ATTENDED, X, MIDDLE, ROWS),
             mlp.gate_up_proj.call(MIDDLE, 0, ACTIVATED, ROWS, layer.post_attention_layernorm),
             mlp.down_proj.call(ACTIVATED, MIDDLE, X, ROWS)]
+
+
+# by the name of a part
+KINDS: dict[str, type[nn.Module]] = {
+    "gate_up_proj": GatedMLP, "qkv_proj": PagedAttention, "embed_tokens": Layers}

@@ -74,6 +74,7 @@ FEW = 4 if has("avx512f") and has("clzero") else 0
 EVERY = 1 if has("avx512f") else LANES
 
 
+@torch.no_grad()
 def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tensor]:
     """Packs a weight, (outputs, inputs), as (blocks, words, numbers of a line), and its bias as
     float32. Both are padded with zeros: each half to whole blocks, words to whole vectors.
@@ -82,8 +83,10 @@ def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tens
     no kernel can read.
     """
     outputs, inputs = len(weight) // halves, weight.shape[1]
-    if weight.dtype not in BLOCKS or inputs * weight.itemsize > 4 * MOST_WORDS:
-        raise ValueError(f"there is no kernel for {inputs} inputs of {weight.dtype}")
+    is_known = weight.dtype in BLOCKS and weight.device.type == "cpu" and len(weight) % halves == 0
+    if not is_known or not outputs or not 0 < inputs * weight.itemsize <= 4 * MOST_WORDS:
+        raise ValueError(f"there is no kernel for {inputs} inputs and {len(weight)} outputs of "
+                         f"{weight.dtype} on {weight.device}")
     block_size, depth = BLOCKS[weight.dtype], LANES * 4 // weight.itemsize
     more = -inputs % depth, 0, -outputs % block_size
     if any(more):
@@ -95,6 +98,13 @@ def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tens
     # fewer pages: the CPU keeps more of their addresses at hand
     packed = in_huge_pages(lines.nbytes).view(torch.int32).view(lines.shape).copy_(lines)
     return packed.view(weight.dtype), padded
+
+
+def unpack(packed: Tensor, outputs: int, inputs: int, halves: int) -> Tensor:
+    """The weight, (outputs, inputs), that was packed: a copy."""
+    lines = packed.unflatten(2, (BLOCKS[packed.dtype], -1)).transpose(1, 2)
+    padded = lines.flatten(2).flatten(0, 1).unflatten(0, (halves, -1))
+    return padded[:, :outputs // halves, :inputs].flatten(0, 1)
 
 
 @inlined()

@@ -29,9 +29,9 @@ FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
 
-# part of a kernel, and never called from Python
+# part of a kernel, and never called from Python; some read what need not exist
 inlined = functools.partial(njit, forceinline=True, error_model="numpy", no_cpython_wrapper=True,
-                            no_cfunc_wrapper=True)
+                            no_cfunc_wrapper=True, boundscheck=False)
 
 
 class Vector(types.Type):

@@ -11,13 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cpu.reference import make_step, norm_and_rotate, plain_attention
+from cpu.reference import make_step, plain_attention
 from nanoengine_cpu import empty_cache, optimize
 from nanoengine_cpu.compiling import Program, warn_once
 from nanoengine_cpu.modules import PackedLinear
 from nanoengine_cpu.products import MOST_WORDS
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 48, 4, 2, 32
+
+
+def rotate(x, cos, sin):
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+def swiglu(gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def attend(query, cache, window, step):
+    return plain_attention(query, cache, window, step).to(query.dtype)
 
 
 class MLP(nn.Module):
@@ -27,28 +41,27 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(96, HIDDEN, bias=False)
 
     def forward(self, x):
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(swiglu(self.gate_up_proj(x)))
 
 
 class Attention(nn.Module):
     def __init__(self, has_norms):
         super().__init__()
-        self.head_dim, self.window = HEAD_DIM, None
+        self.head_dim, self.window, self.backend = HEAD_DIM, None, attend
+        self.num_heads = [HEADS, KV_HEADS, KV_HEADS]
         self.qkv_proj = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
         self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN)
         self.q_norm, self.k_norm = (
             nn.RMSNorm(HEAD_DIM, eps=1e-3) if has_norms else nn.Identity() for _ in range(2))
 
     def forward(self, x, angles, step, rows):
-        qkv = self.qkv_proj(x).unflatten(1, (-1, HEAD_DIM))
-        query, key, value = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        self.cache.flatten(1, 2)[0, step.slot_mapping] = norm_and_rotate(
-            key, self.k_norm, angles).to(x.dtype)
-        self.cache.flatten(1, 2)[1, step.slot_mapping] = value
-        query = norm_and_rotate(query, self.q_norm, angles).to(x.dtype)
-        attended = plain_attention(query, self.cache, self.window, step)
-        return self.o_proj(attended.to(x.dtype).flatten(1)[rows])
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        query, key, value = qkv.split(self.num_heads, dim=1)
+        query = rotate(self.q_norm(query), *angles)
+        key = rotate(self.k_norm(key), *angles)
+        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
+        attended = self.backend(query, self.cache, self.window, step)
+        return self.o_proj(attended.flatten(1)[rows])
 
 
 class Model(nn.Module):
@@ -80,7 +93,7 @@ def zeros(layers, num_blocks, block_size, kv_heads, head_dim, dtype):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_modules_change_in_place_and_compute_the_same(dtype, tolerance, has_norms):
     step = make_step([1, 9, 1], [0, 0, 0], 16)
-    x, angles = torch.randn(11, HIDDEN).to(dtype), torch.rand(2, 11, HEAD_DIM // 2)
+    x, angles = torch.randn(11, HIDDEN).to(dtype), torch.rand(2, 11, 1, HEAD_DIM // 2)
     inputs = x, angles, step, torch.tensor([0, 9, 10])
     model = Model(dtype, has_norms)
     bind(model, step, dtype, zeros)
@@ -188,10 +201,10 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids, step):
         x = self.embed_tokens(token_ids)
-        angles = self.rope[:, step.positions]
+        angles = self.rope[:, step.positions, None]
         for layer in self.layers:
-            rows = step.logits_indices if layer is self.layers[-1] else slice(None)
-            x = layer(x, angles, step, rows)
+            is_last = layer is self.layers[-1]
+            x = layer(x, angles, step, step.logits_indices if is_last else slice(None))
         return self.norm(x)
 
 

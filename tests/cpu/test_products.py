@@ -205,10 +205,12 @@ def test_rows_that_do_not_lie_in_one_piece(dtype):
 def test_a_packed_weight_has_every_number_once(halves, dtype):
     layer, plain = make_layer(37, 2 * 41, dtype, bias=True, halves=halves)
     size, per_word = BLOCKS[dtype], 4 // dtype.itemsize
-    lines = layer.weight.unflatten(2, (size, per_word)).transpose(1, 2).flatten(2).flatten(0, 1)
+    packed = layer._parameters["weight"]
+    lines = packed.unflatten(2, (size, per_word)).transpose(1, 2).flatten(2).flatten(0, 1)
     of_half = lines.unflatten(0, (halves, -1))[:, :82 // halves]
     assert torch.equal(of_half[:, :, :37].flatten(0, 1), plain)
-    assert layer.weight.count_nonzero() == plain.count_nonzero()
+    assert packed.count_nonzero() == plain.count_nonzero()
+    assert torch.equal(layer.weight, plain)
     biases = layer.packed_bias.unflatten(0, (halves, -1))[:, :82 // halves].flatten()
     assert torch.equal(biases.to(dtype), layer.bias)
 
