@@ -59,9 +59,9 @@ class LLM(AbstractContextManager):
         self.config = config = EngineConfig(**{"model": model, **options})
         self.kernels = kernels(config.device, config.kernels)
         self.process = self.kernels.check_process()
+        features = Features([*ALWAYS, *asked_by(config)], config.features)
         folder = find_model(config.model, config.revision, config.download_dir)
         self.model_config = load_config(folder, config.load_format)
-        features = Features([*ALWAYS, *asked_by(config)], config.features)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
         make_runner: Any = ModelRunner
         if config.tensor_parallel_size > 1:

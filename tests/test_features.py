@@ -296,7 +296,7 @@ class Twice(Feature):
 
 @pytest.mark.parametrize("features", [
     [Twice(), Twice()], [Twice], [3], [type("Metrics", (Feature,), {})()],
-    [Twice(), type("Twice", (Feature,), {})()], Twice(), "metrics"], ids=str)
+    [Twice(), type("Twice", (Feature,), {})()], Twice(), "metrics"], ids=[*"1234567"])
 def test_what_is_no_list_of_features_with_names_of_their_own(features):
     with pytest.raises(ValueError, match="^features=.* is not accepted: it must be a"):
         LLM("none", features=features)

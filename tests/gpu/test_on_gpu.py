@@ -8,7 +8,7 @@ import torch
 import transformers
 from conftest import ROOT, greedy_reference, random_prompts
 
-import nanoengine_extensions.varlen  # noqa: F401  adds its backend
+import nanoengine_extensions.backends  # noqa: F401  adds its backend
 from nanoengine import LLM, SamplingParams, sampler
 from nanoengine.attention import BACKENDS, choose_backend
 from nanoengine.sequence import Sequence
