@@ -26,12 +26,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, prange, types
 from torch import get_num_threads
 
+try:
+    import numba
+except ValueError as error:
+    raise ValueError(f"NUMBA_NUM_THREADS must be at least 1, or unset: {error}") from error
+from numba import cfunc, njit, prange, types
+
+from nanoengine_cpu.memory import stack_size
 from nanoengine_cpu.vectors import add_atomic, array_at, inlined, instruction, numbers_at
 
 # Each message once in a process: compiling one kernel raises many events, and a model has many
@@ -128,11 +133,13 @@ def run_calls(in_threads: bool) -> Callable:
 def compile_kernel(kernel: Callable, phases: int = 1) -> Callable[..., list[int]]:
     """Returns the compiled kernel: a function of its arguments, which returns a call of it.
 
-    Raises RuntimeError if numba is not to compile.
+    Raises RuntimeError for settings of the process with which it would not work.
     """
+    if stack_size() < 2**21:
+        raise RuntimeError("kernels need stacks of 2 MiB: raise `ulimit -s` and OMP_STACKSIZE")
     for name in ("DISABLE_JIT", "BOUNDSCHECK"):
         if getattr(numba.config, name):
-            raise RuntimeError(f"numba cannot compile kernels with NUMBA_{name}=1: unset it")
+            raise RuntimeError(f"kernels cannot be compiled with NUMBA_{name}=1: unset it")
     options: Any = dict(error_model="numpy", boundscheck=False)
     compiled = compile_cached(functools.partial(cfunc, SIGNATURE, **options), kernel)
     run_calls(get_num_threads() > 1)

@@ -5,6 +5,7 @@ import functools
 import mmap
 import os
 import re
+import resource
 import signal
 import threading
 from contextlib import suppress
@@ -111,6 +112,17 @@ def check_process(made_in: int | None = None) -> int:
 files = set(re.findall(r"(?m)/.*/libgomp[-\w]*\.so[.\d]*$", read_system("self/maps")))
 ordered = sorted(files, key=lambda f: not f.startswith(str(Path(torch.__file__).resolve().parent)))
 LIBGOMPS = [ctypes.CDLL(file, ctypes.RTLD_GLOBAL) for file in ordered]
+
+
+def stack_size() -> int:
+    """The least stack that a thread of a kernel gets, in bytes: by `ulimit -s`, and by variables
+    that libgomp reads, "512", "512 K" or "1m"; without a unit, they are in KiB."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    sizes = [limit] if limit > 0 else []
+    for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
+        match = re.fullmatch(r"(?i)\s*(\d+)\s*([BKMG]?)\s*", os.environ.get(name, ""))
+        sizes += [int(match[1]) << 10 * "BKMG".index(match[2].upper() or "K")] if match else []
+    return min(sizes, default=2**23)
 
 
 def limit_threads(*_: object) -> None:

@@ -78,7 +78,7 @@ def kind_of(module: Any) -> Any:
 
 
 def is_rms_norm(norm: Any) -> bool:
-    """Whether it is an nn.RMSNorm with a weight and an eps, or has this forward. In place of:
+    """Whether it is an nn.RMSNorm, with a weight and an eps, or computes it. In place of:
 
         def forward(self, x):
             return rms_norm(x, self.weight, self.eps)
@@ -88,10 +88,10 @@ def is_rms_norm(norm: Any) -> bool:
             mean = numbers.square().mean(dim=-1, keepdim=True)
             return (numbers * (mean + eps).rsqrt() * weight).to(x.dtype)
     """
-    if not isinstance(norm, nn.RMSNorm) or not norm.eps or norm._parameters.get("weight") is None:
-        return False
     is_unchanged = type(norm).forward is nn.RMSNorm.forward and "forward" not in vars(norm)
-    return is_unchanged or has_code_of(is_rms_norm, norm)
+    return (isinstance(norm, nn.RMSNorm) and bool(norm.eps)
+            and getattr(norm._parameters.get("weight"), "ndim", 0) == 1
+            and (is_unchanged or has_code_of(is_rms_norm, norm)))
 
 
 def has_known_norms(attention: Any) -> bool:
@@ -301,9 +301,7 @@ class Layers(nn.Module):
         # a copy of a decoder needs programs of its own
         if getattr(self, "version", None) != (changes["all"], id(self)):
             self.make_programs()
-        is_plain = torch.is_autocast_enabled("cpu") or (
-            self.has_gradients and torch.is_grad_enabled())
-        if not self.programs or any(self.hooks) or is_plain:
+        if not self.programs or any(self.hooks):
             return super().forward(token_ids, step)
         x = self.embed_tokens(token_ids)
         # rows can repeat
@@ -324,10 +322,9 @@ class Layers(nn.Module):
             if not getattr(module, "is_packed", True):
                 module.pack()
         self.programs = None
-        self.has_gradients = any(p.requires_grad for p in self.parameters())
-        has_forwards = any("forward" in vars(module) for module in self.modules())
-        is_known = not has_forwards and all(map(is_known_layer, self.layers))
-        if len({p.dtype for p in self.parameters()}) == 1 and is_known:
+        has_own = any("forward" in vars(module) for module in self.modules())
+        is_known = not has_own and all(map(is_known_layer, self.layers))
+        if is_known and len({p.dtype for p in self.parameters()}) == 1:
             calls = [call for layer in self.layers for call in calls_of(layer)]
             self.programs = Program(*calls[:-3]), Program(*calls[-3:])
             attention, mlp = self.layers[0].self_attn, self.layers[0].mlp

@@ -2,21 +2,24 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from nanoengine_gpu.known import has_code_of
 from nanoengine_gpu.norms import rms_norm, store_heads, swiglu
 
 
 def optimize(model: nn.Module, has_attention: bool = False) -> bool:
-    """Gives modules that it knows a forward of few kernels; parameters, hooks and names stay.
+    """Gives modules that it knows a forward of few kernels; all else that they have stays.
 
-        nn.RMSNorm, with a weight and an eps
-        an MLP: a module with `gate_up_proj` and `down_proj`
-        attention: a module with `qkv_proj`, `o_proj`, `q_norm` and `k_norm`, see `Attention`
-        a decoder: a module with `embed_tokens`, `layers`, `norm` and `rope`, see `Decoder`
+        nn.RMSNorm, with a weight and an eps, see `RMSNorm`
+        an MLP, see `GatedMLP`
+        attention, see `Attention`
+        a decoder, see `Decoder` and `Layer`
 
-    The others stay as they are. Each module is called as a module, so that hooks of any of them
-    run; the head norms are the exception, since one kernel does their work with the rotation.
+    They are known by the code of their forward, which the docstrings show (known.py); a module with
+    other code keeps its own forward. Each module is called as a module, so that hooks of any of
+    them run; the head norms are the exception, since one kernel does their work with the rotation.
 
     has_attention: without effect, as attention calls the `backend` of its module; a library whose
         attention has a cache of its own asks for it
@@ -25,41 +28,90 @@ def optimize(model: nn.Module, has_attention: bool = False) -> bool:
     """
     # a decoder comes after its norms
     for module in reversed(list[Any](model.modules())):
-        if isinstance(module, nn.RMSNorm) and module.weight is not None and module.eps:
+        if is_rms_norm(module):
             replace_forward(module, RMSNorm)
-        elif hasattr(module, "gate_up_proj"):
+        elif has_code_of(GatedMLP, module):
             replace_forward(module, GatedMLP)
-        elif hasattr(module, "qkv_proj"):
+        elif has_code_of(Attention, module) and has_known_norms(module):
             replace_forward(module, Attention)
-        elif hasattr(module, "embed_tokens") and all(map(is_known, [module, *module.layers])):
-            replace_forward(module, Decoder)
-            for layer in module.layers:
-                replace_forward(layer, Layer)
+        elif has_code_of(Decoder, module) and isinstance(module.norm, RMSNorm):
+            if all(map(is_known, module.layers)):
+                replace_forward(module, Decoder)
+                for layer in module.layers:
+                    replace_forward(layer, Layer)
     return False
 
 
 def replace_forward(module: nn.Module, kind: type[nn.Module]) -> None:
     """Makes the module's class a subclass of its own, with the forward of `kind`."""
     own = type(module)
-    if not issubclass(own, kind):
-        module.__class__ = type(own.__name__, (kind, own), {})
+    module.__class__ = type(own.__name__, (kind, own), {})
 
 
-def is_known(module: Any) -> bool:
-    """Whether all norms of a decoder or of a layer can take a residual sum."""
-    names = {"input_layernorm", "post_attention_layernorm", "norm"} & {*module._modules}
-    return bool(names) and all(isinstance(getattr(module, name), RMSNorm) for name in names)
+def is_rms_norm(norm: Any) -> bool:
+    """Whether it is an nn.RMSNorm of the last dimension, with its forward or with that of
+    `RMSNorm`."""
+    is_unchanged = type(norm).forward is nn.RMSNorm.forward and "forward" not in vars(norm)
+    return (isinstance(norm, nn.RMSNorm) and bool(norm.eps)
+            and getattr(norm._parameters.get("weight"), "ndim", 0) == 1
+            and (is_unchanged or has_code_of(RMSNorm, norm)))
+
+
+def has_known_norms(attention: Any) -> bool:
+    norms = attention.q_norm, attention.k_norm
+    if all(isinstance(norm, RMSNorm) for norm in norms):
+        return attention.q_norm.eps == attention.k_norm.eps
+    return all(type(norm) is nn.Identity for norm in norms)
+
+
+def is_known(layer: Any) -> bool:
+    """Whether a layer has the forward of `Layer`, with norms that can take a residual sum."""
+    return has_code_of(Layer, layer) and all(
+        isinstance(norm, RMSNorm)
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+
+
+def is_plain(x: Tensor, module: nn.Module) -> bool:
+    """Whether PyTorch has to compute: a kernel records no gradients, and has no float64."""
+    return x.dtype == torch.double or torch.is_grad_enabled() and any(
+        each.requires_grad for each in (x, *module.parameters()))
 
 
 class RMSNorm(nn.Module):
+    """In place of:
+
+        def forward(self, x):
+            return rms_norm(x, self.weight, self.eps)
+
+        def rms_norm(x, weight, eps):
+            numbers = x.float()
+            mean = numbers.square().mean(dim=-1, keepdim=True)
+            return (numbers * (mean + eps).rsqrt() * weight).to(x.dtype)
+    """
+
     def forward(self: Any, x: Tensor, delta: Tensor | None = None) -> Any:
         """Returns the norm of x; with a delta, x + delta and its norm."""
+        is_same = x.dtype == self.weight.dtype and x.shape[-1:] == self.weight.shape
+        if delta is None and (not is_same or is_plain(x, self)):
+            return super().forward(x)
         total, normed = rms_norm(x, self.weight, self.eps, delta)
         return normed if delta is None else (total, normed)
 
 
 class GatedMLP(nn.Module):
+    """In place of:
+
+        def forward(self, x):
+            return self.down_proj(swiglu(self.gate_up_proj(x)))
+
+        def swiglu(gate_up):
+            gate, up = gate_up.chunk(2, dim=-1)
+            return F.silu(gate) * up
+    """
+
     def forward(self: Any, x: Tensor) -> Tensor:
+        if is_plain(x, self):
+            return super().forward(x)
         return self.down_proj(swiglu(self.gate_up_proj(x)))
 
 
@@ -67,7 +119,22 @@ class Attention(nn.Module):
     """Attention whose keys and values lie in blocks.
 
     It has `head_dim`, `window` (how many keys a query sees; None: all), its part of the `cache`,
-    and a `backend`: `paged_attention`, or a function with the same arguments.
+    and a `backend`: `paged_attention`, or a function with the same arguments. `q_norm` and `k_norm`
+    are RMSNorms with one eps, or nn.Identity. In place of:
+
+        def forward(self, x, angles, step, rows):
+            qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+            query, key, value = qkv.split(self.num_heads, dim=1)
+            query = rotate(self.q_norm(query), *angles)
+            key = rotate(self.k_norm(key), *angles)
+            self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
+            attended = self.backend(query, self.cache, self.window, step)
+            return self.o_proj(attended.flatten(1)[rows])
+
+        def rotate(x, cos, sin):
+            left, right = x.float().chunk(2, dim=-1)
+            return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1
+                             ).to(x.dtype)
     """
 
     def forward(self: Any, x: Tensor, angles: Tensor, step: Any,
@@ -87,6 +154,13 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
+    """In place of:
+
+        def forward(self, x, angles, step, rows):
+            x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
+            return x + self.mlp(self.post_attention_layernorm(x))
+    """
+
     def forward(self: Any, x: Tensor, delta: Tensor, angles: Tensor, step: Any,
                 rows: Any) -> tuple[Tensor, Tensor]:
         """x: the residual stream, to which `delta` has not been added yet. Returns both again."""
@@ -97,7 +171,16 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Runs the layers such that each residual sum is part of the norm that follows it."""
+    """Runs the layers such that each residual sum is part of the norm that follows it. In place of:
+
+        def forward(self, token_ids, step):
+            x = self.embed_tokens(token_ids)
+            angles = self.rope[:, step.positions, None]
+            for layer in self.layers:
+                is_last = layer is self.layers[-1]
+                x = layer(x, angles, step, step.logits_indices if is_last else slice(None))
+            return self.norm(x)
+    """
 
     def forward(self: Any, token_ids: Tensor, step: Any) -> Tensor:
         """From (T,) token ids to (rows, hidden_size), of the rows `step.logits_indices`."""

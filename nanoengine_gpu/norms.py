@@ -71,12 +71,11 @@ def swiglu_kernel(gate_up, out, size, BLOCK: tl.constexpr):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202): from (T, 2 * size) to (T, size)."""
-    rows, both = gate_up.shape
-    size = both // 2
-    out = gate_up.new_empty(rows, size)
+    """SiLU(gate) * up (Shazeer, 2020, arXiv:2002.05202): from (…, 2 * size) to (…, size)."""
+    size = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
     block = min(1024, triton.next_power_of_2(size))
-    swiglu_kernel[(rows, triton.cdiv(size, block))](
+    swiglu_kernel[(out.numel() // size, triton.cdiv(size, block))](
         gate_up.contiguous(), out, size, block, num_warps=4, enable_fp_fusion=False)
     return out
 

@@ -1,0 +1,498 @@
+"""What `optimize` takes, and what keeps its own forward: all compute what they did before."""
+
+import copy
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cpu.test_modules import MLP, Decoder, Model, swiglu
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from transformers import LlamaConfig, Qwen3Config
+
+from nanoengine import LLM, SamplingParams, loader, model as plain
+from nanoengine_cpu import knows_attention, modules, optimize
+from nanoengine_cpu.known import has_code_of
+from nanoengine_cpu.modules import GatedMLP, Layers, PackedLinear, PagedAttention
+
+close = torch.testing.assert_close
+ROOT = Path(__file__).parents[2]
+
+
+def fast(module):
+    """A module without gradients, and what it is after `optimize`."""
+    module.requires_grad_(False)
+    before = copy.deepcopy(module)
+    optimize(module)
+    return before, module
+
+
+def changed(name, function):
+    """An MLP whose class has another attribute."""
+    return type("Changed", (MLP,), {name: function})()
+
+
+def twice(x):
+    return 2 * x
+
+
+# ------------------------------------------------------------------------------- nn.Linear
+
+
+def inputs_of(size):
+    numbers = torch.randn(6, 5, 2 * size)
+    return {
+        "one": numbers[0, 0, :size], "three": numbers[..., :size], "none": numbers[:0, 0, :size],
+        "four": numbers[..., :size].unflatten(0, (2, 3)), "no rows": numbers[:, :0, :size],
+        "every second": numbers[..., ::2], "shifted": numbers[1:, 0, 1:size + 1],
+        "transposed": numbers[..., :size].transpose(0, 1), "columns": torch.randn(size, 7).T,
+        "one row, repeated": numbers[:1, 0, :size].expand(9, size)}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 32), (40, 24), (1, 1), (7, 3)], ids=str)
+def test_inputs_of_any_shape(dtype, tolerance, bias, sizes):
+    before, linear = fast(nn.Linear(*sizes, bias=bias).to(dtype))
+    assert linear.is_packed
+    for name, x in inputs_of(sizes[0]).items():
+        found, expected = linear(x.to(dtype)), before(x.to(dtype))
+        assert found.shape == expected.shape and found.is_contiguous(), name
+        assert torch.allclose(found, expected, rtol=tolerance, atol=tolerance), name
+
+
+@pytest.mark.parametrize("x", [
+    torch.ones(3, 64).double(), torch.ones(3, 64).half(), torch.ones(3, 64, dtype=torch.long),
+    torch.ones(3, 63), torch.ones(()), torch.ones(0), torch.ones(3, 64, device="meta"),
+    torch.ones(3, 64, dtype=torch.complex64)], ids=lambda x: f"{x.dtype}{[*x.shape]}{x.device}")
+def test_other_inputs_get_pytorch_s_own_answer(x):
+    answers = []
+    for linear in fast(nn.Linear(64, 32)):
+        try:
+            answers.append((linear(x).shape, linear(x).dtype))
+        except Exception as error:
+            answers.append((type(error), str(error)))
+    assert answers[0] == answers[1]
+
+
+def test_modes_of_pytorch():
+    before, linear = fast(nn.Linear(64, 32))
+    x = torch.randn(3, 64)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad(),
+                 torch.autocast("cpu", torch.bfloat16)):
+        with mode:
+            close(linear(x), before(x))
+    gradients = []
+    for each in (linear, before):
+        watched = x.clone().requires_grad_()
+        each(watched).square().sum().backward()
+        gradients.append(watched.grad)
+    close(*gradients)
+    close(torch.vmap(linear)(x), before(x))
+    close(torch.func.jacrev(linear)(x), torch.func.jacrev(before)(x))
+    close(torch.func.jvp(linear, (x,), (x,)), torch.func.jvp(before, (x,), (x,)))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        tangents = [torch.autograd.forward_ad.unpack_dual(each(dual)).tangent
+                    for each in (linear, before)]
+    close(*tangents)
+    negative = torch.randn(3, 64, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    close(linear(negative), before(negative))
+
+
+def test_a_weight_with_gradients_is_packed_and_still_gets_them():
+    linear = nn.Linear(64, 32)
+    before = copy.deepcopy(linear)
+    optimize(linear)
+    x = torch.randn(2, 5, 64)
+    close(linear(x), before(x))
+    linear(x).square().sum().backward()
+    before(x).square().sum().backward()
+    close(linear.bias.grad, before.bias.grad)
+    assert linear._parameters["weight"].grad is not None
+    with torch.no_grad():
+        close(linear(x), before(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(64, 128), (37, 82)], ids=str)
+def test_a_packed_weight_is_seen_as_it_was(dtype, sizes):
+    """In the module's own attribute, and in what is saved."""
+    before, linear = fast(nn.Linear(*sizes).to(dtype))
+    assert torch.equal(linear.weight, before.weight)
+    x = torch.randn(3, sizes[0]).to(dtype)
+    close(F.linear(x, linear.weight, linear.bias), before(x))
+    saved = linear.state_dict()
+    assert saved.keys() == before.state_dict().keys() and linear.is_packed
+    assert all(torch.equal(saved[name], each) for name, each in before.state_dict().items())
+    assert [name for name, _ in linear.named_parameters()] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_packed_weight_can_be_loaded_anew(assign):
+    _, linear = fast(nn.Linear(64, 32))
+    other = nn.Linear(64, 32).requires_grad_(False)
+    linear.load_state_dict(other.state_dict(), assign=assign)
+    x = torch.randn(3, 64)
+    close(linear(x), other(x))
+    assert linear.is_packed
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        linear.load_state_dict(nn.Linear(63, 31).state_dict())
+    close(linear(x), other(x))
+
+
+def test_a_packed_weight_changes_its_dtype():
+    before, linear = fast(nn.Linear(64, 32))
+    for dtype in (torch.bfloat16, torch.float64, torch.float16, torch.float32):
+        linear, before = linear.to(dtype), before.to(dtype)
+        assert linear.weight.dtype == dtype
+        x = torch.randn(3, 64).to(dtype)
+        close(linear(x), before(x), rtol=2e-2, atol=2e-2)
+
+
+def test_modules_that_read_a_weight_themselves():
+    x = torch.randn(2, 5, 32)
+    for module in (nn.MultiheadAttention(32, 4, batch_first=True).eval(),
+                   nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()):
+        inputs = [x] * (3 if isinstance(module, nn.MultiheadAttention) else 1)
+        before, module = fast(module)
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                close(module(*inputs), before(*inputs))
+
+
+def test_copies_compute_the_same_bits():
+    _, linear = fast(nn.Linear(64, 32))
+    x = torch.randn(3, 64)
+    copied = copy.deepcopy(linear)
+    assert torch.equal(copied(x), linear(x))
+    copied.weight = nn.Parameter(copied.weight * 2, False)
+    assert not torch.equal(copied(x), linear(x))
+    optimize(linear)
+    assert type(linear).__mro__.count(PackedLinear) == 1, "optimized twice"
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Named(nn.Linear):
+    def name(self):
+        return "mine"
+
+
+def test_classes_that_inherit_from_a_linear():
+    x = torch.ones(8)
+    before, linear = fast(Doubled(8, 8))
+    assert type(linear) is Doubled and torch.equal(linear(x), before(x))
+    assert not optimize(nn.Sequential(linear)), "not packed"
+    before, linear = fast(Named(8, 8))
+    assert isinstance(linear, Named) and linear.name() == "mine" and linear.is_packed
+    close(linear(x), before(x))
+
+
+def patched(linear):
+    linear.forward = lambda x: F.linear(x, linear.weight) * 3
+    return linear
+
+
+def pruned(linear):
+    prune.l1_unstructured(linear, "weight", 0.5)
+    return linear
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+@pytest.mark.parametrize("change", [
+    patched, pruned, parametrizations.weight_norm,
+    lambda linear: parametrize.register_parametrization(linear, "weight", Square()),
+    lambda linear: parametrize.register_parametrization(linear, "bias", Square())])
+def test_linears_that_are_not_what_they_seem(change):
+    linear = change(nn.Linear(8, 8))
+    expected = linear(torch.ones(2, 3, 8))
+    optimize(linear)
+    assert torch.equal(linear(torch.ones(2, 3, 8)), expected)
+
+
+def test_shared_weights():
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    before, both = fast(nn.Sequential(first, second, first))
+    close(both(torch.ones(8)), before(torch.ones(8)))
+    embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+    head.weight = embedding.weight
+    _, tied = fast(nn.ModuleList([embedding, head]))
+    x = embedding(torch.tensor([3]))
+    close(head(x), x @ embedding.weight.T)
+
+
+def test_hooks_change_what_they_changed():
+    linear = nn.Linear(8, 8)
+    linear.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    linear.register_forward_hook(lambda module, inputs, out: out + 1)
+    before, linear = fast(linear)
+    close(linear(torch.ones(2, 3, 8)), before(torch.ones(2, 3, 8)))
+
+
+# ------------------------------------------------------------------------------------- MLPs
+
+
+def gelu_of_gate(self, x):
+    gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+    return self.down_proj(F.gelu(gate) * up)
+
+
+def ups_first(self, x):
+    up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
+    return self.down_proj(F.silu(gate) * up)
+
+
+def clamped(self, x):
+    return self.down_proj(swiglu(self.gate_up_proj(x)).clamp(-1, 1))
+
+
+def with_scale(self, x, scale=0.5):
+    return self.down_proj(swiglu(self.gate_up_proj(x))) * scale
+
+
+@pytest.mark.parametrize("forward", [gelu_of_gate, ups_first, clamped, with_scale])
+def test_other_mlps_keep_their_forward(forward):
+    before, mlp = fast(changed("forward", forward))
+    x = 5 * torch.randn(2, 3, 48)
+    close(mlp(x), before(x), rtol=1e-4, atol=1e-4)
+    assert not isinstance(mlp, GatedMLP) and mlp.gate_up_proj.is_packed and mlp.down_proj.is_packed
+    assert not optimize(mlp)
+
+
+def test_a_subclass_that_calls_the_known_forward_keeps_its_own():
+    calls = []
+
+    class Counting(MLP):
+        def forward(self, x):
+            calls.append(1)
+            return super().forward(x)
+
+    _, mlp = fast(Counting())
+    mlp(torch.ones(2, 48))
+    assert calls == [1] and mlp.down_proj.is_packed
+
+
+def test_a_forward_of_a_module_or_one_of_its_functions_can_be_another(monkeypatch):
+    mlp = MLP()
+    mlp.forward = twice
+    optimize(mlp)
+    assert mlp(torch.ones(1)) == 2
+    monkeypatch.setitem(MLP.forward.__globals__, "swiglu", lambda x: x[..., :96])
+    before, mlp = fast(MLP())
+    x = torch.randn(2, 48)
+    close(mlp(x), before(x))
+    monkeypatch.undo()
+    assert isinstance(fast(MLP())[1], GatedMLP)
+    monkeypatch.setattr(MLP, "forward", gelu_of_gate)
+    assert not isinstance(fast(MLP())[1], GatedMLP)
+
+
+def test_a_known_mlp_takes_any_shape_and_its_first_product_is_plain():
+    before, mlp = fast(MLP())
+    assert isinstance(mlp, GatedMLP) and isinstance(mlp, MLP)
+    for shape in ((48,), (2, 3, 48), (0, 48), (2, 0, 48)):
+        x = torch.randn(*shape)
+        close(mlp(x), before(x))
+        close(mlp.gate_up_proj(x), before.gate_up_proj(x))
+    for each in (mlp, before):
+        each.gate_up_proj.register_forward_hook(lambda module, inputs, out: out * 2)
+    close(mlp(x), before(x))
+    x = torch.randn(2, 48, requires_grad=True)
+    close(torch.autograd.grad(mlp(x).sum(), x), torch.autograd.grad(before(x).sum(), x))
+
+
+# ------------------------------------------------------------------------ attention, decoders
+
+
+class Centered(nn.RMSNorm):
+    """1 + w, as in Gemma."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+def rms_norm(x, weight, eps):
+    numbers = x.float()
+    mean = numbers.square().mean(dim=-1, keepdim=True)
+    return (numbers * (mean + eps).rsqrt() * weight).to(x.dtype)
+
+
+class Written(nn.RMSNorm):
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
+def hidden_by(norm):
+    norm.forward = twice
+    return norm
+
+
+@pytest.mark.parametrize("norm, is_known", [
+    (nn.RMSNorm(8, 1e-6), True), (Written(8, 1e-6), True), (Centered(8, 1e-6), False),
+    (nn.LayerNorm(8), False), (nn.RMSNorm(8, 1e-6, elementwise_affine=False), False),
+    (nn.RMSNorm(8), False), (hidden_by(nn.RMSNorm(8, 1e-6)), False), (nn.Identity(), False),
+    (parametrize.register_parametrization(nn.RMSNorm(8, 1e-6), "weight", Square()), False)])
+def test_norms(norm, is_known):
+    assert modules.is_rms_norm(norm) is is_known
+
+
+@pytest.mark.parametrize("norms", [
+    (nn.LayerNorm(32), nn.LayerNorm(32)), (nn.RMSNorm(32, 1e-6), nn.RMSNorm(32, 1e-5)),
+    (nn.RMSNorm(32, 1e-6), nn.Identity()), (Centered(32, 1e-6), Centered(32, 1e-6))])
+def test_attention_with_other_norms_of_heads_is_not_known(norms):
+    model = Model(torch.float32)
+    assert knows_attention(model)
+    model.self_attn.q_norm, model.self_attn.k_norm = norms
+    assert not knows_attention(model) and not optimize(model)
+    assert not isinstance(model.self_attn, PagedAttention) and model.self_attn.qkv_proj.is_packed
+
+
+def test_no_attention_is_replaced_where_one_is_not_known():
+    """They share a cache."""
+    decoder = Decoder(torch.float32)
+    decoder.layers[1].self_attn.forward = twice
+    assert not optimize(decoder)
+    assert not isinstance(decoder.layers[0].self_attn, PagedAttention)
+    assert not isinstance(decoder, Layers) and isinstance(decoder.layers[0].mlp, GatedMLP)
+
+
+def test_a_forward_that_is_set_on_a_layer_runs(monkeypatch):
+    decoder = Decoder(torch.float32)
+    decoder.layers[1].forward = lambda x, *_: x * 0 + 3
+    assert optimize(decoder)
+    decoder.layers[0].forward = lambda x, *_: x
+    step = type("Step", (), dict(positions=torch.tensor([0]), logits_indices=torch.tensor([0])))
+    close(decoder(torch.tensor([1]), step), decoder.norm(torch.full((1, 48), 3.0)))
+
+
+def test_the_code_of_a_forward_is_compared_without_comments_docstrings_and_types():
+    class Same(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """The same."""
+            # the same
+            return self.down_proj(
+                swiglu(self.gate_up_proj(x)))
+
+    class Other(nn.Module):
+        def forward(self, x):
+            return self.down_proj(swiglu(self.gate_up_proj(x))) + 0
+
+    assert has_code_of(GatedMLP, Same()) and not has_code_of(GatedMLP, Other())
+    made = {"nn": nn, "swiglu": swiglu}
+    exec("class Made(nn.Module):\n    def forward(self, x):\n"
+         "        return self.down_proj(swiglu(self.gate_up_proj(x)))", made)
+    assert not has_code_of(GatedMLP, made["Made"]()), "which has no source"
+
+
+def test_both_libraries_compare_alike():
+    files = [ROOT / library / "known.py" for library in ("nanoengine_cpu", "nanoengine_gpu")]
+    assert files[0].read_text() == files[1].read_text()
+
+
+# --------------------------------------------------------------------------------- the engine
+
+
+CONFIGS = [LlamaConfig, Qwen3Config]
+
+
+@pytest.mark.parametrize("make", CONFIGS)
+def test_the_engine_s_own_model_is_known(make):
+    """If not: its forwards were changed. See that the kernels still compute the same, and change
+    the docstrings in nanoengine_cpu/modules.py and nanoengine_gpu/modules.py."""
+    decoder = plain.Decoder(make(
+        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=4, num_key_value_heads=2)).requires_grad_(False)
+    assert knows_attention(decoder) and optimize(decoder)
+    assert isinstance(decoder, Layers) and isinstance(decoder.layers[0].mlp, GatedMLP)
+    assert isinstance(decoder.layers[1].self_attn, PagedAttention)
+    assert all(map(modules.is_known_layer, decoder.layers))
+
+
+def test_it_is_known_without_docstrings():
+    script = "\n".join([
+        "from transformers import Qwen3Config", "from nanoengine import model",
+        "from nanoengine_cpu import optimize", "print(optimize(model.Decoder(Qwen3Config(",
+        "    vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=1,",
+        "    head_dim=32, num_attention_heads=4, num_key_value_heads=2)).requires_grad_(False)))"])
+    assert subprocess.check_output([sys.executable, "-OO", "-c", script], text=True,
+                                   cwd=ROOT).split() == ["True"]
+
+
+class Scaled(plain.Attention):
+    """Attention whose scores are a third, as a family of one's own might have it."""
+
+    def forward(self, x, angles, step, rows):
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        query, key, value = qkv.split(self.num_heads, dim=1)
+        query = plain.rotate(self.q_norm(query), *angles) / 3
+        key = plain.rotate(self.k_norm(key), *angles)
+        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
+        attended = self.backend(query, self.cache, self.window, step)
+        return self.o_proj(attended.flatten(1)[rows])
+
+
+class Gelu(plain.MLP):
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.gelu(gate) * up)
+
+
+class Multiplied(plain.Decoder):
+    def forward(self, token_ids, step):
+        x = self.embed_tokens(token_ids) * math.sqrt(self.embed_tokens.embedding_dim)
+        angles = self.rope[:, step.positions, None]
+        for layer in self.layers:
+            is_last = layer is self.layers[-1]
+            x = layer(x, angles, step, step.logits_indices if is_last else slice(None))
+        return self.norm(x)
+
+
+class Weaker(plain.DecoderLayer):
+    def forward(self, x, angles, step, rows):
+        x = x[rows] + 0.3 * self.self_attn(self.input_layernorm(x), angles, step, rows)
+        return x + 0.3 * self.mlp(self.post_attention_layernorm(x))
+
+
+@pytest.mark.parametrize("name, kind", [
+    ("Attention", Scaled), ("MLP", Gelu), ("Decoder", Multiplied), ("DecoderLayer", Weaker),
+    ("RMSNorm", Centered)])
+def test_a_family_of_one_s_own_computes_what_it_says(monkeypatch, tiny, name, kind):
+    """The same tokens as in plain PyTorch, and other ones than the engine's own model."""
+    options = dict(dtype="float32", block_size=16, num_kv_blocks=32)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[*range(20, 50)], [7, 8, 9]]
+
+    def tokens(**more):
+        with LLM(tiny, **options, **more) as llm:
+            runner = llm.engine.runner
+            assert not more or runner.is_invariant is False
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in outputs], runner
+
+    usual, _ = tokens()
+    monkeypatch.setattr(plain, name, kind)
+    if name == "Decoder":
+        monkeypatch.setattr(loader, name, kind)
+    expected, _ = tokens(kernels=False)
+    found, runner = tokens()
+    assert found == expected != usual
+    linears = [each for each in runner.model.modules() if isinstance(each, nn.Linear)]
+    assert linears and all(linear.is_packed for linear in linears)
+    assert runner.backend == ("gather" if name in ("Attention", "RMSNorm") else "numba")
+    if name == "Attention":
+        with pytest.raises(ValueError, match="attention_backend='numba' .* 'gather'"):
+            LLM(tiny, attention_backend="numba", **options)
