@@ -91,7 +91,8 @@ class Parser(argparse.ArgumentParser):
             group.add_argument("--" + name.replace("_", "-"), **kind)
 
     def parse(self, argv: list[str], **defaults: Any) -> argparse.Namespace:
-        """Returns the flags, and `args.engine_config`: the given options, then `defaults`."""
+        """Returns the flags, `args.engine_config` (the given options, then `defaults`), and
+        `args.vocab_size`."""
         args = self.parse_args(argv)
         args.given = {name: value for name, value in vars(args).items()
                       if name in ENGINE_OPTIONS and value is not None}
@@ -102,6 +103,7 @@ class Parser(argparse.ArgumentParser):
         try:
             options["device"] = choose_device(options["device"])
             args.engine_config = EngineConfig(model=str(find_model(args.model)), **options)
+            args.vocab_size = load_config(Path(args.engine_config.model)).vocab_size
         except ValueError as error:
             self.error(" ".join(str(error).split()))
         return args
@@ -128,10 +130,9 @@ class Parser(argparse.ArgumentParser):
         if args.prompts:
             prompts = read_prompts(args.prompts, load_tokenizer(folder))
         else:
-            vocab_size = load_config(folder).vocab_size
-            prefix = draw_ids(rng, args.prefix_length, vocab_size)
+            prefix = draw_ids(rng, args.prefix_length, args.vocab_size)
             inputs = (args.min_input, args.max_input, args.lengths)
-            prompts = [prefix + draw_ids(rng, draw_length(rng, *inputs), vocab_size)
+            prompts = [prefix + draw_ids(rng, draw_length(rng, *inputs), args.vocab_size)
                        for _ in range(args.num_seqs)]
         max_tokens = [draw_length(rng, args.min_output, args.max_output, args.lengths)
                       for _ in prompts]
