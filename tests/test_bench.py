@@ -144,7 +144,8 @@ def test_a_bound_that_is_given_alone_moves_the_other_one(flags, inputs, outputs)
     (("--scheduling", "fair"), "scheduling"),
     (("--block-size", 0), "block_size"),
     (("--model", "no such folder"), "no such folder"),
-    (("--model", ROOT / "docs"), "has no config.json"), (("--model", ROOT / "LICENSE"), "is a file"),
+    (("--model", ROOT / "docs"), "has no config.json"),
+    (("--model", ROOT / "LICENSE"), "is a file"),
     (("--no-such-flag",), "--no-such-flag"),
 ])
 def test_bad_flags_are_one_line(capsys, monkeypatch, flags, part):
