@@ -92,16 +92,17 @@ def run_variant(llm: LLM, workload: Workload, changes: Options) -> tuple[Engine,
     params = [SamplingParams(**{"temperature": workload.temperature, "max_tokens": most,
                                 "ignore_eos": True, "seed": number, **sampling})
               for number, most in enumerate(workload.max_tokens)]
-    seqs = [request.seq for request in llm.inputs.make_requests(workload.prompts, params)]
-    lengths = {seq.request_id: length for seq, length in zip(seqs, workload.lengths)}
+    requests = llm.inputs.make_requests(workload.prompts, params)
+    lengths = {each.request_id: length for each, length in zip(requests, workload.lengths)}
     engine = new_engine(llm, **options)
     started = time.perf_counter()
-    for seq in seqs:
-        engine.add(seq)
+    for request in requests:
+        engine.add(request.seq)
     run_until(engine, lengths)
     seconds = time.perf_counter() - started
-    workload.check([seq.num_tokens - seq.num_prompt_tokens for seq in seqs])
-    return engine, figures_of(engine, seconds, [seq.kept["metrics"] for seq in seqs])
+    outputs = [request.output() for request in requests]
+    workload.check([len(output.outputs[0].token_ids) for output in outputs])
+    return engine, figures_of(engine, seconds, [output.metrics for output in outputs])
 
 
 def scarce_blocks(workload: Workload, config: Any) -> int:

@@ -39,7 +39,8 @@ def lanes(trace: list[Step]) -> dict[str, list[tuple[float, float, str]]]:
         for seq, mode in record.batch.preempted:
             since[seq] = (before, "swapped" if mode == "swap" else "preempted")
         for seq, num_tokens in zip(record.batch.sequences, record.batch.num_tokens):
-            arrival = max(begin, seq.kept["metrics"].arrival_time) if seq.index == 0 else start
+            metrics = seq.kept.get("metrics")
+            arrival = max(begin, metrics.arrival_time) if metrics and seq.index == 0 else start
             left, state = since.get(seq, (min(arrival, before), "waiting"))
             lane = found.setdefault(seq, [])
             if left < before:

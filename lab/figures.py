@@ -31,7 +31,7 @@ def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -
         figures[name], figures[f"{name}_p99"] = 1000 * np.percentile(times, [50, 99])
     figures |= {name: metrics[name] for name in COUNTED}
     figures["swapped_mib"] = metrics["swapped_bytes"] / 2**20
-    figures |= figures_of_steps(trace, engine.config.block_size)
+    figures |= figures_of_steps(trace, engine.config.block_size, metrics["right_guesses"])
     if len(trace) == metrics["num_steps"]:
         gaps = [elapsed(one.done, two.began) for one, two in zip(trace, trace[1:])]
         whole = elapsed(trace[0].began, trace[-1].done)
@@ -40,14 +40,18 @@ def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -
     return figures
 
 
-def figures_of_steps(trace: list[Step], block_size: int) -> Figures:
-    """Returns the speed of steps, and how full the KV cache was. A sample of steps is enough."""
+def figures_of_steps(trace: list[Step], block_size: int, num_right: int = 0) -> Figures:
+    """Returns the speed of steps, and how full the KV cache was. A sample of steps is enough.
+
+    num_right: the tokens that decodes have brought as right guesses.
+    """
     figures: Figures = {}
     for phase in ("prefill", "decode"):
         steps = [(end - start, sum(record.batch.num_tokens), len(record.batch))
                  for start, end, record in spans(trace) if phase_of(record) == phase]
         if steps:
             seconds, num_tokens, figures[f"{phase}_batch"] = np.mean(steps, axis=0)
+            num_tokens += num_right / len(steps) if phase == "decode" else 0
             figures[f"{phase}_tokens_per_second"] = num_tokens / seconds
             figures[f"{phase}_step_ms"] = 1000 * seconds
     usage = [(end - start, *blocks_of(record, block_size)) for start, end, record in spans(trace)]
@@ -88,7 +92,7 @@ def medians_of(runs: Runs) -> dict[str, Figures]:
 def in_short(values: list[float]) -> str:
     """Returns the median of several runs, and the lowest and highest if they differ."""
     three = (statistics.median(values), min(values), max(values))
-    middle, *ends = (f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in three)
+    middle, *ends = (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" for value in three)
     return middle if ends == [middle, middle] else f"{middle} ({'-'.join(ends)})"
 
 

@@ -24,7 +24,7 @@ from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
 from nanoengine.sequence import Sequence
 from .drawing import draw_grid
-from .figures import write_json
+from .figures import in_short, write_json
 from .options import Parser, picture
 
 SIZES = {"batches": (1, 2, 4, 8, 16, 32, 64, 128, 256), "contexts": (128, 512, 2048, 8192),
@@ -132,7 +132,7 @@ def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, fl
                             for batch in batches], axis=0)
             values = (num_seqs, length, *(1000 * times).tolist())
             found.append(dict(zip(("batch", "context", "ms", "products_ms", "limit_ms"), values)))
-            print(", ".join(f"{key} {value:,.5g}" for key, value in found[-1].items()), flush=True)
+            print(", ".join(f"{k} {in_short([v])}" for k, v in found[-1].items()), flush=True)
     return found
 
 

@@ -25,7 +25,8 @@ SHAPES = {file.parent.name: file.parent for file in (ROOT / "models").glob("*/co
           if not (file.parent / "model.safetensors").exists()}
 ENGINE_OPTIONS = [field.name for field in dataclasses.fields(EngineConfig)
                   if field.name not in ("model", "trace")]
-SIZES = "num_seqs min_input max_input min_output max_output prefix_length temperature".split()
+SIZES = {"num_seqs": int, "min_input": int, "max_input": int, "min_output": int,
+         "max_output": int, "prefix_length": int, "temperature": float}
 WORKLOADS = {
     "uniform": (256, 100, 1024, 100, 1024, 0, 0.6),  # nano-vllm's
     "small": (64, 16, 256, 16, 256, 0, 0.6),  # the same for a model of 3 million parameters
@@ -86,14 +87,13 @@ class Parser(argparse.ArgumentParser):
         group = self.add_argument_group(title)
         kinds = get_type_hints(EngineConfig)
         for name in names:
-            flag = "--" + name.replace("_", "-")
-            if kinds.get(name) is bool:
-                group.add_argument(flag, action=argparse.BooleanOptionalAction)
-            else:
-                group.add_argument(flag, type=number_or_text)
+            kind: Any = ({"action": argparse.BooleanOptionalAction} if kinds.get(name) is bool
+                         else {"type": SIZES.get(name, number_or_text)})
+            group.add_argument("--" + name.replace("_", "-"), **kind)
 
     def parse(self, argv: list[str], **defaults: Any) -> argparse.Namespace:
-        """Returns the flags, and `args.engine_config`: the given options, then `defaults`."""
+        """Returns the flags, `args.engine_config` (the given options, then `defaults`), and
+        `args.vocab_size`."""
         args = self.parse_args(argv)
         args.given = {name: value for name, value in vars(args).items()
                       if name in ENGINE_OPTIONS and value is not None}
@@ -104,6 +104,7 @@ class Parser(argparse.ArgumentParser):
         try:
             options["device"] = choose_device(options["device"])
             args.engine_config = EngineConfig(model=str(find_model(args.model)), **options)
+            args.vocab_size = load_config(Path(args.engine_config.model)).vocab_size
         except ValueError as error:
             self.error(" ".join(str(error).split()))
         return args
@@ -113,12 +114,16 @@ class Parser(argparse.ArgumentParser):
         longer = {"prefill-heavy": "_input", "decode-heavy": "_output"}.get(args.workload, "none")
         for name, size in zip(SIZES, WORKLOADS[args.workload]):
             if getattr(args, name) is None:
-                setattr(args, name, round(size * args.n_k) if name.endswith(longer) else size)
+                size = round(size * args.n_k) if name.endswith(longer) else size
+                # a bound that is given alone moves the other one
+                nearer, other = (min, "max") if name[:3] == "min" else (max, "min")
+                size = nearer(size, getattr(args, other + name[3:], None) or size)
+                setattr(args, name, size)
         for kind in ("input", "output"):
             if not 1 <= getattr(args, f"min_{kind}") <= getattr(args, f"max_{kind}"):
                 self.error(f"--min-{kind} must be from 1 to --max-{kind}")
-        if not 0 < args.true_lengths <= 1:
-            self.error("--true-lengths must be above 0 and at most 1")
+        if min(args.num_seqs, vars(args).get("repeat", 1)) < 1 or not 0 < args.true_lengths <= 1:
+            self.error("--num-seqs and --repeat must be at least 1, --true-lengths above 0, to 1")
 
         # in nano-vllm's order: length and ids of each prompt, then all output lengths
         rng = random.Random(args.engine_config.seed)
@@ -126,12 +131,10 @@ class Parser(argparse.ArgumentParser):
         if args.prompts:
             prompts = read_prompts(args.prompts, load_tokenizer(folder))
         else:
-            vocab_size = load_config(folder).vocab_size
-            prefix = draw_ids(rng, args.prefix_length, vocab_size)
-            prompts = []
-            for _ in range(args.num_seqs):
-                length = draw_length(rng, args.min_input, args.max_input, args.lengths)
-                prompts.append(prefix + draw_ids(rng, length, vocab_size))
+            prefix = draw_ids(rng, args.prefix_length, args.vocab_size)
+            inputs = (args.min_input, args.max_input, args.lengths)
+            prompts = [prefix + draw_ids(rng, draw_length(rng, *inputs), args.vocab_size)
+                       for _ in range(args.num_seqs)]
         max_tokens = [draw_length(rng, args.min_output, args.max_output, args.lengths)
                       for _ in prompts]
         low = max(0.0, 2 * args.true_lengths - 1)
@@ -172,9 +175,8 @@ def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
     Lines end with a newline, or carriage return and newline; other separators belong to a prompt.
     """
     prompts = []
-    for line in file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n"):
-        if not line.strip():
-            continue
+    text = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    for line in filter(str.strip, text.split("\n")):
         prompt: dict[str, Any] = json.loads(line) if line.startswith("{") else {"prompt": line}
         if "prompt_token_ids" not in prompt and tokenizer is None:
             raise SystemExit(f"{file}: the model has no tokenizer, give prompt_token_ids")

@@ -60,8 +60,8 @@ def measured_cost(config: EngineConfig, workload: Workload) -> Cost:
         for start, end, step in spans(metrics_of(engine).trace)]).T
     causes = np.stack([np.ones_like(tokens), tokens, starts + tokens], axis=1)
     per_step, per_token, per_key = np.linalg.lstsq(causes, seconds)[0].clip(0).tolist()
-    kv_bytes = engine.runner.block_bytes // config.block_size
-    num_slots = engine.runner.num_kv_blocks * config.block_size
+    kv_bytes = metrics_of(engine).block_bytes // config.block_size
+    num_slots = engine.scheduler.block_manager.num_blocks * config.block_size
     return Cost(f"{config.model}, measured on this machine", per_step, per_token,
                 per_key / kv_bytes, 1 / 5e9, kv_bytes, num_slots)
 
@@ -90,7 +90,7 @@ class SimulatedRunner:
         self.now += self.cost.swapped_byte_seconds * self.block_bytes * num_swapped
         tokens = torch.ones(len(batch.sampled), dtype=torch.int32)
         metrics = metrics_of(self.engine)
-        if metrics.counters["num_steps"] % 16 == 0 and not self.engine.config.trace:
+        if metrics.counters["num_steps"] % 16 == 1 and not self.engine.config.trace:
             metrics.trace.append(StepRecord(
                 batch, began, began, self.now, self.now, metrics=metrics.gauges()))
         return Launched(batch, tokens, self.now)

@@ -114,13 +114,38 @@ def test_prompts_of_text_need_a_tokenizer(tmp_path, tiny):
         draw("--model", tiny, "--prompts", file)
 
 
+@pytest.mark.parametrize("flags, inputs, outputs", [
+    ((), (100, 1024), (100, 1024)),
+    (("--max-output", 64), (100, 1024), (64, 64)),
+    (("--min-output", 2000), (100, 1024), (2000, 2000)),
+    (("--max-output", 300), (100, 1024), (100, 300)), (("--min-output", 5), (100, 1024), (5, 1024)),
+    (("--max-input", 8), (8, 8), (100, 1024)), (("--min-input", 1500), (1500,) * 2, (100, 1024)),
+    (("--max-input", 8, "--max-output", 9), (8, 8), (9, 9)),
+    (("--min-input", 2, "--max-input", 3), (2, 3), (100, 1024)),
+    (("--workload", "cpu-decode", "--max-output", 3), (64, 64), (3, 3)),
+    (("--workload", "decode-heavy", "--n-k", 0.01, "--min-output", 20), (1000,) * 2, (20, 20)),
+    (("--workload", "prefill-heavy", "--n-k", 0.01, "--max-output", 20), (10, 10), (20, 20))])
+def test_a_bound_that_is_given_alone_moves_the_other_one(flags, inputs, outputs):
+    workload = draw(*flags, "--num-seqs", 400)
+    for bounds, sizes in ((inputs, [*map(len, workload.prompts)]), (outputs, workload.lengths)):
+        low, high = bounds
+        assert low <= min(sizes) <= low + (high - low) // 10
+        assert high - (high - low) // 10 <= max(sizes) <= high
+
+
 @pytest.mark.parametrize("flags, part", [
     (("--min-input", 9, "--max-input", 8), "--min-input"),
+    (("--max-output", 0), "--min-output"), (("--min-output", -1), "--min-output"),
+    (("--max-output", "many"), "--max-output"), (("--num-seqs", 0), "--num-seqs"),
+    (("--num-seqs", 2.5), "--num-seqs"), (("--repeat", 0), "--repeat"),
+    (("--quantization", "awq"), "--quantization"),
     (("--engine", "llama.cpp"), "--engine llama.cpp"),
     (("--engine", "vllm"), "--python"),
     (("--scheduling", "fair"), "scheduling"),
     (("--block-size", 0), "block_size"),
     (("--model", "no such folder"), "no such folder"),
+    (("--model", ROOT / "docs"), "has no config.json"),
+    (("--model", ROOT / "LICENSE"), "is a file"),
     (("--no-such-flag",), "--no-such-flag"),
 ])
 def test_bad_flags_are_one_line(capsys, monkeypatch, flags, part):

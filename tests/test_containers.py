@@ -8,6 +8,7 @@ import pytest
 
 from nanoengine import LLM
 from nanoengine_extensions.containers import free_memory
+from nanoengine_extensions.metrics import as_text
 
 GIB = 2**30
 HOST = 64 * GIB
@@ -162,3 +163,12 @@ def test_weights_and_the_pool_of_swapping_have_to_fit_the_container(tiny, contai
             LLM(tiny, swap_space=0.9, **options).close()
         with pytest.raises(ValueError, match=f"swap_space=1.1 .* at most {most} GiB of memory"):
             LLM(tiny, swap_space=1.1, **options)
+
+
+def test_a_size_is_logged_as_a_plain_number(tiny, caplog):
+    sizes = {0: "0.0 MiB", 2**20: "1.0 MiB", 1020 * 2**20: "1020.0 MiB", 2**30: "1.0 GiB",
+             1500 * 2**20: "1.5 GiB", 2**40: "1024.0 GiB"}
+    assert {size: as_text(size) for size in sizes} == sizes
+    caplog.set_level("INFO", "nanoengine")
+    LLM(tiny, num_kv_blocks=64, **OPTIONS).close()
+    assert any(message.startswith(f"{tiny}: 1.0 MiB, 64 KV blocks") for message in caplog.messages)

@@ -89,7 +89,7 @@ def test_recorded_frames_are_consistent(engines, tmp_path, seed):
     assert len(engines) == len(variants) > 1
     for engine, variant in zip(engines, variants.values()):
         check_frames(variant)
-        counters = engine.features.by_name["Metrics"].counters
+        counters = engine.features["Metrics"].counters
         assert counters["num_steps"] == len(variant["frames"]) - 1
         assert counters["computed_tokens"] == sum(
             sum(frame["batch"][2]) for frame in variant["frames"])
@@ -238,7 +238,7 @@ def test_the_page_counts_as_the_scheduler_does(browser, page, engines, tmp_path)
         counted = browser.evaluate(
             "names.map(name => film.variants[name].frames.at(-1).counters)")
         for found in counted:
-            counters = engines.pop(0).metrics.counters
+            counters = engines.pop(0).features["metrics"].counters
             assert found == {"computed": counters["computed_tokens"],
                              "again": counters["recomputed_tokens"],
                              "found": counters["prefix_cache_hits"],

@@ -15,8 +15,10 @@ sys.path.insert(0, str(ROOT))
 
 import bench  # noqa: E402
 from lab import compare, drawing, figures, film, limits, options, simulate  # noqa: E402
-from nanoengine import LLM, SamplingParams  # noqa: E402
+from nanoengine import BeamSearchParams, LLM, SamplingParams  # noqa: E402
 from nanoengine.config import EngineConfig  # noqa: E402
+from nanoengine.model_runner import ModelRunner  # noqa: E402
+from nanoengine_extensions.speculation import Speculation  # noqa: E402
 
 COMMANDS = {"bench.py": bench, "-m lab.compare": compare, "-m lab.simulate": simulate,
             "-m lab.limits": limits, "-m lab.film": film}
@@ -66,6 +68,71 @@ def test_runs_in_turn_with_their_spread(tmp_path, capsys):
     assert found["medians"]["no cache"]["prefix_cache_queries"] > 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "output tokens" in line)
     assert re.search(r"[\d,.]+ \([\d,.]+-[\d,.]+\)", line)
+
+
+@pytest.fixture
+def steps_as_seconds(monkeypatch):
+    """A clock of the engine on which every step takes a second, and nothing else any time."""
+    now = [0.0]
+    launch, make = ModelRunner.launch, options.load_observers
+
+    def launch_for_a_second(runner, batch):
+        now[0] += 1
+        return launch(runner, batch)
+
+    def load_observers():
+        features = make()
+        features["metrics"].clock = lambda: now[0]
+        return features
+
+    monkeypatch.setattr(ModelRunner, "launch", launch_for_a_second)
+    monkeypatch.setattr(options, "load_observers", load_observers)
+
+
+@pytest.mark.parametrize("comparison", ["none", "sampling"])
+def test_what_the_figures_of_a_run_are(tmp_path, steps_as_seconds, comparison):
+    """Eight prompts of 40 tokens, in two steps of prompts, each with 10 outputs: eleven steps."""
+    found = run(compare, tmp_path, comparison, "--num-seqs", 8, "--min-input", 40,
+                "--max-input", 40, "--min-output", 10, "--max-output", 10, "--repeat", 1,
+                "--num-kv-blocks", 200, "--max-num-batched-tokens", 160)["medians"]
+    for name, row in found.items():
+        count = 4 if name == "n = 4" else 1
+        expected = {
+            "num_steps": 11, "mean_batch": (8 + 9 * 8 * count) / 11, "num_preemptions": 0,
+            # of those in the first step the second token comes two steps later
+            "first_token_ms": 1500, "first_token_ms_p99": 2000,
+            "per_token_ms": 1000 * (10 / 9 + 1) / 2, "per_token_ms_p99": 1000 * 10 / 9,
+            "prefill_batch": 4, "prefill_step_ms": 1000, "prefill_tokens_per_second": 160,
+            "decode_batch": 8 * count, "decode_step_ms": 1000,
+            "decode_tokens_per_second": 8 * count, "swapped_mib": 0, "recomputed_tokens": 0,
+            "idle_percent": 0, "idle_ms_per_step": 0, "prefix_cache_queries": 320}
+        figures = {figure: row[figure] for figure in expected}
+        assert figures == pytest.approx(expected), name
+        tokens = row["output_tokens_per_second"] * row["seconds"]
+        assert tokens == pytest.approx(80 * count)
+
+
+def test_right_guesses_are_tokens_of_decodes(tmp_path, steps_as_seconds, monkeypatch):
+    """All guesses are right: each step of a decode then brings several tokens."""
+    monkeypatch.setattr(Speculation, "_worthwhile", lambda self, asked, batch: {
+        seq: found[0] for seq, found in asked.items()})
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("count 17 to 23 = 17 18 19 20 21 22 23 count 17 to 23 =\n")
+    plain, found = run(compare, tmp_path, "speculation", "--prompts", prompts, "--min-output", 20,
+                       "--max-output", 20, "--repeat", 1, "--temperature", 0)["medians"].values()
+    num_decodes = found["num_steps"] - 1
+    assert plain["num_steps"] == 20 > found["num_steps"] > 2
+    assert plain["decode_tokens_per_second"] == pytest.approx(1)
+    assert found["decode_tokens_per_second"] == pytest.approx(19 / num_decodes)
+    # the tokens of a step have one time
+    assert found["per_token_ms"] == pytest.approx(1000 * num_decodes / 19)
+
+
+def test_figures_are_plain_numbers():
+    numbers = {0: "0", 0.5134: "0.513", 99.96: "100", 101.2: "101", 12345.6: "12,346",
+               -12345.6: "-12,346", -5.5: "-5.5", 1.02e9: "1,020,000,000"}
+    assert {number: figures.in_short([number]) for number in numbers} == numbers
+    assert figures.in_short([1, 20, 3000]) == "20 (1-3,000)"
 
 
 def prompts_file(folder):
@@ -187,6 +254,9 @@ def test_pictures_of_a_run_of_ones_own(tmp_path, bundled):
     drawing.draw_timeline(llm.trace, tmp_path / "steps.png", llm.config.block_size)
     assert (tmp_path / "steps.png").stat().st_size > 10_000
     assert list(drawing.lanes(llm.trace)) == ["0.0", "1.0", "0.1", "1.1", "2.0", "2.1"]
+    with LLM(bundled, trace=True, num_kv_blocks=20) as llm:
+        llm.beam_search(["Once upon a time"], BeamSearchParams(beam_width=3, max_tokens=8))
+    drawing.draw_timeline(llm.trace, tmp_path / "beams.png", llm.config.block_size)
 
 
 def test_pictures_without_matplotlib_fail_before_the_run(monkeypatch, capsys):
@@ -241,6 +311,8 @@ def test_steps_of_a_prompt():
     (simulate, ("sampling",)), (simulate, ("speculation",)),
     (simulate, ("memory", "--speculation", "prompt-lookup")), (compare, ("--true-lengths", 0)),
     (compare, ("nothing",)), (compare, ("--min-input", 9, "--max-input", 8)),
+    (compare, ("--repeat", 0)), (simulate, ("--num-seqs", 0)), (compare, ("--max-input", "many")),
+    (film, ("memory", "--num-seqs", 2.5)),
     (limits, ("--batches", "many"))])
 def test_bad_flags(capsys, module, flags):
     with pytest.raises(SystemExit):
