@@ -153,6 +153,8 @@ class PackedLinear(nn.Linear):
             packed, self.packed_bias = products.pack(weight, self.bias, self.halves)
         except ValueError as error:
             return warn_once(f"products are slower: {error}")
+        # the kernel is compiled now, and not when it is first needed
+        self.kernel = products.product(packed.dtype)
         self.weight = nn.Parameter(packed, weight.requires_grad)
         self.padding = packed.shape[1] * 4 // packed.itemsize - self.in_features
 
@@ -188,7 +190,7 @@ class PackedLinear(nn.Linear):
         """
         norm_at, eps = (norm.weight.data_ptr(), norm.eps) if norm else (0, 0.0)
         packed = self._parameters["weight"]
-        return products.product(packed.dtype)(
+        return self.kernel(
             norm_at, packed.data_ptr(), self.packed_bias.data_ptr(), packed.shape[1],
             self.out_features // self.halves, self.halves, bits_of_number(eps), x, residual, out,
             rows)

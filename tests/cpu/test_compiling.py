@@ -1,5 +1,9 @@
 """Compiled kernels, how they are run, and how they are kept on the disk."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -103,3 +107,71 @@ def test_a_cache_that_cannot_be_used_is_named_in_a_warning(cache, monkeypatch, c
     assert len(messages) == bool(damage)
     folder = "__pycache__" if damage == "no folder" else str(cache)
     assert all(folder in message and "compiled anew" in message for message in messages)
+
+
+# ------------------------------------------------------------------- settings of the process
+
+MULTIPLY = """
+import torch
+from nanoengine_cpu import optimize
+linear = torch.nn.Linear(64, 64).requires_grad_(False)
+optimize(linear)
+print(torch.allclose(linear(torch.eye(64)), linear.weight.T + linear.bias, atol=1e-6))
+"""
+
+
+def multiply(before="", **variables):
+    """What a process of its own prints, or the last line of its error."""
+    done = subprocess.run(
+        ["bash", "-c", f'{before}exec "$0" "$@"', sys.executable, "-c", MULTIPLY], text=True,
+        capture_output=True, timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"} | variables)
+    return (done.stdout.strip() or done.stderr.strip() or str(done.returncode)).splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, value", [
+    ("NUMBA_DISABLE_JIT", "1"), ("NUMBA_BOUNDSCHECK", "1"), ("NUMBA_THREADING_LAYER", "none"),
+    ("NUMBA_NUM_THREADS", "0"), ("NUMBA_NUM_THREADS", "-1"), ("OMP_STACKSIZE", "64K")])
+def test_a_setting_with_which_kernels_cannot_run_is_named(name, value):
+    printed = multiply(**{name: value})
+    assert "Error: " in printed and name in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="what Unix limits")
+def test_a_small_stack_is_named():
+    assert "`ulimit -s`" in multiply("ulimit -s 512; ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [
+    {"NUMBA_THREADING_LAYER": "workqueue"}, {"NUMBA_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"},
+    {"NUMBA_NUM_THREADS": "50"}, {"OMP_NUM_THREADS": "0"}, {"OMP_NUM_THREADS": "64"},
+    {"OMP_THREAD_LIMIT": "1"}, {"OMP_MAX_ACTIVE_LEVELS": "0"}, {"OMP_DYNAMIC": "true"},
+    {"GOMP_CPU_AFFINITY": "0"}, {"OMP_STACKSIZE": "4M"}, {"NUMBA_CACHE_DIR": "/proc/none"}],
+    ids=str)
+def test_settings_with_which_kernels_run(variables):
+    assert multiply(**variables) == "True"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [
+    {"NUMBA_DEBUGINFO": "1"}, {"NUMBA_OPT": "0"}, {"NUMBA_CPU_NAME": "generic"}], ids=str)
+def test_settings_of_a_compilation(variables, tmp_path):
+    """With debug information, where numba also checks bounds unless it is told not to; without
+    optimizations; for a CPU of 2003. What was compiled otherwise stays apart."""
+    assert multiply(NUMBA_CACHE_DIR=str(tmp_path), **variables) == "True"
+    assert multiply(NUMBA_CACHE_DIR=str(tmp_path)) == "True"
+    if "NUMBA_OPT" in variables:
+        assert {file.name.split("-")[2] for file in tmp_path.rglob("*.nbi")} == {"0", "3"}
+
+
+def test_one_thread_needs_no_openmp(num_threads, monkeypatch):
+    """A fork with one thread computes so."""
+    runs = []
+    run_calls = compiling.run_calls
+    monkeypatch.setattr(compiling, "run_calls", lambda in_threads: runs.append(in_threads)
+                        or run_calls(in_threads))
+    assert compile_double() == [2, 2, 2]
+    assert set(runs) == {num_threads > 1}

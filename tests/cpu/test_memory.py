@@ -158,3 +158,83 @@ from nanoengine_cpu.memory import LIBGOMPS
 print([library._name for library in LIBGOMPS])
 """)
     assert found.strip() == str([memory.LIBGOMPS[0]._name])
+
+
+# ---------------------------------------------------------------------------------- forks
+
+FORK = """
+import os, sys, threading, torch
+parent, limit, child = sys.argv[1:]
+def compute():
+    torch.ones(2**20).exp()
+def multiply():
+    from nanoengine_cpu import end_threads, optimize
+    linear = torch.nn.Linear(64, 64).requires_grad_(False)
+    optimize(linear)
+    assert torch.allclose(linear(torch.eye(64)), linear.weight.T + linear.bias, atol=1e-6)
+    end_threads()
+if limit == "one before":
+    torch.set_num_threads(1)
+{"nothing": int, "torch": compute, "kernels": multiply}[parent]()
+if (process := os.fork()) == 0:
+    if limit == "one":
+        torch.set_num_threads(1)
+    try:
+        if child == "a thread":
+            thread = threading.Thread(target=multiply)
+            thread.start()
+            thread.join()
+        if child == "PyTorch first":
+            compute()
+        if child != "a thread":
+            multiply()
+            # also what comes later
+            compute()
+    except RuntimeError as error:
+        os._exit(3 if "'spawn'" in str(error) else 4)
+    except BaseException:
+        os._exit(5)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+"""
+
+
+@pytest.mark.slow
+@needs_libgomp
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("parent, limit, child, expected", [
+    ("nothing", "all", "", 0), ("nothing", "one", "", 0), ("nothing", "all", "PyTorch first", 0),
+    ("torch", "all", "", 3), ("torch", "one", "", 0), ("torch", "one before", "", 0),
+    ("torch", "all", "a thread", 0),
+    ("kernels", "all", "", 3), ("kernels", "one", "", 0), ("kernels", "one before", "", 0)])
+def test_a_fork_computes_where_pytorch_would(parent, limit, child, expected):
+    """PyTorch hangs in several threads, if the thread that forked has computed in some; others can
+    compute. numba ends a fork in which it computes in several threads, if it has done so before."""
+    found = subprocess.run([sys.executable, "-c", FORK, parent, limit, child], text=True,
+                           capture_output=True, timeout=300,
+                           env=os.environ | {"OMP_NUM_THREADS": "2"})
+    assert found.stdout.split() == [str(expected)], found.stderr
+
+
+def test_only_its_own_process_may_use_what_it_has_made():
+    assert memory.check_process() == os.getpid() == memory.check_process(os.getpid())
+    with pytest.raises(RuntimeError, match="forked .* 'spawn'"):
+        memory.check_process(os.getpid() + 1)
+
+
+# -------------------------------------------------------------------------- stacks of threads
+
+
+@pytest.mark.parametrize("variables, expected", [
+    ({}, None), ({"OMP_STACKSIZE": "64K"}, 2**16), ({"OMP_STACKSIZE": " 3 m "}, 3 * 2**20),
+    ({"OMP_STACKSIZE": "512"}, 2**19), ({"GOMP_STACKSIZE": "100B"}, 100),
+    ({"OMP_STACKSIZE": "junk"}, None), ({"OMP_STACKSIZE": "1M", "GOMP_STACKSIZE": "2G"}, 2**20)])
+def test_how_large_the_stack_of_a_thread_is(monkeypatch, variables, expected):
+    for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (2**24, -1))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert memory.stack_size() == (expected or 2**24)
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (-1, -1))
+    assert memory.stack_size() == (expected or 2**23)
