@@ -88,7 +88,8 @@ class MadeUpRunner:
             return [made_up_token(*row) for row in rows]
 
         return SimpleNamespace(
-            batch=batch, wait=wait, tokens=np.array([made_up_token(*row) for row in rows]))
+            batch=batch, wait=wait, tokens=np.array([made_up_token(*row) for row in rows]),
+            done=self.now)
 
 
 def make_engine(**options) -> Engine:

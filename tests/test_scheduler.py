@@ -137,7 +137,7 @@ class ObservedScheduler(Scheduler):
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list:
         taken = super().postprocess(batch, token_ids)
-        self.metrics.done(SimpleNamespace(batch=batch), taken)
+        self.metrics.done(SimpleNamespace(batch=batch, done=1.0), taken)
         self.counters["shared_blocks"] = self.block_manager.num_shared_blocks
         return taken
 
@@ -222,7 +222,7 @@ class ShadowRunner:
                 found[row.position] = next_entries(row.seq.token_ids)
         for row, score in zip(scored, self.score(batch, scored)):
             row.seq.kept["logprobs"][row.position] = score
-        return SimpleNamespace(batch=batch, wait=lambda: tokens, done=None)
+        return SimpleNamespace(batch=batch, wait=lambda: tokens, done=1.0)
 
     def score(self, batch: Batch, scored: list) -> list[int]:
         """For each token to be scored, what stands for it and all before it."""
