@@ -141,9 +141,10 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     ranked = sorted(BACKENDS, key=lambda each: -BACKENDS[each].rank)
     # "auto" asks one after the other, up to the first that works
     asked = ranked if name == "auto" else BACKENDS.keys() & {name}
-    usable = (each for each in asked if BACKENDS[each].works(device, dtype))
-    if not (chosen := next(usable, "")):
-        raise rejected("attention_backend", name, f"one of {ranked} that has {dtype} on {device}")
+    chosen = next((each for each in asked if BACKENDS[each].works(device, dtype)), "")
+    if not chosen:
+        usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
+        raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
     multiple = BACKENDS[chosen].block_multiple
     if block_size % multiple:
         raise rejected("block_size", block_size, f"a multiple of {multiple} for {chosen}")

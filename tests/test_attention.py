@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
-import nanoengine_extensions.backends  # noqa: F401  adds its backend
 from cpu.reference import (
     BF16, F32, NO_NORMS, make_step, norm_and_rotate, plain_attention, random_cache, random_norms,
     to_tiles)
@@ -19,6 +18,7 @@ from nanoengine.attention import BACKENDS, Backend, choose_backend, gather_atten
 from nanoengine.model import Attention
 from nanoengine.step_inputs import Draws, StepInputs, StepShape, to_buffer
 from nanoengine_cpu import optimize
+from nanoengine_extensions import backends
 
 
 def make_layer(kv_heads, group_size, head_dim, window, norms):
@@ -197,8 +197,9 @@ def triton(monkeypatch):
     def set_library(is_there):
         library = SimpleNamespace(paged_attention=len if is_there else None)
         known = seams.kernels("cpu")
-        monkeypatch.setattr(
-            attention, "kernels", lambda device: library if device == "cuda" else known)
+        for module in (attention, backends):
+            monkeypatch.setattr(
+                module, "kernels", lambda device: library if device == "cuda" else known)
     return set_library
 
 
