@@ -115,8 +115,9 @@ def test_chat_takes_what_the_template_takes(llm):
     begun = [*messages, {"role": "assistant", "content": "4"}]
     assert prompt(begun, continue_final_message=True, add_generation_prompt=False) == (
         "<|im_start|>user\n12 + 34<|im_end|>\n<|im_start|>assistant\n4")
-    for bad in (dict(chat_template="{{ 1 / 0 }}"), dict(continue_final_message=True),
-                dict(chat_template="{% if %}"), dict(chat_template_kwargs={"conversation": 1})):
+    with pytest.raises(ValueError, match="continue_final_message=True .* add_generation_prompt"):
+        prompt(continue_final_message=True)
+    for bad in (dict(chat_template="{{ 1 / 0 }}"), dict(chat_template="{% if %}")):
         with pytest.raises(ValueError, match="messages: "):
             llm.chat(messages, GREEDY, **bad)
     with pytest.raises(ValueError, match="chat_template_kwargs=.* without 'tokenize'"):
@@ -678,11 +679,10 @@ def test_no_extension_is_imported_before_it_is_asked_for(bundled):
                     and not name.startswith("nanoengine_cpu") and "." in name}
         with LLM(MODEL) as llm:
             llm.generate("12 + 34 =", use_tqdm=False)
-            always = {"strict", "metrics", "logprobs", "constraints", "structured_outputs",
-                      "logits_processors", "speculation", "policies", "varlen", "texts",
-                      "beam_search", "guards", "generation_config"}
+            always = {"strict", "metrics", "texts", "guards", "generation_config", "explain",
+                      "containers"}
             assert extensions() == {f"nanoengine_extensions.{name}" for name in always}
             llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
-        asked_for = always
+        asked_for = always | {"logprobs", "constraints"}
         assert extensions() == {f"nanoengine_extensions.{name}" for name in asked_for}"""
     subprocess.run([sys.executable, "-c", script.replace("MODEL", repr(bundled))], check=True)
