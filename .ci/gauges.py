@@ -22,8 +22,8 @@ WIDE = 90
 # the most of each; a feature is a file or a folder of the extensions
 DENSITY = {"width": 43.5, "wide": 0.07, "pairs": 2}
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1150},
-    "nanoengine_gpu": {"lines": 400}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
+    "nanoengine": {"lines": 1665} | DENSITY, "nanoengine_cpu": {"lines": 1150},
+    "nanoengine_gpu": {"lines": 400}, "bench.py": {"lines": 200}, "lab": {"lines": 710}}
 FEATURE: dict[str, float] = {"lines": 200}
 
 

@@ -265,7 +265,8 @@ def test_a_few_sequences_that_are_awaited_do_not_hold_up_the_others(
     run(engine, seqs)
     events = "".join(event[0] for event in engine.runner.events)
     assert events.startswith("l" + "lw" * 5 if is_ahead else "lw" * 6)
-    steps = [[seq in record.batch.sequences for record in metrics_of(engine).trace[:6]] for seq in seqs]
+    trace = metrics_of(engine).trace[:6]
+    steps = [[seq in record.batch.sequences for record in trace] for seq in seqs]
     assert all(all(step) for step in steps[num_awaited:])
     for step in steps[:num_awaited]:
         assert step == [not is_ahead or number % 2 == 0 for number in range(6)]
@@ -278,7 +279,8 @@ def test_when_all_that_is_left_is_awaited_nothing_is_launched():
     seqs[0].needs_tokens = True
     run(engine, seqs)
     assert all(record.batch.sequences for record in metrics_of(engine).trace)
-    assert metrics_of(engine).gauges()["num_steps"] == len(metrics_of(engine).trace) == engine.runner.now
+    metrics = metrics_of(engine)
+    assert metrics.gauges()["num_steps"] == len(metrics.trace) == engine.runner.now
 
 
 def test_no_more_tokens_are_pending_than_can_be_looked_up():

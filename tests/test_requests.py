@@ -116,7 +116,8 @@ def test_the_sequences_of_a_request(llm):
         assert each.max_num_tokens == len(ids) + 7
         constraint = each.kept["constraints"]
         assert (sorted(constraint.ends.tolist()), constraint.until) == ([0, 2, 9], len(ids))
-        assert each.end_tokens == {9: 9, 0: 0, 2: None} and each.kept["metrics"] is seq.kept["metrics"]
+        assert each.end_tokens == {9: 9, 0: 0, 2: None}
+        assert each.kept["metrics"] is seq.kept["metrics"]
         assert (each.num_computed_tokens, each.finish_reason, each.is_running) == (0, None, False)
     assert len({id(each.token_ids) for each in first_seqs}) == 3, "each its own list"
     other = second.seq

@@ -219,7 +219,7 @@ def test_bad_rows(job):
         (good | {"suffix": "x"}, "suffix"), (good | {"best_of": 2}, "best_of"),
         (good | {"response_format": {"type": "lark"}}, "response_format"),
         (good | {"response_format": {"type": "json_schema", "json_schema": 5}}, "json_schema"),
-        (good | {"structured_outputs": {"regex": "(("}}, "unclosed group"),
+        (good | {"structured_outputs": {"regex": "(("}}, "unterminated subpattern"),
         (good | {"messages": []}, "messages"), (good | {"prompt_logprobs": 1}, "prompt_logprobs"),
         (good | {"max_completion_tokens": 1}, "max_completion_tokens"),
         ({"prompt": ""}, "empty"), ({"prompt": []}, "empty"), ({"prompt": 5}, "prompt"),
