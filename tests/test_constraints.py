@@ -156,13 +156,13 @@ def test_the_work_of_a_step_does_not_grow_with_the_words(bundled):
     for some in (words[:20], words):
         seqs = [make([1], [5] * length, bad_words=some) for length in (2000, 2000, 8)]
         constrain(seqs[0], [2], tokenizer, len(tokenizer))
-        assert num_calls(lambda: constrain(seqs[1], [2], tokenizer, len(tokenizer))) < 3000, (
+        assert num_calls(lambda seqs=seqs: constrain(seqs[1], [2], tokenizer, len(tokenizer))) < 3000, (
             "most of it is done once for the list")
         constrain(seqs[2], [2], tokenizer, len(tokenizer))
         for seq in seqs:
             seq.kept["constraints"].take_in(seq)
         scores = torch.zeros(3, len(tokenizer))
-        counts.append(num_calls(lambda: apply(scores, seqs, NONE_PENDING)))
+        counts.append(num_calls(lambda seqs=seqs, scores=scores: apply(scores, seqs, NONE_PENDING)))
     assert counts[1] < 1.2 * counts[0] < 300
 
 
@@ -255,7 +255,7 @@ def test_penalties_take_in_each_token_once():
             expected[token] -= p.frequency_penalty * counts[token]
         seq = make(prompt, **params)
         seq.kept["constraints"] = constraint = Constraint(*biases_of(p))
-        for number, token in enumerate(output):
+        for token in output:
             seq.token_ids.append(token)
             if rng.random() < 0.7:
                 constraint.take_in(seq)

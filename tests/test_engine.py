@@ -26,7 +26,6 @@ from nanoengine.observers import Features
 from nanoengine.model_runner import ModelRunner
 from nanoengine.step_inputs import Launched
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.guards import Guards
 from nanoengine_extensions.metrics import Metrics, metrics_of
 from nanoengine_extensions.policies import overtaking
 
@@ -225,7 +224,8 @@ def test_nothing_in_a_record_changes_later(run_ahead):
     engine = make_engine(run_ahead=run_ahead, preemption_mode="swap", max_num_batched_tokens=9)
     seqs = [make_sequence(i, 3 + 5 * i, 18, n=1 + i % 3) for i in range(4)]
     seen = run(engine, seqs)
-    assert len(seen) == len(metrics_of(engine).trace) and metrics_of(engine).gauges()["swap_in_blocks"] > 0
+    assert len(seen) == len(metrics_of(engine).trace)
+    assert metrics_of(engine).gauges()["swap_in_blocks"] > 0
     assert any(before["copies"].copy_on_write for before, *_ in seen)
     for before, record in zip(seen, metrics_of(engine).trace):
         assert before == snapshot(record)

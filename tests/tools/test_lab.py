@@ -74,19 +74,19 @@ def test_runs_in_turn_with_their_spread(tmp_path, capsys):
 def steps_as_seconds(monkeypatch):
     """A clock of the engine on which every step takes a second, and nothing else any time."""
     now = [0.0]
-    launch, make = ModelRunner.launch, options.load_observers
+    launch, make = ModelRunner.launch, options.Features
 
     def launch_for_a_second(runner, batch):
         now[0] += 1
-        return launch(runner, batch)
+        return dataclasses.replace(launch(runner, batch), done=now[0])
 
-    def load_observers():
-        features = make()
-        features["metrics"].clock = lambda: now[0]
+    def make_features(files):
+        features = make(files)
+        features["Metrics"].clock = lambda: now[0]
         return features
 
     monkeypatch.setattr(ModelRunner, "launch", launch_for_a_second)
-    monkeypatch.setattr(options, "load_observers", load_observers)
+    monkeypatch.setattr(options, "Features", make_features)
 
 
 @pytest.mark.parametrize("comparison", ["none", "sampling"])
