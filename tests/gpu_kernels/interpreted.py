@@ -552,3 +552,122 @@ def test_bfloat16_of_the_bundled_model():
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
     # the first layer's K and V come before any attention: all but the last bit is the same
     is_close(fast_caches[0], caches[0])
+
+
+# ------------------------------------------------------------- what keeps its own forward
+
+
+def small_mlp(kind=plain.MLP):
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    return kind(config).requires_grad_(False)
+
+
+class Gelu(plain.MLP):
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(torch.nn.functional.gelu(gate) * up)
+
+
+class Again(plain.MLP):
+    calls = 0
+
+    def forward(self, x):
+        Again.calls += 1
+        return super().forward(x)
+
+
+class Centered(torch.nn.RMSNorm):
+    """1 + w, as in Gemma."""
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+def patched(module):
+    module.forward = lambda x: 3 * x
+    return module
+
+
+@pytest.mark.parametrize("make", [
+    lambda: small_mlp(Gelu), lambda: small_mlp(Again), lambda: patched(small_mlp()),
+    lambda: Centered(64, 1e-6), lambda: torch.nn.LayerNorm(64), lambda: torch.nn.RMSNorm(64),
+    lambda: patched(torch.nn.RMSNorm(64, 1e-6)),
+    lambda: torch.nn.RMSNorm((2, 64), 1e-6), lambda: torch.nn.RMSNorm(64, 1e-6, False)])
+def test_other_mlps_and_norms_keep_their_forward(make):
+    module = make().requires_grad_(False)
+    kind, x = type(module), torch.randn(3, 2, 64)
+    expected = module(x)
+    optimize(module)
+    assert type(module) is kind and torch.equal(module(x), expected)
+
+
+def test_a_function_of_the_model_s_file_can_be_another(monkeypatch):
+    monkeypatch.setattr(plain, "swiglu", lambda x: x[..., :96])
+    mlp, x = small_mlp(), torch.randn(3, 64)
+    expected = mlp(x)
+    optimize(mlp)
+    assert type(mlp) is plain.MLP and torch.equal(mlp(x), expected)
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (2, 0, 64)])
+def test_known_mlps_and_norms_take_any_shape(shape):
+    x = torch.randn(*shape)
+    for module in (small_mlp(), torch.nn.RMSNorm(64, 1e-6).requires_grad_(False)):
+        expected = module(x)
+        optimize(module)
+        assert type(module).__mro__[1].__module__ == "nanoengine_gpu.modules"
+        torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_and_other_dtypes_are_pytorch_s_own():
+    for make in (small_mlp, lambda: torch.nn.RMSNorm(64, 1e-6).requires_grad_(False)):
+        gradients = []
+        for is_fast in (False, True):
+            torch.manual_seed(1)
+            module = make()
+            if is_fast:
+                optimize(module)
+            x = torch.linspace(-1, 1, 64).requires_grad_()
+            module(x).square().sum().backward()
+            gradients.append(x.grad)
+            double = module.double()(torch.linspace(-1, 1, 64).double())
+            gradients.append(double)
+        assert torch.equal(gradients[0], gradients[2]) and torch.equal(gradients[1], gradients[3])
+
+
+@pytest.mark.parametrize("norms", [
+    (torch.nn.LayerNorm(32), torch.nn.LayerNorm(32)), (Centered(32, 1e-6), Centered(32, 1e-6)),
+    (torch.nn.RMSNorm(32, 1e-6), torch.nn.RMSNorm(32, 1e-5)),
+    (torch.nn.RMSNorm(32, 1e-6), torch.nn.Identity())])
+@torch.inference_mode()
+def test_attention_with_other_norms_of_heads_keeps_its_forward(make_model, norms):
+    folder, _ = make_model("Qwen3", num_hidden_layers=2)
+    results = []
+    for is_fast in (False, True):
+        model, _ = decoder(folder, torch.float32, gather_attention)
+        for layer in model.layers:
+            layer.self_attn.q_norm, layer.self_attn.k_norm = norms
+        if is_fast:
+            optimize(model)
+            assert type(model.layers[0].self_attn) is plain.Attention
+        results.append(model(*next_step(PROMPTS, [0, 0])))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+class Weaker(plain.DecoderLayer):
+    def forward(self, x, angles, step, rows):
+        x = x[rows] + 0.3 * self.self_attn(self.input_layernorm(x), angles, step, rows)
+        return x + 0.3 * self.mlp(self.post_attention_layernorm(x))
+
+
+@torch.inference_mode()
+def test_layers_of_another_kind_keep_their_forward(make_model, monkeypatch):
+    folder, _ = make_model("Qwen2", num_hidden_layers=2)
+    usual, _ = decoder(folder, torch.float32, gather_attention)
+    monkeypatch.setattr(plain, "DecoderLayer", Weaker)
+    model, _ = decoder(folder, torch.float32, gather_attention)
+    fast, _ = decoder(folder, torch.float32, paged_attention)
+    optimize(fast)
+    results = [each(*next_step(PROMPTS, [0, 0])) for each in (usual, model, fast)]
+    torch.testing.assert_close(results[2], results[1], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(results[0], results[1], rtol=1e-2)
