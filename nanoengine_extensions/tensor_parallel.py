@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -39,6 +40,10 @@ from nanoengine.model import Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features
 from nanoengine.step_inputs import Launched, StepShape
+
+
+# Gloo can miss that a rank has died while it connects; by itself, it would wait for half an hour
+GLOO_TIMEOUT = timedelta(minutes=3)
 
 
 class Group:
@@ -62,7 +67,8 @@ class Group:
         # counts the ranks that have arrived
         self.store.add("ranks", 1)
         kind = "ProcessGroupNCCL" if device == "cuda" else "ProcessGroupGloo"
-        self.backend = getattr(torch.distributed, kind)(self.store, self.rank, self.size)
+        limit = [] if device == "cuda" else [GLOO_TIMEOUT]
+        self.backend = getattr(torch.distributed, kind)(self.store, self.rank, self.size, *limit)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sums x over all ranks, in place."""
