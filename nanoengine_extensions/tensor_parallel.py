@@ -15,14 +15,14 @@ hooks, and knows no rank.
 """
 
 import copy
+import ctypes
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -40,10 +40,6 @@ from nanoengine.model import Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features
 from nanoengine.step_inputs import Launched, StepShape
-
-
-# Gloo can miss that a rank has died while it connects; by itself, it would wait for half an hour
-GLOO_TIMEOUT = timedelta(minutes=3)
 
 
 class Group:
@@ -66,19 +62,32 @@ class Group:
         self.device = device
         # counts the ranks that have arrived
         self.store.add("ranks", 1)
-        kind = "ProcessGroupNCCL" if device == "cuda" else "ProcessGroupGloo"
-        limit = [] if device == "cuda" else [GLOO_TIMEOUT]
-        self.backend = getattr(torch.distributed, kind)(self.store, self.rank, self.size, *limit)
+        self.kind = "ProcessGroupNCCL" if device == "cuda" else "ProcessGroupGloo"
+        self.backend = getattr(torch.distributed, self.kind)(self.store, self.rank, self.size)
+
+    def check(self, timeout: float = 0) -> None:
+        """Rank 0 has to know whether a rank has ended; another rank ends with rank 0."""
+
+    def finish(self, work: Any) -> None:
+        """Waits for an operation on a CPU; on a GPU, its stream waits.
+
+        Gloo can lose the news that a rank has died, and would wait for half an hour.
+        """
+        while self.kind == "ProcessGroupGloo" and not work.is_completed():
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=1))
+            self.check()
+        work.wait()
 
     def sum(self, x: Tensor) -> Tensor:
         """Sums x over all ranks, in place."""
-        self.backend.allreduce([x]).wait()
+        self.finish(self.backend.allreduce([x]))
         return x
 
     def join(self, x: Tensor) -> Tensor:
         """Returns the columns of all ranks' x, side by side."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self.backend.allgather([parts], [x]).wait()
+        self.finish(self.backend.allgather([parts], [x]))
         return torch.cat(parts, dim=1)
 
     def least(self, number: int) -> int:
@@ -113,7 +122,7 @@ def shard(config: PretrainedConfig, size: int) -> PretrainedConfig:
     return part
 
 
-def parallelize(model: Decoder, group: Group) -> None:
+def parallelize(model: Decoder, group: Group) -> Decoder:
     """Adds hooks to a rank's part of the model, after which all ranks have the same values."""
     for layer in model.layers:
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -129,6 +138,7 @@ def parallelize(model: Decoder, group: Group) -> None:
     model.lm_head.weight = nn.Parameter(padded, requires_grad=False)
     model.lm_head.register_forward_hook(
         lambda module, inputs, logits: group.join(logits)[:, :vocab_size])
+    return model
 
 
 # --------------------------------------------------------------------------------- the runner
@@ -146,9 +156,8 @@ class RankRunner(ModelRunner):
         group.least(0)
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
-        model = super().load_model(folder, read=self.group.read_part, **options)
-        parallelize(model, self.group)
-        return model
+        part = super().load_model(folder, read=self.group.read_part, **options)
+        return parallelize(part, self.group)
 
     def measure_free_bytes(self) -> int:
         return self.group.least(super().measure_free_bytes())
@@ -164,7 +173,7 @@ class RankRunner(ModelRunner):
             if len(part):
                 self.model.lm_head(part)
         # from rank 0
-        self.group.backend.broadcast([self.last_sampled]).wait()
+        self.group.finish(self.group.backend.broadcast([self.last_sampled]))
 
 
 class TensorParallelRunner(RankRunner):
@@ -174,8 +183,7 @@ class TensorParallelRunner(RankRunner):
                  features: Features) -> None:
         size = config.tensor_parallel_size
         part = shard(model_config, size)
-        num_gpus = torch.cuda.device_count()
-        if config.device == "cuda" and size > max(1, num_gpus):
+        if config.device == "cuda" and size > max(1, num_gpus := torch.cuda.device_count()):
             raise rejected("tensor_parallel_size", size, f"at most {num_gpus}, the GPUs there are")
         # rank 1 takes GPU 1, and so on
         if config.device == "cuda" and (current := torch.cuda.current_device()):
@@ -184,11 +192,8 @@ class TensorParallelRunner(RankRunner):
         options = {name: value for name, value in vars(config).items()
                    if not callable(value) and name != "features"}
         self.ranks = Ranks(size)
-        with self.ranks.together():
+        with self.ranks:
             self.ranks.send(options, part, folder)
-            # `Group.connect` would not notice a rank that died before
-            while self.ranks.store.add("ranks", 0) < size - 1:
-                self.ranks.check(timeout=0.1)
             super().__init__(config, part, folder, features, self.ranks)
         # also when the script ends; NCCL waits for graphs that use its communicator
         self.end = weakref.finalize(self, end, self.graphs.captured, self.ranks)
@@ -196,11 +201,11 @@ class TensorParallelRunner(RankRunner):
     def launch(self, batch: Batch) -> Launched:
         """Begins a step on all ranks."""
         buffer, shape = self.prepare(batch)
-        with self.ranks.together():
+        with self.ranks:
             self.ranks.send(batch.copies, buffer.numpy(), shape)
             step = self.run(batch, buffer, shape)
             # to the other ranks
-            self.group.backend.broadcast([self.last_sampled]).wait()
+            self.group.finish(self.group.backend.broadcast([self.last_sampled]))
         return LaunchedOnRanks(step.batch, step.tokens, step.done, self.ranks)
 
     def close(self) -> None:
@@ -229,10 +234,11 @@ class LaunchedOnRanks(Launched):
 # ------------------------------------------------------------------------------- the processes
 
 
-class Ranks(Group):
+class Ranks(Group, AbstractContextManager):
     """Rank 0's group, with the processes of ranks 1, 2, …
 
-    The processes end with this process, however it ends.
+    The processes end with this process, however it ends. `with ranks:` wraps work together with
+    them. If it fails, or Ctrl-C interrupts it, they are ended, since they would wait forever.
 
     error: why the ranks have ended.
     """
@@ -251,7 +257,7 @@ class Ranks(Group):
         if not self.have_ended.is_set():
             self.error = RuntimeError(f"rank {rank} of the engine has died: see stderr")
             self.have_ended.set()
-        # the kernels of NCCL would wait forever for a dead rank; Gloo notices by itself
+        # the kernels of NCCL would wait forever for a dead rank
         if self.backend and self.device == "cuda":
             self.backend.abort()
 
@@ -261,23 +267,23 @@ class Ranks(Group):
             self.close()
             raise self.error
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Wraps work together with the other ranks. If it fails, or Ctrl-C interrupts it, they are
-        ended, since they would wait forever.
+    def connect(self, device: str) -> None:
+        """Waits for all ranks in a thread: Gloo, which connects, does not notice that one dies."""
+        connecting = threading.Thread(target=super().connect, args=(device,), daemon=True)
+        connecting.start()
+        while connecting.is_alive() or self.store.add("ranks", 0) < self.size:
+            self.check(timeout=0.1)
 
-        An error that could be the consequence of another rank's end is replaced by a RuntimeError
-        that names this rank.
-        """
-        try:
-            yield
-            self.check()
-        except BaseException as error:
-            if isinstance(error, (RuntimeError, OSError)):
-                self.check(timeout=5)
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """If a rank has died, a RuntimeError that names it takes the place of any other error.
+        Errors that could be the consequence of its end can come a little earlier."""
+        if error:
+            # never destroyed: the destructor would wait for an operation that Gloo has lost
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+        self.check(timeout=5 * isinstance(error, (RuntimeError, OSError)))
+        if error:
             self.error = RuntimeError(f"the ranks of the engine were ended after {error!r}")
             self.close()
-            raise
 
     def send(self, *message: Any) -> None:
         """Sends all ranks the same message."""
@@ -299,8 +305,7 @@ def start_process(rank: int, group: Group) -> Any:
 
     A process of multiprocessing would run the user's script again, which need not be a file.
     """
-    place = group.size, rank, group.store.port
-    code = f"from nanoengine_extensions import tensor_parallel; tensor_parallel.main{place}"
+    code = f"from {__name__} import main; main{group.size, rank, group.store.port}"
     environment = {"PYTHONPATH": os.pathsep.join(sys.path),
                    "OMP_NUM_THREADS": str(torch.get_num_threads())}
     # in a session of its own, as Ctrl-C is for rank 0
