@@ -1,9 +1,11 @@
 """Tensor parallelism on the CPU: two ranks give the tokens of one, and leave nothing behind."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from unittest.mock import MagicMock
@@ -14,8 +16,8 @@ from conftest import GREEDY, ROOT, check_idle, random_prompts
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.step_inputs import Launched
-from nanoengine_extensions.tensor_parallel import (
-    Group, Ranks)
+from nanoengine_extensions import tensor_parallel
+from nanoengine_extensions.tensor_parallel import Group, Ranks
 
 PROMPTS = random_prompts([3, 17, 40, 9, 70, 22])
 PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=10 + i, logprobs=2,
@@ -173,6 +175,109 @@ def test_a_rank_that_dies_is_named_at_once(two_ranks, is_in_a_step, monkeypatch)
     assert is_aborted.wait(timeout=10)
     with pytest.raises(RuntimeError, match="rank 1 of the engine has died"):
         two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+# what rank 1 does, and the places where it does: lines of its program
+DIE = "os.kill(os.getpid(), signal.SIGKILL)"
+PLACES = {
+    "before it reaches rank 0": DIE,
+    "before it is counted": f"tp.Group.connect = lambda *_: {DIE}",
+    "while rank 0 connects": f"""
+        def connect(group, device):
+            group.store.add("ranks", 1)
+            {DIE}
+        tp.Group.connect = connect""",
+    "before its weights": f"tp.RankRunner.load_model = lambda *_, **__: {DIE}",
+    "while sizes are compared": f"tp.Group.least = lambda *_: {DIE}",
+    **{f"in sum {number} of the steps": f"""
+        add, count = tp.Group.sum, iter(range(1, 999))
+        tp.Group.sum = lambda group, x: {DIE} if next(count) == {number} else add(group, x)"""
+       for number in (1, 2, 9)},
+    "before it joins logits": f"tp.Group.join = lambda group, x: {DIE} if x.is_floating_point() "
+                              "else type(group).gather(group, x)",
+    "after a step": f"""
+        follow = tp.RankRunner.follow
+        tp.RankRunner.follow = lambda *step: (follow(*step), {DIE})"""}
+
+
+@pytest.fixture
+def start_rank_1(monkeypatch):
+    """Lets the next rank 1 begin with some more lines."""
+    def start(lines: str) -> None:
+        def start_process(rank, group):
+            code = ("import os, signal\n"
+                    "from nanoengine_extensions import tensor_parallel as tp\n"
+                    "tp.Group.gather = tp.Group.join\n"
+                    f"{textwrap.dedent(lines)}\n"
+                    f"tp.main{group.size, rank, group.store.port}\n")
+            return subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+        monkeypatch.setattr(tensor_parallel, "start_process", start_process)
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_dies_anywhere_is_named(tiny, start_rank_1, place):
+    start_rank_1(PLACES[place])
+    # the first of these is the error of `LLM`, which names the model, too
+    with pytest.raises((ValueError, RuntimeError), match="rank 1 of the engine has died: see std"):
+        with LLM(tiny, tensor_parallel_size=2, **SMALL) as llm:
+            for _ in range(9):
+                llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+class LostWork:
+    """An operation of Gloo that has lost the news of a dead rank: it never ends."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout=None) -> None:
+        assert timeout, "it would wait for ever"
+        raise RuntimeError("Operation timed out!")
+
+
+class LosingBackend:
+    """It kills rank 1, and loses the news. Its destructor would wait for the operation."""
+
+    destroyed: list[str] = []
+
+    def __init__(self, process):
+        self.process = process
+
+    def allreduce(self, tensors):
+        self.process.kill()
+        return LostWork()
+
+    def __del__(self):
+        self.destroyed.append("backend")
+
+
+def test_news_that_gloo_has_lost(two_ranks):
+    """The rank is named, and the operation is not waited for, not even at the end."""
+    ranks = two_ranks.engine.runner.ranks
+    ranks.backend = LosingBackend(*ranks.processes)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 1 of the engine has died: see stderr"):
+            two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+    check_idle(two_ranks)
+    ranks.backend = None
+    gc.collect()
+    assert not LosingBackend.destroyed
+
+
+def test_a_connection_that_never_comes(tiny, start_rank_1, monkeypatch):
+    """Rank 1 is counted and dies, and the backend of rank 0 waits for it."""
+    start_rank_1(PLACES["while rank 0 connects"])
+    is_over = threading.Event()
+    monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", lambda *_: is_over.wait())
+    try:
+        with pytest.raises(ValueError, match="rank 1 of the engine has died: see stderr"):
+            LLM(tiny, tensor_parallel_size=2, **SMALL)
+    finally:
+        is_over.set()
 
 
 def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch, capfd):
