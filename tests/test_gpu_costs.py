@@ -139,7 +139,8 @@ def test_another_rank_does_not_wait_for_its_inputs(folder):
     with FakeGpu(num_bytes=2**33) as gpu, LLM(folder(1), **PLAIN) as llm:
         runner = llm.engine.runner
         runner.group = SimpleNamespace(
-            backend=SimpleNamespace(broadcast=lambda tensors: done), finish=lambda work: work.wait())
+            backend=SimpleNamespace(broadcast=lambda tensors: done),
+            finish=lambda work: work.wait())
         batch = padded(Batch(), 4)
         buffer, shape = runner.prepare(batch)
         gpu.reset_counters()
