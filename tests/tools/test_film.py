@@ -238,7 +238,7 @@ def test_the_page_counts_as_the_scheduler_does(browser, page, engines, tmp_path)
         counted = browser.evaluate(
             "names.map(name => film.variants[name].frames.at(-1).counters)")
         for found in counted:
-            counters = engines.pop(0).features["metrics"].counters
+            counters = engines.pop(0).features["Metrics"].counters
             assert found == {"computed": counters["computed_tokens"],
                              "again": counters["recomputed_tokens"],
                              "found": counters["prefix_cache_hits"],
