@@ -32,7 +32,7 @@ from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanoengine.checks import naming
+from nanoengine.features import naming
 from nanoengine_extensions.chat import render
 
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"

@@ -35,7 +35,7 @@ from ray.data.block import BlockAccessor
 from ray.data.datasource import BlockBasedFileDatasink, FileBasedDatasource
 
 from nanoengine import LLM, RequestOutput, SamplingParams
-from nanoengine.checks import naming
+from nanoengine.features import naming
 from nanoengine_extensions.chat import render
 
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"

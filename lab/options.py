@@ -103,8 +103,9 @@ class Parser(argparse.ArgumentParser):
         options = {"device": "auto", **defaults, **args.given}
         try:
             options["device"] = choose_device(options["device"])
-            args.engine_config = EngineConfig(model=str(find_model(args.model)), **options)
-            args.vocab_size = load_config(Path(args.engine_config.model)).vocab_size
+            folder = find_model(args.model, EngineConfig(args.model))
+            args.engine_config = EngineConfig(model=str(folder), **options)
+            args.vocab_size = load_config(folder).vocab_size
         except ValueError as error:
             self.error(" ".join(str(error).split()))
         return args

@@ -19,11 +19,10 @@ A map, in an order to read it:
     attention.py        attention over the paged cache: in plain PyTorch, and with flash-attn
     sampler.py          from logits to tokens
     loader.py           from a folder to a model with its weights
-    features.py         optional features: how they are found, and whose an option is
+    features.py         optional features, and whose an option is; errors for bad input
     observers.py        what an optional feature can do, and when
     kernels.py          the way to libraries of kernels
     __main__.py         `python -m nanoengine`, by the extensions' terminal.py
-    checks.py           errors for a user's input
 
 The engine needs no other package of this repository.
 """

@@ -4,10 +4,8 @@ A backend is one function with its requirements. The runner chooses it, and `Att
 model.py calls it. This file knows neither the model nor whether a step is prefill or decode.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from nanoengine.checks import rejected
-from nanoengine.features import extension, is_installed
+from nanoengine.features import extension, is_installed, optional, rejected
 from nanoengine.kernels import kernels
 from nanoengine.step_inputs import StepInputs
 
@@ -87,14 +84,10 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
 
 
 def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
-    """Whether `flash_attention` works. Warns on a GPU if not: the package can be absent, it can be
-    built for another PyTorch, or it is flash-attn 4, which has other functions."""
-    try:
-        return device == "cuda" and dtype != torch.float32 and bool(
-            import_module("flash_attn").flash_attn_with_kvcache)
-    except (ImportError, AttributeError) as error:
-        logging.getLogger("nanoengine").warning(f"flash-attn is not used: {error}")
-        return False
+    """Whether `flash_attention` works: the package can be absent, it can be built for another
+    PyTorch, or it is flash-attn 4, which has other functions."""
+    is_possible = device == "cuda" and dtype != torch.float32
+    return is_possible and hasattr(optional("flash_attn"), "flash_attn_with_kvcache")
 
 
 def has_numba(device: str, dtype: torch.dtype) -> bool:

@@ -7,8 +7,7 @@ how long a sequence can be. Nothing writes to a config once it is made.
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from nanoengine.checks import Condition, check, strict
-from nanoengine.features import of
+from nanoengine.features import Condition, check, of, strict
 from nanoengine.policies import POLICIES, find_policy
 
 # an option whose default depends on the device
@@ -51,7 +50,8 @@ class EngineConfig:
     block_size: the tokens of a block of the KV cache; the prefix cache finds whole blocks only.
     num_kv_blocks: the blocks of the KV cache. The default on a CPU: as many as max_num_seqs
         sequences of max_model_len can fill, capped at a quarter of the free memory. On a GPU: what
-        fits into gpu_memory_utilization of its memory after everything else.
+        fits into gpu_memory_utilization of its memory after everything else. Without memory.py: 1
+        GiB.
     gpu_memory_utilization: the share of a GPU's memory that may be in use, other programs
         included. Weights, the largest step and CUDA graphs are measured; the KV cache gets the
         rest.
@@ -109,7 +109,7 @@ class EngineConfig:
     max_num_batched_tokens: int = BY_DEVICE
     block_size: int = BY_DEVICE
     num_kv_blocks: int | None = None
-    gpu_memory_utilization: float = of("gpu_memory", 0.9)
+    gpu_memory_utilization: float = of("memory", 0.9)
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     attention_backend: str = "auto"

@@ -23,7 +23,6 @@ by advancing the step in flight, and collects its tokens before it returns.
 Optional features observe these steps: see observers.py.
 """
 
-import weakref
 from typing import Any
 
 import torch
@@ -67,8 +66,6 @@ class Engine:
         self.add = self.scheduler.enqueue
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None
-        # without a cycle of references, an engine that is dropped frees its memory at once
-        features.engine = weakref.ref(self)
         for feature in features.values():
             feature.begin(self)
 

@@ -1,4 +1,5 @@
-"""Optional features: the files of nanoengine_extensions, each of which can be deleted alone.
+"""Optional features, each a file of nanoengine_extensions that can be deleted alone; and the checks
+of a user's input.
 
 A feature plugs into the engine in one of four ways:
 
@@ -10,14 +11,23 @@ A feature plugs into the engine in one of four ways:
 
 `EngineConfig` and `SamplingParams` have the options of all features; `of` says whose they are. A
 feature is imported by name, by `extension`, once it is asked for.
+
+The engine itself refuses what would hang, silently compute the wrong thing, or fail in the middle
+of a step. The types of all options are checked by nanoengine_extensions/strict.py, if it is there.
 """
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, field, fields
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
+logger = logging.getLogger("nanoengine")
+Kind = TypeVar("Kind", bound=type)
+# the name of a field, whether the options can be used, and what is accepted
+Condition = tuple[str, Callable[[Any], bool], str]
 # the file of each observer, and its class, in the order in which they are called
 OBSERVERS = {"metrics": "Metrics", "texts": "Texts", "guards": "Guards", "logprobs": "Logprobs",
              "beam_search": "Beams", "constraints": "Constraints",
@@ -37,7 +47,7 @@ def optional(module: str) -> Any:
         return import_module(module)
     except ImportError as error:
         if not module.startswith(str(error.name)):
-            logging.getLogger("nanoengine").warning(f"{module} is not used: {error}")
+            logger.warning(f"{module} is not used: {error}")
         return None
 
 
@@ -76,3 +86,39 @@ def asked_by(options: Any) -> dict[str, str]:
         if "feature" in each.metadata and value != default:
             found[each.metadata["feature"]] = f"{each.name}={value!r:.100}"
     return found
+
+
+# --------------------------------------------------------------------------- a user's input
+
+
+def rejected(name: str, value: Any, accepted: str) -> ValueError:
+    """Returns the error for bad input: the argument, its value and what is accepted."""
+    return ValueError(f"{name}={value!r:.1000} is not accepted: it must be {accepted}")
+
+
+@contextmanager
+def naming(what: object) -> Iterator[None]:
+    """Re-raises an error of a library, or of a user's function, as a ValueError that names the
+    input."""
+    try:
+        yield
+    except Exception as error:
+        message = str(error) or repr(error)
+        if is_installed("strict"):
+            message = extension("strict").message_of(error, message)
+        raise ValueError(f"{what}: {message}") from error
+
+
+def strict(kind: Kind) -> Kind:
+    """Decorates a dataclass of options: if strict.py is there, it checks their names and types."""
+    return extension("strict").checked_options(kind) if is_installed("strict") else kind
+
+
+def check(options: Any, conditions: list[Condition]) -> None:
+    """Raises ValueError for the first condition that does not hold, and for an option of a feature
+    that is not installed. A feature can have further CONDITIONS in its file."""
+    for feature, asked in asked_by(options).items():
+        conditions = conditions + getattr(extension(feature, asked), "CONDITIONS", [])
+    for name, holds, accepted in conditions:
+        if not holds(options):
+            raise rejected(name, getattr(options, name), accepted.format(**vars(options)))

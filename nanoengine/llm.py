@@ -22,10 +22,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoengine.checks import naming, rejected
+from nanoengine.features import ALWAYS, asked_by, extension, is_installed, naming, rejected
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.features import ALWAYS, asked_by, extension, is_installed
 from nanoengine.kernels import kernels
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
@@ -60,7 +59,7 @@ class LLM(AbstractContextManager):
         self.kernels = kernels(config.device, config.kernels)
         self.process = self.kernels.check_process()
         features = Features([*ALWAYS, *asked_by(config)], config.features)
-        folder = find_model(config.model, config.revision, config.download_dir)
+        folder = find_model(config.model, config)
         self.model_config = load_config(folder, config.load_format)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
         make_runner: Any = ModelRunner
@@ -144,7 +143,9 @@ class LLM(AbstractContextManager):
         A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        self._queue(requests)
+        if self.engine.runner is None:
+            raise RuntimeError("the LLM is closed")
+        self.arrived += requests
         try:
             with self.turn():
                 return requests
@@ -187,7 +188,7 @@ class LLM(AbstractContextManager):
         num_unfinished = len(requests)
         inbox = requests[0].inbox if requests else {}
         try:
-            self._queue(requests)
+            self.arrived += requests
             yield []
             while num_unfinished:
                 with self.turn():
@@ -218,19 +219,6 @@ class LLM(AbstractContextManager):
             self.engine.step()
         return list(updated.values())
 
-    def _queue(self, requests: list[Request]) -> None:
-        """Lets the next turn of any thread add these requests to the engine."""
-        self._check_caller()
-        if self.engine.runner is None:
-            raise RuntimeError("the LLM is closed")
-        self.arrived += requests
-
-    def _check_caller(self) -> None:
-        """Raises RuntimeError if this thread already has a turn, or if this process is a fork."""
-        self.kernels.check_process(self.process)
-        if self.lock._is_owned():
-            raise RuntimeError("a call of this thread is running")
-
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Holds the engine for this thread alone, between two steps or for one step.
@@ -238,8 +226,12 @@ class LLM(AbstractContextManager):
         A turn first queues the requests that have arrived since the last turn, and ends those that
         were dropped. If the last turn ended with an error or Ctrl-C, the engine may be
         inconsistent, so all its requests are ended.
+
+        Raises RuntimeError if this thread already has a turn, or if this process is a fork.
         """
-        self._check_caller()
+        self.kernels.check_process(self.process)
+        if self.lock._is_owned():
+            raise RuntimeError("a call of this thread is running")
         with self.lock:
             try:
                 self._begin_turn()

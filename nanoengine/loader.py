@@ -8,7 +8,6 @@ difference that `Family` does not have yet.
 """
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from nanoengine.checks import naming, rejected
-from nanoengine.features import extension, is_installed
+from nanoengine.config import EngineConfig
+from nanoengine.features import extension, is_installed, logger, naming, rejected
 from nanoengine.model import FAMILIES, Decoder, rope_table
 
 # the classes of transformers that `Decoder` computes
@@ -29,14 +28,14 @@ USUAL = {"hidden_act": "silu", "is_causal": True, "quantization_config": None,
          "transformers_weights": None}
 
 
-def find_model(model: str | Path, revision: str | None = None,
-               download_dir: str | Path | None = None, name: str = "model") -> Path:
-    """Returns the folder of a model: the given one, or the download of a Hugging Face id."""
+def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
+    """Returns the folder of a model, or of a tokenizer: the given one, or the download of a Hugging
+    Face id. name: of the argument, for messages."""
     folder = Path(model).expanduser().absolute()
     if folder.is_dir():
         return folder
     hub = extension("hub", f"{name}={str(model)!r}, which is no folder,")
-    return hub.download(str(model), folder, revision, download_dir, name)
+    return hub.download(str(model), folder, config, name)
 
 
 def load_config(folder: Path, load_format: str = "dummy") -> PretrainedConfig:
@@ -57,9 +56,6 @@ def load_config(folder: Path, load_format: str = "dummy") -> PretrainedConfig:
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
     rope = config.rope_parameters
-    family = FAMILIES.get(config.model_type)
-    has_kinds = family and "layer_types" in family.heeds
-    kinds = ["full_attention", "sliding_attention"] if has_kinds else []
     checks: Any = (
         ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
         ("num_attention_heads % num_key_value_heads",
@@ -69,7 +65,8 @@ def check_supported(config: PretrainedConfig) -> None:
         ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
         ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
-        *[("layer_types", kind, kinds) for kind in getattr(config, "layer_types", None) or []])
+        *[("layer_types", kind, ["full_attention", "sliding_attention"])
+          for kind in getattr(config, "layer_types", None) or []])
     for name, value, supported in checks:
         if value not in supported:
             raise rejected(f"the model's {name}", value, f"one of {supported}")
@@ -210,15 +207,12 @@ def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
 
 
 def tie(embedding: Any, head: Any, missing: dict[str, Tensor]) -> None:
-    """Gives both modules one matrix, whichever of its two names the checkpoint has.
-
-    As in transformers: if the checkpoint has two that differ, both are used, with a warning.
-    """
+    """Gives both modules one matrix, whichever of its two names the checkpoint has. As in
+    transformers, both are used if they differ."""
     if missing.pop("embed_tokens.weight", None) is not None:
         embedding.weight = head.weight
     elif (missing.pop("lm_head.weight", None) is not None
           or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
     else:
-        logging.getLogger("nanoengine").warning(
-            "tie_word_embeddings: lm_head.weight and embed_tokens.weight differ, both are used")
+        logger.warning("tie_word_embeddings=True, but lm_head.weight and embed_tokens.weight differ")

@@ -22,10 +22,9 @@ from transformers import PretrainedConfig
 
 from nanoengine.attention import BACKENDS, choose_backend, make_caches
 from nanoengine.batch import Batch, Copies
-from nanoengine.checks import rejected
+from nanoengine.features import extension, is_installed, rejected
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs, padded
-from nanoengine.features import extension, is_installed
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import Decoder, rope_table
@@ -46,7 +45,8 @@ class ModelRunner:
     max_model_len: the most tokens of a sequence that the model, the cache and the user allow.
     host_blocks: a pool on the host, (its blocks, layers, 2, …), for swapping; else without blocks.
 
-    Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit.
+    Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit, and ValueError
+    if an explicit max_model_len is more than the model or the cache allows.
     """
 
     def __init__(self, config: EngineConfig, model_config: PretrainedConfig, folder: Path,
@@ -69,9 +69,6 @@ class ModelRunner:
         self.model = self.load_model(folder)
         # a forward of the model's own calls a backend
         if BACKENDS[self.backend].attend is None and not self.kernels.knows_attention(self.model):
-            if config.attention_backend != "auto":
-                raise rejected("attention_backend", self.backend, "'auto' or 'gather', since the "
-                               "attention of this model has a forward of its own")
             self.backend = "gather"
         self.is_invariant = self.kernels.optimize(
             self.model, has_attention=BACKENDS[self.backend].attend is None)
@@ -79,9 +76,14 @@ class ModelRunner:
         limit = context_length(model_config)
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.block_bytes = self.make_caches(num_blocks=1).nbytes
-        free_bytes = 0 if config.num_kv_blocks else self.measure_free_bytes()
-        self.num_kv_blocks, self.max_model_len = size_cache(
-            config, limit, self.block_bytes, free_bytes)
+        self.num_kv_blocks = config.num_kv_blocks or self.measure_free_bytes() // self.block_bytes
+        longest = min(limit, self.num_kv_blocks * config.block_size)
+        # one token of a prompt and one of output are the least
+        if (config.max_model_len or 2) > longest:
+            blocks = f"{self.num_kv_blocks} blocks of {config.block_size}"
+            raise rejected("max_model_len", config.max_model_len or limit,
+                           f"at most {longest}: {blocks}, and the model's own {limit}")
+        self.max_model_len = config.max_model_len or longest
         # 3. its memory, and the graphs that use it
         self.allocate(self.num_kv_blocks)
         self.capture()
@@ -123,22 +125,9 @@ class ModelRunner:
             self.graphs.capture(self)
 
     def measure_free_bytes(self) -> int:
-        """Returns the bytes for the KV cache.
-
-        On a CPU: a quarter of the free memory, or of what a container has left; less if
-        `max_num_seqs` sequences cannot use it.
-        On a GPU: what a trial step leaves, see nanoengine_extensions/gpu_memory.py.
-        """
-        if self.device == "cuda":
-            return extension("gpu_memory", "num_kv_blocks=None").measure_free_bytes(self)
-        # only here: with `num_kv_blocks`, nothing needs psutil
-        import psutil
-        free = psutil.virtual_memory().available
-        if is_installed("containers"):
-            free = extension("containers").free_memory(free)
-        num_blocks = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
-        share = free // (4 * self.config.tensor_parallel_size)
-        return min(share, num_blocks * self.block_bytes)
+        """Returns the bytes for the KV cache: see nanoengine_extensions/memory.py; without it, 1
+        GiB."""
+        return extension("memory").free_bytes(self) if is_installed("memory") else 2**30
 
     # ----------------------------------------------------------------------------- a step
 
@@ -231,20 +220,3 @@ def choose_dtype(dtype: str, device: str, has_kernels: bool = True) -> torch.dty
         is_fast = device == "cuda" or kernels(device, has_kernels).has_bfloat16()
         dtype = "bfloat16" if is_fast else "float32"
     return getattr(torch, dtype)
-
-
-def size_cache(config: EngineConfig, limit: int, block_bytes: int, free: int) -> tuple[int, int]:
-    """Returns the number of blocks of the KV cache, and the most tokens of a sequence.
-
-    limit: the model's own, see `context_length`; block_bytes: K and V of a block in all layers;
-    free: the bytes available for all blocks.
-
-    Raises ValueError if an explicit max_model_len is more than the model or the cache allows.
-    """
-    num_blocks = config.num_kv_blocks or max(0, free // block_bytes)
-    longest = min(limit, num_blocks * config.block_size)
-    # one token of a prompt and one of output are the least
-    if (config.max_model_len or 2) > longest:
-        raise rejected("max_model_len", config.max_model_len or limit, f"at most {longest}: "
-                       f"{num_blocks} blocks of {config.block_size}, and the model's own {limit}")
-    return num_blocks, config.max_model_len or longest

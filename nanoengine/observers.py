@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from nanoengine.batch import Batch, Row
-from nanoengine.checks import rejected
-from nanoengine.features import OBSERVERS, extension, is_installed
+from nanoengine.features import OBSERVERS, extension, is_installed, rejected
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
 
@@ -30,8 +29,10 @@ class Feature:
     """
 
     def begin(self, engine: Any) -> None:
-        """The `Engine` is complete. To keep it alive would keep its memory: use a weak reference.
-        Raises ValueError for options that it cannot serve."""
+        """The `Engine` is complete. A feature that is loaded later, for a request, is not told.
+
+        To keep the engine alive would keep its memory: use a weak reference. Raises ValueError for
+        options that it cannot serve."""
 
     def enter(self, seqs: list[Sequence], inputs: Any) -> None:
         """A request is made, of these sequences, in the thread of its caller. A feature that edits
@@ -70,8 +71,6 @@ class Features(dict[str, Feature]):
     It has a place for each observer in OBSERVERS, with a `Feature` that does nothing until the
     observer is asked for; so another thread can go through it meanwhile. A user's own come last.
 
-    engine: a weak reference to the engine, once there is one.
-
     Raises ValueError for two of one class, and for what is no `Feature`.
     """
 
@@ -82,7 +81,6 @@ class Features(dict[str, Feature]):
             if not isinstance(feature, Feature) or name in self:
                 raise rejected("features", feature, f"a Feature with another name than {[*self]}")
             self[name] = feature
-        self.engine: Any = lambda: None
         self.lock = threading.Lock()
         self.load(files)
 
@@ -92,7 +90,4 @@ class Features(dict[str, Feature]):
             name = OBSERVERS[file]
             with self.lock:
                 if type(self[name]) is Feature:
-                    feature = getattr(extension(file), name)()
-                    if self.engine():
-                        feature.begin(self.engine())
-                    self[name] = feature
+                    self[name] = getattr(extension(file), name)()

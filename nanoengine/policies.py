@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanoengine.batch import Batch
-from nanoengine.checks import rejected
-from nanoengine.features import extension
+from nanoengine.features import extension, rejected
 from nanoengine.sequence import Sequence
 
 

@@ -8,7 +8,6 @@ runs here.
 nanoengine_extensions/texts.py makes it while it is generated.
 """
 
-import logging
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,9 +19,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from nanoengine.checks import naming, rejected
+from nanoengine.features import (
+    asked_by, extension, is_installed, logger, naming, rejected)
 from nanoengine.config import EngineConfig
-from nanoengine.features import asked_by, extension, is_installed
 from nanoengine.loader import find_model, load_eos, load_tokenizer
 from nanoengine.observers import Features
 from nanoengine.sampling_params import SamplingParams
@@ -184,14 +183,14 @@ class InputProcessor:
         self.vocab_size = model_config.vocab_size
         self.tokenizer: Any = None
         if not config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(find_model(
-                config.tokenizer or folder, config.revision, config.download_dir, "tokenizer"))
+            self.tokenizer = load_tokenizer(
+                find_model(config.tokenizer or folder, config, "tokenizer"))
         self.default_params = SamplingParams()
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
         elif (folder / "generation_config.json").is_file():
-            logging.getLogger("nanoengine").warning(
-                "sampling_params=None ignores generation_config.json without generation_config.py")
+            logger.warning("sampling_params=None ignores generation_config.json, for want of "
+                           "nanoengine_extensions/generation_config.py")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 

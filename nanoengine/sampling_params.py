@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from nanoengine.checks import Condition, check, strict
-from nanoengine.features import of
+from nanoengine.features import Condition, check, of, strict
 
 CONDITIONS: list[Condition] = [
     ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),

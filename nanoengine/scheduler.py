@@ -17,7 +17,7 @@ from collections import deque
 
 from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
-from nanoengine.checks import naming, rejected
+from nanoengine.features import naming, rejected
 from nanoengine.config import EngineConfig
 from nanoengine.policies import find_policy
 from nanoengine.sequence import Sequence

@@ -23,7 +23,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from nanoengine.batch import Batch
-from nanoengine.checks import rejected, strict
+from nanoengine.features import rejected, strict
 from nanoengine.llm import LLM
 from nanoengine.observers import Feature
 from nanoengine.requests import Request

@@ -17,7 +17,7 @@ from jinja2 import nodes
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from nanoengine.checks import naming, rejected
+from nanoengine.features import naming, rejected
 from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, Params, RequestOutput
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from nanoengine.checks import naming, rejected
+from nanoengine.features import naming, rejected
 from nanoengine.loader import weight_files
 
 # what a model must be instead

@@ -7,8 +7,7 @@ import json
 import logging
 from pathlib import Path
 
-from nanoengine.checks import naming, rejected
-from nanoengine.features import is_installed
+from nanoengine.features import is_installed, naming, rejected
 from nanoengine.sampling_params import SamplingParams
 
 # the entries of generation_config.json that are used, as in vLLM, with our names

@@ -3,11 +3,14 @@
 An observer of requests and steps.
 """
 
-import logging
 import weakref
+from importlib import import_module
+from typing import Any
+
+import torch
 
 from nanoengine.batch import Batch
-from nanoengine.checks import rejected
+from nanoengine.features import logger, rejected
 from nanoengine.engine import Engine
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
@@ -23,10 +26,12 @@ class Guards(Feature):
     def begin(self, engine: Engine) -> None:
         if engine.config.batch_invariant and not engine.runner.is_invariant:
             raise rejected("batch_invariant", True, "False without packed weights and numba")
-        runner = engine.runner
-        if engine.config.attention_backend == "auto" and runner.backend == "gather":
-            logging.getLogger("nanoengine").warning(
-                f"slow attention for {runner.dtype} on {runner.device}")
+        asked = engine.config.attention_backend
+        if asked not in ("auto", engine.runner.backend):
+            raise rejected("attention_backend", asked, "'auto' or 'gather', since the attention of "
+                           "this model has a forward of its own")
+        if asked == "auto":
+            warn_of_slower_attention(engine.runner)
         # without a cycle of references, an engine that is dropped frees its memory at once
         self.scheduler = weakref.proxy(engine.scheduler)
 
@@ -47,6 +52,17 @@ class Guards(Feature):
             raise RuntimeError(f"scheduling={scheduler.config.scheduling!r} runs nothing, although "
                                f"{len(scheduler.waiting)} sequences wait, "
                                f"{len(scheduler.running)} run")
+
+
+def warn_of_slower_attention(runner: Any) -> None:
+    """Says in the log that, and why, the fastest attention for this device is not used."""
+    if runner.device == "cuda" and runner.dtype != torch.float32 and runner.backend != "flash-attn":
+        try:
+            import_module("flash_attn").flash_attn_with_kvcache
+        except (ImportError, AttributeError) as error:
+            logger.warning(f"flash-attn is not used: {error}")
+    if runner.backend == "gather":
+        logger.warning(f"slow attention for {runner.dtype} on {runner.device}")
 
 
 def can_run(scheduler: Scheduler) -> bool:

@@ -7,16 +7,15 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from nanoengine.checks import naming, rejected
-from nanoengine.features import extension, is_installed
+from nanoengine.config import EngineConfig
+from nanoengine.features import extension, is_installed, naming, rejected
 
 # no weights that are never read
 FILES = ["*.json", "*.model", "*.jinja", "*.txt",
          "model.safetensors", "model-?????-of-?????.safetensors"]
 
 
-def download(model: str, folder: Path, revision: str | None, download_dir: str | None,
-             name: str) -> Path:
+def download(model: str, folder: Path, config: EngineConfig, name: str) -> Path:
     """Returns the folder of a downloaded model.
 
     folder: the one of this name, which is not there; name: of the argument, for messages.
@@ -28,4 +27,5 @@ def download(model: str, folder: Path, revision: str | None, download_dir: str |
     accepted = f"a folder with safetensors, or a Hugging Face id; there is no folder {folder}"
     with naming(rejected(name, model, accepted)):
         return Path(snapshot_download(
-            model, revision=revision, cache_dir=download_dir, allow_patterns=FILES))
+            model, revision=config.revision, cache_dir=config.download_dir,
+            allow_patterns=FILES))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.batch import Batch, Row
-from nanoengine.checks import Condition, rejected
+from nanoengine.features import Condition, rejected
 from nanoengine.observers import Feature
 from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
 from nanoengine.sampler import max_rows

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from nanoengine.checks import Condition
+from nanoengine.features import Condition
 from nanoengine.loader import place_on
 from nanoengine.model import Decoder
 

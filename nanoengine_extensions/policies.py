@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from nanoengine.batch import Batch
-from nanoengine.checks import naming, rejected
+from nanoengine.features import naming, rejected
 from nanoengine.observers import Feature
 from nanoengine.policies import BATCHING, KV_ALLOCATION, ORDERS, VICTIMS, find_policy
 from nanoengine.scheduler import Scheduler

@@ -20,8 +20,7 @@ from numbers import Integral
 from operator import index
 from typing import Any
 
-from nanoengine.checks import naming, rejected
-from nanoengine.features import extension, is_installed
+from nanoengine.features import extension, is_installed, naming, rejected
 from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sampling_params import SamplingParams

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from nanoengine.batch import Batch, Copies, Row
-from nanoengine.checks import Condition, naming
+from nanoengine.features import Condition, naming
 from nanoengine.config import EngineConfig
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features

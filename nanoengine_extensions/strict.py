@@ -1,6 +1,6 @@
 """Strict checks of what a user gives, and vLLM's shorthands. The rules use pydantic.
 
-`EngineConfig`, `SamplingParams` and `BeamSearchParams` call it by checks.py, `InputProcessor` for
+`EngineConfig`, `SamplingParams` and `BeamSearchParams` call it by features.py, `InputProcessor` for
 the arguments of each call. A broken rule is a ValueError that names the argument, the value and
 what is accepted.
 """
@@ -22,8 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_
 from pydantic_core import ValidationError
 from torch import nn
 
-from nanoengine.checks import rejected
-from nanoengine.features import extension, is_installed
+from nanoengine.features import extension, is_installed, rejected
 
 STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 

@@ -15,9 +15,8 @@ import torch
 
 from nanoengine.batch import Copies
 from nanoengine.block_manager import BlockManager
-from nanoengine.checks import rejected
+from nanoengine.features import extension, is_installed, rejected
 from nanoengine.config import EngineConfig
-from nanoengine.features import extension, is_installed
 from nanoengine.sequence import Sequence
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoengine.batch import Batch, Copies
-from nanoengine.checks import Condition, rejected
+from nanoengine.features import Condition, rejected
 from nanoengine.config import EngineConfig
 from nanoengine.model import Decoder
 from nanoengine.model_runner import ModelRunner

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from nanoengine.checks import Condition
+from nanoengine.features import Condition
 from nanoengine.engine import Engine
 from nanoengine.observers import Feature, Launched
 from nanoengine.requests import InputProcessor, RequestOutput

@@ -15,7 +15,7 @@ from typing import Any
 
 import nanoengine
 from nanoengine import CompletionOutput, RequestOutput
-from nanoengine.checks import naming, rejected
+from nanoengine.features import naming, rejected
 
 # vLLM's keywords that change no token here, whatever their value, …
 WITHOUT_EFFECT = {*"""async_scheduling attention_config backend chat_template_content_format

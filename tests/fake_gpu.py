@@ -60,6 +60,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import nanoengine
 from nanoengine import kernels as seams, model, sampler
+from nanoengine.features import optional
 
 HAS_TRITON = find_spec("triton") is not None
 ENGINE_FOLDER = str(Path(nanoengine.__file__).parent)
@@ -312,15 +313,16 @@ class FakeGpu:
             flash_attn = flash_attn_module() if self.flash_attn else None
             patch.setitem(sys.modules, "flash_attn", flash_attn)
             # the functions of a device are found once
-            seams.kernels.cache_clear()
-            stack.callback(seams.kernels.cache_clear)
+            for found in (seams.kernels, optional):
+                found.cache_clear()
+                stack.callback(found.cache_clear)
             for (module, name), function in self.library.items():
                 if module == "nanoengine_gpu":
                     patch.setitem(importlib.import_module(module).KERNELS, name, function)
                 else:
                     patch.setattr(importlib.import_module(module), name, function)
             if not self.library:
-                patch.setattr(seams, "find_spec", find_without_library)
+                patch.setattr(seams, "optional", find_without_library)
             # so that torch.tensor(…, device="cuda") begins on the host
             torch._C._set_only_lift_cpu_tensors(True)
             stack.callback(torch._C._set_only_lift_cpu_tensors, False)
@@ -916,8 +918,8 @@ def flash_attn_module() -> types.ModuleType:
 
 
 def find_without_library(name: str) -> Any:
-    """What find_spec returns where the library is not installed."""
-    return None if name in ("nanoengine_gpu", "triton") else find_spec(name)
+    """What `optional` returns where the library is not installed."""
+    return None if name == "nanoengine_gpu" else optional(name)
 
 
 def norm_kernel(x: Tensor, weight: Tensor, eps: float,

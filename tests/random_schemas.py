@@ -21,7 +21,7 @@ import numpy as np
 from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
 from llguidance import LLMatcher, LLTokenizer
 
-from nanoengine.checks import naming
+from nanoengine.features import naming
 from nanoengine_extensions.structured_outputs.grammar import to_lark
 
 BYTES = LLTokenizer("byte")

@@ -14,7 +14,7 @@ import torch
 
 import nanoengine
 from nanoengine import LLM, BeamSearchParams, SamplingParams
-from nanoengine.checks import naming
+from nanoengine.features import naming
 from nanoengine.config import EngineConfig
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine_extensions import vllm

@@ -25,7 +25,7 @@ CASES = {
     "dummy": "LLM(model, load_format='dummy', **options).close()",
     "explain": "import tempfile; LLM(tempfile.mkdtemp(), **options)",
     "generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
-    "gpu_memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
+    "memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
     "guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",
     "hub": "LLM('some/model', **options)",
     "logits_processors": "assert run(llm, logits_processors=[lambda i, s: s]).token_ids == tokens",
@@ -181,6 +181,6 @@ def test_only_what_is_asked_for_is_imported(found):
     imported = found["imported"]
     assert {*imported.pop("")} == ALWAYS
     for feature, others in imported.items():
-        # an unknown keyword can be one of vLLM's
-        known = {"vllm"} if feature == "strict" else set()
+        # an unknown keyword can be one of vLLM's; the terminal gives no number of blocks
+        known = {"strict": {"vllm"}, "terminal": {"memory"}}.get(feature, set())
         assert {*others} - known == {feature, *NEEDS.get(feature, ())} - ALWAYS, feature

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Qwen3Config
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.config import EngineConfig
 from nanoengine.loader import (
     checkpoint_tensors, context_length, find_model, load_config, load_eos, load_model)
 from nanoengine_extensions.generation_config import load_defaults
@@ -270,14 +271,14 @@ def test_a_path_that_is_no_model(model):
     """The message says which absolute path was looked for."""
     accepted = "must be a folder with safetensors, or a Hugging Face id; there is no folder /"
     with pytest.raises(ValueError, match=f"model=.* {accepted}"):
-        find_model(model)
+        find_model(model, EngineConfig(model))
     with pytest.raises(ValueError, match=f"tokenizer=.* {accepted}"):
-        find_model(model, name="tokenizer")
+        find_model(model, EngineConfig(model), "tokenizer")
 
 
 def test_a_path_in_the_home_folder(monkeypatch, bundled):
     monkeypatch.setenv("HOME", str(Path(bundled).parent))
-    assert find_model("~/tiny-qwen3") == Path(bundled)
+    assert find_model("~/tiny-qwen3", EngineConfig("m")) == Path(bundled)
 
 
 @pytest.mark.parametrize("options", [dict(model=None), dict(model=5), dict(tokenizer=5)])

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,13 @@ from nanoengine.batch import Batch, Row
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.features import ALWAYS
-from nanoengine.model_runner import ModelRunner, choose_device, choose_dtype, size_cache
+from nanoengine.loader import context_length, load_config
+from nanoengine.model_runner import ModelRunner, choose_device, choose_dtype
 from nanoengine.observers import Feature, Features
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
-from nanoengine_extensions.gpu_memory import largest_batch
+from nanoengine_extensions.memory import largest_batch
 
 DTYPES = {"slot_mapping": torch.int64}  # the others are int32
 TENSORS = ("slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",
@@ -227,21 +229,27 @@ def test_decode_steps_run_in_graphs(tiny, monkeypatch, options):
         assert [output.outputs[0].token_ids for output in outputs] == alone
 
 
-def size(model_limit=1000, block_bytes=2**20, free_bytes=2**28, **options):
-    return size_cache(EngineConfig(model="m", block_size=16, **options), model_limit, block_bytes,
-                      free_bytes)
+def test_the_size_of_the_cache(tiny, monkeypatch):
+    free_blocks = 256
+    monkeypatch.setattr(ModelRunner, "measure_free_bytes",
+                        lambda runner: int((free_blocks + 0.5) * runner.block_bytes))
 
+    def size(**options):
+        with LLM(tiny, dtype="float32", block_size=16, **options) as llm:
+            return llm.engine.runner.num_kv_blocks, llm.engine.runner.max_model_len
 
-def test_the_size_of_the_cache():
-    assert size() == (256, 1000), "all that is free"
-    assert size(free_bytes=-1, num_kv_blocks=5) == (5, 80), "what the cache allows"
-    assert size(num_kv_blocks=500) == (500, 1000), "what the model allows"
-    with pytest.raises(ValueError, match="max_model_len=1001 .* at most 1000"):
-        size(max_model_len=1001)
+    limit = context_length(load_config(Path(tiny)))
+    assert size() == (256, min(limit, 4096)), "all that is free"
+    assert size(num_kv_blocks=5) == (5, 80), "what the cache allows"
+    assert size(num_kv_blocks=limit) == (limit, limit), "what the model allows"
+    assert size(num_kv_blocks=5, max_model_len=80) == (5, 80)
+    with pytest.raises(ValueError, match=f"max_model_len={limit + 1} .* at most {limit}"):
+        size(num_kv_blocks=limit, max_model_len=limit + 1)
     with pytest.raises(ValueError, match="max_model_len=81 .* at most 80: 5 blocks"):
-        size(max_model_len=81, num_kv_blocks=5)
-    with pytest.raises(ValueError, match="at most 0"):
-        size(free_bytes=-5)
+        size(num_kv_blocks=5, max_model_len=81)
+    free_blocks = 0
+    with pytest.raises(ValueError, match="at most 0: 0 blocks"):
+        size()
 
 
 def test_the_free_memory_of_a_cpu(tiny, monkeypatch):

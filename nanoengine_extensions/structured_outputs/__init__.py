@@ -8,7 +8,7 @@ import math
 import numpy as np
 from torch import Tensor
 
-from nanoengine.checks import naming
+from nanoengine.features import naming
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence

@@ -1,16 +1,17 @@
-"""`gpu_memory_utilization`: how much of a GPU is left for the KV cache.
+"""How much memory is left for the KV cache. The runner asks, unless num_kv_blocks is given.
 
-It is measured, not guessed: the weights are there, all CUDA graphs are captured, and the largest
-step runs once. What this does not take of the share that may be used, the KV cache gets. The runner
-calls `measure_free_bytes`, unless num_kv_blocks is given.
+On a CPU it is a quarter of the free memory, or of what a container has left. On a GPU it is
+measured, not guessed: the weights are there, all CUDA graphs are captured, and the largest step
+runs once. What this does not take of `gpu_memory_utilization`, the KV cache gets.
 """
 
 from dataclasses import fields
 
+import psutil
 import torch
 
 from nanoengine.batch import Batch, Row
-from nanoengine.features import OBSERVERS, asked_by, is_installed
+from nanoengine.features import OBSERVERS, asked_by, extension, is_installed
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
@@ -19,9 +20,22 @@ from nanoengine.sequence import Sequence
 MOST = {"min_p": 0.1, "top_p": 0.9, "presence_penalty": 1.0, "logit_bias": {0: 1.0}, "logprobs": 20}
 
 
-def measure_free_bytes(runner: ModelRunner) -> int:
-    """Returns the bytes for the KV cache: `gpu_memory_utilization` of the GPU's memory, minus the
-    peak of everything else, other processes included."""
+def free_bytes(runner: ModelRunner) -> int:
+    """Returns the bytes for the KV cache, of each rank."""
+    if runner.device == "cuda":
+        return max(0, free_bytes_on_gpu(runner))
+    config = runner.config
+    free = psutil.virtual_memory().available
+    if is_installed("containers"):
+        free = extension("containers").free_memory(free)
+    # no more than the sequences can use
+    num_blocks = config.max_num_seqs * -(-runner.max_model_len // config.block_size)
+    return min(free // (4 * config.tensor_parallel_size), num_blocks * runner.block_bytes)
+
+
+def free_bytes_on_gpu(runner: ModelRunner) -> int:
+    """Returns `gpu_memory_utilization` of the GPU's memory, minus the peak of everything else,
+    other processes included."""
     # left over from earlier engines
     torch.cuda.empty_cache()
     # block 0 alone is enough for a trial step
