@@ -29,11 +29,11 @@ Kind = TypeVar("Kind", bound=type)
 # the name of a field, whether the options can be used, and what is accepted
 Condition = tuple[str, Callable[[Any], bool], str]
 # the file of each observer, and its class, in the order in which they are called
-OBSERVERS = {"metrics": "Metrics", "texts": "Texts", "guards": "Guards", "logprobs": "Logprobs",
-             "beam_search": "Beams", "constraints": "Constraints",
+OBSERVERS = {"metrics": "Metrics", "texts": "Texts", "guards": "Guards", "threads": "Threads",
+             "logprobs": "Logprobs", "beam_search": "Beams", "constraints": "Constraints",
              "structured_outputs": "Grammars", "logits_processors": "Processors"}
 # those that every engine has, if they are installed
-ALWAYS = ("metrics", "texts", "guards")
+ALWAYS = ("metrics", "texts", "guards", "threads")
 
 
 # ------------------------------------------------------------------------------- finding them
@@ -91,7 +91,7 @@ def asked_by(options: Any) -> dict[str, str]:
 # --------------------------------------------------------------------------- a user's input
 
 
-def rejected(name: str, value: Any, accepted: str) -> ValueError:
+def rejected(name: str, value: object, accepted: str) -> ValueError:
     """Returns the error for bad input: the argument, its value and what is accepted."""
     return ValueError(f"{name}={value!r:.1000} is not accepted: it must be {accepted}")
 

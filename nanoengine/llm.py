@@ -56,19 +56,18 @@ class LLM(AbstractContextManager):
     def __init__(self, model: str | Path, **options: Any) -> None:
         options["device"] = choose_device(options.get("device", "auto"))
         self.config = config = EngineConfig(**{"model": model, **options})
-        self.kernels = kernels(config.device, config.kernels)
-        self.process = self.kernels.check_process()
+        self.check_process = kernels(config.device, config.kernels).check_process
+        self.process = self.check_process()
         features = Features([*ALWAYS, *asked_by(config)], config.features)
         folder = find_model(config.model, config)
         self.model_config = load_config(folder, config.load_format)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
-        make_runner: Any = ModelRunner
+        make_runner: type[ModelRunner] = ModelRunner
         if config.tensor_parallel_size > 1:
             make_runner = extension("tensor_parallel").TensorParallelRunner
         # a size of the model is 0, or needs more memory than is free, or than PyTorch can count
         with naming(f"{config.model} cannot be run with these options"):
             runner = make_runner(config, self.model_config, folder, features)
-        self.kernels.end_threads()
         self.engine = Engine(config, runner, features)
         self.inputs.max_model_len = runner.max_model_len
         # requests that the next turn of any thread adds to the engine
@@ -143,9 +142,7 @@ class LLM(AbstractContextManager):
         A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        if self.engine.runner is None:
-            raise RuntimeError("the LLM is closed")
-        self.arrived += requests
+        self._queue(requests)
         try:
             with self.turn():
                 return requests
@@ -188,7 +185,7 @@ class LLM(AbstractContextManager):
         num_unfinished = len(requests)
         inbox = requests[0].inbox if requests else {}
         try:
-            self.arrived += requests
+            self._queue(requests)
             yield []
             while num_unfinished:
                 with self.turn():
@@ -196,16 +193,12 @@ class LLM(AbstractContextManager):
                         self._step()
                     updated = [inbox.pop(request_id) for request_id in [*inbox]]
                     num_unfinished -= sum(request.is_finished for request in updated)
-                    # our idle OpenMP threads would slow down a step of another thread
-                    if len(self.entered) > num_unfinished:
-                        self.kernels.end_threads()
                     seen = [look(request) if look else request for request in updated]
                 for error in [request.error for request in updated if request.error]:
                     raise error
                 yield seen
         finally:
             self.abort(requests)
-            self.kernels.end_threads()
 
     def _step(self) -> list[Request]:
         """Runs one step, in a turn; returns the requests with new tokens."""
@@ -219,6 +212,19 @@ class LLM(AbstractContextManager):
             self.engine.step()
         return list(updated.values())
 
+    def _queue(self, requests: list[Request]) -> None:
+        """Lets the next turn of any thread add these requests to the engine."""
+        self._check_caller()
+        if self.engine.runner is None:
+            raise RuntimeError("the LLM is closed")
+        self.arrived += requests
+
+    def _check_caller(self) -> None:
+        """Raises RuntimeError if this thread already has a turn, or if this process is a fork."""
+        self.check_process(self.process)
+        if self.lock._is_owned():
+            raise RuntimeError("a call of this thread is running")
+
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Holds the engine for this thread alone, between two steps or for one step.
@@ -226,12 +232,8 @@ class LLM(AbstractContextManager):
         A turn first queues the requests that have arrived since the last turn, and ends those that
         were dropped. If the last turn ended with an error or Ctrl-C, the engine may be
         inconsistent, so all its requests are ended.
-
-        Raises RuntimeError if this thread already has a turn, or if this process is a fork.
         """
-        self.kernels.check_process(self.process)
-        if self.lock._is_owned():
-            raise RuntimeError("a call of this thread is running")
+        self._check_caller()
         with self.lock:
             try:
                 self._begin_turn()

@@ -56,7 +56,7 @@ def load_config(folder: Path, load_format: str = "dummy") -> PretrainedConfig:
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
     rope = config.rope_parameters
-    checks: Any = (
+    checks: tuple[tuple[str, object, list], ...] = (
         ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
         ("num_attention_heads % num_key_value_heads",
          config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
@@ -206,7 +206,7 @@ def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
         raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}")
 
 
-def tie(embedding: Any, head: Any, missing: dict[str, Tensor]) -> None:
+def tie(embedding: nn.Embedding, head: nn.Linear, missing: dict[str, Tensor]) -> None:
     """Gives both modules one matrix, whichever of its two names the checkpoint has. As in
     transformers, both are used if they differ."""
     if missing.pop("embed_tokens.weight", None) is not None:
@@ -215,4 +215,4 @@ def tie(embedding: Any, head: Any, missing: dict[str, Tensor]) -> None:
           or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
     else:
-        logger.warning("tie_word_embeddings=True, but lm_head.weight and embed_tokens.weight differ")
+        logger.warning("tie_word_embeddings: lm_head.weight and embed_tokens.weight differ")

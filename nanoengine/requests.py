@@ -98,7 +98,7 @@ class Request:
     seqs: list[Sequence]
     tokenizer: Any = None
     index: int = 0
-    features: dict[str, Any] = field(default_factory=dict)
+    features: Features = field(default_factory=Features)
     inbox: dict[str, "Request"] = field(default_factory=dict)
 
     seq = property(lambda self: self.seqs[0])
@@ -204,7 +204,7 @@ class InputProcessor:
                            "its folder has none, or `skip_tokenizer_init=True`")
         return self.tokenizer
 
-    def make_requests(self, prompts: Any, params: Any, priority: Any = None) -> list[Request]:
+    def make_requests(self, prompts: Any, params: Params, priority: Any = None) -> list[Request]:
         """Returns a request for each prompt; the arguments are those of `LLM.generate`.
 
         Raises ValueError for bad input, with its name, its value and what is accepted.

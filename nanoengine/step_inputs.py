@@ -4,7 +4,7 @@ All numbers cross to the device in one buffer, in one asynchronous copy.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ class Draws(NamedTuple):
     top_p: Tensor
     uniform: Tensor
 
-    def of(self, rows: Any) -> "Draws":
+    def of(self, rows: slice | Tensor) -> "Draws":
         """Returns those of some rows: a slice, or a tensor of indices."""
         return Draws(*(column[rows] for column in self))
 
@@ -173,7 +173,7 @@ def to_buffer(arrays: list[np.ndarray], device: str) -> tuple[Tensor, Layout]:
     return buffer, tuple((array.dtype.name, array.shape, array.nbytes // 4) for array in arrays)
 
 
-def send(numbers: Any, device: torch.device) -> Tensor:
+def send(numbers: list | np.ndarray, device: torch.device) -> Tensor:
     """Copies some numbers to the device, asynchronously."""
     on_host = torch.from_numpy(np.asarray(numbers))
     pinned = on_host.pin_memory() if device.type == "cuda" else on_host

@@ -30,7 +30,7 @@ class Guards(Feature):
         if asked not in ("auto", engine.runner.backend):
             raise rejected("attention_backend", asked, "'auto' or 'gather', since the attention of "
                            "this model has a forward of its own")
-        if asked == "auto":
+        if asked == "auto" and engine.runner.backend in ("triton", "varlen", "gather"):
             warn_of_slower_attention(engine.runner)
         # without a cycle of references, an engine that is dropped frees its memory at once
         self.scheduler = weakref.proxy(engine.scheduler)
@@ -56,9 +56,9 @@ class Guards(Feature):
 
 def warn_of_slower_attention(runner: Any) -> None:
     """Says in the log that, and why, the fastest attention for this device is not used."""
-    if runner.device == "cuda" and runner.dtype != torch.float32 and runner.backend != "flash-attn":
+    if runner.device == "cuda" and runner.dtype != torch.float32:
         try:
-            import_module("flash_attn").flash_attn_with_kvcache
+            assert callable(import_module("flash_attn").flash_attn_with_kvcache)
         except (ImportError, AttributeError) as error:
             logger.warning(f"flash-attn is not used: {error}")
     if runner.backend == "gather":

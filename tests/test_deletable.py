@@ -47,6 +47,7 @@ CASES = {
                 "sys.argv = ['nanoengine', '1 + 1 =', '--model', bundled, '--max-tokens', '2']\n"
                 "with contextlib.redirect_stdout(io.StringIO()):\n"
                 "    runpy.run_module('nanoengine', run_name='__main__')",
+    "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Threads'",
     "texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
     "truncation": "assert run(llm, truncate_prompt_tokens=1).token_ids",
     "vllm": "import nanoengine_extensions.vllm"}
@@ -68,9 +69,11 @@ WITHOUT = {
                "    LLM(tempfile.mkdtemp(), **options)\n    raise AssertionError",
     "generation_config": "assert texts.get_default_sampling_params() == SamplingParams()",
     "strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
+    "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Feature'",
     "vllm": "import nanoengine_extensions"}
 # those that every engine has
-ALWAYS = {"containers", "explain", "generation_config", "guards", "metrics", "strict", "texts"}
+ALWAYS = {"containers", "explain", "generation_config", "guards", "metrics", "strict", "texts",
+          "threads"}
 # those whose case starts a process: they are asked for where they, or nothing, are deleted
 SLOW = ["tensor_parallel"]
 

@@ -14,7 +14,7 @@ FOLDERS = {"nanoengine": "nanoengine", "nanoengine_cpu": "nanoengine_cpu",
            "nanoengine_gpu": "nanoengine_gpu", "nanoengine_extensions": "nanoengine_extensions",
            "lab": "lab"}
 # what is imported by a text, and where
-BY_TEXT = {"nanoengine.features": ["module"], "nanoengine.attention": ['"flash_attn"']}
+BY_TEXT = {"nanoengine.features": ["module"]}
 
 
 def all_modules() -> dict[str, Path]:

@@ -679,8 +679,8 @@ def test_no_extension_is_imported_before_it_is_asked_for(bundled):
                     and not name.startswith("nanoengine_cpu") and "." in name}
         with LLM(MODEL) as llm:
             llm.generate("12 + 34 =", use_tqdm=False)
-            always = {"strict", "metrics", "texts", "guards", "generation_config", "explain",
-                      "containers"}
+            always = {"strict", "metrics", "texts", "guards", "threads", "explain", "memory",
+                      "generation_config", "containers"}
             assert extensions() == {f"nanoengine_extensions.{name}" for name in always}
             llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
         asked_for = always | {"logprobs", "constraints"}

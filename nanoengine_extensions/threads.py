@@ -1,0 +1,40 @@
+"""Threads of OpenMP that wait for nothing: they are ended, since they would slow down others.
+
+An observer of steps. Each thread that calls the engine has computing threads of its own, which spin
+for a while when a step is over. They disturb the steps of other callers, and whatever a program
+does after a call.
+"""
+
+import threading
+import weakref
+
+from nanoengine.engine import Engine
+from nanoengine.kernels import kernels
+from nanoengine.observers import Feature
+from nanoengine.requests import InputProcessor
+from nanoengine.sequence import Sequence
+from nanoengine.step_inputs import Launched
+
+
+class Threads(Feature):
+    """callers: the threads that have made requests since the engine had none."""
+
+    def __init__(self) -> None:
+        self.callers: set[int] = set()
+
+    def begin(self, engine: Engine) -> None:
+        # without a cycle of references, an engine that is dropped frees its memory at once
+        self.engine = weakref.proxy(engine)
+        self.end_threads = kernels(engine.config.device, engine.config.kernels).end_threads
+        # those that have loaded the model
+        self.end_threads()
+
+    def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
+        self.callers.add(threading.get_ident())
+
+    def done(self, step: Launched, seqs: list[Sequence]) -> None:
+        """It is called in the thread that has run the step."""
+        if not self.engine.has_unfinished():
+            self.callers.clear()
+        if len(self.callers) != 1:
+            self.end_threads()
