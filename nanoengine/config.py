@@ -17,8 +17,6 @@ CONDITIONS: list[Condition] = [
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs >= 1,
      "at least max_num_seqs={max_num_seqs}, and this at least 1"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1"),
-    ("max_model_len", lambda c: c.max_model_len is None or c.max_model_len >= 2,
-     "at least 2, or None"),
     ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
      "True for attention_backend={attention_backend!r}")]
 

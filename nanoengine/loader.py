@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import extension, is_installed, logger, naming, rejected
+from nanoengine.features import extension, is_installed, naming, rejected
 from nanoengine.model import FAMILIES, Decoder, rope_table
 
 # the classes of transformers that `Decoder` computes
@@ -207,12 +207,12 @@ def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
 
 
 def tie(embedding: nn.Embedding, head: nn.Linear, missing: dict[str, Tensor]) -> None:
-    """Gives both modules one matrix, whichever of its two names the checkpoint has. As in
-    transformers, both are used if they differ."""
+    """Gives both modules one matrix, whichever of its two names the checkpoint has.
+
+    As in transformers, a checkpoint with two that differ keeps both.
+    """
     if missing.pop("embed_tokens.weight", None) is not None:
         embedding.weight = head.weight
     elif (missing.pop("lm_head.weight", None) is not None
           or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
-    else:
-        logger.warning("tie_word_embeddings: lm_head.weight and embed_tokens.weight differ")

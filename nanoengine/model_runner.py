@@ -79,10 +79,10 @@ class ModelRunner:
         self.num_kv_blocks = config.num_kv_blocks or self.measure_free_bytes() // self.block_bytes
         longest = min(limit, self.num_kv_blocks * config.block_size)
         # one token of a prompt and one of output are the least
-        if (config.max_model_len or 2) > longest:
+        if not 2 <= (config.max_model_len or 2) <= longest:
             blocks = f"{self.num_kv_blocks} blocks of {config.block_size}"
             raise rejected("max_model_len", config.max_model_len or limit,
-                           f"at most {longest}: {blocks}, and the model's own {limit}")
+                           f"at least 2, at most {longest}: {blocks}, the model's own {limit}")
         self.max_model_len = config.max_model_len or longest
         # 3. its memory, and the graphs that use it
         self.allocate(self.num_kv_blocks)

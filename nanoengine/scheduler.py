@@ -17,7 +17,7 @@ from collections import deque
 
 from nanoengine.batch import Batch, Row
 from nanoengine.block_manager import BlockManager
-from nanoengine.features import naming, rejected
+from nanoengine.features import naming
 from nanoengine.config import EngineConfig
 from nanoengine.policies import find_policy
 from nanoengine.sequence import Sequence
@@ -104,8 +104,7 @@ class Scheduler:
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            accepted = "one that returns a running sequence"
-            with naming(rejected("preemption_victim", self.config.preemption_victim, accepted)):
+            with naming(f"preemption_victim={self.victim} must return a running sequence"):
                 self.preempt(self.victim(self.running))
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
