@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoengine.features import extension, is_installed, optional, rejected
@@ -53,7 +52,7 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
             rows = slice(first, min(first + 256, starts[seq + 1]))
             ages = step.positions[rows, None] - torch.arange(length, device=query.device)
             mask = (ages >= 0) & (ages < (window or length))
-            out[rows] = F.scaled_dot_product_attention(
+            out[rows] = nn.functional.scaled_dot_product_attention(
                 query[rows].transpose(0, 1), keys, values, mask, enable_gqa=True).transpose(0, 1)
     return out
 

@@ -12,7 +12,6 @@ sequences run.
 
 import time
 from functools import partial
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ class ModelRunner:
 
         longest_keys: the block tables are wide enough for this many keys, or for more.
         """
-        longest_keys = max(longest_keys, *map(add, batch.starts, batch.num_tokens))
+        longest_keys = max(longest_keys, *map(sum, zip(batch.starts, batch.num_tokens)))
         if self.graphs.can_replay(batch):
             batch = padded(batch, self.graphs.size_for(batch))
             longest_keys = self.max_model_len

@@ -120,8 +120,7 @@ class Request:
         seq = self.seq
         output = RequestOutput(
             seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
-            [self._completion(each) for each in self.seqs], self.is_finished,
-            index=self.index)
+            [self._completion(each) for each in self.seqs], self.is_finished, index=self.index)
         for feature in self.features.values():
             feature.output(self.seqs, output)
         return output
