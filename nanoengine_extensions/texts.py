@@ -157,6 +157,8 @@ def stop_finder(stops: tuple[str, ...]) -> Callable[[str, int], tuple[int, str |
     It takes a text, and how much of it was searched before. It returns the end and the stop string
     of the one that ends first, or is first in the list.
     """
+    if not stops:
+        return lambda text, num_seen: (0, None)
     # by their last letter, then by the one before; "": the places of those that begin here
     tree: dict[str, Any] = {}
     for place, stop in enumerate(stops):
