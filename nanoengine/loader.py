@@ -23,6 +23,9 @@ from nanoengine.model import FAMILIES, Decoder, rope_table
 
 # the classes of transformers that `Decoder` computes
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
+# the files of a repository that are read, and so downloaded
+FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors",
+         "model-?????-of-?????.safetensors"]
 # what all families have in config.json; without an entry, transformers assumes these values, too
 USUAL = {"hidden_act": "silu", "is_causal": True, "quantization_config": None,
          "transformers_weights": None}
