@@ -6,15 +6,16 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, packages_imported_by
 
 FOLDER = ROOT / "nanoengine_extensions"
 # a file each, or a folder
 FILES = {path.stem: path for path in sorted(FOLDER.iterdir())
          if path.suffix in (".py", "") and path.stem not in ("__init__", "__pycache__")}
+TESTS = ROOT / "tests" / "features"
 
 # what asks for each feature, and checks that it works
-CASES = {
+ALL_CASES = {
     "backends": "LLM(model, attention_backend='varlen', **options)",
     "beam_search": "from nanoengine import BeamSearchParams as B; assert len("
                    "llm.beam_search([[5, 6]], B(beam_width=2, max_tokens=3))[0].sequences) == 2",
@@ -69,8 +70,12 @@ WITHOUT = {
     "generation_config": "assert texts.get_default_sampling_params() == SamplingParams()",
     "strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
     "vllm": "import nanoengine_extensions"}
+# what is deleted for good has no case any more
+CASES = {name: case for name, case in ALL_CASES.items()
+         if {name, *NEEDS.get(name, ())} <= {*FILES}}
 # those that every engine has
-ALWAYS = {"containers", "explain", "generation_config", "guards", "metrics", "strict", "texts"}
+ALWAYS = {*FILES} & {"containers", "explain", "generation_config", "guards", "metrics", "strict",
+                     "texts"}
 # those whose case starts a process: they are asked for where they, or nothing, are deleted
 SLOW = ["tensor_parallel"]
 
@@ -169,7 +174,19 @@ def found(tiny, bundled, tmp_path_factory) -> dict:
 
 
 def test_each_has_a_case():
-    assert [*FILES] == sorted(CASES)
+    assert {*FILES} <= {*ALL_CASES}
+
+
+def test_each_has_tests_under_its_name():
+    """In tests/features, a file or a folder; they are deleted with it."""
+    assert {path.stem for path in TESTS.glob("test_*")} == {f"test_{name}" for name in FILES}
+
+
+def test_no_test_imports_those_of_a_feature():
+    """Not even those of another feature do: what several need lies in files of its own."""
+    of_features = {path.stem for path in TESTS.glob("test_*")} | {TESTS.name}
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not packages_imported_by(path) & of_features, path
 
 
 @pytest.mark.parametrize("deleted", ["nothing", *FILES])

@@ -22,16 +22,17 @@ from urllib.parse import urlparse
 import pytest
 from conftest import ROOT
 
-import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
-from nanoengine.features import OBSERVERS, is_installed
+from nanoengine.features import OBSERVERS, is_installed, optional
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
-from nanoengine_extensions.metrics import Metrics
 
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "docs" / "tutorial")]
 
 import write_reference  # noqa: E402
 from run import fences_of, snippets_of  # noqa: E402
+
+# adds its names before a table is copied
+optional("nanoengine_extensions.policies")
 
 CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 FOLDERS = ("docs", "examples", "lab", "models", "nanoengine", "nanoengine_cpu",
@@ -39,7 +40,8 @@ FOLDERS = ("docs", "examples", "lab", "models", "nanoengine", "nanoengine_cpu",
 DOCUMENTS = [*ROOT.glob("*.md"), *(file for folder in FOLDERS
                                    for file in sorted((ROOT / folder).rglob("*.md")))]
 # these have tests of their own, which look closer at what their snippets do
-RUN_ELSEWHERE = {"docs/recipes.md": "test_recipes.py", "docs/policies.md": "test_policies.py",
+RUN_ELSEWHERE = {"docs/recipes.md": "test_recipes.py",
+                 "docs/policies.md": "features/test_policies.py",
                  "nanoengine_cpu/README.md": "cpu/test_library.py",
                  "nanoengine_gpu/README.md": "gpu_kernels/test_triton_library.py"}
 OTHERS = [file for file in DOCUMENTS
@@ -227,6 +229,7 @@ def test_each_option_has_to_be_explained():
 
 
 def test_the_reference_has_all_metrics(monkeypatch):
+    from nanoengine_extensions.metrics import Metrics
     monkeypatch.chdir(ROOT)
     prompts = [[5 + number] * 40 for number in range(8)]
     with LLM("models/tiny-qwen3", num_kv_blocks=8, block_size=16, preemption_mode="swap",

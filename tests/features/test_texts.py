@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import check_idle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -506,3 +507,19 @@ def test_a_request_is_finished_with_its_last_completion(byte_tokenizer):
     assert (output.request_id, output.prompt) == ("7", "the prompt")
     assert output.prompt_token_ids == prompt
     assert [(each.index, each.text) for each in output.outputs] == [(0, "ab"), (1, "c")]
+
+
+def test_stop_strings_end_the_generation(llm):
+    def run(**params):
+        params = SamplingParams(temperature=0, max_tokens=60, **params)
+        (output,) = llm.generate("Once upon a time", params, use_tqdm=False)
+        check_idle(llm)
+        return output.outputs[0]
+
+    full = run().text
+    stop = full[20:26]
+    cut = run(stop=[stop, "never in there"])
+    assert cut.text == full[:full.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert run(stop=stop, include_stop_str_in_output=True).text == cut.text + stop
+    assert len(cut.token_ids) < 60
