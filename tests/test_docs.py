@@ -40,8 +40,8 @@ from run import fences_of, snippets_of  # noqa: E402
 CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 FOLDERS = ("docs", "examples", "lab", "models", "nanoengine", "nanoengine_cpu",
            "nanoengine_gpu", "nanoengine_extensions")
-DOCUMENTS = [*ROOT.glob("*.md"), *(file for folder in FOLDERS
-                                   for file in sorted((ROOT / folder).rglob("*.md")))]
+DOCUMENTS = [*ROOT.glob("*.md"), ROOT / "tests" / "README.md",
+             *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.md")))]
 # these have tests of their own, which look closer at what their snippets do
 RUN_ELSEWHERE = {"docs/recipes.md": "test_recipes.py",
                  "docs/policies.md": "features/test_policies.py",

@@ -113,7 +113,7 @@ def test_without_a_tokenizer_by_choice(bundled):
         assert output.prompt_logprobs[1][2].decoded_token is None
 
 
-# -------------------------------------------------------------------------- prompt logprobs
+# ------------------------------------------------------------------------------- streams
 
 
 def test_streaming(llm):

@@ -37,7 +37,7 @@ from nanoengine.attention import BACKENDS
 from nanoengine.policies import VICTIMS
 
 if any(map(is_deleted, ALL_CASES)):
-    pytest.skip("the recipes use all features", allow_module_level=True)
+    pytest.skip("recipes and examples use all features", allow_module_level=True)
 
 README = (ROOT / "README.md").read_text()
 FIRST_SCREEN = README[:README.index("\n## ")]

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import for_feature, GREEDY, generate, next_number, token_ids
+from conftest import GREEDY, for_feature, generate, next_number, token_ids
 
 from nanoengine import SamplingParams
 
@@ -155,9 +155,6 @@ def test_parameters_can_be_changed_while_they_are_in_use(llm):
     params.include_stop_str_in_output = True
     last = {output.request_id: output for output in [*seen, *stream]}
     assert [output.outputs for output in last.values()] == [o.outputs for o in expected]
-
-
-# --------------------------------------------------------------------------- conversations
 
 
 def test_a_user_cannot_change_the_tokenizer_of_the_engine(llm):

@@ -195,7 +195,7 @@ def test_rows_that_need_nothing_pay_nothing(monkeypatch):
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
-# -------------------------------------------------------------------------------- processors
+# ------------------------------------------------------------------- rows that differ
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -214,9 +214,6 @@ def test_a_row_that_is_not_finite_has_no_token_and_the_others_have_theirs(bad, d
             rows = [make(**kind), make(**kind)]
             expected = sample(logits, rows)[0]
             assert sample(broken, rows)[0] == [expected[0], NO_TOKEN], (kind, positions)
-
-
-# ----------------------------------------------------------------------------------- logprobs
 
 
 def test_a_greedy_row_with_a_top_k_truncates_no_other():

@@ -1,7 +1,5 @@
-"""Constraints: token ids that a model does not know, and processors that fail.
-
-What constraints do to logits is tested in test_sampler.py.
-"""
+"""Constraints: token ids that a model does not know, the words that are forbidden, and what all of
+them do to logits."""
 
 import dataclasses
 import math

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import GREEDY
-from test_sampler import make as make_row
-from test_sampler import sample
+from test_sampler import make as make_row, sample
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.checks import naming
