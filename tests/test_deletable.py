@@ -76,6 +76,8 @@ CASES = {name: case for name, case in ALL_CASES.items()
 # those that every engine has
 ALWAYS = {*FILES} & {"containers", "explain", "generation_config", "guards", "metrics", "strict",
                      "texts"}
+if "strict" not in FILES:
+    ALWAYS -= {"containers"}  # it asks how much memory is left
 # those whose case starts a process: they are asked for where they, or nothing, are deleted
 SLOW = ["tensor_parallel"]
 

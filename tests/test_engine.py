@@ -334,6 +334,7 @@ def test_a_token_in_flight_of_a_sequence_that_was_ended_does_not_count():
     assert metrics_of(engine).gauges()["generation_tokens"] == num_tokens
 
 
+@pytest.mark.needs("guards")
 def test_an_engine_takes_its_sizes_from_the_runner():
     engine = make_engine()
     assert metrics_of(engine).gauges()["num_blocks_free"] == 14

@@ -23,8 +23,8 @@ def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypat
         return {"some/model": tiny, "some/tokenizer": bundled}[name]
 
     monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download", download)
-    LLM("some/model", num_kv_blocks=4)
-    LLM("some/model", tokenizer="some/tokenizer", revision="v2", download_dir="there",
-        num_kv_blocks=4)
+    options = dict(num_kv_blocks=4, kernels=False)
+    LLM("some/model", **options)
+    LLM("some/model", tokenizer="some/tokenizer", revision="v2", download_dir="there", **options)
     assert asked == [("some/model", None, None), ("some/model", "v2", "there"),
                      ("some/tokenizer", "v2", "there")]

@@ -44,6 +44,7 @@ def test_a_chat_is_truncated(llm, caplog):
     assert "indexing errors" not in caplog.text
 
 
+@pytest.mark.needs("strict")
 def test_truncation_that_leaves_nothing(llm):
     most = llm.inputs.max_model_len
     for options in (dict(truncate_prompt_tokens=0),

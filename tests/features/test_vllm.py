@@ -82,6 +82,7 @@ def test_it_changes_nothing_of_the_engines_own():
 # -------------------------------------------------------------------------------- keywords
 
 
+@pytest.mark.needs("strict")
 def test_keywords_that_change_nothing_are_accepted(tiny):
     for value in (None, False, 0, {}, [], "auto"):
         assert without(dict.fromkeys(OFF - SIZES, value) | dict(seed=3)) == dict(seed=3)
@@ -112,6 +113,7 @@ def test_a_number_turns_on_as_true_does(tiny, name):
         LLM(tiny, **{name: number})
 
 
+@pytest.mark.needs("strict")
 @pytest.mark.parametrize("name, value, accepted", [
     ("pipeline_parallel_size", 2, "this engine has nothing like it"),
     ("quantization", "awq", "this engine has nothing like it"),
@@ -166,6 +168,7 @@ def test_keywords_of_calls(llm):
 # ------------------------------------------------------------------- parameters and prompts
 
 
+@pytest.mark.needs("strict")
 def test_sampling_params():
     params = SamplingParams.from_optional(n=2, temperature=None, stop=None, max_tokens=5)
     assert params == SamplingParams(n=2, max_tokens=5)
@@ -245,6 +248,7 @@ def test_keywords_that_set_others(bundled):
             temperature=0.25, max_tokens=5)
 
 
+@pytest.mark.needs("strict")
 def test_prompts_by_their_former_name(llm):
     ids = [llm.get_tokenizer().encode(text) for text in ("Once", "47 + 85 =")]
     assert token_ids(llm.generate(prompt_token_ids=ids, sampling_params=GREEDY)) == token_ids(
@@ -320,6 +324,7 @@ def test_structured_outputs(llm):
                 assert completion.text.isdigit() and completion.finish_reason == "stop"
 
 
+@pytest.mark.needs("strict")
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
 def test_a_grammar_that_is_none(name):
     for wanted in ({}, {"json": None}, {"backend": "xgrammar"}):
