@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import for_feature
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import load_eos
@@ -27,6 +28,19 @@ def test_defaults_come_from_the_generation_config(llm, monkeypatch):
     params = seen[0].params
     assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.95, 50)
     assert params.max_tokens == 16
+
+
+@pytest.mark.parametrize("content, message", [
+    ('{"eos_token_id": "x"}', "generation_config.json: eos_token_id='x'"),
+    ('{"eos_token_id": [1, null]}', "eos_token_id=.1, None"),
+    ('{"eos_token_id": true}', "eos_token_id=True"),
+    *for_feature("strict",
+                 ('{"temperature": "hot"}', "(?s)generation_config.*temperature"),
+                 ('{"top_k": 1.5}', "(?s)generation_config.json: .*top_k"))])
+def test_wrong_values_are_named(text_copy, content, message):
+    (text_copy / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(text_copy))
 
 
 def defaults_of(folder: Path, content, tokenizer=None):

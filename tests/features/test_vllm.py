@@ -136,6 +136,7 @@ def test_bad_keywords(bundled, name, value, accepted):
     assert name in str(error.value) or name in RENAMED
 
 
+@pytest.mark.needs("generation_config")
 def test_generation_config_of_vllm_gives_neutral_defaults(bundled):
     with LLM(bundled, num_kv_blocks=16, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == nanoengine.SamplingParams()
@@ -233,6 +234,7 @@ def test_max_logprobs_is_a_limit(tiny):
                         generate(llm, [[1, 2], [3]], params)
 
 
+@pytest.mark.needs("generation_config")
 def test_keywords_that_set_others(bundled):
     changes = {"temperature": 0.25, "max_new_tokens": 5}
     with LLM(bundled, num_gpu_blocks_override=11, override_generation_config=changes,
