@@ -106,3 +106,10 @@ def test_a_model_of_sentence_transformers(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     with pytest.raises(ValueError, match="sentence-transformers, .* must be a model that writes"):
         LLM(tmp_path)
+
+
+def test_entries_that_would_need_terabytes(copy):
+    """Without this file, transformers makes a list of all labels."""
+    (copy / "config.json").write_text('{"model_type": "qwen3", "num_labels": 1099511627776}')
+    with pytest.raises(ValueError, match="num_labels"):
+        LLM(str(copy))
