@@ -203,3 +203,22 @@ def test_only_what_is_asked_for_is_imported(found):
         # an unknown keyword can be one of vLLM's
         known = {"vllm"} if feature == "strict" else set()
         assert {*others} - known == {feature, *NEEDS.get(feature, ())} - ALWAYS, feature
+
+
+@pytest.mark.needs("logprobs", "constraints")
+def test_no_extension_is_imported_before_it_is_asked_for(bundled):
+    """But for what checks every call and observes every step."""
+    script = """if True:
+        import sys
+        from nanoengine import LLM, SamplingParams
+        def extensions():
+            return {name for name in sys.modules if name.startswith("nanoengine_")
+                    and not name.startswith("nanoengine_cpu") and "." in name}
+        with LLM(MODEL) as llm:
+            llm.generate("12 + 34 =", use_tqdm=False)
+            assert extensions() == {f"nanoengine_extensions.{name}" for name in ALWAYS}
+            llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
+        asked_for = ALWAYS | {"logprobs", "constraints"}
+        assert extensions() == {f"nanoengine_extensions.{name}" for name in asked_for}"""
+    script = script.replace("MODEL", repr(bundled)).replace("ALWAYS", repr(ALWAYS))
+    subprocess.run([sys.executable, "-c", script], check=True)
