@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SLOWEST = ["test_gpu_path", "test_paged_attention", "test_engine", "test_lab", "test_ray_data",
            "test_tensor_parallel", "test_batch_invariant", "test_speculation", "test_llm",
            "test_docs", "test_scheduler", "test_deletable", "test_bench", "test_model",
-           "test_sampler", "test_requests"]
+           "test_structured_outputs", "test_offload", "test_scores", "test_vllm", "test_metrics",
+           "test_swapping", "test_sampler", "test_requests"]
 
 
 def pytest_collection_modifyitems(items: list) -> None:

@@ -67,7 +67,8 @@ def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
         f"import nanoengine; {logger}.addHandler(logging.NullHandler())": 0}
     script = f"""if True:
         import logging, os, sys
-        import numba, pydantic, torch, transformers
+        import numba, pydantic, torch._dynamo, transformers
+        transformers.AutoConfig, transformers.AutoTokenizer  # they are imported once named
         for setting in {[*settings]!r}:
             if os.fork() == 0:
                 exec(setting)

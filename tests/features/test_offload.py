@@ -68,13 +68,13 @@ def test_float32_weights_on_the_host_are_as_on_a_cpu(engines, deep):
 
 
 def test_more_than_the_memory_of_the_host_or_of_the_gpu(deep, tmp_path):
-    """Layers of 3 GiB, a thousand of them, are refused before one is made."""
+    """340 layers of 6 GiB are refused before one is made."""
     content = json.loads(Path(deep, "config.json").read_text())
-    content |= dict(hidden_size=2**14, intermediate_size=2**15, num_hidden_layers=1000)
+    content |= dict(hidden_size=2**14, intermediate_size=2**16, num_hidden_layers=340)
     content.pop("layer_types", None)
     Path(tmp_path, "config.json").write_text(json.dumps(content))
     options = SMALL | dict(device="cuda", load_format="dummy", skip_tokenizer_init=True)
-    for gibibytes, device in ((0, "cuda"), (3, "cuda"), (2000, "cpu")):
+    for gibibytes, device in ((0, "cuda"), (6, "cuda"), (2000, "cpu")):
         message = f"model=.* GiB of weights.* smaller: device '{device}' has .* GiB"
         with FakeGpu(), pytest.raises(ValueError, match=message):
             LLM(tmp_path, cpu_offload_gb=gibibytes, **options)

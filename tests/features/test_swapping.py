@@ -78,7 +78,7 @@ OTHER_ORDERS = [order for order in itertools.permutations(ORDER_OF_COPIES)
 @pytest.mark.parametrize("order", OTHER_ORDERS, ids=", ".join)
 def test_copies_in_any_other_order_break_some_workload(order):
     with pytest.raises(AssertionError, match="reads another's K and V"):
-        for seed in range(800):
+        for seed in [*range(200, 800), *range(200)]:  # the rarest of them breaks the 227th
             run_workload(seed, order, preemption_mode="swap")
 
 

@@ -46,7 +46,8 @@ SCRIPT = """if True:
     from nanoengine_extensions.vllm import LLM, SamplingParams
     prompts = ["Hello, my name is", "The future of AI is"]
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
-    llm = LLM(model=MODEL, trust_remote_code=False, enforce_eager=True)
+    llm = LLM(model=MODEL, trust_remote_code=False, enforce_eager=True,
+              num_gpu_blocks_override=64)
     outputs = llm.generate(prompts, sampling_params)
     for output in outputs:
         prompt = output.prompt
