@@ -7,28 +7,23 @@ purpose show that the tests can fail.
 
 import dataclasses
 import gc
-import json
 import math
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import check_idle, random_prompts
+from conftest import check_idle, overtaking, random_prompts
 from fake_gpu import (
-    HAS_TRITON, FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache, splits_of_keys, storage_of)
+    HAS_TRITON, FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache)
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.attention import BACKENDS
 from nanoengine.model_runner import ModelRunner
 from nanoengine.step_inputs import Launched, StepInputs
-from nanoengine_extensions import backends
-from nanoengine_extensions.offload import Offload, choose_layers
-from nanoengine_extensions.policies import overtaking
 
 Patch = pytest.MonkeyPatch
 
@@ -213,19 +208,6 @@ def test_every_batch_size(engines, tiny, batch_size):
     expected = engines.reference(tiny, "batch", prompts, GREEDY)
     check_same(engine.generate(prompts[:batch_size], GREEDY), expected[:batch_size])
     check_no_host_reads(engine.gpu)
-
-
-@pytest.mark.parametrize("prompts", [[129, 300], [64] * 8])
-def test_varlen_keeps_the_keys_of_each_sequence_in_one_piece(tiny, monkeypatch, prompts):
-    """PyTorch 2.13 would split those of several sequences, and lose results."""
-    needs("varlen")
-    assert splits_of_keys(2 * 16, 300, 300, 128) > 1 and splits_of_keys(33 * 16, 1, 4000, 128) == 1
-    engine = make_engine(tiny, attention_backend="varlen", enforce_eager=True)
-    engine.generate(random_prompts(prompts), GREEDY)
-    if torch.__version__ >= "2.13":
-        monkeypatch.setattr(backends, "splits_of", lambda *arguments: {})
-        with pytest.raises(GpuError, match="the keys of several sequences are split"):
-            engine.generate(random_prompts([390, 300, 350]), GREEDY)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 5])
@@ -517,119 +499,6 @@ def test_nan_ends_the_request_that_drew_it_and_no_other(engines, broken, enforce
     for completion in completions:
         has_failed = completion.finish_reason == "error"
         assert has_failed == (max(completion.token_ids[:4]) >= 250)
-
-
-# ------------------------------------------------------------------ weights that stay on the host
-
-
-@pytest.fixture(scope="module")
-def deep(make_model):
-    return make_model(num_hidden_layers=5)[0]
-
-
-def layer_bytes(folder: str) -> int:
-    """Of the weights of one layer in bfloat16."""
-    tensors = load_file(f"{folder}/model.safetensors")
-    return sum(2 * each.numel() for name, each in tensors.items() if ".layers.0." in name)
-
-
-@pytest.mark.parametrize("count, chosen", [
-    (0, []), (1, [4]), (2, [2, 4]), (3, [1, 3, 4]), (4, [1, 2, 3, 4]), (5, [0, 1, 2, 3, 4])])
-def test_layers_on_the_host_are_spread(count, chosen):
-    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(5))
-    # whole layers, and not less than was asked for
-    for num_bytes in (64 * count, 64 * count - 63 if count else 0):
-        assert choose_layers(layers, num_bytes) == [layers[index] for index in chosen]
-    assert choose_layers(layers, 1e30) == [*layers]
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("num_layers", [0.1, 2, 3, 4, 1000])
-def test_weights_on_the_host(engines, deep, num_layers, enforce_eager):
-    """The same tokens, with nothing that waits, and with so much less on the device."""
-    gibibytes = num_layers * layer_bytes(deep) / 2**30
-    engine = engines.get(deep, cpu_offload_gb=gibibytes, enforce_eager=enforce_eager)
-    outputs = engine.generate(PROMPTS, BOTH)
-    check_same(outputs, engines.reference(deep, "both", PROMPTS, BOTH))
-    check_no_host_reads(engine.gpu)
-    model = engine.llm.engine.runner.model
-    storages = {storage_of(each.memory): each.memory.untyped_storage().nbytes()
-                for each in model.layers.parameters()}
-    count = min(5, math.ceil(num_layers))
-    num_rooms = min(2, count)
-    assert sum(storages.values()) == layer_bytes(deep) * (5 - count + num_rooms)
-
-
-def test_float32_weights_on_the_host_are_as_on_a_cpu(engines, deep):
-    engine = engines.get(deep, cpu_offload_gb=1.0, **EXACT)
-    outputs = engine.generate(PROMPTS, GREEDY)
-    expected = engines.get(deep, device="cpu", **EXACT).generate(PROMPTS, GREEDY)
-    assert tokens_of(outputs) == tokens_of(expected)
-
-
-def test_more_than_the_memory_of_the_host_or_of_the_gpu(deep, tmp_path):
-    """Layers of 3 GiB, a thousand of them, are refused before one is made."""
-    content = json.loads(Path(deep, "config.json").read_text())
-    content |= dict(hidden_size=2**14, intermediate_size=2**15, num_hidden_layers=1000)
-    content.pop("layer_types", None)
-    Path(tmp_path, "config.json").write_text(json.dumps(content))
-    options = SMALL | dict(device="cuda", load_format="dummy", skip_tokenizer_init=True)
-    for gibibytes, device in ((0, "cuda"), (3, "cuda"), (2000, "cpu")):
-        message = f"model=.* GiB of weights.* smaller: device '{device}' has .* GiB"
-        with FakeGpu(), pytest.raises(ValueError, match=message):
-            LLM(tmp_path, cpu_offload_gb=gibibytes, **options)
-
-
-def do_not_wait_for_weights(patch: Patch) -> None:
-    patch.setattr(Offload, "turn", lambda self, number: self.fetch(number + 1))
-
-
-def do_not_wait_for_the_room(patch: Patch) -> None:
-    def fetch(self: Offload, number: int) -> None:
-        if number < len(self.weights):
-            with torch.cuda.stream(self.stream):
-                self.buffers[number % 2].copy_(self.weights[number], non_blocking=True)
-
-    patch.setattr(Offload, "fetch", fetch)
-
-
-def fetch_the_next_step(patch: Patch) -> None:
-    """In a graph, nothing waits for the last copy."""
-    fetch = Offload.fetch
-
-    def fetch_in_turn(self: Offload, number: int) -> None:
-        fetch(self, number % len(self.weights))
-
-    patch.setattr(Offload, "fetch", fetch_in_turn)
-
-
-def use_one_room(patch: Patch) -> None:
-    init = Offload.__init__
-
-    def init_with_one_room(self: Offload, model: Any, layers: list, device: str) -> None:
-        init(self, model, layers, device)
-        self.buffers = self.buffers[:1] * 2
-        for layer in layers:
-            self.move_in(layer, self.buffers[0])
-
-    patch.setattr(Offload, "__init__", init_with_one_room)
-
-
-@pytest.mark.parametrize("enforce_eager, fault, found", [
-    (True, do_not_wait_for_weights, "does not wait for another stream"),
-    (False, do_not_wait_for_weights, "does not wait for another stream"),
-    (True, do_not_wait_for_the_room, "does not wait for another stream"),
-    (False, do_not_wait_for_the_room, "does not wait for another stream|graph does not hold"),
-    (False, fetch_the_next_step, "capture ended before"),
-    (True, use_one_room, "does not wait for another stream")])
-def test_faults_with_weights_on_the_host_are_found(
-        engines, deep, monkeypatch, enforce_eager, fault, found):
-    fault(monkeypatch)
-    four_layers = 4 * layer_bytes(deep) / 2**30
-    # what is found while the engine is made is the cause of a ValueError
-    with pytest.raises((GpuError, ValueError), match=found):
-        engine = make_engine(deep, cpu_offload_gb=four_layers, enforce_eager=enforce_eager)
-        engine.generate(PROMPTS, BOTH)
 
 
 # ---------------------------------------------------------------------- faults, put in on purpose
