@@ -1,0 +1,306 @@
+"""Models that the engine does not have itself: transformers computes them, over the engine's cache.
+
+transformers lets a library register an attention function of its own. So one step is one row of
+tokens with their positions, from any number of sequences. All that computes each token by itself,
+from the embedding to the logits, stays what transformers does. Only the attention function needs
+to know which token belongs to which sequence, and the engine has one that does:
+
+    transformers   embedding ── norm, q, k, v ─┐        ┌─ MLP ── … ── norm ── head
+    the engine                        K and V to the cache, attention
+
+    describe   what the engine has to know of a model, from its config.json (`load_config` calls it)
+    load       the model (`ModelRunner.load_model` calls it); check.py says whether it can run so
+
+The calls of the attention function are the same in each step, so they have numbers: call 5 has
+layer 5 of the cache. A call is a module with the forward of the engine's own `Attention`, behind
+its projection. So each library of kernels that knows that one makes the calls fast, too.
+"""
+
+import copy
+import logging
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+from nanoengine.checks import rejected
+from nanoengine.features import extension, is_installed
+from nanoengine.model import Attention
+from nanoengine.step_inputs import StepInputs
+from nanoengine_extensions.transformers_models.check import CallShape, Mask, NotComputed, fit_and_check
+
+# the kinds of layers whose state is K and V of tokens
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+# from the original length on, their angles depend on the longest sequence of a step
+BY_LENGTH = ("dynamic", "longrope")
+# .attend: what computes the attention of the model that this thread runs
+current = threading.local()
+
+
+def attend(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
+    """The attention function that transformers calls."""
+    return current.attend(*arguments, **options), None
+
+
+AttentionInterface.register("nanoengine", attend)
+AttentionMaskInterface.register("nanoengine", Mask)
+
+
+# -------------------------------------------------------------------------------- attention
+
+
+class Through(nn.Identity):
+    """In place of an output projection: it has the size of its inputs."""
+
+    def __init__(self, in_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+
+
+class Call(Attention):
+    """A call of the attention function: causal attention, in a window or not.
+
+    The forward is that of the engine's own attention, with projections that do nothing, and no head
+    norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
+    """
+
+    def __init__(self, shape: CallShape, kv_heads: int, head_dim: int) -> None:
+        nn.Module.__init__(self)
+        self.shape = shape
+        self.window = shape.window
+        self.head_dim = head_dim
+        self.num_heads = [shape.heads, kv_heads, kv_heads]
+        self.num_repeats = kv_heads // shape.kv_heads
+        self.qkv_proj = self.q_norm = self.k_norm = nn.Identity()
+        self.o_proj = Through(shape.heads * head_dim)
+        # backends scale by 1 / sqrt(head_dim)
+        self.factor = shape.scale * math.sqrt(head_dim)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, angles: Tensor,
+               step: StepInputs) -> Tensor:
+        """From (1, heads, T, head_dim) each to (1, T, heads, head_dim of the values)."""
+        if self.factor != 1:
+            query = query * self.factor
+        if self.num_repeats > 1:
+            key, value = (each.repeat_interleave(self.num_repeats, 1) for each in (key, value))
+        heads = [F.pad(each, (0, self.head_dim - each.shape[3])) for each in (query, key, value)]
+        qkv = torch.cat(heads, dim=1)[0].transpose(0, 1).flatten(1)
+        out = self(qkv, angles, step, slice(None))
+        return out.view(1, len(out), -1, self.head_dim)[..., :self.shape.value_dim]
+
+
+class OtherCall(Call):
+    """A call with a soft cap (Gemma 2), sinks (gpt-oss), or a mask that is no window (Llama 4's
+    chunks), in plain PyTorch, as `gather_attention`. No library knows this forward."""
+
+    def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
+        heads = x.view(len(x), -1, self.head_dim).split(self.num_heads, dim=1)
+        query = heads[0]
+        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(heads[1:])
+        out = torch.empty_like(query)
+        starts = step.query_starts.tolist()
+        for seq, length in enumerate(step.lengths.tolist()):
+            gathered = self.cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length]
+            num_groups = query.shape[1] // gathered.shape[2]
+            keys, values = gathered.transpose(1, 2).repeat_interleave(num_groups, 1)
+            for first in range(starts[seq], starts[seq + 1], 256):
+                part = slice(first, min(first + 256, starts[seq + 1]))
+                scores = query[part].transpose(0, 1) @ keys.mT / math.sqrt(self.head_dim)
+                weights = self.weigh(scores, step.positions[part, None].long())
+                out[part] = (weights @ values).transpose(0, 1)
+        return out.flatten(1)[rows]
+
+    def weigh(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """From scores, (heads, queries, keys), to weights."""
+        ages = positions - torch.arange(scores.shape[2], device=scores.device)
+        is_seen = (ages >= 0) & (ages < (self.window or scores.shape[2]))
+        if self.shape.mask:
+            is_seen &= self.shape.mask(0, 0, positions, positions - ages)
+        if (cap := self.shape.softcap) is not None:
+            scores = torch.tanh(scores / cap) * cap
+        scores = scores.masked_fill(~is_seen, -math.inf)
+        if self.shape.sinks is not None:
+            sinks = self.shape.sinks.to(scores.dtype)[:, None, None]
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:2], 1)), dim=2)
+        weights = scores.softmax(dim=2, dtype=torch.float32).to(scores.dtype)
+        return weights[..., :len(ages.mT)]
+
+
+# -------------------------------------------------------------------------------- the model
+
+
+class Given(nn.Module):
+    """In place of all layers: returns hidden states that were computed before."""
+
+    # some models call the decoder of their decoder
+    decoder = property(lambda self: self)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return Output(last_hidden_state=self.hidden)
+
+
+class Output(BaseModelOutputWithPast):
+    """What layers return; None for all other names that a model may ask for."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class Model(nn.Module):
+    """A model of transformers, with the interface of the engine's `Decoder`.
+
+    causal: transformers' model, with its head.
+    calls: one for each call of the attention function in a step: `fit_and_check` sets them.
+    """
+
+    def __init__(self, causal: Any) -> None:
+        super().__init__()
+        self.calls: Any = nn.ModuleList()
+        # without a forward that is known, no library takes rows for invariant
+        self.embed_tokens = causal.get_input_embeddings()
+        name, layers = next((name, child) for name, child in causal.named_children()
+                            if isinstance(child, PreTrainedModel))
+        self.given = Given()
+        # The same model, of which only what follows the layers computes: scales and soft caps of
+        # logits, too. Both are hidden from libraries, which would take parts of them for parts of a
+        # `Decoder` by their names.
+        head = copy.copy(causal)
+        head._modules = {**causal._modules, name: self.given}
+        vars(self).update(layers=getattr(layers, "decoder", layers), head=head)
+
+    def bind(self, rope: Tensor, caches: Tensor, backend: Callable[..., Tensor] | None) -> None:
+        """Gives the calls their memory. The model has angles of its own."""
+        for call, cache in zip(self.calls, caches):
+            call.backend = backend
+            call.cache = cache
+
+    def compute(self, token_ids: Tensor, positions: Tensor, attend: Callable) -> Tensor:
+        """Returns the hidden states of all tokens. attend: in place of the attention function."""
+        current.attend = attend
+        return self.layers(
+            input_ids=token_ids[None].long(), position_ids=positions[None].long(),
+            attention_mask=torch.ones_like(token_ids)[None], use_cache=False).last_hidden_state[0]
+
+    def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
+        """As `Decoder.forward`."""
+        # cos and sin that rotate nothing
+        angles = torch.zeros(2, len(token_ids), 1, self.calls[0].head_dim // 2,
+                             device=token_ids.device)
+        angles[0] = 1
+        calls = iter(self.calls)
+
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+                   *others: Any, **options: Any) -> Tensor:
+            return next(calls).attend(query, key, value, angles, step)
+
+        hidden = self.compute(token_ids, step.positions, attend)
+        if next(calls, None):
+            raise RuntimeError("the model called attention less often than when it was loaded")
+        return hidden[step.logits_indices]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        self.given.hidden = hidden[None]
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        return self.head(input_ids=ids, use_cache=False).logits[0]
+
+
+# ---------------------------------------------------------------------------------- loading
+
+
+def refused(config: PretrainedConfig, reason: object) -> ValueError:
+    return ValueError(f"the model's model_type={config.model_type!r} is not accepted: {reason}")
+
+
+def describe(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns what the engine has to know of a model. `load` adds the shape of its KV cache.
+
+    Raises ValueError for one with an encoder, and for layers whose state is not K and V of tokens.
+    """
+    text = config.get_text_config(decoder=True)
+    others = sorted({*(getattr(text, "layer_types", None) or ())} - ATTENTION)
+    if config.is_encoder_decoder:
+        raise refused(config, "it has an encoder")
+    if others:
+        raise refused(config, f"its layers of kind {others} keep what is not in a KV cache")
+    longest = getattr(text, "max_position_embeddings", None) or 2048
+    rope = getattr(text, "rope_parameters", None) or {}
+    for each in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        original = each.get("original_max_position_embeddings")
+        if each.get("rope_type") in BY_LENGTH and longest > (original or longest):
+            longest = original
+            logging.getLogger("nanoengine").warning(
+                f"max_model_len ends at {longest}: further on, rope_type={each['rope_type']!r} "
+                "would make tokens depend on other sequences")
+    described = PretrainedConfig()
+    vars(described).update(
+        original=config, vocab_size=text.vocab_size, max_position_embeddings=longest,
+        eos_token_id=getattr(text, "eos_token_id", None),
+        # for the table of angles, which the model does not use
+        rope_parameters={"rope_type": "default", "rope_theta": 1.0})
+    return described
+
+
+def class_of(config: PretrainedConfig) -> Any:
+    """Returns the class of transformers that generates text with this config."""
+    names = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    for name in [*(config.architectures or ()), names.get(config.model_type)]:
+        if name in names.values():
+            return getattr(transformers, name)
+    raise refused(config, f"no class of transformers generates text for {config.architectures}")
+
+
+def load_causal(runner: Any, folder: Path) -> Any:
+    """Returns transformers' own model."""
+    config = runner.model_config.original
+    kind = class_of(config)
+    options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    # fp8 and mxfp4 are unpacked where there is no GPU for them
+    if method == "compressed-tensors":
+        options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    if runner.config.load_format == "dummy":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            causal = kind._from_config(config, **options)
+    else:
+        causal, found = kind.from_pretrained(
+            folder, config=config, local_files_only=True, use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True, **options)
+        if found["missing_keys"]:
+            raise NotComputed(f"its safetensors lack {sorted(found['missing_keys'])[:3]}")
+        if found["unexpected_keys"]:
+            logging.getLogger("nanoengine").warning(
+                f"transformers does not use {sorted(found['unexpected_keys'])[:3]} and others")
+    if hasattr(causal, "hf_quantizer"):
+        raise NotComputed(f"weights that stay quantized: {method}")
+    return causal.eval().requires_grad_(False).to(runner.device)
+
+
+def load(runner: Any, folder: Path) -> Model:
+    """Returns the model. Raises ValueError for one that does not compute the same in steps."""
+    config = runner.model_config.original
+    if runner.config.cpu_offload_gb:
+        raise rejected("cpu_offload_gb", runner.config.cpu_offload_gb, "0 for a model that "
+                       "transformers computes")
+    try:
+        with torch.inference_mode():
+            causal = load_causal(runner, folder)
+            model = Model(causal)
+            fit_and_check(runner, model, causal, Call, OtherCall)
+    except NotComputed as error:
+        raise refused(config, error) from error
+    except Exception as error:
+        raise refused(config, f"{type(error).__name__}: {error}") from error
+    return model
