@@ -220,7 +220,8 @@ class Model(nn.Module):
 
 
 def refused(config: PretrainedConfig, reason: object) -> ValueError:
-    return ValueError(f"the model's model_type={config.model_type!r} is not accepted: {reason}")
+    return ValueError(f"the model's model_type={config.model_type!r} is not accepted, since {reason}:"
+                      " it must be one that docs/models.md lists")
 
 
 def describe(config: PretrainedConfig) -> PretrainedConfig:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
 from nanoengine.batch import Batch, Row
@@ -30,6 +31,9 @@ from nanoengine.step_inputs import StepInputs, StepShape, step_arrays, to_buffer
 # options of a call that say what the mask, the module or the shapes say already
 KNOWN = {"dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
          "output_attentions", "output_router_logits", "cache_position", "position_embeddings"}
+# functions that count, and functions that only move rows of their first argument
+COUNTING = {"arange", "cumsum"}
+MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
 # by how much logits may differ, relative to their norm: in float32, and in the engine's dtype, in
 # which an expert of a right model can be another one
 MOST_IN_FLOAT32, MOST = 1e-3, 0.5
@@ -127,21 +131,24 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function is torch.arange and len(result) == self.num_tokens:
+        name = getattr(function, "__name__", "")
+        if any(map(self.is_count, tree_leaves((args, kwargs)))):
+            # what is written to has counts, too
+            written = args[0] if name.startswith("__set") else result
+            self.follow(name, args[0], written)
+        elif name in COUNTING and result.shape[-1:] == (self.num_tokens,):
             self.counts.append(result)
-        elif any(map(self.is_count, tree_leaves((args, kwargs)))):
-            self.follow(args, result)
         return result
 
-    def follow(self, args: Any, result: Any) -> None:
-        table = args[0]
-        is_row = isinstance(table, Tensor) and table.shape[:1] == (self.num_tokens,)
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor) and each.is_floating_point():
-                if self.is_count(table) or not is_row:
-                    raise NotComputed("it counts positions by itself")
-            elif isinstance(each, Tensor):
+    def follow(self, name: str, table: Any, written: Any) -> None:
+        """Keeps integers that counts became; refuses numbers of a computation."""
+        is_step = isinstance(table, Tensor) and table.shape[:1] == (self.num_tokens,)
+        moves_rows = name in MOVING and is_step and not self.is_count(table)
+        for each in tree_leaves(written):
+            if isinstance(each, Tensor) and not each.is_floating_point():
                 self.counts.append(each)
+            elif isinstance(each, Tensor) and not moves_rows:
+                raise NotComputed("it counts positions by itself")
 
 
 def window_of(mask: Callable, length: int) -> tuple[int | None, bool]:
@@ -172,7 +179,10 @@ def fit_and_check(runner: Any, model: Any, causal: Any, plain: type, other: type
     with in_float32(causal):
         wanted = causal(input_ids=ids, use_cache=False).logits
         causal.set_attn_implementation("nanoengine")
-        shapes = record(model, ids[0, :7])
+        if model.layers.config._attn_implementation != "nanoengine":
+            raise NotComputed("it does not use the attention interface of transformers")
+        # no other size of a model is likely to be 19
+        shapes = record(model, ids.flatten()[:19])
         fit(runner, model, shapes, plain, other)
         check(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
     linears = [each for each in causal.modules() if type(each) is nn.Linear]
@@ -197,6 +207,7 @@ def fit(runner: Any, model: Any, shapes: list[CallShape], plain: type, other: ty
         shape = replace(shape, window=window, mask=None if is_window else shape.mask)
         kind = plain if shape.is_plain else other
         model.calls.append(kind(shape, kv_heads, head_dim))
+    check_windows(model, described.max_position_embeddings)
     if not all(call.shape.is_plain for call in model.calls) and runner.backend != "gather":
         if runner.config.attention_backend != "auto":
             raise rejected("attention_backend", runner.backend, "'gather' or 'auto' for a model "
@@ -204,6 +215,17 @@ def fit(runner: Any, model: Any, shapes: list[CallShape], plain: type, other: ty
         logging.getLogger("nanoengine").warning(
             "attention is slow: it has soft caps, sinks, or masks that are no windows")
         runner.backend = "gather"
+
+
+def check_windows(model: Any, longest: int) -> None:
+    """Raises NotComputed if transformers' own cache keeps fewer keys than its layers attend to: then
+    `generate` and a forward without a cache give different tokens, as in Moshi."""
+    windows = {call.window for call in model.calls}
+    for layer in DynamicCache(config=model.layers.config).layers:
+        window = getattr(layer, "sliding_window", longest)
+        if window < longest and window not in windows and all(c.shape.is_plain for c in model.calls):
+            raise NotComputed(f"transformers contradicts itself: its cache has a window of {window} "
+                              "tokens, its attention has none")
 
 
 @contextmanager
