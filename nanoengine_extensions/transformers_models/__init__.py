@@ -13,7 +13,7 @@ to know which token belongs to which sequence, and the engine has one that does:
 
 The calls of the attention function are the same in each step, so they have numbers: call 5 has
 layer 5 of the cache. A call is a module with the forward of the engine's own `Attention`, behind
-its projection. So each library of kernels that knows that one makes the calls fast, too.
+its projection. So a library of kernels that knows the one also makes the other fast.
 """
 
 import copy
@@ -35,10 +35,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 from nanoengine.checks import rejected
-from nanoengine.features import extension, is_installed
 from nanoengine.model import Attention
 from nanoengine.step_inputs import StepInputs
-from nanoengine_extensions.transformers_models.check import CallShape, Mask, NotComputed, fit_and_check
+from nanoengine_extensions.transformers_models.check import Mask, NotComputed, Recorded, check_model
 
 # the kinds of layers whose state is K and V of tokens
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -60,94 +59,77 @@ AttentionMaskInterface.register("nanoengine", Mask)
 # -------------------------------------------------------------------------------- attention
 
 
-class Through(nn.Identity):
-    """In place of an output projection: it has the size of its inputs."""
-
-    def __init__(self, in_features: int) -> None:
-        super().__init__()
-        self.in_features = in_features
-
-
 class Call(Attention):
-    """A call of the attention function: causal attention, in a window or not.
+    """A call of the attention function.
 
     The forward is that of the engine's own attention, with projections that do nothing, and no head
     norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
     """
 
-    def __init__(self, shape: CallShape, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, recorded: Recorded, kv_heads: int, head_dim: int) -> None:
         nn.Module.__init__(self)
-        self.shape = shape
-        self.window = shape.window
+        self.recorded = recorded
+        self.window = recorded.window
         self.head_dim = head_dim
-        self.num_heads = [shape.heads, kv_heads, kv_heads]
-        self.num_repeats = kv_heads // shape.kv_heads
-        self.qkv_proj = self.q_norm = self.k_norm = nn.Identity()
-        self.o_proj = Through(shape.heads * head_dim)
+        self.num_heads = [recorded.heads, kv_heads, kv_heads]
+        self.num_repeats = kv_heads // recorded.kv_heads
         # backends scale by 1 / sqrt(head_dim)
-        self.factor = shape.scale * math.sqrt(head_dim)
+        self.factor = recorded.scale * math.sqrt(head_dim)
+        self.qkv_proj = self.q_norm = self.k_norm = nn.Identity()
+        self.o_proj = nn.Identity()
+        # libraries read how many heads there are
+        self.o_proj.in_features = recorded.heads * head_dim
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, angles: Tensor,
-               step: StepInputs) -> Tensor:
-        """From (1, heads, T, head_dim) each to (1, T, heads, head_dim of the values)."""
+    def widened(self, x: Tensor) -> Tensor:
+        """From (1, heads, T, head_dim) to (T, heads, head_dim) of the cache."""
+        return F.pad(x, (0, self.head_dim - x.shape[3]))[0].transpose(0, 1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, angles: Tensor, step: StepInputs,
+               eager: Callable) -> Tensor:
+        """From (1, heads, T, head_dim) each to (1, T, heads, head_dim of the values).
+
+        angles: rotate nothing; eager: transformers' function for this call
+        """
         if self.factor != 1:
             query = query * self.factor
         if self.num_repeats > 1:
             key, value = (each.repeat_interleave(self.num_repeats, 1) for each in (key, value))
-        heads = [F.pad(each, (0, self.head_dim - each.shape[3])) for each in (query, key, value)]
-        qkv = torch.cat(heads, dim=1)[0].transpose(0, 1).flatten(1)
-        out = self(qkv, angles, step, slice(None))
-        return out.view(1, len(out), -1, self.head_dim)[..., :self.shape.value_dim]
+        qkv = torch.cat([self.widened(each) for each in (query, key, value)], dim=1)
+        out = self(qkv.flatten(1), angles, step, slice(None))
+        return out.view(1, len(out), -1, self.head_dim)[..., :self.recorded.value_dim]
 
 
 class OtherCall(Call):
-    """A call with a soft cap (Gemma 2), sinks (gpt-oss), or a mask that is no window (Llama 4's
-    chunks), in plain PyTorch, as `gather_attention`. No library knows this forward."""
+    """A call that is more than causal attention in a window: with a soft cap (Gemma 2), with sinks
+    (gpt-oss), with another mask. transformers computes it, from keys that are gathered."""
 
-    def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
-        heads = x.view(len(x), -1, self.head_dim).split(self.num_heads, dim=1)
-        query = heads[0]
-        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(heads[1:])
-        out = torch.empty_like(query)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, angles: Tensor, step: StepInputs,
+               eager: Callable) -> Tensor:
+        pair = [self.widened(each.repeat_interleave(self.num_repeats, 1)) for each in (key, value)]
+        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(pair)
+        out = []
         starts = step.query_starts.tolist()
         for seq, length in enumerate(step.lengths.tolist()):
             gathered = self.cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length]
-            num_groups = query.shape[1] // gathered.shape[2]
-            keys, values = gathered.transpose(1, 2).repeat_interleave(num_groups, 1)
+            # (1, heads, keys, head_dim)
+            keys, values = gathered[:, None, :, ::self.num_repeats].transpose(2, 3)
+            places = torch.arange(length, device=query.device)
+            # 256 queries at a time, as in `gather_attention`
             for first in range(starts[seq], starts[seq + 1], 256):
                 part = slice(first, min(first + 256, starts[seq + 1]))
-                scores = query[part].transpose(0, 1) @ keys.mT / math.sqrt(self.head_dim)
-                weights = self.weigh(scores, step.positions[part, None].long())
-                out[part] = (weights @ values).transpose(0, 1)
-        return out.flatten(1)[rows]
+                positions = step.positions[part, None].long()
+                is_seen = self.recorded.mask(0, 0, positions, places) & (places <= positions)
+                mask = torch.zeros(is_seen.shape, dtype=query.dtype, device=query.device)
+                mask.masked_fill_(~is_seen, torch.finfo(query.dtype).min)
+                out.append(eager(query[:, :, part], keys[..., :key.shape[3]],
+                                 values[..., :value.shape[3]], mask[None, None])[0])
+        return torch.cat(out, dim=1)
 
-    def weigh(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """From scores, (heads, queries, keys), to weights."""
-        ages = positions - torch.arange(scores.shape[2], device=scores.device)
-        is_seen = (ages >= 0) & (ages < (self.window or scores.shape[2]))
-        if self.shape.mask:
-            is_seen &= self.shape.mask(0, 0, positions, positions - ages)
-        if (cap := self.shape.softcap) is not None:
-            scores = torch.tanh(scores / cap) * cap
-        scores = scores.masked_fill(~is_seen, -math.inf)
-        if self.shape.sinks is not None:
-            sinks = self.shape.sinks.to(scores.dtype)[:, None, None]
-            scores = torch.cat((scores, sinks.expand(*scores.shape[:2], 1)), dim=2)
-        weights = scores.softmax(dim=2, dtype=torch.float32).to(scores.dtype)
-        return weights[..., :len(ages.mT)]
+    # so that no library takes it for the engine's own
+    forward = attend
 
 
 # -------------------------------------------------------------------------------- the model
-
-
-class Given(nn.Module):
-    """In place of all layers: returns hidden states that were computed before."""
-
-    # some models call the decoder of their decoder
-    decoder = property(lambda self: self)
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        return Output(last_hidden_state=self.hidden)
 
 
 class Output(BaseModelOutputWithPast):
@@ -158,23 +140,33 @@ class Output(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
+class Given(nn.Module):
+    """In place of all layers: returns hidden states that were computed before."""
+
+    # some models call the decoder of their decoder
+    decoder = property(lambda self: self)
+
+    def forward(self, *arguments: Any, **options: Any) -> Output:
+        return Output(last_hidden_state=self.hidden)
+
+
 class Model(nn.Module):
     """A model of transformers, with the interface of the engine's `Decoder`.
 
     causal: transformers' model, with its head.
-    calls: one for each call of the attention function in a step: `fit_and_check` sets them.
+    calls: one for each call of the attention function in a step; `check_model` sets them.
     """
 
     def __init__(self, causal: Any) -> None:
         super().__init__()
         self.calls: Any = nn.ModuleList()
-        # without a forward that is known, no library takes rows for invariant
+        # libraries take rows for invariant only in a decoder that they know
         self.embed_tokens = causal.get_input_embeddings()
+        self.given = Given()
         name, layers = next((name, child) for name, child in causal.named_children()
                             if isinstance(child, PreTrainedModel))
-        self.given = Given()
         # The same model, of which only what follows the layers computes: scales and soft caps of
-        # logits, too. Both are hidden from libraries, which would take parts of them for parts of a
+        # logits, too. Both are hidden from libraries, which would take modules for those of a
         # `Decoder` by their names.
         head = copy.copy(causal)
         head._modules = {**causal._modules, name: self.given}
@@ -195,15 +187,20 @@ class Model(nn.Module):
 
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """As `Decoder.forward`."""
-        # cos and sin that rotate nothing
-        angles = torch.zeros(2, len(token_ids), 1, self.calls[0].head_dim // 2,
-                             device=token_ids.device)
+        half = self.calls[0].head_dim // 2
+        angles = torch.zeros(2, len(token_ids), 1, half, device=token_ids.device)
+        # cos
         angles[0] = 1
         calls = iter(self.calls)
 
-        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-                   *others: Any, **options: Any) -> Tensor:
-            return next(calls).attend(query, key, value, angles, step)
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+                   scaling: float | None = None, **options: Any) -> Tensor:
+            call = next(calls)
+
+            def eager(*tensors: Tensor) -> Any:
+                return call.recorded.eager(module, *tensors, scaling=scaling, **options)
+
+            return call.attend(query, key, value, angles, step, eager)
 
         hidden = self.compute(token_ids, step.positions, attend)
         if next(calls, None):
@@ -238,39 +235,31 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
     longest = getattr(text, "max_position_embeddings", None) or 2048
     rope = getattr(text, "rope_parameters", None) or {}
     for each in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
-        original = each.get("original_max_position_embeddings")
-        if each.get("rope_type") in BY_LENGTH and longest > (original or longest):
+        original = each.get("original_max_position_embeddings") or longest
+        if each.get("rope_type") in BY_LENGTH and original < longest:
             longest = original
             logging.getLogger("nanoengine").warning(
-                f"max_model_len ends at {longest}: further on, rope_type={each['rope_type']!r} "
-                "would make tokens depend on other sequences")
+                f"max_model_len is at most {longest}: beyond, rope_type={each['rope_type']!r} turns "
+                "tokens by angles that depend on the longest sequence of a step")
     described = PretrainedConfig()
-    vars(described).update(
-        original=config, vocab_size=text.vocab_size, max_position_embeddings=longest,
-        eos_token_id=getattr(text, "eos_token_id", None),
-        # for the table of angles, which the model does not use
-        rope_parameters={"rope_type": "default", "rope_theta": 1.0})
+    # the table of these angles is not used
+    vars(described).update(original=config, max_position_embeddings=longest,
+                           rope_parameters={"rope_type": "default", "rope_theta": 1.0},
+                           vocab_size=text.vocab_size,
+                           eos_token_id=getattr(text, "eos_token_id", None))
     return described
-
-
-def class_of(config: PretrainedConfig) -> Any:
-    """Returns the class of transformers that generates text with this config."""
-    names = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    for name in [*(config.architectures or ()), names.get(config.model_type)]:
-        if name in names.values():
-            return getattr(transformers, name)
-    raise refused(config, f"no class of transformers generates text for {config.architectures}")
 
 
 def load_causal(runner: Any, folder: Path) -> Any:
     """Returns transformers' own model."""
     config = runner.model_config.original
-    kind = class_of(config)
+    classes = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    asked = [*(config.architectures or ()), classes.get(config.model_type)]
+    known = [name for name in asked if name in classes.values()]
+    if not known:
+        raise NotComputed(f"no class of transformers generates text for {config.architectures}")
+    kind = getattr(transformers, known[0])
     options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")
-    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    # fp8 and mxfp4 are unpacked where there is no GPU for them
-    if method == "compressed-tensors":
-        options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     if runner.config.load_format == "dummy":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -284,24 +273,23 @@ def load_causal(runner: Any, folder: Path) -> Any:
         if found["unexpected_keys"]:
             logging.getLogger("nanoengine").warning(
                 f"transformers does not use {sorted(found['unexpected_keys'])[:3]} and others")
+    # fp8 and mxfp4 are unpacked where there is no GPU for them
     if hasattr(causal, "hf_quantizer"):
-        raise NotComputed(f"weights that stay quantized: {method}")
+        raise NotComputed("its weights stay quantized")
     return causal.eval().requires_grad_(False).to(runner.device)
 
 
 def load(runner: Any, folder: Path) -> Model:
     """Returns the model. Raises ValueError for one that does not compute the same in steps."""
-    config = runner.model_config.original
     if runner.config.cpu_offload_gb:
-        raise rejected("cpu_offload_gb", runner.config.cpu_offload_gb, "0 for a model that "
-                       "transformers computes")
+        raise rejected("cpu_offload_gb", runner.config.cpu_offload_gb,
+                       "0 for a model that transformers computes")
     try:
         with torch.inference_mode():
             causal = load_causal(runner, folder)
             model = Model(causal)
-            fit_and_check(runner, model, causal, Call, OtherCall)
-    except NotComputed as error:
-        raise refused(config, error) from error
+            check_model(runner, model, causal, Call, OtherCall)
     except Exception as error:
-        raise refused(config, f"{type(error).__name__}: {error}") from error
+        kind = "" if isinstance(error, NotComputed) else f"{type(error).__name__}: "
+        raise refused(runner.model_config.original, f"{kind}{error}") from error
     return model

@@ -1,20 +1,19 @@
 """Whether a model of transformers computes the same in the engine's steps as by itself.
 
-    record   runs a few tokens, and notes the shape of each call of the attention function; refuses
-             what attention over a paged cache cannot do, and models that count their tokens
-    check    runs two prompts in chunks and decodes, side by side, and compares all logits with
+    record   runs a few tokens, and notes each call of the attention function; refuses what
+             attention over a paged cache cannot do, and models that count their tokens
+    compare  runs two prompts in chunks and decodes, side by side, and compares all logits with
              those of transformers alone: in float32, in which right models differ by 1e-6 and wrong
              ones by 5e-3 or more; and then as the engine runs it, in its dtype and with its kernels
 
 What is computed in another way is refused, and never run.
 """
 
-import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +23,23 @@ from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
 from nanoengine.batch import Batch, Row
-from nanoengine.checks import rejected
 from nanoengine.sequence import Sequence
-from nanoengine.step_inputs import StepInputs, StepShape, step_arrays, to_buffer
+from nanoengine.step_inputs import StepInputs
 
-# options of a call that say what the mask, the module or the shapes say already
-KNOWN = {"dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
+# options of a call that make it more than causal attention in a window
+MORE = ("softcap", "s_aux")
+# options that say what the mask, the module or the shapes say already
+KNOWN = {*MORE, "dropout", "sliding_window", "is_causal", "position_ids", "use_cache",
          "output_attentions", "output_router_logits", "cache_position", "position_embeddings"}
 # functions that count, and functions that only move rows of their first argument
 COUNTING = {"arange", "cumsum"}
 MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
 # by how much logits may differ, relative to their norm: in float32, and in the engine's dtype, in
-# which an expert of a right model can be another one
+# which a right model can choose another expert
 MOST_IN_FLOAT32, MOST = 1e-3, 0.5
-# the checked chunks of each step: (sequence, its first token, after its last token)
+# how many tokens are recorded: no other size of a model is likely to be the same
+NUM_RECORDED = 19
+# the chunks of each step: (prompt, its first token, after its last token)
 STEPS = ([(0, 0, 4)], [(0, 4, 7), (1, 0, 9)], [(0, 7, 8), (1, 9, 11)], [(0, 8, 11)])
 
 
@@ -46,23 +48,22 @@ class NotComputed(ValueError):
 
 
 class Mask:
-    """In place of a mask, a call gets transformers' function of the places of a query and a key."""
+    """In place of a mask: transformers' function of the positions of queries and keys."""
 
     def __init__(self, mask_function: Callable, **options: Any) -> None:
         self.function = mask_function
 
-    # eager models cut their masks to the number of keys
+    # some models cut their masks to the number of keys
     def __getitem__(self, index: Any) -> "Mask":
         return self
 
 
-@dataclass(frozen=True)
-class CallShape:
-    """What is the same in all steps for a call of the attention function.
+class Recorded(NamedTuple):
+    """A call of the attention function, the same in all steps.
 
-    scale: of the scores. softcap, sinks: as in Gemma 2 and in gpt-oss, or None.
-    mask: a function of queries' and keys' positions; None if it is a window.
-    window: how many keys a query sees; None for all.
+    scale: of the scores. mask: see `Mask`. window: how many keys a query sees; None for all.
+    is_plain: whether it is causal attention in this window, and nothing else.
+    eager: transformers' own function for it.
     """
 
     heads: int
@@ -70,44 +71,51 @@ class CallShape:
     key_dim: int
     value_dim: int
     scale: float
-    softcap: float | None
-    sinks: Tensor | None
-    mask: Callable | None
-    window: int | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None and self.mask is None
+    mask: Callable
+    window: int | None
+    is_plain: bool
+    eager: Callable | None
 
 
 # --------------------------------------------------------------------------------- recording
 
 
-def record(model: Any, token_ids: Tensor) -> list[CallShape]:
-    """Returns the shape of each call of the attention function in a step of these tokens."""
-    shapes = []
+def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
+    """Returns the calls of the attention function in a step of these tokens.
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor,
-               attention_mask: Any, scaling: float | None = None, **options: Any) -> Tensor:
+    longest: the most tokens of a sequence
+    """
+    calls: list[Recorded] = []
+    windows: dict[Callable, tuple[int | None, bool]] = {}
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+               scaling: float | None = None, **options: Any) -> Tensor:
         others = [name for name in options.keys() - KNOWN if options[name] is not None]
         if others:
             raise NotComputed(f"its attention has {others}")
         if options.get("is_causal") is False or not getattr(module, "is_causal", True):
             raise NotComputed("it has attention that is not causal")
         if query.shape[2] != key.shape[2] or not isinstance(attention_mask, Mask):
-            raise NotComputed("its attention is not over the tokens so far, or has a mask of its own")
-        scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        shapes.append(CallShape(
-            query.shape[1], key.shape[1], key.shape[3], value.shape[3], scale,
-            options.get("softcap"), options.get("s_aux"), attention_mask.function))
+            raise NotComputed("its attention is not over all tokens so far, or masks them by itself")
+        mask = attention_mask.function
+        if mask not in windows:
+            windows[mask] = window_of(mask, longest)
+        window, is_window = windows[mask]
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        is_plain = is_window and all(options.get(name) is None for name in MORE)
+        if not is_plain and eager is None:
+            raise NotComputed("its attention has more than a window, by no function of its own")
+        calls.append(Recorded(
+            query.shape[1], key.shape[1], key.shape[3], value.shape[3],
+            query.shape[3]**-0.5 if scaling is None else scaling, mask, window, is_plain, eager))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     positions = torch.arange(len(token_ids), device=token_ids.device)
     with Watch(len(token_ids)):
         model.compute(token_ids, positions, attend)
-    if not shapes:
-        raise NotComputed("it does not use the attention interface of transformers")
-    return shapes
+    if not calls:
+        raise NotComputed("it does not call the attention function of a library")
+    return calls
 
 
 class Watch(TorchFunctionMode):
@@ -117,7 +125,7 @@ class Watch(TorchFunctionMode):
     may be indices of rows of the step, as where tokens are sorted by their experts. They must not
     become numbers of a computation, or indices of a table of positions.
 
-    num_tokens: of the step; no other size of the model should be the same.
+    num_tokens: of the step
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -134,8 +142,7 @@ class Watch(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if any(map(self.is_count, tree_leaves((args, kwargs)))):
             # what is written to has counts, too
-            written = args[0] if name.startswith("__set") else result
-            self.follow(name, args[0], written)
+            self.follow(name, args[0], args[0] if name == "__setitem__" else result)
         elif name in COUNTING and result.shape[-1:] == (self.num_tokens,):
             self.counts.append(result)
         return result
@@ -168,62 +175,46 @@ def window_of(mask: Callable, length: int) -> tuple[int | None, bool]:
 # ---------------------------------------------------------------------------------- checking
 
 
-def fit_and_check(runner: Any, model: Any, causal: Any, plain: type, other: type) -> None:
-    """Gives a model its calls, makes it fast, and checks it.
+def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) -> None:
+    """Gives a model its calls and fast products. Raises NotComputed if it is not computed right.
 
     causal: transformers' model with its head; plain, other: the classes of calls.
     """
+    described = runner.model_config
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(runner.model_config.vocab_size, (2, 11), generator=generator)
-    ids = ids.to(runner.device)
+    ids = torch.randint(described.vocab_size, (2, 11), generator=generator).to(runner.device)
     with in_float32(causal):
         wanted = causal(input_ids=ids, use_cache=False).logits
         causal.set_attn_implementation("nanoengine")
         if model.layers.config._attn_implementation != "nanoengine":
-            raise NotComputed("it does not use the attention interface of transformers")
-        # no other size of a model is likely to be 19
-        shapes = record(model, ids.flatten()[:19])
-        fit(runner, model, shapes, plain, other)
-        check(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
+            raise NotComputed("it does not let a library compute its attention")
+        calls = record(model, ids.flatten()[:NUM_RECORDED], described.max_position_embeddings)
+        check_windows(model, calls, described.max_position_embeddings)
+        kv_heads = math.lcm(*(call.kv_heads for call in calls))
+        # the kernel for a CPU needs an even number
+        head_dim = 2 * math.ceil(max(max(call.key_dim, call.value_dim) for call in calls) / 2)
+        vars(described).update(
+            num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
+        model.calls.extend((plain if call.is_plain else other)(call, kv_heads, head_dim)
+                           for call in calls)
+        compare(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
     linears = [each for each in causal.modules() if type(each) is nn.Linear]
     runner.kernels.optimize(nn.ModuleList(linears), has_attention=False)
-    runner.kernels.optimize(model, has_attention=BACKENDS[runner.backend].attend is None)
-    check(runner, model, ids, wanted, runner.backend, runner.dtype, MOST)
+    backend = runner.backend
+    # the choice that the runner makes afterwards, too
+    if BACKENDS[backend].attend is None and not runner.kernels.knows_attention(model):
+        backend = "gather"
+    runner.kernels.optimize(model, has_attention=BACKENDS[backend].attend is None)
+    compare(runner, model, ids, wanted, backend, runner.dtype, MOST)
 
 
-def fit(runner: Any, model: Any, shapes: list[CallShape], plain: type, other: type) -> None:
-    """Finds the shape of the cache, and a backend that can do all calls."""
-    described = runner.model_config
-    kv_heads = math.lcm(*(shape.kv_heads for shape in shapes))
-    # the kernel for a CPU needs an even number
-    head_dim = 2 * math.ceil(max(max(each.key_dim, each.value_dim) for each in shapes) / 2)
-    vars(described).update(
-        num_hidden_layers=len(shapes), num_key_value_heads=kv_heads, head_dim=head_dim)
-    windows: dict[Any, Any] = {}
-    for shape in shapes:
-        if shape.mask not in windows:
-            windows[shape.mask] = window_of(shape.mask, described.max_position_embeddings)
-        window, is_window = windows[shape.mask]
-        shape = replace(shape, window=window, mask=None if is_window else shape.mask)
-        kind = plain if shape.is_plain else other
-        model.calls.append(kind(shape, kv_heads, head_dim))
-    check_windows(model, described.max_position_embeddings)
-    if not all(call.shape.is_plain for call in model.calls) and runner.backend != "gather":
-        if runner.config.attention_backend != "auto":
-            raise rejected("attention_backend", runner.backend, "'gather' or 'auto' for a model "
-                           "with soft caps, sinks, or masks that are no windows")
-        logging.getLogger("nanoengine").warning(
-            "attention is slow: it has soft caps, sinks, or masks that are no windows")
-        runner.backend = "gather"
-
-
-def check_windows(model: Any, longest: int) -> None:
+def check_windows(model: Any, calls: list[Recorded], longest: int) -> None:
     """Raises NotComputed if transformers' own cache keeps fewer keys than its layers attend to: then
     `generate` and a forward without a cache give different tokens, as in Moshi."""
-    windows = {call.window for call in model.calls}
+    windows = {call.window if call.is_plain else longest for call in calls}
     for layer in DynamicCache(config=model.layers.config).layers:
         window = getattr(layer, "sliding_window", longest)
-        if window < longest and window not in windows and all(c.shape.is_plain for c in model.calls):
+        if window < longest and window not in windows and longest not in windows:
             raise NotComputed(f"transformers contradicts itself: its cache has a window of {window} "
                               "tokens, its attention has none")
 
@@ -236,17 +227,18 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
     def widen(module: Any, *_: Any) -> None:
         saved[module] = {**module._parameters}
-        module._parameters = {
-            name: each if each is None else nn.Parameter(each.float(), requires_grad=False)
-            for name, each in saved[module].items()}
+        for name, each in saved[module].items():
+            if each is not None:
+                module._parameters[name] = nn.Parameter(each.float(), requires_grad=False)
 
     def restore(module: Any, *_: Any) -> None:
-        module._parameters = saved.pop(module)
+        module._parameters.update(saved.pop(module))
 
-    narrow = [each for each in model.modules() if any(
-        p.dtype in (torch.half, torch.bfloat16) for p in each.parameters(recurse=False))]
-    hooks = [hook for each in narrow for hook in (
-        each.register_forward_pre_hook(widen), each.register_forward_hook(restore))]
+    hooks = []
+    for module in model.modules():
+        if any(each.itemsize == 2 for each in module.parameters(recurse=False)):
+            hooks.append(module.register_forward_pre_hook(widen))
+            hooks.append(module.register_forward_hook(restore))
     try:
         yield
     finally:
@@ -254,8 +246,8 @@ def in_float32(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def check(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
-          dtype: torch.dtype, most: float) -> None:
+def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
+            dtype: torch.dtype, most: float) -> None:
     """Runs two prompts in STEPS, and compares their logits.
 
     ids: (2, tokens); wanted: their logits, (2, tokens, vocab_size)
@@ -263,23 +255,21 @@ def check(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
     """
     size = runner.config.block_size
     length = ids.shape[1]
-    width = -(-length // size)
-    caches = make_caches(runner.model_config, 2 * width + 1, size, dtype, runner.device, backend)
+    num_blocks = 2 * -(-length // size)
+    caches = make_caches(
+        runner.model_config, num_blocks + 1, size, dtype, runner.device, backend)
     model.bind(caches, caches, BACKENDS[backend].attend)
     seqs = [Sequence("", row, length, length) for row in ids.tolist()]
     for number, seq in enumerate(seqs):
         # the blocks of both, in turn, from the last one on
-        seq.block_table.extend(range(2 * width - number, 0, -2))
+        seq.block_table.extend(range(num_blocks - number, 0, -2))
     for parts in STEPS:
         which, starts, stops = zip(*parts)
-        counts = [stop - start for _, start, stop in parts]
         rows = [Row(row, seqs[i], place + 1) for row, (i, start, stop) in enumerate(parts)
                 for place in range(start, stop)]
-        batch = Batch(sequences=[seqs[i] for i in which], starts=[*starts], num_tokens=counts,
-                      sampled=rows)
-        buffer, layout = to_buffer(step_arrays(batch, size, length), runner.device)
-        num_decodes = [count > 1 for count in (*counts, 2)].index(True)
-        shape = StepShape(layout, num_decodes, max(counts), length)
+        batch = Batch(sequences=[seqs[i] for i in which], starts=[*starts], sampled=rows,
+                      num_tokens=[stop - start for _, start, stop in parts])
+        buffer, shape = runner.prepare(batch)
         step = StepInputs.from_buffer(buffer.to(runner.device), shape)
         logits = model.lm_head(model(step.token_ids, step)).float()
         right = torch.cat([wanted[i, start:stop] for i, start, stop in parts])
