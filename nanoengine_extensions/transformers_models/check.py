@@ -11,14 +11,13 @@ What is computed in another way is refused, and never run.
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
@@ -34,6 +33,9 @@ KNOWN = {*MORE, "dropout", "sliding_window", "is_causal", "position_ids", "use_c
 # functions that count, and functions that only move rows of their first argument
 COUNTING = {"arange", "cumsum"}
 MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
+# functions that look at a tensor, or at a part of it: `each.dtype` is a `__get__`
+VIEWING = {"__get__", "__getitem__", "transpose", "unbind", "chunk", "split", "view", "t"}
+HALVES = (torch.half, torch.bfloat16)
 # by how much logits may differ, relative to their norm: in float32, and in the engine's dtype, in
 # which a right model can choose another expert
 MOST_IN_FLOAT32, MOST = 1e-3, 0.5
@@ -183,7 +185,7 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     described = runner.model_config
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(described.vocab_size, (2, 11), generator=generator).to(runner.device)
-    with in_float32(causal):
+    with InFloat32():
         wanted = causal(input_ids=ids, use_cache=False).logits
         causal.set_attn_implementation("nanoengine")
         if model.layers.config._attn_implementation != "nanoengine":
@@ -219,31 +221,20 @@ def check_windows(model: Any, calls: list[Recorded], longest: int) -> None:
                               "tokens, its attention has none")
 
 
-@contextmanager
-def in_float32(model: nn.Module) -> Iterator[None]:
-    """Lets each module compute in float32: its weights are converted before it computes, and put
-    back after it."""
-    saved: dict[nn.Module, Any] = {}
+class InFloat32(TorchFunctionMode):
+    """Lets a model compute in float32: each function gets weights that are converted for it."""
 
-    def widen(module: Any, *_: Any) -> None:
-        saved[module] = {**module._parameters}
-        for name, each in saved[module].items():
-            if each is not None:
-                module._parameters[name] = nn.Parameter(each.float(), requires_grad=False)
+    def __torch_function__(self, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in VIEWING:
+            result = function(*args, **(kwargs or {}))
+            return torch.float32 if any(result is each for each in HALVES) else result
+        args, kwargs = tree_map(widened, (args, kwargs or {}))
+        return tree_map(widened, function(*args, **kwargs))
 
-    def restore(module: Any, *_: Any) -> None:
-        module._parameters.update(saved.pop(module))
 
-    hooks = []
-    for module in model.modules():
-        if any(each.itemsize == 2 for each in module.parameters(recurse=False)):
-            hooks.append(module.register_forward_pre_hook(widen))
-            hooks.append(module.register_forward_hook(restore))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
 
 
 def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
