@@ -19,8 +19,10 @@ its projection. So a library of kernels that knows the one also makes the other 
 import copy
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 from nanoengine.checks import rejected
 from nanoengine.model import Attention
@@ -75,37 +75,43 @@ class Call(Attention):
         self.num_repeats = kv_heads // recorded.kv_heads
         # backends scale by 1 / sqrt(head_dim)
         self.factor = recorded.scale * math.sqrt(head_dim)
-        self.qkv_proj = self.q_norm = self.k_norm = nn.Identity()
-        self.o_proj = nn.Identity()
-        # libraries read how many heads there are
-        self.o_proj.in_features = recorded.heads * head_dim
+        nothing: Any = nn.Identity()
+        # libraries read from it how many heads there are
+        nothing.in_features = recorded.heads * head_dim
+        self.qkv_proj = self.q_norm = self.k_norm = self.o_proj = nothing
 
-    def widened(self, x: Tensor) -> Tensor:
-        """From (1, heads, T, head_dim) to (T, heads, head_dim) of the cache."""
+    def in_cache(self, x: Tensor) -> Tensor:
+        """Pads heads, from (1, heads, T, head_dim) to (T, heads, head_dim) of the cache."""
         return F.pad(x, (0, self.head_dim - x.shape[3]))[0].transpose(0, 1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, angles: Tensor, step: StepInputs,
+    def attend(self, step: StepInputs, angles: Tensor, query: Tensor, key: Tensor, value: Tensor,
                eager: Callable) -> Tensor:
         """From (1, heads, T, head_dim) each to (1, T, heads, head_dim of the values).
 
-        angles: rotate nothing; eager: transformers' function for this call
+        angles: rotate nothing; eager: transformers' own function for this call
         """
         if self.factor != 1:
             query = query * self.factor
         if self.num_repeats > 1:
             key, value = (each.repeat_interleave(self.num_repeats, 1) for each in (key, value))
-        qkv = torch.cat([self.widened(each) for each in (query, key, value)], dim=1)
+        qkv = torch.cat([self.in_cache(each) for each in (query, key, value)], dim=1)
         out = self(qkv.flatten(1), angles, step, slice(None))
         return out.view(1, len(out), -1, self.head_dim)[..., :self.recorded.value_dim]
+
+
+def eager_attention(module: Any, *tensors: Tensor, **options: Any) -> Any:
+    """transformers' own function for the attention of a module."""
+    file: Any = sys.modules[type(module).__module__]
+    return file.eager_attention_forward(module, *tensors, **options)
 
 
 class OtherCall(Call):
     """A call that is more than causal attention in a window: with a soft cap (Gemma 2), with sinks
     (gpt-oss), with another mask. transformers computes it, from keys that are gathered."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, angles: Tensor, step: StepInputs,
+    def attend(self, step: StepInputs, angles: Tensor, query: Tensor, key: Tensor, value: Tensor,
                eager: Callable) -> Tensor:
-        pair = [self.widened(each.repeat_interleave(self.num_repeats, 1)) for each in (key, value)]
+        pair = [self.in_cache(each.repeat_interleave(self.num_repeats, 1)) for each in (key, value)]
         self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(pair)
         out = []
         starts = step.query_starts.tolist()
@@ -119,14 +125,14 @@ class OtherCall(Call):
                 part = slice(first, min(first + 256, starts[seq + 1]))
                 positions = step.positions[part, None].long()
                 is_seen = self.recorded.mask(0, 0, positions, places) & (places <= positions)
-                mask = torch.zeros(is_seen.shape, dtype=query.dtype, device=query.device)
-                mask.masked_fill_(~is_seen, torch.finfo(query.dtype).min)
+                mask = query.new_zeros(1, 1, *is_seen.shape)
+                mask.masked_fill_(~is_seen, torch.finfo(mask.dtype).min)
                 out.append(eager(query[:, :, part], keys[..., :key.shape[3]],
-                                 values[..., :value.shape[3]], mask[None, None])[0])
+                                 values[..., :value.shape[3]], mask)[0])
         return torch.cat(out, dim=1)
 
     # so that no library takes it for the engine's own
-    forward = attend
+    forward = attend  # type: ignore[assignment]
 
 
 # -------------------------------------------------------------------------------- the model
@@ -143,6 +149,7 @@ class Output(BaseModelOutputWithPast):
 class Given(nn.Module):
     """In place of all layers: returns hidden states that were computed before."""
 
+    hidden: Tensor
     # some models call the decoder of their decoder
     decoder = property(lambda self: self)
 
@@ -156,6 +163,9 @@ class Model(nn.Module):
     causal: transformers' model, with its head.
     calls: one for each call of the attention function in a step; `check_model` sets them.
     """
+
+    layers: Any
+    head: Any
 
     def __init__(self, causal: Any) -> None:
         super().__init__()
@@ -188,19 +198,15 @@ class Model(nn.Module):
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """As `Decoder.forward`."""
         half = self.calls[0].head_dim // 2
+        # cos and sin
         angles = torch.zeros(2, len(token_ids), 1, half, device=token_ids.device)
-        # cos
         angles[0] = 1
         calls = iter(self.calls)
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
-                   scaling: float | None = None, **options: Any) -> Tensor:
-            call = next(calls)
-
-            def eager(*tensors: Tensor) -> Any:
-                return call.recorded.eager(module, *tensors, scaling=scaling, **options)
-
-            return call.attend(query, key, value, angles, step, eager)
+                   **options: Any) -> Tensor:
+            return next(calls).attend(step, angles, query, key, value, partial(
+                eager_attention, module, **options))
 
         hidden = self.compute(token_ids, step.positions, attend)
         if next(calls, None):
@@ -217,8 +223,8 @@ class Model(nn.Module):
 
 
 def refused(config: PretrainedConfig, reason: object) -> ValueError:
-    return ValueError(f"the model's model_type={config.model_type!r} is not accepted, since {reason}:"
-                      " it must be one that docs/models.md lists")
+    return ValueError(f"the model's model_type={config.model_type!r} is not accepted, since "
+                      f"{reason}: it must be one that docs/models.md lists")
 
 
 def describe(config: PretrainedConfig) -> PretrainedConfig:
@@ -239,8 +245,8 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
         if each.get("rope_type") in BY_LENGTH and original < longest:
             longest = original
             logging.getLogger("nanoengine").warning(
-                f"max_model_len is at most {longest}: beyond, rope_type={each['rope_type']!r} turns "
-                "tokens by angles that depend on the longest sequence of a step")
+                f"max_model_len is at most {longest}: beyond it, "
+                f"rope_type={each['rope_type']!r} depends on the longest sequence of a step")
     described = PretrainedConfig()
     # the table of these angles is not used
     vars(described).update(original=config, max_position_embeddings=longest,
@@ -253,12 +259,9 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
 def load_causal(runner: Any, folder: Path) -> Any:
     """Returns transformers' own model."""
     config = runner.model_config.original
-    classes = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    asked = [*(config.architectures or ()), classes.get(config.model_type)]
-    known = [name for name in asked if name in classes.values()]
-    if not known:
-        raise NotComputed(f"no class of transformers generates text for {config.architectures}")
-    kind = getattr(transformers, known[0])
+    kind: Any = getattr(transformers, str(config.architectures[0]), None)
+    if not hasattr(kind, "generate"):
+        raise NotComputed(f"transformers has no architectures={config.architectures} for texts")
     options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")
     if runner.config.load_format == "dummy":
         with torch.random.fork_rng(devices=[]):

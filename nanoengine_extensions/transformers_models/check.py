@@ -10,8 +10,8 @@ What is computed in another way is refused, and never run.
 """
 
 import math
-import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,9 @@ from nanoengine.batch import Batch, Row
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import StepInputs
 
-# options of a call that make it more than causal attention in a window
-MORE = ("softcap", "s_aux")
-# options that say what the mask, the module or the shapes say already
-KNOWN = {*MORE, "dropout", "sliding_window", "is_causal", "position_ids", "use_cache",
-         "output_attentions", "output_router_logits", "cache_position", "position_embeddings"}
+# options of a call that do not make it more than causal attention in a window
+PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
+         "output_router_logits", "cache_position", "position_embeddings"}
 # functions that count, and functions that only move rows of their first argument
 COUNTING = {"arange", "cumsum"}
 MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
@@ -65,7 +63,6 @@ class Recorded(NamedTuple):
 
     scale: of the scores. mask: see `Mask`. window: how many keys a query sees; None for all.
     is_plain: whether it is causal attention in this window, and nothing else.
-    eager: transformers' own function for it.
     """
 
     heads: int
@@ -76,7 +73,6 @@ class Recorded(NamedTuple):
     mask: Callable
     window: int | None
     is_plain: bool
-    eager: Callable | None
 
 
 # --------------------------------------------------------------------------------- recording
@@ -88,28 +84,19 @@ def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
     longest: the most tokens of a sequence
     """
     calls: list[Recorded] = []
-    windows: dict[Callable, tuple[int | None, bool]] = {}
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
                scaling: float | None = None, **options: Any) -> Tensor:
-        others = [name for name in options.keys() - KNOWN if options[name] is not None]
-        if others:
-            raise NotComputed(f"its attention has {others}")
         if options.get("is_causal") is False or not getattr(module, "is_causal", True):
             raise NotComputed("it has attention that is not causal")
         if query.shape[2] != key.shape[2] or not isinstance(attention_mask, Mask):
-            raise NotComputed("its attention is not over all tokens so far, or masks them by itself")
+            raise NotComputed("its attention is not over all tokens so far, or has its own mask")
         mask = attention_mask.function
-        if mask not in windows:
-            windows[mask] = window_of(mask, longest)
-        window, is_window = windows[mask]
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        is_plain = is_window and all(options.get(name) is None for name in MORE)
-        if not is_plain and eager is None:
-            raise NotComputed("its attention has more than a window, by no function of its own")
-        calls.append(Recorded(
-            query.shape[1], key.shape[1], key.shape[3], value.shape[3],
-            query.shape[3]**-0.5 if scaling is None else scaling, mask, window, is_plain, eager))
+        window, is_window = window_of(mask, longest)
+        is_plain = all(options[name] is None for name in options.keys() - PLAIN)
+        scale = query.shape[3]**-0.5 if scaling is None else scaling
+        calls.append(Recorded(query.shape[1], key.shape[1], key.shape[3], value.shape[3], scale,
+                              mask, window, is_window and is_plain))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     positions = torch.arange(len(token_ids), device=token_ids.device)
@@ -160,6 +147,7 @@ class Watch(TorchFunctionMode):
                 raise NotComputed("it counts positions by itself")
 
 
+@lru_cache(maxsize=4)
 def window_of(mask: Callable, length: int) -> tuple[int | None, bool]:
     """Returns the window of a mask, None for all keys, and whether it is no other mask."""
     keys = torch.arange(length)
@@ -211,14 +199,14 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
 
 
 def check_windows(model: Any, calls: list[Recorded], longest: int) -> None:
-    """Raises NotComputed if transformers' own cache keeps fewer keys than its layers attend to: then
-    `generate` and a forward without a cache give different tokens, as in Moshi."""
+    """Raises NotComputed if transformers' own cache keeps fewer keys than its layers see: then
+    `generate` and a forward give different tokens, as in Moshi."""
     windows = {call.window if call.is_plain else longest for call in calls}
     for layer in DynamicCache(config=model.layers.config).layers:
         window = getattr(layer, "sliding_window", longest)
         if window < longest and window not in windows and longest not in windows:
-            raise NotComputed(f"transformers contradicts itself: its cache has a window of {window} "
-                              "tokens, its attention has none")
+            raise NotComputed(f"transformers contradicts itself: its cache keeps {window} tokens, "
+                              "its attention sees all")
 
 
 class InFloat32(TorchFunctionMode):

@@ -20,9 +20,11 @@ VOCAB_SIZE = 512
 MOST_PARAMETERS = 30e6
 # what a config gets, if it knows the name
 SMALL: dict[str, Any] = dict(
-    vocab_size=VOCAB_SIZE, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.02,
+    vocab_size=VOCAB_SIZE, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    initializer_range=0.02,
     # widths
-    hidden_size=64, d_model=64, n_embd=64, word_embed_proj_dim=64, embedding_size=64, kv_channels=16,
+    hidden_size=64, d_model=64, n_embd=64, word_embed_proj_dim=64, embedding_size=64,
+    kv_channels=16,
     intermediate_size=96, ffn_dim=96, n_inner=96, dim_ff=96, d_ff=96, intermediate_size_mlp=96,
     decoder_ffn_dim=96, encoder_ffn_dim=96, head_dim=16, dim_head=16, d_kv=16, sk_head_dim=16,
     hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB_SIZE, rotary_dim=8,
@@ -30,7 +32,8 @@ SMALL: dict[str, Any] = dict(
     num_hidden_layers=3, n_layer=3, n_layers=3, num_layers=3, decoder_layers=3, encoder_layers=2,
     num_kv_shared_layers=1, num_nextn_predict_layers=0, first_k_dense_replace=1,
     # heads
-    num_attention_heads=4, n_head=4, n_heads=4, decoder_attention_heads=4, encoder_attention_heads=4,
+    num_attention_heads=4, n_head=4, n_heads=4, decoder_attention_heads=4,
+    encoder_attention_heads=4,
     num_key_value_heads=2, num_global_key_value_heads=1, global_head_dim=32, num_attention_groups=2,
     # positions
     max_position_embeddings=512, n_positions=512, n_ctx=512, max_sequence_length=512,
@@ -153,7 +156,8 @@ def config_of(kind: str) -> PretrainedConfig:
         raise NotMade("multimodal")
     known = {*default.to_dict(), *inspect.signature(config_class.__init__).parameters}
     synonyms = getattr(config_class, "attribute_map", {})
-    known |= {name for each in config_class.__mro__ for name in getattr(each, "__annotations__", {})}
+    for each in config_class.__mro__:
+        known |= {*getattr(each, "__annotations__", {})}
     known |= {*synonyms}
     # of two names of one number, a config wants one
     options = {name: value for name, value in SMALL.items()
