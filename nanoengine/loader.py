@@ -48,7 +48,7 @@ def load_config(folder: Path, load_format: str = "dummy",
         "auto": the first if the architecture is of one, else the second.
     """
     if is_installed("explain"):
-        extension("explain").check_folder(folder, ARCHITECTURES, load_format)
+        extension("explain").check_folder(folder, ARCHITECTURES, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         is_own = config.architectures in [None, *([name] for name in ARCHITECTURES)]

@@ -97,7 +97,9 @@ OTHERS: tuple[Kind, ...] = (
      "is a model of sentence-transformers, which makes embeddings", WRITER),
     (lambda c: c.get("auto_map") and c.get("model_type") not in CONFIG_MAPPING_NAMES,
      "has code of its own, which is not run", "a model that transformers computes without it"),
-    (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER))
+    (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
+    (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
+     "a {families} model, or model_impl='transformers' given"))
 # of one of these
 OWN: tuple[Kind, ...] = (
     (quantization, "is quantized (quantization_config: {quantization}), which is not read",
@@ -118,10 +120,12 @@ def check_file(name: str, path: Path) -> None:
         raise refusal(name, path, [path.name], A_FILE)
 
 
-def check_folder(folder: Path, families: Iterable[str], load_format: str) -> None:
-    """Raises ValueError for a folder without a model of one of these families.
+def check_folder(folder: Path, families: Iterable[str], load_format: str,
+                 model_impl: str) -> None:
+    """Raises ValueError for a folder without a model that can be run.
 
-    load_format: "dummy": the folder need not have weights.
+    families: that the engine has itself. load_format: "dummy": the folder need not have weights.
+    model_impl: "native": only a model of these families can be run.
     """
     with naming(folder):
         names = sorted(path.name for path in folder.iterdir())
@@ -140,6 +144,7 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str) -> Non
     architectures = config.get("architectures")
     first = str([*architectures, ""][0] or "") if isinstance(architectures, list) else ""
     known = config | {"architecture": first, "names": names, "families": listed(families),
+                      "model_impl": model_impl,
                       "architectures": architectures, "quantization": quantization(config)}
     kinds = OWN if first in families else OTHERS
     for _, what, instead in [kind for kind in kinds if kind[0](known)]:

@@ -48,6 +48,8 @@ CASES = {
                 "with contextlib.redirect_stdout(io.StringIO()):\n"
                 "    runpy.run_module('nanoengine', run_name='__main__')",
     "texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
+    "transformers_models": "with_option = LLM(model, model_impl='transformers', **options); "
+                           "assert run(with_option).token_ids == tokens; with_option.close()",
     "truncation": "assert run(llm, truncate_prompt_tokens=1).token_ids",
     "vllm": "import nanoengine_extensions.vllm"}
 # what says no where everything is there, and in which words
