@@ -22,7 +22,6 @@ import math
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +70,25 @@ class Call(Attention):
         self.recorded = recorded
         self.window = recorded.window
         self.head_dim = head_dim
-        self.num_heads = [recorded.heads, kv_heads, kv_heads]
-        self.num_repeats = kv_heads // recorded.kv_heads
+        self.num_heads = [recorded.query[1], kv_heads, kv_heads]
+        self.num_repeats = kv_heads // recorded.key[1]
         # backends scale by 1 / sqrt(head_dim)
         self.factor = recorded.scale * math.sqrt(head_dim)
         nothing: Any = nn.Identity()
         # libraries read from it how many heads there are
-        nothing.in_features = recorded.heads * head_dim
+        nothing.in_features = recorded.query[1] * head_dim
         self.qkv_proj = self.q_norm = self.k_norm = self.o_proj = nothing
 
     def in_cache(self, x: Tensor) -> Tensor:
         """Pads heads, from (1, heads, T, head_dim) to (T, heads, head_dim) of the cache."""
-        return F.pad(x, (0, self.head_dim - x.shape[3]))[0].transpose(0, 1)
+        missing = self.head_dim - x.shape[3]
+        return (F.pad(x, (0, missing)) if missing else x)[0].transpose(0, 1)
 
-    def attend(self, step: StepInputs, angles: Tensor, query: Tensor, key: Tensor, value: Tensor,
-               eager: Callable) -> Tensor:
+    def attend(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
+               key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """From (1, heads, T, head_dim) each to (1, T, heads, head_dim of the values).
 
-        angles: rotate nothing; eager: transformers' own function for this call
+        angles: rotate nothing. module, options: whose attention it is, and what else it gives
         """
         if self.factor != 1:
             query = query * self.factor
@@ -96,21 +96,16 @@ class Call(Attention):
             key, value = (each.repeat_interleave(self.num_repeats, 1) for each in (key, value))
         qkv = torch.cat([self.in_cache(each) for each in (query, key, value)], dim=1)
         out = self(qkv.flatten(1), angles, step, slice(None))
-        return out.view(1, len(out), -1, self.head_dim)[..., :self.recorded.value_dim]
-
-
-def eager_attention(module: Any, *tensors: Tensor, **options: Any) -> Any:
-    """transformers' own function for the attention of a module."""
-    file: Any = sys.modules[type(module).__module__]
-    return file.eager_attention_forward(module, *tensors, **options)
+        return out.view(1, len(out), -1, self.head_dim)[..., :value.shape[3]]
 
 
 class OtherCall(Call):
     """A call that is more than causal attention in a window: with a soft cap (Gemma 2), with sinks
     (gpt-oss), with another mask. transformers computes it, from keys that are gathered."""
 
-    def attend(self, step: StepInputs, angles: Tensor, query: Tensor, key: Tensor, value: Tensor,
-               eager: Callable) -> Tensor:
+    def attend(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
+               key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        eager: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         pair = [self.in_cache(each.repeat_interleave(self.num_repeats, 1)) for each in (key, value)]
         self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(pair)
         out = []
@@ -127,8 +122,8 @@ class OtherCall(Call):
                 is_seen = self.recorded.mask(0, 0, positions, places) & (places <= positions)
                 mask = query.new_zeros(1, 1, *is_seen.shape)
                 mask.masked_fill_(~is_seen, torch.finfo(mask.dtype).min)
-                out.append(eager(query[:, :, part], keys[..., :key.shape[3]],
-                                 values[..., :value.shape[3]], mask)[0])
+                out.append(eager(module, query[:, :, part], keys[..., :key.shape[3]],
+                                 values[..., :value.shape[3]], mask, **options)[0])
         return torch.cat(out, dim=1)
 
     # so that no library takes it for the engine's own
@@ -205,8 +200,7 @@ class Model(nn.Module):
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
                    **options: Any) -> Tensor:
-            return next(calls).attend(step, angles, query, key, value, partial(
-                eager_attention, module, **options))
+            return next(calls).attend(step, angles, module, query, key, value, options)
 
         hidden = self.compute(token_ids, step.positions, attend)
         if next(calls, None):
@@ -230,12 +224,10 @@ def refused(config: PretrainedConfig, reason: object) -> ValueError:
 def describe(config: PretrainedConfig) -> PretrainedConfig:
     """Returns what the engine has to know of a model. `load` adds the shape of its KV cache.
 
-    Raises ValueError for one with an encoder, and for layers whose state is not K and V of tokens.
+    Raises ValueError for layers whose state is not K and V of tokens.
     """
     text = config.get_text_config(decoder=True)
     others = sorted({*(getattr(text, "layer_types", None) or ())} - ATTENTION)
-    if config.is_encoder_decoder:
-        raise refused(config, "it has an encoder")
     if others:
         raise refused(config, f"its layers of kind {others} keep what is not in a KV cache")
     longest = getattr(text, "max_position_embeddings", None) or 2048

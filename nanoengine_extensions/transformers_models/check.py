@@ -62,14 +62,14 @@ class Mask:
 class Recorded(NamedTuple):
     """A call of the attention function, the same in all steps.
 
-    scale: of the scores. mask: see `Mask`. window: how many keys a query sees; None for all.
-    is_plain: whether it is causal attention in this window, and nothing else.
+    query, key, value: (1, heads, tokens, head_dim) of each. scale: of the scores. mask: see `Mask`.
+    window: how many keys a query sees; None for all. is_plain: whether it is causal attention in
+    this window, and nothing else.
     """
 
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
+    query: torch.Size
+    key: torch.Size
+    value: torch.Size
     scale: float
     mask: Callable
     window: int | None
@@ -96,8 +96,8 @@ def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
         window, is_window = window_of(mask, longest)
         is_plain = all(options[name] is None for name in options.keys() - PLAIN)
         scale = query.shape[3]**-0.5 if scaling is None else scaling
-        calls.append(Recorded(query.shape[1], key.shape[1], key.shape[3], value.shape[3], scale,
-                              mask, window, is_window and is_plain))
+        calls.append(Recorded(query.shape, key.shape, value.shape, scale, mask, window,
+                              is_window and is_plain))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     positions = torch.arange(len(token_ids), device=token_ids.device)
@@ -121,29 +121,27 @@ class Watch(TorchFunctionMode):
     def __init__(self, num_tokens: int) -> None:
         super().__init__()
         self.num_tokens = num_tokens
-        self.counts: list[Tensor] = []
-
-    def is_count(self, value: Any) -> bool:
-        return any(value is each for each in self.counts)
+        # by their ids; they are kept, so that no other object gets one
+        self.counts: dict[int, Tensor] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
-        if any(map(self.is_count, tree_leaves((args, kwargs)))):
+        if self.counts.keys() & map(id, tree_leaves((args, kwargs))):
             # what is written to has counts, too
             self.follow(name, args[0], args[0] if name == "__setitem__" else result)
         elif name in COUNTING and result.shape[-1:] == (self.num_tokens,):
-            self.counts.append(result)
+            self.counts[id(result)] = result
         return result
 
     def follow(self, name: str, table: Any, written: Any) -> None:
         """Keeps integers that counts became; refuses numbers of a computation."""
         is_step = isinstance(table, Tensor) and table.shape[:1] == (self.num_tokens,)
-        moves_rows = name in MOVING and is_step and not self.is_count(table)
+        moves_rows = name in MOVING and is_step and id(table) not in self.counts
         for each in tree_leaves(written):
             if isinstance(each, Tensor) and not each.is_floating_point():
-                self.counts.append(each)
+                self.counts[id(each)] = each
             elif isinstance(each, Tensor) and not moves_rows:
                 raise NotComputed("it counts positions by itself")
 
@@ -181,9 +179,10 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
             raise NotComputed("it does not let a library compute its attention")
         calls = record(model, ids.flatten()[:NUM_RECORDED], described.max_position_embeddings)
         check_windows(model, calls, described.max_position_embeddings)
-        kv_heads = math.lcm(*(call.kv_heads for call in calls))
+        kv_heads = math.lcm(*(call.key[1] for call in calls))
+        head_dim = max(max(call.key[3], call.value[3]) for call in calls)
         # the kernel for a CPU needs an even number
-        head_dim = 2 * math.ceil(max(max(call.key_dim, call.value_dim) for call in calls) / 2)
+        head_dim += head_dim % 2
         vars(described).update(
             num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
         model.calls.extend((plain if call.is_plain else other)(call, kv_heads, head_dim)

@@ -1,4 +1,4 @@
-"""Models of transformers over the engine's cache: tokens as `model.generate` gives them, under every
+"""Models of transformers over the engine's cache: tokens as `model.generate` gives them, under each
 schedule; and what is refused, each for its reason. `tests/models/compare.py` runs all others."""
 
 import json
@@ -249,7 +249,7 @@ def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(tensor_parallel_size=2), "tensor_parallel_size=2 is not accepted: it must be 1 for a mod"),
+    (dict(tensor_parallel_size=2), "tensor_parallel_size=2 is not accepted: it must be 1 for a "),
     (dict(cpu_offload_gb=1), "cpu_offload_gb"),
     (dict(attention_backend="numba"), "attention_backend='numba' is not accepted")])
 def test_options_that_need_an_own_model(folder_of, options, message):
