@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "tests" / "models"))
 
 import architectures  # noqa: E402
 import compare  # noqa: E402
+from fake_gpu import FakeGpu  # noqa: E402
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
 from nanoengine.model import Decoder  # noqa: E402
@@ -151,6 +152,27 @@ def test_prompt_logprobs_and_beams(folder_of, name):
         logits = reference(torch.tensor([best]), use_cache=False).logits[0].double()
     added = logits.log_softmax(-1)[range(20, len(best) - 1), best[21:]]
     assert score == pytest.approx(float(added.sum()), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["cohere2", "gemma2"])
+@pytest.mark.parametrize("options", [
+    dict(attention_backend="gather", block_size=16),
+    dict(attention_backend="flash-attn", dtype="bfloat16")], ids=["gather", "flash-attn"])
+def test_a_gpu(folder_of, name, options):
+    """On a GPU that is not there: with flash-attn, soft caps are gathered, and nothing else."""
+    # a fake tensor cannot take the data of another one
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        with FakeGpu():
+            llm = make_llm(folder_of(name), device="cuda", max_model_len=200, **options)
+            assert not llm.engine.runner.graphs.captured
+            assert llm.engine.runner.backend == options["attention_backend"]
+            found = tokens(llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False))
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    if "dtype" not in options:
+        reference = compare.load_reference(folder_of(name))
+        assert found == [[compare.expected_tokens(reference, prompt)] for prompt in PROMPTS[:3]]
 
 
 # -------------------------------------------------------------------------- which one computes

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -118,7 +119,8 @@ def table_of(found: dict[str, tuple[str, str]]) -> str:
     num_refused = sum(map(len, reasons.values()))
     return "\n".join([
         f"With transformers {transformers.__version__}, {len(right)} run, and {num_refused} are "
-        "refused. A star: attention in plain PyTorch, which is slow.", "", ", ".join(right) + ".",
+        "refused. A star: attention in plain PyTorch, which is slow.", "",
+        textwrap.fill(", ".join(right) + ".", 124, break_on_hyphens=False),
         "", "| refused, since | |", "| --- | --- |", *rows])
 
 
