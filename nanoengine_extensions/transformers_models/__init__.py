@@ -34,6 +34,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from nanoengine.checks import rejected
+from nanoengine.features import extension, is_installed
 from nanoengine.model import Attention
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.check import Mask, NotComputed, Recorded, check_model
@@ -186,9 +187,12 @@ class Model(nn.Module):
     def compute(self, token_ids: Tensor, positions: Tensor, attend: Callable) -> Tensor:
         """Returns the hidden states of all tokens. attend: in place of the attention function."""
         current.attend = attend
-        return self.layers(
+        hidden = self.layers(
             input_ids=token_ids[None].long(), position_ids=positions[None].long(),
             attention_mask=torch.ones_like(token_ids)[None], use_cache=False).last_hidden_state[0]
+        # it would keep the cache of a closed engine alive
+        current.attend = None
+        return hidden
 
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """As `Decoder.forward`."""
@@ -255,6 +259,10 @@ def load_causal(runner: Any, folder: Path) -> Any:
     if not hasattr(kind, "generate"):
         raise NotComputed(f"transformers has no architectures={config.architectures} for texts")
     options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")
+    if is_installed("strict"):
+        with torch.device("meta"):
+            sizes = kind._from_config(copy.deepcopy(config), **options)
+        extension("strict").check_memory(sizes, runner.device)
     if runner.config.load_format == "dummy":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

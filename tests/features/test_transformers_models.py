@@ -1,10 +1,12 @@
 """Models of transformers over the engine's cache: tokens as `model.generate` gives them, under each
 schedule; and what is refused, each for its reason. `tests/models/compare.py` runs all others."""
 
+import gc
 import json
 import logging
 import shutil
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +279,24 @@ def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
 def test_options_that_need_an_own_model(folder_of, options, message):
     with pytest.raises(ValueError, match=message):
         make_llm(folder_of("gemma2"), **options)
+
+
+def test_a_model_that_does_not_fit(folder_of, tmp_path):
+    folder = changed(folder_of("gpt2"), tmp_path, n_embd=2**18, n_inner=2**20)
+    with pytest.raises(ValueError, match=r"GiB of weights' is not accepted: it must be smaller"):
+        make_llm(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_a_closed_engine_frees_its_memory(folder_of, name):
+    llm = make_llm(folder_of(name))
+    llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    model = llm.engine.runner.model
+    left = [weakref.ref(each) for each in (model, model.layers, model.calls[0].cache)]
+    del model
+    llm.close()
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
 
 
 @pytest.mark.parametrize("name, longest", [("phi3 longrope", 40), ("llama dynamic", 512)])
