@@ -35,8 +35,8 @@ RUNNING = [
     "stablelm", "starcoder2", "mixtral", "qwen3_moe", "olmoe", "mixtral top-1", "deepseek_v3",
     "deepseek_v2 yarn", "gemma4_text", "granite", "hrm_text", "diffllama", "mimo_v2_flash",
     "gemma3 images", "mistral3 images", "qwen3_vl images", "phi3", "olmo2", "glm4", "gpt2 upcast",
-    "llama partial", "llama gelu", "dbrx"]
-IS_SLOW = {"gemma2", "gpt_oss", "mimo_v2_flash"}
+    "llama partial", "llama gelu", "llama4 chunks", "dbrx"]
+IS_SLOW = {"gemma2", "gpt_oss", "mimo_v2_flash", "llama4 chunks"}
 
 
 @pytest.fixture(scope="session")
