@@ -31,7 +31,6 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from nanoengine.checks import rejected
 from nanoengine.features import extension, is_installed
@@ -134,23 +133,15 @@ class OtherCall(Call):
 # -------------------------------------------------------------------------------- the model
 
 
-class Output(BaseModelOutputWithPast):
-    """What layers return; None for all other names that a model may ask for."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
 class Given(nn.Module):
-    """In place of all layers: returns hidden states that were computed before."""
+    """In place of all layers: returns what they returned, with the hidden states of some rows."""
 
-    hidden: Tensor
+    output: Any
     # some models call the decoder of their decoder
     decoder = property(lambda self: self)
 
-    def forward(self, *arguments: Any, **options: Any) -> Output:
-        return Output(last_hidden_state=self.hidden)
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.output
 
 
 class Model(nn.Module):
@@ -187,12 +178,12 @@ class Model(nn.Module):
     def compute(self, token_ids: Tensor, positions: Tensor, attend: Callable) -> Tensor:
         """Returns the hidden states of all tokens. attend: in place of the attention function."""
         current.attend = attend
-        hidden = self.layers(
+        self.given.output = self.layers(
             input_ids=token_ids[None].long(), position_ids=positions[None].long(),
-            attention_mask=torch.ones_like(token_ids)[None], use_cache=False).last_hidden_state[0]
+            attention_mask=torch.ones_like(token_ids)[None], use_cache=False)
         # it would keep the cache of a closed engine alive
         current.attend = None
-        return hidden
+        return self.given.output.last_hidden_state[0]
 
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """As `Decoder.forward`."""
@@ -212,7 +203,7 @@ class Model(nn.Module):
         return hidden[step.logits_indices]
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        self.given.hidden = hidden[None]
+        self.given.output.last_hidden_state = hidden[None]
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         return self.head(input_ids=ids, use_cache=False).logits[0]
 

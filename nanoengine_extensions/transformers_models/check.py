@@ -101,15 +101,17 @@ def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     positions = torch.arange(len(token_ids), device=token_ids.device)
-    with Watch(len(token_ids)):
+    with Watch(len(token_ids)) as watch:
         model.compute(token_ids, positions, attend)
     if not calls:
-        raise NotComputed("it does not call the attention function of a library")
+        raise NotComputed("it does not let a library compute its attention")
+    if watch.has_counted:
+        raise NotComputed("it counts positions by itself")
     return calls
 
 
 class Watch(TorchFunctionMode):
-    """Refuses a model that counts its tokens: it would take their places in a step for positions.
+    """Notices a model that counts its tokens: it would take their places in a step for positions.
 
     No check of a few tokens finds that in Llama 4, where it matters from position 8,192 on. Counts
     may be indices of rows of the step, as where tokens are sorted by their experts. They must not
@@ -121,6 +123,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, num_tokens: int) -> None:
         super().__init__()
         self.num_tokens = num_tokens
+        self.has_counted = False
         # by their ids; they are kept, so that no other object gets one
         self.counts: dict[int, Tensor] = {}
 
@@ -136,14 +139,14 @@ class Watch(TorchFunctionMode):
         return result
 
     def follow(self, name: str, table: Any, written: Any) -> None:
-        """Keeps integers that counts became; refuses numbers of a computation."""
+        """Keeps integers that counts became; notices numbers of a computation."""
         is_step = isinstance(table, Tensor) and table.shape[:1] == (self.num_tokens,)
         moves_rows = name in MOVING and is_step and id(table) not in self.counts
         for each in tree_leaves(written):
             if isinstance(each, Tensor) and not each.is_floating_point():
                 self.counts[id(each)] = each
             elif isinstance(each, Tensor) and not moves_rows:
-                raise NotComputed("it counts positions by itself")
+                self.has_counted = True
 
 
 @lru_cache(maxsize=4)
@@ -175,8 +178,6 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     with InFloat32():
         wanted = causal(input_ids=ids, use_cache=False).logits
         causal.set_attn_implementation("nanoengine")
-        if model.layers.config._attn_implementation != "nanoengine":
-            raise NotComputed("it does not let a library compute its attention")
         calls = record(model, ids.flatten()[:NUM_RECORDED], described.max_position_embeddings)
         check_windows(model, calls, described.max_position_embeddings)
         kv_heads = math.lcm(*(call.key[1] for call in calls))

@@ -126,8 +126,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=16,
         qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, rope_scaling=ROPES["yarn"])),
     "llama4 chunks": ("Llama4", WITH_HEADS | dict(
-        intermediate_size_mlp=96, num_local_experts=2, num_experts_per_tok=1, attention_chunk_size=8,
-        attn_temperature_tuning=False)),
+        intermediate_size_mlp=96, num_local_experts=2, num_experts_per_tok=1,
+        attention_chunk_size=8, attn_temperature_tuning=False)),
     "lfm2 conv": ("Lfm2", WITH_HEADS | dict(
         layer_types=["conv", "full_attention"] * 2, block_ff_dim=96,
         block_auto_adjust_ff_dim=False)),
