@@ -26,7 +26,7 @@ LIMITS: dict[str, dict[str, float]] = {
     "nanoengine_gpu": {"lines": 400}, "bench.py": {"lines": 200}, "lab": {"lines": 710}}
 FEATURE: dict[str, float] = {"lines": 200}
 # two files, a model and its check, in place of a hundred architectures
-LARGE: dict[str, dict[str, float]] = {"transformers_models": {"lines": 280}}
+LARGE: dict[str, dict[str, float]] = {"transformers_models": {"lines": 345}}
 
 
 def source_lines(text: str) -> list[str]:
