@@ -39,6 +39,8 @@ class EngineConfig:
     seed: the seeds of requests without one are derived from it; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
         "hf" and "safetensors" read safetensors.
+    model_impl: "native": the engine's own model; "transformers": any causal language model of
+        transformers, over the engine's cache; "auto": the engine's own if it has the architecture.
     max_model_len: the most tokens of a prompt and its output together; by default what the model
         and the cache allow.
     max_num_seqs: the most sequences that run at once; by default 256, or fewer where the token
@@ -102,6 +104,7 @@ class EngineConfig:
     device: str = "auto"
     seed: int = 0
     load_format: str = "auto"
+    model_impl: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = BY_DEVICE
     max_num_batched_tokens: int = BY_DEVICE

@@ -60,7 +60,7 @@ class LLM(AbstractContextManager):
         self.process = self.check_process()
         features = Features([*ALWAYS, *asked_by(config)], config.features)
         folder = find_model(config.model, config)
-        self.model_config = load_config(folder, config.load_format)
+        self.model_config = load_config(folder, config.load_format, config.model_impl)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
         make_runner: type[ModelRunner] = ModelRunner
         if config.tensor_parallel_size > 1:

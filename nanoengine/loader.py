@@ -41,15 +41,22 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
     return hub.download(str(model), folder, config, name)
 
 
-def load_config(folder: Path, load_format: str = "dummy") -> PretrainedConfig:
+def load_config(folder: Path, load_format: str = "dummy",
+                model_impl: str = "native") -> PretrainedConfig:
     """Returns the model's config.json, checked, with the head_dim that can be implicit there.
 
     load_format: where the weights come from; "dummy": the folder need not have any.
+    model_impl: "native": a family of model.py; "transformers": any, which transformers computes;
+        "auto": the first if the architecture is of one, else the second.
     """
     if is_installed("explain"):
-        extension("explain").check_folder(folder, ARCHITECTURES, load_format)
+        extension("explain").check_folder(folder, ARCHITECTURES, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        is_own = config.architectures in [None, *([name] for name in ARCHITECTURES)]
+        if model_impl == "transformers" or (model_impl == "auto" and not is_own):
+            asked = f"the model's architectures={config.architectures}"
+            return extension("transformers_models", asked).describe(config)
         if getattr(config, "head_dim", None) is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
         check_supported(config)

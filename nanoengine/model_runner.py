@@ -26,7 +26,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs, padded
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
-from nanoengine.model import Decoder, rope_table
+from nanoengine.model import FAMILIES, Decoder, rope_table
 from nanoengine.observers import Features
 from nanoengine.sampler import sample
 from nanoengine.step_inputs import (
@@ -91,6 +91,8 @@ class ModelRunner:
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
         """Returns the model; `options` are those of the loader, for several ranks."""
+        if self.model_config.model_type not in FAMILIES:
+            return extension("transformers_models").load(self, folder)
         load = partial(load_model, folder, self.model_config, self.dtype, self.device,
                        self.config.load_format, **options)
         if self.config.cpu_offload_gb:

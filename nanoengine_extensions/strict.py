@@ -73,6 +73,7 @@ RULES: dict[str, Any] = {
                        BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))],
     "device": Literal["auto", "cpu", "cuda"],
     "load_format": Literal["auto", "safetensors", "hf", "dummy"],
+    "model_impl": Literal["auto", "native", "transformers"],
     "max_model_len": Annotated[Annotated[Int, Field(ge=2)] | None,
                                BeforeValidator(lambda v: None if v == -1 else v)],
     "max_num_seqs": Size | None,

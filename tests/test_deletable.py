@@ -50,6 +50,8 @@ ALL_CASES = {
                 "    runpy.run_module('nanoengine', run_name='__main__')",
     "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Threads'",
     "texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
+    "transformers_models": "with_option = LLM(model, model_impl='transformers', **options); "
+                           "assert run(with_option).token_ids == tokens; with_option.close()",
     "truncation": "assert run(llm, truncate_prompt_tokens=1).token_ids",
     "vllm": "import nanoengine_extensions.vllm"}
 # what says no where everything is there, and in which words
