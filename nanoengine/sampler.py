@@ -46,6 +46,12 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     found = draws.top_k.long()
     if len(rest) < len(seqs):
         found = likeliest(logits[:len(seqs)], library)
+    edited = [row for row in rest if seqs[row].edits or seqs[row].params.truncations]
+    if library.draw and len(edited) < len(rest):
+        # one pass over the logits of all rows; other rows keep or get what is theirs
+        drawn = library.draw(logits[:len(seqs)], draws.uniform, draws.temperature)
+        found = drawn.where(draws.temperature > 0, found)
+        rest = edited
     # rows with the same edits side by side: a matrix gets the edits that some of its rows need
     rest.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
     for start in range(0, len(rest), max_rows(logits)):
@@ -65,7 +71,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
             scores, part, truncations, top_ks, library)
         places = (library.draw or draw)(weights, part.uniform)
         found[index] = tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
-    return found
+    return found.where(found >= 0, NO_TOKEN)
 
 
 def likeliest(logits: Tensor, library: Kernels = PLAIN) -> Tensor:
