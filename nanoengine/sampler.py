@@ -8,6 +8,7 @@ token. All others are sampled as one matrix, in parts that fit a cache. There is
 a draw depends only on the seed of its sequence and on its position.
 
 A library of kernels can have faster functions for `truncate`, `nucleus` and `draw`: see kernels.py.
+With its `draw`, rows that nothing edits or truncates need no matrix.
 """
 
 import math
@@ -48,7 +49,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
         found = likeliest(logits[:len(seqs)], library)
     edited = [row for row in rest if seqs[row].edits or seqs[row].params.truncations]
     if library.draw and len(edited) < len(rest):
-        # one pass over the logits of all rows; other rows keep or get what is theirs
+        # of all rows, from their raw logits: greedy rows have a token, edited ones get another
         drawn = library.draw(logits[:len(seqs)], draws.uniform, draws.temperature)
         found = drawn.where(draws.temperature > 0, found)
         rest = edited
