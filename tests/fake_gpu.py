@@ -1010,7 +1010,7 @@ def triton_kernel(query: Tensor, cache: Tensor, lengths: Tensor, starts: Tensor,
 def weights_of(numbers: Tensor, temperature: Tensor | None) -> Tensor:
     if temperature is None:
         return numbers
-    return sampler.scale(numbers.float(), temperature).exp_()
+    return sampler.scale(numbers.to(torch.float32, copy=True), temperature).exp_()
 
 
 def sums_kernel(numbers: Tensor, largest: Any, temperature: Any) -> Tensor:
