@@ -206,11 +206,11 @@ def set_environment() -> None:
     site = OUT / "site"
     for wheel in () if site.exists() else (ROOT / ".whl").glob("*.whl"):
         zipfile.ZipFile(wheel).extractall(site)
-    paths = [FOLDER, ROOT / ".fa/sm90", site, ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", "")]
+    paths = [FOLDER, ROOT / ".fa/sm90", site, ROOT, ROOT / "tests"]
     os.environ |= {
         "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "2", "NOTES": str(OUT / "notes.txt"),
-        "PYTHONPATH": os.pathsep.join(map(str, paths))}
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])}
 
 
 def main(argv: list[str]) -> int:

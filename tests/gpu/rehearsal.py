@@ -11,7 +11,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-NEEDS_A_GPU = ("cache_gets_what", "out_of_memory", "engines_leave_nothing", "06b_shape")
+# the last has a thread of its own, in which the fake GPU has to be entered: see test_gpu_path.py
+NEEDS_A_GPU = ("cache_gets_what", "out_of_memory", "engines_leave_nothing", "06b_shape",
+               "current_device")
 
 
 def pytest_configure(config) -> None:
