@@ -109,7 +109,8 @@ def phases_of(call: str, names: set[str]) -> list[list[Step]]:
     chosen = [[step for step in phase if step.name in names] for phase in CALL1]
     phases = {"call1": chosen if names else CALL1, "call2": [*chosen, *CALL2]}[call]
     if REHEARSAL:
-        phases = [[rehearsed(step) for step in phase] for phase in phases]
+        # one after the other: a machine without a GPU has few cores
+        phases = [[rehearsed(step)] for phase in phases for step in phase]
     return [phase for phase in phases if phase]
 
 
@@ -131,7 +132,7 @@ class Day:
             if step.needed and not (ROOT / step.needed).exists():
                 self.table.append((step.name, "not here", 0, f"without {step.needed}"))
             # what would not come to its end leaves its time to the next step
-            elif limit < max(10, 0.6 * step.limit):
+            elif limit < max(min(10, step.limit), 0.6 * step.limit):
                 self.table.append((step.name, "no time", 0, ""))
             else:
                 running.append((step, limit, *self.start(step, is_alone=len(steps) == 1)))
@@ -149,7 +150,7 @@ class Day:
 
     def start(self, step: Step, is_alone: bool) -> tuple[subprocess.Popen, Path, float]:
         log = self.logs / f"{step.name}.log"
-        shared = {} if is_alone else {"SHARED_GPU": "1"}
+        shared = {} if is_alone and not REHEARSAL else {"SHARED_GPU": "1"}
         process = subprocess.Popen(
             step.command, cwd=ROOT, env=os.environ | shared, stdin=subprocess.DEVNULL,
             stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True)

@@ -10,7 +10,7 @@ from nanoengine_extensions.tensor_parallel import Group
 group = Group(1)
 group.connect("cuda")
 x = torch.ones(4, 8, device="cuda", dtype=torch.bfloat16)
-assert group.least(7) == 7
+assert group.least(7) == 7, "of one rank"
 with torch.inference_mode():
     group.join(group.sum(x * 2))
     graph = torch.cuda.CUDAGraph()
