@@ -19,8 +19,13 @@ NEEDS_A_GPU = ("cache_gets_what", "out_of_memory", "engines_leave_nothing", "06b
 def pytest_configure(config) -> None:
     import nanoengine  # noqa: F401
     from fake_gpu import FakeGpu
+    from nanoengine.batch import Batch
+    from nanoengine.cuda_graphs import padded
+    from nanoengine_extensions import gpu_memory
     torch.cuda.set_sync_debug_mode = lambda mode: None
-    config.fake_gpu = FakeGpu(num_bytes=2**33)
+    # the largest step would take a CPU half a minute
+    gpu_memory.largest_batch = lambda runner: padded(Batch(), runner.config.max_num_seqs)
+    config.fake_gpu = FakeGpu(num_bytes=2**29)
     config.fake_gpu.__enter__()
 
 
