@@ -210,7 +210,7 @@ def set_environment() -> None:
     paths = [FOLDER, ROOT / ".fa/sm90", site, ROOT, ROOT / "tests"]
     os.environ |= {
         "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "2", "NOTES": str(OUT / "notes.txt"),
+        "OMP_NUM_THREADS": "1" if REHEARSAL else "2", "NOTES": str(OUT / "notes.txt"),
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])}
 
 

@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
 SMALL = dict(gpu_memory_utilization=0.3, max_model_len=1024, max_num_seqs=20)
 PROMPTS = random_prompts([1, 3, 40, 255, 256, 257, 300, 513, 700, 20, 20, 90])
 GREEDY = SamplingParams(temperature=0, max_tokens=40, logprobs=5, ignore_eos=True)
+# tokens of the shortest of some long outputs
+LONG = 100
 
 
 def fast_backends() -> list[str]:
@@ -286,7 +288,7 @@ def test_nothing_is_lost_with_steps_really_in_flight(small, backend):
     """Without logprobs nothing waits: the same engine, ahead or not, gives the same tokens."""
     if backend not in fast_backends():
         pytest.skip(f"{backend} is not installed")
-    params = [SamplingParams(temperature=0.7 * (n % 2), seed=n, max_tokens=100 + 9 * n,
+    params = [SamplingParams(temperature=0.7 * (n % 2), seed=n, max_tokens=LONG + 9 * n,
                              ignore_eos=True) for n in range(len(PROMPTS))]
     results = []
     for run_ahead in (False, True):
