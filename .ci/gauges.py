@@ -23,7 +23,7 @@ WIDE = 90
 DENSITY = {"width": 43.5, "wide": 0.07, "pairs": 2}
 LIMITS: dict[str, dict[str, float]] = {
     "nanoengine": {"lines": 1665} | DENSITY, "nanoengine_cpu": {"lines": 1150},
-    "nanoengine_gpu": {"lines": 400}, "bench.py": {"lines": 200}, "lab": {"lines": 710}}
+    "nanoengine_gpu": {"lines": 400}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
 FEATURE: dict[str, float] = {"lines": 200}
 # two files, a model and its check, in place of a hundred architectures
 LARGE: dict[str, dict[str, float]] = {"transformers_models": {"lines": 345}}

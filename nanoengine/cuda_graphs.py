@@ -10,7 +10,8 @@ one, which is called a replay:
 
 A graph fixes the number of sequences and the width of the block tables. There is a graph for a few
 numbers of sequences ("buckets"); a decode step of another number is padded with dummy sequences,
-which read and write block 0. All graphs have tables for `max_model_len` tokens.
+which read and write block 0. All graphs have tables for `max_model_len` tokens; those of few
+sequences also come with narrower ones.
 
 What sampling launches depends on the parameters of the requests, and a graph replays a fixed list
 of kernels. So a graph ends with the hidden states, and logits and sampling come after its replay.
@@ -42,11 +43,13 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, runner: Any) -> None:
-        """Records a graph for each size, the largest first: the others fit into its memory."""
+        """Records a graph for each size and width, the largest first: the others fit into its
+        memory."""
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):
+        longest = runner.max_model_len
+        for size, width in [(n, w) for n in reversed(self.sizes) for w in widths(n, longest)]:
             # dummies of one token: the numbers do not matter, only the width of the tables
-            buffer, shape = runner.prepare(padded(Batch(), size), runner.max_model_len)
+            buffer, shape = runner.prepare(padded(Batch(), size), width)
             step = StepInputs.from_buffer(buffer.to(runner.device), shape)
             # a first run loads the kernels
             runner.hidden_states(step)
@@ -74,6 +77,16 @@ class CudaGraphs:
         step.buffer.copy_(buffer, non_blocking=True)
         graph.replay()
         return step, hidden
+
+
+def widths(size: int, longest: int) -> list[int]:
+    """Returns for how many keys the graphs of a number of sequences have tables: for the longest
+    sequence; and if there are few, for fewer keys, too.
+
+    FlashAttention 2 splits the keys of few sequences among the cores of a GPU, in parts that depend
+    on the width of the table: short sequences in a wide table would leave most cores idle.
+    """
+    return [longest, *(width for width in (8192, 2048) if width < longest and size < 32)]
 
 
 def padded(batch: Batch, size: int) -> Batch:

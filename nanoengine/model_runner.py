@@ -23,7 +23,7 @@ from nanoengine.attention import BACKENDS, choose_backend, make_caches
 from nanoengine.batch import Batch, Copies
 from nanoengine.features import extension, is_installed, rejected
 from nanoengine.config import EngineConfig
-from nanoengine.cuda_graphs import CudaGraphs, padded
+from nanoengine.cuda_graphs import CudaGraphs, padded, widths
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import FAMILIES, Decoder, rope_table
@@ -123,7 +123,8 @@ class ModelRunner:
     def capture(self) -> None:
         """Records the CUDA graphs of decode steps, if the device can have any."""
         if BACKENDS[self.backend].has_graphs and not self.config.enforce_eager:
-            self.graphs.capture(self)
+            with torch.autocast(self.device, enabled=False):
+                self.graphs.capture(self)
 
     def measure_free_bytes(self) -> int:
         """Returns the bytes for the KV cache: see nanoengine_extensions/memory.py; without it, 1
@@ -139,8 +140,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch, buffer: Tensor, shape: StepShape) -> Launched:
         """Begins a step on this device; the other arguments are what `prepare` returns."""
-        # ignores an autocast of the caller
-        with torch.autocast(self.device, enabled=False):
+        # whatever autocast and current device the caller's thread has
+        with torch.autocast(self.device, enabled=False), torch.cuda.device_of(self.last_sampled):
             step, hidden = self.forward(batch.copies, buffer, shape)
             return self.sample(batch, step, hidden)
 
@@ -152,7 +153,8 @@ class ModelRunner:
         longest_keys = max(longest_keys, *map(sum, zip(batch.starts, batch.num_tokens)))
         if self.graphs.can_replay(batch):
             batch = padded(batch, self.graphs.size_for(batch))
-            longest_keys = self.max_model_len
+            fitting = (w for w in widths(len(batch), self.max_model_len) if w >= longest_keys)
+            longest_keys = min(fitting)
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
         # they come before the first sequence with several tokens

@@ -8,6 +8,7 @@ token. All others are sampled as one matrix, in parts that fit a cache. There is
 a draw depends only on the seed of its sequence and on its position.
 
 A library of kernels can have faster functions for `truncate`, `nucleus` and `draw`: see kernels.py.
+With its `draw`, rows that nothing edits or truncates need no matrix.
 """
 
 import math
@@ -46,6 +47,12 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     found = draws.top_k.long()
     if len(rest) < len(seqs):
         found = likeliest(logits[:len(seqs)], library)
+    edited = [row for row in rest if seqs[row].edits or seqs[row].params.truncations]
+    if library.draw and len(edited) < len(rest):
+        # of all rows, from their raw logits: greedy rows have a token, edited ones get another
+        drawn = library.draw(logits[:len(seqs)], draws.uniform, draws.temperature)
+        found = drawn.where(draws.temperature > 0, found)
+        rest = edited
     # rows with the same edits side by side: a matrix gets the edits that some of its rows need
     rest.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
     for start in range(0, len(rest), max_rows(logits)):
@@ -65,7 +72,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
             scores, part, truncations, top_ks, library)
         places = (library.draw or draw)(weights, part.uniform)
         found[index] = tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
-    return found
+    return found.where(found >= 0, NO_TOKEN)
 
 
 def likeliest(logits: Tensor, library: Kernels = PLAIN) -> Tensor:

@@ -199,7 +199,9 @@ class Metrics(Feature):
     def timestamp(self) -> Any:
         """Returns the time; on a GPU an event after all work that is queued."""
         if self.engine.config.device == "cuda":
-            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+            # of the engine's GPU, which need not be the current one of this thread
+            stream = torch.cuda.current_stream(self.engine.runner.last_sampled.device)
+            return stream.record_event(torch.cuda.Event(enable_timing=True))
         return self.clock()
 
     def log_room(self, config: Any, runner: Any) -> None:

@@ -17,11 +17,12 @@ import pytest
 import torch
 from conftest import check_idle, overtaking, random_prompts
 from fake_gpu import (
-    HAS_TRITON, FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache)
+    HAS_TRITON, FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache, splits_of_keys)
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.attention import BACKENDS
+from nanoengine.cuda_graphs import widths
 from nanoengine.model_runner import ModelRunner
 from nanoengine.step_inputs import Launched, StepInputs
 
@@ -215,6 +216,77 @@ def test_odd_sizes_of_graphs(engines, tiny, max_num_seqs):
     engine = engines.get(tiny, run_ahead=True, max_num_seqs=max_num_seqs)
     check_same(engine.generate(PROMPTS, BOTH), engines.reference(tiny, "both", PROMPTS, BOTH))
     check_no_host_reads(engine.gpu)
+
+
+@pytest.mark.parametrize("num_seqs, num_keys, wide, now", [
+    (1, 1000, 8, 1), (1, 4000, 11, 2), (4, 1000, 8, 2), (4, 4000, 32, 10), (24, 4000, 32, 16),
+    (32, 1000, 8, 8)])
+def test_short_sequences_have_narrow_tables(num_seqs, num_keys, wide, now):
+    """How many blocks of 128 keys a core of an H100 reads in turn, with 8 heads of keys and the
+    40,960 tokens of Qwen3: flash-attn splits the keys by the width of the table."""
+    def in_turn(width: int) -> int:
+        num_splits = splits_of_keys(8 * num_seqs, 1, width, 128)
+        return min(-(-width // (128 * num_splits)), -(-num_keys // 128))
+
+    chosen = min(width for width in widths(num_seqs, 40_960) if width >= num_keys)
+    assert in_turn(40_960) == wide and in_turn(chosen) == now
+
+
+@pytest.fixture(scope="module")
+def patient(make_model) -> str:
+    """The folder of a model for long sequences."""
+    return make_model(num_hidden_layers=1, max_position_embeddings=9000)[0]
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_graphs_of_all_widths_give_the_same_tokens(engines, patient, run_ahead):
+    """A sequence grows from one width to the next, beside short ones."""
+    options = dict(max_model_len=9000, max_num_batched_tokens=4096, num_kv_blocks=120)
+    prompts = random_prompts([2044, 3, 30, 8190])
+    params = [SamplingParams(seed=n, temperature=0.7 * (n % 2), max_tokens=9) for n in range(4)]
+    engine = engines.get(patient, run_ahead=run_ahead, max_num_seqs=3, **options)
+    graphs = engine.llm.engine.runner.graphs
+    assert len(graphs.captured) == 3 * len(graphs.sizes)
+    used = []
+
+    def replay(buffer: torch.Tensor, shape: Any) -> Any:
+        used.append(shape.longest_keys)
+        return type(graphs).replay(graphs, buffer, shape)
+
+    with Patch.context() as patch:
+        patch.setattr(graphs, "replay", replay)
+        outputs = engine.generate(prompts, params)
+    check_same(outputs, engines.reference(patient, "widths", prompts, params, **options))
+    check_no_host_reads(engine.gpu)
+    assert {*used} == {2048, 8192, 9000}
+
+
+def test_an_autocast_of_the_caller_changes_nothing(engines, tiny):
+    """Neither when an engine is made nor when it is used."""
+    expected = engines.reference(tiny, "both", PROMPTS, BOTH)
+    for num_kv_blocks in (60, None):
+        with FakeGpu():
+            with torch.autocast("cuda", torch.float16), LLM(
+                    tiny, device="cuda", **SMALL | dict(num_kv_blocks=num_kv_blocks)) as llm:
+                assert llm.engine.runner.graphs.captured
+                check_same(llm.generate(PROMPTS, BOTH, use_tqdm=False), expected)
+
+
+@pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), dict(trace=True)], ids=str)
+def test_a_thread_with_another_current_device(engines, tiny, options):
+    """It gets what it would get with the engine's own, and keeps its current device."""
+    def call() -> list:
+        outputs = llm.generate(PROMPTS, BOTH, use_tqdm=False)
+        assert torch.cuda.current_device() == 1
+        return outputs
+
+    with FakeGpu() as gpu, LLM(tiny, device="cuda", **SMALL | options) as llm:
+        check_same(gpu.use_thread(call, device=1), engines.reference(tiny, "both", PROMPTS, BOTH))
+        if "trace" in options:
+            assert all(step.began.elapsed_time(step.done) > 0 for step in llm.trace)
+        # it can tell
+        with pytest.raises(GpuError, match="goes to cuda:1, the current device of this thread"):
+            gpu.use_thread(lambda: torch.cuda.current_stream().record_event(), device=1)
 
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
