@@ -6,8 +6,7 @@ A map, in an order to read it:
     sampling_params.py  how a request is sampled
     config.py           the options of an engine
     requests.py         prompts and parameters, checked, as requests; and the results
-    sequence.py         the tokens of one completion, and its blocks
-    batch.py            one step: the message from scheduler to runner
+    sequence.py         the tokens of one completion, and its blocks; one step, as a message
     engine.py           the one loop that runs steps, plain or running ahead
     scheduler.py        two queues, one batch a step, preemption
     policies.py         two ways to fill a step, as small functions

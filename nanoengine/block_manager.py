@@ -26,8 +26,7 @@ from itertools import takewhile
 
 import xxhash
 
-from nanoengine.batch import Copies
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import Copies, Sequence
 
 BlockHash = tuple[bytes, bytes]
 

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.batch import Batch, Row
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs, StepShape
 
 
@@ -64,9 +63,11 @@ class CudaGraphs:
         return bool(self.captured and max(batch.num_tokens) == 1
                     and [row.source for row in batch.sampled] == [*range(len(batch))])
 
-    def size_for(self, batch: Batch) -> int:
-        """Returns the smallest number of sequences that has a graph and is enough."""
-        return self.sizes[bisect_left(self.sizes, len(batch))]
+    def fit(self, batch: Batch, num_keys: int, longest: int) -> tuple[Batch, int]:
+        """Returns a decode step as the smallest graph takes it that has room for it: padded, with
+        the number of keys for which it has tables."""
+        size = self.sizes[bisect_left(self.sizes, len(batch))]
+        return padded(batch, size), min(w for w in widths(size, longest) if w >= num_keys)
 
     def replay(self, buffer: Tensor, shape: StepShape) -> tuple[StepInputs, Tensor]:
         """Launches the graph of this shape over the numbers in a buffer.

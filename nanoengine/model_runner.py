@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoengine.attention import BACKENDS, choose_backend, make_caches
-from nanoengine.batch import Batch, Copies
+from nanoengine.sequence import Batch, Copies
 from nanoengine.features import extension, is_installed, rejected
 from nanoengine.config import EngineConfig
-from nanoengine.cuda_graphs import CudaGraphs, padded, widths
+from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import FAMILIES, Decoder, rope_table
@@ -152,9 +152,7 @@ class ModelRunner:
         """
         longest_keys = max(longest_keys, *map(sum, zip(batch.starts, batch.num_tokens)))
         if self.graphs.can_replay(batch):
-            batch = padded(batch, self.graphs.size_for(batch))
-            fitting = (w for w in widths(len(batch), self.max_model_len) if w >= longest_keys)
-            longest_keys = min(fitting)
+            batch, longest_keys = self.graphs.fit(batch, longest_keys, self.max_model_len)
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
         # they come before the first sequence with several tokens

@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoengine.batch import Batch, Row
+from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.features import OBSERVERS, extension, is_installed, rejected
-from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
 
 

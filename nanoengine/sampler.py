@@ -43,16 +43,15 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
     rest = [row for row, seq in enumerate(seqs) if seq.params.temperature or seq.edits]
-    # without greedy rows, any numbers of this shape: all of them are overwritten
-    found = draws.top_k.long()
-    if len(rest) < len(seqs):
-        found = likeliest(logits[:len(seqs)], library)
     edited = [row for row in rest if seqs[row].edits or seqs[row].params.truncations]
+    # any numbers of this shape, if all of them are overwritten
+    found = draws.top_k.long()
     if library.draw and len(edited) < len(rest):
-        # of all rows, from their raw logits: greedy rows have a token, edited ones get another
-        drawn = library.draw(logits[:len(seqs)], draws.uniform, draws.temperature)
-        found = drawn.where(draws.temperature > 0, found)
+        # from raw logits; greedy rows get the likeliest token, and edited ones another below
+        found = library.draw(logits[:len(seqs)], draws.uniform, draws.temperature)
         rest = edited
+    elif len(rest) < len(seqs):
+        found = likeliest(logits[:len(seqs)], library)
     # rows with the same edits side by side: a matrix gets the edits that some of its rows need
     rest.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
     for start in range(0, len(rest), max_rows(logits)):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.batch import Batch, Row
+from nanoengine.sequence import Batch, Row
 
 # (dtype, shape, number of 32-bit words) of each array in a buffer
 Layout = tuple[tuple[str, tuple[int, ...], int], ...]

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoengine.batch import Batch, Copies
+from nanoengine.sequence import Batch, Copies
 from nanoengine.features import Condition, rejected
 from nanoengine.config import EngineConfig
 from nanoengine.model import FAMILIES, Decoder

@@ -9,9 +9,8 @@ import torch
 from feature_helpers import FEATURES, constrain
 
 from nanoengine import SamplingParams, kernels, sampler
-from nanoengine.batch import Row
+from nanoengine.sequence import NO_TOKEN, Row, Sequence, hash64
 from nanoengine.observers import Features
-from nanoengine.sequence import NO_TOKEN, Sequence, hash64
 from nanoengine.step_inputs import Draws
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)

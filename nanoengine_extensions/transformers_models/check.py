@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
-from nanoengine.batch import Batch, Row
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 
 # options of a call that do not make it more than causal attention in a window

@@ -19,7 +19,7 @@ NEEDS_A_GPU = ("cache_gets_what", "out_of_memory", "engines_leave_nothing", "06b
 def pytest_configure(config) -> None:
     import nanoengine  # noqa: F401
     from fake_gpu import FakeGpu
-    from nanoengine.batch import Batch
+    from nanoengine.sequence import Batch
     from nanoengine.cuda_graphs import padded
     from nanoengine_extensions import dummy, gpu_memory
     torch.cuda.set_sync_debug_mode = lambda mode: None
