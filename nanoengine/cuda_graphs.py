@@ -45,18 +45,18 @@ class CudaGraphs:
         """Records a graph for each size and width, the largest first: the others fit into its
         memory."""
         pool = torch.cuda.graph_pool_handle()
-        longest = runner.max_model_len
-        for size, width in [(n, w) for n in reversed(self.sizes) for w in widths(n, longest)]:
-            # dummies of one token: the numbers do not matter, only the width of the tables
-            buffer, shape = runner.prepare(padded(Batch(), size), width)
-            step = StepInputs.from_buffer(buffer.to(runner.device), shape)
-            # a first run loads the kernels
-            runner.hidden_states(step)
-            graph = torch.cuda.CUDAGraph()
-            # other threads, such as NCCL's, may query the device meanwhile
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                hidden = runner.hidden_states(step)
-            self.captured[shape] = graph, step, hidden
+        for size in reversed(self.sizes):
+            for num_keys in widths(size, runner.max_model_len):
+                # dummies of one token: the numbers do not matter, only the width of the tables
+                buffer, shape = runner.prepare(padded(Batch(), size), num_keys)
+                step = StepInputs.from_buffer(buffer.to(runner.device), shape)
+                # a first run loads the kernels
+                runner.hidden_states(step)
+                graph = torch.cuda.CUDAGraph()
+                # other threads, such as NCCL's, may query the device meanwhile
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    hidden = runner.hidden_states(step)
+                self.captured[shape] = graph, step, hidden
 
     def can_replay(self, batch: Batch) -> bool:
         """Whether there are graphs, and each sequence computes one token and draws one."""

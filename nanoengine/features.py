@@ -62,8 +62,7 @@ def extension(name: str, asked: str = "") -> Any:
     asked: what needs it, for the message.
     """
     if not is_installed(name):
-        raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py, which is not "
-                         "installed, or lacks a package, which the log then names")
+        raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py and its packages")
     return optional(f"nanoengine_extensions.{name}")
 
 

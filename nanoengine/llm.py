@@ -32,8 +32,6 @@ from nanoengine.observers import Features
 from nanoengine.requests import InputProcessor, Params, Request, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 
-Priority = int | list[int] | None
-
 
 class LLM(AbstractContextManager):
     """An engine for offline generation.
@@ -84,7 +82,7 @@ class LLM(AbstractContextManager):
     # ------------------------------------------------------------------------ generating
 
     def generate(self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True,
-                 priority: Priority = None) -> list[RequestOutput]:
+                 priority: int | list[int] | None = None) -> list[RequestOutput]:
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
         prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
@@ -106,7 +104,7 @@ class LLM(AbstractContextManager):
         return [request.output() for request in requests]
 
     def stream(self, prompts: Any, sampling_params: Params = None,
-               priority: Priority = None) -> Iterator[RequestOutput]:
+               priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it has new tokens.
 
         `.finished` marks the last output of a request. Dropping the iterator frees its requests.
@@ -136,7 +134,7 @@ class LLM(AbstractContextManager):
     # ------------------------------------------------------------------------------ steps
 
     def add(self, prompts: Any, sampling_params: Params = None,
-            priority: Priority = None) -> list[Request]:
+            priority: int | list[int] | None = None) -> list[Request]:
         """Queues requests for `step` to run; returns them. The arguments are those of `generate`.
 
         A request has `.is_finished` and `.output()`, its `RequestOutput` so far.

@@ -81,7 +81,7 @@ class ModelRunner:
         if not 2 <= (config.max_model_len or 2) <= longest:
             blocks = f"{self.num_kv_blocks} blocks of {config.block_size}"
             raise rejected("max_model_len", config.max_model_len or limit,
-                           f"at least 2, at most {longest}: {blocks}, the model's own {limit}")
+                           f"at least 2, or None, at most {longest}: {blocks}, the model's {limit}")
         self.max_model_len = config.max_model_len or longest
         # 3. its memory, and the graphs that use it
         self.allocate(self.num_kv_blocks)

@@ -9,14 +9,13 @@ A feature of your own works like those in nanoengine_extensions:
     llm = LLM(model, features=[Print()])
 """
 
-import threading
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from nanoengine.sequence import Batch, Row, Sequence
-from nanoengine.features import OBSERVERS, extension, is_installed, rejected
+from nanoengine.features import OBSERVERS, extension, is_installed
 from nanoengine.step_inputs import Launched
 
 
@@ -70,23 +69,19 @@ class Features(dict[str, Feature]):
     It has a place for each observer in OBSERVERS, with a `Feature` that does nothing until the
     observer is asked for; so another thread can go through it meanwhile. A user's own come last.
 
-    Raises ValueError for two of one class, and for what is no `Feature`.
+    files: of the observers to begin with; own: a user's, each of another class.
     """
 
     def __init__(self, files: Iterable[str] = (), own: Iterable[Feature] = ()) -> None:
         super().__init__({name: Feature() for name in OBSERVERS.values()})
-        for feature in own:
-            name = type(feature).__name__
-            if not isinstance(feature, Feature) or name in self:
-                raise rejected("features", feature, f"a Feature with another name than {[*self]}")
-            self[name] = feature
-        self.lock = threading.Lock()
+        self.update({type(feature).__name__: feature for feature in own})
+        self.loaded: dict[str, Feature] = {}
         self.load(files)
 
     def load(self, files: Iterable[str]) -> None:
         """Adds the observers of these files, if they are installed and not there yet."""
         for file in filter(is_installed, OBSERVERS.keys() & {*files}):
             name = OBSERVERS[file]
-            with self.lock:
-                if type(self[name]) is Feature:
-                    self[name] = getattr(extension(file), name)()
+            if type(self[name]) is Feature:
+                # another thread can load it at the same time: both get the first one
+                self[name] = self.loaded.setdefault(name, getattr(extension(file), name)())

@@ -211,7 +211,7 @@ class Model(nn.Module):
 
 
 def refused(config: PretrainedConfig, reason: object) -> ValueError:
-    return ValueError(f"the model's model_type={config.model_type!r} is not accepted, since "
+    return ValueError(f"the model's architectures={config.architectures} is not accepted, since "
                       f"{reason}: it must be one that docs/models.md lists")
 
 
