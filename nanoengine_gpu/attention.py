@@ -42,7 +42,8 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
                      QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """A program has a split of a tile, for one head of keys.
 
-    out: (splits, T, heads, head_dim); sums: (splits, T, heads), log2 of the sums of weights
+    out: (splits, T, heads, head_dim); sums: (splits, T, heads), log2 of the sums of weights; None
+        without splits
     """
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -117,7 +118,8 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
     places += split.to(tl.int64) * num_tokens * (KV_HEADS * GROUP)
     to_out = out + places[:, None] * HEAD_DIM + columns[None, :]
     tl.store(to_out, result.to(out.dtype.element_ty), is_used)
-    tl.store(sums + places, largest + tl.log2(total), is_row)
+    if sums is not None:
+        tl.store(sums + places, largest + tl.log2(total), is_row)
 
 
 # the interpreter differs in a few things
@@ -172,15 +174,16 @@ def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any)
 
     out = query.new_empty(query.shape)
     parts = query.new_empty(splits, *query.shape, dtype=torch.float32) if splits > 1 else out
-    sums = query.new_empty(splits, num_tokens, num_heads, dtype=torch.float32)
+    sums = parts.new_empty(parts.shape[:-1]) if splits > 1 else None
     attention_kernel[(tiles, kv_heads, splits)](
         query.contiguous(), *cache, parts, sums, step.query_starts, step.lengths,
         step.block_tables, num_seqs, num_tokens, step.block_tables.stride(0), window or 2**30,
         # log2(e), as the kernel computes powers of 2
         1.4426950408889634 / head_dim**0.5, block_size, kv_heads, group, head_dim, columns,
-        queries, rows, keys, num_warps=warps, num_stages=stages)
+        queries, rows, keys, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
     if splits > 1:
-        join_kernel[num_tokens * num_heads,](parts, sums, out, head_dim, columns, splits)
+        join_kernel[num_tokens * num_heads,](
+            parts, sums, out, head_dim, columns, splits, enable_fp_fusion=True)
     return out
 
 

@@ -32,8 +32,7 @@ def radix_kernel(all_bits, prefixes, sums, size, shift, BLOCK: tl.constexpr):
     # NaN is not above 0
     number = tl.where(weight > 0, weight * 2**44, 0.0).to(tl.int64)
     is_counted = (number > 0) & (bits >> shift + 10 == tl.load(prefixes + row))
-    to_sum = sums + row * 1024 + (bits >> shift & 1023)
-    tl.atomic_add(to_sum, number, is_counted, sem="relaxed")
+    tl.atomic_add(sums + row * 1024 + (bits >> shift & 1023), number, is_counted, sem="relaxed")
 
 
 def nucleus(weights: Tensor, needed: Tensor) -> Tensor:
@@ -61,7 +60,8 @@ def nucleus(weights: Tensor, needed: Tensor) -> Tensor:
     found = torch.zeros_like(missing)
     for shift in (20, 10, 0):
         sums = missing.new_zeros(rows, 1024)
-        radix_kernel[rows, triton.cdiv(size, 1024)](bits, found, sums, size, shift, 1024)
+        radix_kernel[rows, triton.cdiv(size, 1024)](
+            bits, found, sums, size, shift, 1024, enable_fp_fusion=False)
         # the sum of all larger digits
         above = sums.sum(dim=1, keepdim=True) - sums.cumsum(dim=1)
         digit = (above >= missing).sum(dim=1, keepdim=True).clamp(max=1023)
@@ -69,8 +69,7 @@ def nucleus(weights: Tensor, needed: Tensor) -> Tensor:
         found = found * 1024 + digit
     is_tie = bits == found
     # of equal weights, as many as what is missing takes
-    of_tie = (found.int().view(torch.float32) * 2**44).long()
-    num_ties = (missing - 1) // of_tie.clamp(min=1) + 1
+    num_ties = (missing - 1) // (found.int().view(torch.float32) * 2**44).long().clamp(min=1) + 1
     return (bits > found) | is_tie & (is_tie.cumsum(dim=1, dtype=torch.int32) <= num_ties)
 
 
@@ -98,9 +97,8 @@ def draw_kernel(numbers, largest, temperature, uniform, sums, size, GROUPS: tl.c
     if tokens is None:
         tl.store(sums + row * GROUPS + group, tl.sum(weights, 0))
     else:
-        place, _ = search(weights, target)
         # NaN is not above 0
-        tl.store(tokens + row, tl.where(total > 0, group * GROUP + place, -1))
+        tl.store(tokens + row, tl.where(total > 0, group * GROUP + search(weights, target)[0], -1))
 
 
 @triton.jit
