@@ -18,9 +18,9 @@ A map, in an order to read it:
     attention.py        attention over the paged cache: in plain PyTorch, and with flash-attn
     sampler.py          from logits to tokens
     loader.py           from a folder to a model with its weights
-    features.py         optional features, and whose an option is; errors for bad input
+    features.py         optional features, their options, and the errors for bad input
     observers.py        what an optional feature can do, and when
-    kernels.py          the way to libraries of kernels
+    kernels.py          finds the libraries of fast kernels
     __main__.py         `python -m nanoengine`, by the extensions' terminal.py
 
 The engine needs no other package of this repository.

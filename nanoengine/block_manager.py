@@ -38,7 +38,7 @@ class BlockManager:
     without is blank. Block 0 is never handed out: padded rows of a CUDA graph write there. Every
     operation is O(1) per block.
 
-    hold: how many tokens a sequence has blocks for, at least (a policy: `kv_allocation`).
+    hold: the least number of tokens for which a sequence holds blocks (a policy: `kv_allocation`).
     num_shared_blocks: how many blocks forks have taken over from their parents.
     """
 

@@ -57,8 +57,8 @@ class EngineConfig:
     attention_backend: a name in the table `BACKENDS` of attention.py: "numba" on a CPU;
         "flash-attn", "triton" or "varlen" on a GPU; "gather" on both; "auto": the fastest that
         works here.
-    kernels: False: plain PyTorch alone, and nothing else than the code of model.py, attention.py
-        and sampler.py runs: slow, but a debugger stops where you read.
+    kernels: False: only the plain PyTorch code of model.py, attention.py and sampler.py runs. It is
+        slow, but a debugger stops on the lines that you read.
     run_ahead: launch a step before the tokens of the step before it are known; the tokens are the
         same.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
@@ -81,9 +81,9 @@ class EngineConfig:
     swap_space: GiB of the host's memory for the pool of "swap", for each rank.
     speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
         the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text goes on as it
-        did before; or a function from a `Sequence` to an iterable of token ids. It works on a CPU,
-        and needs run_ahead=False. How much is guessed depends on the time that steps take, the
-        tokens do not.
+        did before; or a function from a `Sequence` to an iterable of token ids. It works only on a
+        CPU, with run_ahead=False. The times of steps decide how much is guessed, but never the
+        tokens.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
         to the GPU in each step. If several GPUs share the model, it counts for each GPU. On a CPU
         only 0 is accepted.

@@ -10,8 +10,8 @@ one, which is called a replay:
 
 A graph fixes the number of sequences and the width of the block tables. There is a graph for a few
 numbers of sequences ("buckets"); a decode step of another number is padded with dummy sequences,
-which read and write block 0. All graphs have tables for `max_model_len` tokens; those of few
-sequences also come with narrower ones.
+which read and write block 0. Each size has a graph with tables for `max_model_len` tokens. Small
+sizes have further graphs with narrower tables.
 
 What sampling launches depends on the parameters of the requests, and a graph replays a fixed list
 of kernels. So a graph ends with the hidden states, and logits and sampling come after its replay.
@@ -64,8 +64,11 @@ class CudaGraphs:
                     and [row.source for row in batch.sampled] == [*range(len(batch))])
 
     def fit(self, batch: Batch, num_keys: int, longest: int) -> tuple[Batch, int]:
-        """Returns a decode step as the smallest graph takes it that has room for it: padded, with
-        the number of keys for which it has tables."""
+        """Pads a decode step for the smallest graph that has room for it. Returns the padded step,
+        and the number of keys that the graph's tables hold.
+
+        num_keys: of its longest sequence; longest: of any sequence (`max_model_len`).
+        """
         size = self.sizes[bisect_left(self.sizes, len(batch))]
         return padded(batch, size), min(w for w in widths(size, longest) if w >= num_keys)
 
@@ -81,8 +84,8 @@ class CudaGraphs:
 
 
 def widths(size: int, longest: int) -> list[int]:
-    """Returns for how many keys the graphs of a number of sequences have tables: for the longest
-    sequence; and if there are few, for fewer keys, too.
+    """Returns the widths of tables, in keys, of the graphs for `size` sequences. Small sizes
+    also have narrower tables.
 
     FlashAttention 2 splits the keys of few sequences among the cores of a GPU, in parts that depend
     on the width of the table: short sequences in a wide table would leave most cores idle.

@@ -63,7 +63,7 @@ class LLM(AbstractContextManager):
         make_runner: type[ModelRunner] = ModelRunner
         if config.tensor_parallel_size > 1:
             make_runner = extension("tensor_parallel").TensorParallelRunner
-        # a size of the model is 0, or needs more memory than is free, or than PyTorch can count
+        # such as a size of 0 in config.json, or a model that does not fit into memory
         with naming(f"{config.model} cannot be run with these options"):
             runner = make_runner(config, self.model_config, folder, features)
         self.engine = Engine(config, runner, features)
@@ -227,9 +227,9 @@ class LLM(AbstractContextManager):
     def turn(self) -> Iterator[None]:
         """Holds the engine for this thread alone, between two steps or for one step.
 
-        A turn first queues the requests that have arrived since the last turn, and ends those that
-        were dropped. If the last turn ended with an error or Ctrl-C, the engine may be
-        inconsistent, so all its requests are ended.
+        A turn first moves the requests that have arrived since the last turn into the engine, and
+        ends those that were dropped. If the last turn ended with an error or Ctrl-C, the engine may
+        be inconsistent, so all its requests are ended.
         """
         self._check_caller()
         with self.lock:
@@ -254,8 +254,9 @@ class LLM(AbstractContextManager):
         if dropped:
             self.engine.abort({request.request_id for request in dropped})
         for request in dropped:
-            self.entered.pop(request.request_id, None)
+            # in this order: Ctrl-C in between would lose it otherwise
             request.end(self.error)
+            self.entered.pop(request.request_id, None)
         self.error = None
 
     # ------------------------------------------------------------------------------ the rest

@@ -66,7 +66,7 @@ class ModelRunner:
 
         # 1. the model
         self.model = self.load_model(folder)
-        # a forward of the model's own calls a backend
+        # a model whose attention the library does not replace calls a backend itself
         if BACKENDS[self.backend].attend is None and not self.kernels.knows_attention(self.model):
             self.backend = "gather"
         self.is_invariant = self.kernels.optimize(
@@ -182,9 +182,9 @@ class ModelRunner:
         return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
-        """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`.
-
-        With many forks there are more; the memory for this many was measured.
+        """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`, or
+        more with speculation. With many forks there are more rows; the memory for this many was
+        measured.
         """
         size = len(self.last_sampled)
         tokens = torch.empty(len(batch.sampled), dtype=torch.int64, device=hidden.device)
@@ -196,9 +196,9 @@ class ModelRunner:
                                   self.last_sampled, self.features, self.kernels)
             for feature in self.features.values():
                 feature.drawn(rows, logits, tokens[part])
-        # There are more than max_num_seqs only when forks begin, and then the next step waits for
-        # their tokens. In place of NO_TOKEN, the next step computes token 0. Its sequence has ended
-        # by then, so the result is dropped.
+        # More rows than last_sampled has occur only when forks begin, and then the next step waits
+        # for their tokens. In place of NO_TOKEN, the next step computes token 0. Its sequence has
+        # ended by then, so the result is dropped.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

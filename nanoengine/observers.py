@@ -40,7 +40,8 @@ class Feature:
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """A copy, which has a few tokens more, stands for a sequence in a row of logits."""
+        """A copy, which has a few tokens more, stands for a sequence in a row of logits. Only
+        speculation makes such copies."""
 
     def scheduled(self, batch: Batch) -> None:
         """A step is decided; it is empty if no sequence can run. A feature may add rows to
@@ -66,8 +67,8 @@ class Feature:
 class Features(dict[str, Feature]):
     """The features of one engine, by the names of their classes, in the order of their calls.
 
-    It has a place for each observer in OBSERVERS, with a `Feature` that does nothing until the
-    observer is asked for; so another thread can go through it meanwhile. A user's own come last.
+    Every observer in OBSERVERS has a place from the start, with a `Feature` that does nothing. So
+    the keys never change while another thread goes through them. A user's own come last.
 
     files: of the observers to begin with; own: a user's, each of another class.
     """

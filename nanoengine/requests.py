@@ -62,11 +62,11 @@ class RequestOutput:
     prompt_token_ids: the tokens of the prompt.
     outputs: a `CompletionOutput` for each completion.
     finished: whether all completions have ended.
-    num_cached_tokens: how many tokens of the prompt the prefix cache had; metrics.py says it.
+    num_cached_tokens: the number of tokens of the prompt in the prefix cache; metrics.py sets it.
     metrics: the timings of this request, a `RequestMetrics`: see nanoengine_extensions/metrics.py.
     index: which of the call's prompts it is, from 0.
-    prompt_logprobs: such a dict for each token of the prompt, None for the first; None if not asked
-        for, and for a request that ended in an error.
+    prompt_logprobs: a dict as in `CompletionOutput.logprobs` for each token of the prompt, None for
+        the first; None if not asked for, and for a request that ended in an error.
     """
 
     request_id: str

@@ -4,8 +4,8 @@
 
 `StepInputs.draws` has the parameters of each row of logits. They came to the device with the other
 inputs, so that nothing here waits for a GPU. Greedy rows without constraints take the likeliest
-token. All others are sampled as one matrix, in parts that fit a cache. There is no generator state:
-a draw depends only on the seed of its sequence and on its position.
+token. The other rows are sampled in matrices of at most MATRIX_SIZE logits. There is no generator
+state: a draw depends only on the seed of its sequence and on its position.
 
 A library of kernels can have faster functions for `truncate`, `nucleus` and `draw`: see kernels.py.
 With its `draw`, rows that nothing edits or truncates need no matrix.
@@ -44,8 +44,8 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     """
     rest = [row for row, seq in enumerate(seqs) if seq.params.temperature or seq.edits]
     edited = [row for row in rest if seqs[row].edits or seqs[row].params.truncations]
-    # any numbers of this shape, if all of them are overwritten
-    found = draws.top_k.long()
+    # every row is overwritten below
+    found = torch.empty_like(draws.top_k, dtype=torch.int64)
     if library.draw and len(edited) < len(rest):
         # from raw logits; greedy rows get the likeliest token, and edited ones another below
         found = library.draw(logits[:len(seqs)], draws.uniform, draws.temperature)
@@ -86,7 +86,7 @@ def likeliest(logits: Tensor, library: Kernels = PLAIN) -> Tensor:
 def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     """Shifts each row to a maximum of 0, then divides it by its temperature, in place.
 
-    Greedy rows are divided by 1e-30: only the maximum keeps weight, and float32 has this number.
+    Greedy rows are divided by 1e-30, which float32 can represent: only the maximum keeps a weight.
     """
     scores.sub_(scores.amax(dim=-1, keepdim=True))
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))

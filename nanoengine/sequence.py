@@ -44,9 +44,9 @@ class Sequence:
     A sequence is waiting while it has no blocks, running while it has some, and finished once it
     has a `finish_reason`.
 
-    token_ids: the prompt, then every generated token. While the step that samples the last token is
-        in flight, the host does not know its value: the token is pending, and stored as -1 - row,
-        where row is its row among those that the step samples. So the next step can already be
+    token_ids: the prompt, then every generated token. A token that a step in flight still samples
+        is pending: the host does not know its value. It is stored as -1 - row; `row` is its place
+        in `Batch.sampled`. So the next step can already be
         scheduled and launched; the device looks the token up (`step_inputs.known_ids`).
     max_num_tokens: with this many tokens the sequence is finished ("length").
     end_tokens: the token ids that end it, each with its `stop_reason`.
@@ -127,7 +127,7 @@ class Row(NamedTuple):
 
     source: the index in the batch of the sequence that computes the token before `position`: `seq`
         itself, or its parent, if `seq` is a new fork. Features can add rows: for a finished
-        sequence, whose token is dropped, or for a copy of one (speculation).
+        sequence, whose token is dropped, or for a copy of a running one (speculation).
     """
 
     source: int
@@ -139,8 +139,8 @@ class Row(NamedTuple):
 class Batch:
     """One step: the whole message from scheduler to runner.
 
-    For sequence i, the step computes `num_tokens[i]` tokens from `starts[i]` on. A batch does not
-    change when its sequences do, so that it can be read later.
+    For sequence i, the step computes `num_tokens[i]` tokens from `starts[i]` on. Both are copies:
+    a batch can still be read after its sequences change.
 
     budget: how many more tokens the step may compute (set by `Scheduler.build`).
     sampled: a row for each token to draw; when forks begin (n > 1), several rows have the same

@@ -1,6 +1,7 @@
 """`StepInputs`: from a `Batch`, which is about sequences, to the tensors of one step.
 
-All numbers cross to the device in one buffer, in one asynchronous copy.
+The inputs of the model and the parameters of sampling cross to the device in one buffer, in one
+asynchronous copy. Sampling can send a few row numbers more.
 """
 
 from dataclasses import dataclass
