@@ -197,7 +197,7 @@ class InputProcessor:
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, stop strings and grammars")
+            raise rejected("tokenizer", None, "given for texts, without `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Any, params: Params, priority: Any = None) -> list[Request]:

@@ -211,8 +211,9 @@ class Model(nn.Module):
 
 
 def refused(config: PretrainedConfig, reason: object) -> ValueError:
-    return ValueError(f"the model's architectures={config.architectures} is not accepted, since "
-                      f"{reason}: it must be one that docs/models.md lists")
+    return ValueError(f"the model's architectures={config.architectures} with model_type="
+                      f"{config.model_type!r} is not accepted, since {reason}: it must be one that "
+                      "docs/models.md lists")
 
 
 def describe(config: PretrainedConfig) -> PretrainedConfig:
