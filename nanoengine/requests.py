@@ -197,7 +197,8 @@ class InputProcessor:
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, without `skip_tokenizer_init=True`")
+            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
+                           "there is none in its folder, or `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Any, params: Params, priority: Any = None) -> list[Request]:
