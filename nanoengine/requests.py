@@ -19,8 +19,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from nanoengine.features import asked_by, extension, is_installed, logger, naming, rejected
 from nanoengine.config import EngineConfig
+from nanoengine.features import asked_by, extension, is_installed, logger, naming, rejected
 from nanoengine.loader import find_model, load_eos, load_tokenizer
 from nanoengine.observers import Features
 from nanoengine.sampling_params import SamplingParams
