@@ -54,8 +54,7 @@ def load_config(folder: Path, load_format: str = "dummy",
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         is_own = config.architectures in [None, *([name] for name in ARCHITECTURES)]
         if model_impl == "transformers" or (model_impl == "auto" and not is_own):
-            asked = f"architectures={config.architectures}"
-            return extension("transformers_models", asked).describe(config)
+            return extension("transformers_models", str(config.architectures)).describe(config)
         if getattr(config, "head_dim", None) is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
         check_supported(config)
