@@ -77,7 +77,7 @@ class Engine:
         If the engine runs ahead, these tokens are those of the step that the call before launched.
         """
         if self.runner is None:
-            raise RuntimeError("the LLM is closed")
+            raise RuntimeError("the LLM is closed: make a new one")
         return self._step_ahead() if self.config.run_ahead else self._collect(self._launch())
 
     def _step_ahead(self) -> list[Sequence]:

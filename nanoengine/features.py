@@ -92,20 +92,21 @@ def asked_by(options: Any) -> dict[str, str]:
 
 def rejected(name: str, value: object, accepted: str) -> ValueError:
     """Returns the error for bad input: the argument, its value and what is accepted."""
-    return ValueError(f"{name}={value!r:.1000} is not accepted: it must be {accepted}")
+    return ValueError(f"{name}={value!r:.200} is not accepted: it must be {accepted}")
 
 
 @contextmanager
 def naming(what: object) -> Iterator[None]:
     """Re-raises an error of a library, or of a user's function, as a ValueError that names the
-    input."""
+    input: `what` is a name, or an error of `rejected`."""
     try:
         yield
     except Exception as error:
         message = str(error) or repr(error)
         if is_installed("strict"):
             message = extension("strict").message_of(error, message)
-        raise ValueError(f"{what}: {message}") from error
+        reason = f" ({message})" if isinstance(what, ValueError) else f": {message}"
+        raise ValueError(f"{what}{reason}") from error
 
 
 def strict(kind: Kind) -> Kind:

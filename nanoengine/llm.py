@@ -214,7 +214,7 @@ class LLM(AbstractContextManager):
         """Lets the next turn of any thread add these requests to the engine."""
         self._check_caller()
         if self.engine.runner is None:
-            raise RuntimeError("the LLM is closed")
+            raise RuntimeError("the LLM is closed: make a new one")
         self.arrived += requests
 
     def _check_caller(self) -> None:

@@ -86,7 +86,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSe
     Raises ValueError for bad input, and if the beams might not fit the engine.
     """
     if not isinstance(params, BeamSearchParams):
-        raise rejected("params", params, "a BeamSearchParams")
+        raise rejected("params", type(params), "a BeamSearchParams")
     sampling_params = SamplingParams(
         temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))

@@ -87,6 +87,8 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     if options["tools"]:
         if "tools" not in template:
             logger.warning("tools are dropped: the chat template knows none")
+        if not isinstance(options["tools"], (list, tuple)):
+            raise rejected("tools", options["tools"], "a list of functions, or of dicts")
         with naming("tools"):
             options["tools"] = [tool if isinstance(tool, dict) else get_json_schema(tool)
                                 for tool in options["tools"]]

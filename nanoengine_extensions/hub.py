@@ -22,6 +22,9 @@ def download(model: str, folder: Path, config: EngineConfig, name: str) -> Path:
     if is_installed("explain"):
         extension("explain").check_file(name, folder)
     accepted = f"a folder with safetensors, or a Hugging Face id; there is no folder {folder}"
+    # no id looks like this
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise rejected(name, model, accepted)
     with naming(rejected(name, model, accepted)):
         return Path(snapshot_download(
             model, revision=config.revision, cache_dir=config.download_dir,

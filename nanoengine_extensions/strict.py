@@ -230,7 +230,8 @@ def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
 
 def explain(found: Any) -> str:
     """Describes a mistake in the arguments of a dataclass, in the style of `rejected`."""
-    name = ".".join(map(str, found["loc"]))
+    # pydantic marks a key of a dict by "[key]"
+    name = ".".join(str(each) for each in found["loc"] if each != "[key]")
     _, should, rest = found["msg"].partition(" should ")
     message = f"it must {rest}" if should else found["msg"].removeprefix("Value error, ")
     return f"{name}={found['input']!r:.1000} is not accepted: {message}" if name else message

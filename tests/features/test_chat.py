@@ -361,6 +361,8 @@ def test_tools_can_be_functions_where_a_template_takes_parts(prompt):
     assert prompt(chat, template, tools=[rain]) == "rain:[a]"
     with pytest.raises(ValueError, match="tools: "):
         prompt(chat, template, tools=[5])
+    with pytest.raises(ValueError, match="tools=5 is not accepted: it must be a list of functions"):
+        prompt(chat, template, tools=5)
 
 
 def test_the_form_can_be_given(prompt):

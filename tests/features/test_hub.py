@@ -1,5 +1,6 @@
 """Models by their Hugging Face ids; nothing is downloaded here."""
 
+import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from nanoengine import LLM
@@ -13,6 +14,13 @@ def test_downloads_fetch_what_is_read():
     unwanted = ["consolidated.safetensors", "original/model.safetensors", "model.fp16.safetensors",
                 "model.fp16-00001-of-00002.safetensors", "pytorch_model.bin", "onnx/model.onnx"]
     assert [*filter_repo_objects(wanted + unwanted, allow_patterns=FILES)] == wanted
+
+
+@pytest.mark.parametrize("path", ["./here", "/no/where", "~/models/none", "some/where/else", "../a"])
+def test_a_path_is_no_id(path, monkeypatch):
+    monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download", None)
+    with pytest.raises(ValueError, match=f"model='{path}' .*there is no folder [^:]*$"):
+        LLM(path)
 
 
 def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypatch):

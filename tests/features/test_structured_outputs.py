@@ -128,6 +128,18 @@ def test_what_is_not_a_grammar_is_refused(llm, wanted):
     check_idle(llm)
 
 
+@pytest.mark.parametrize("wanted, reason", [
+    ({"json": {"properties": {f"key {i}": {"type": "text"} for i in range(99)}}}, "Invalid type"),
+    ({"grammar": 'start: "a" b\n'}, r"in line 1: unknown name"),
+    ({"grammar": 'start: "a" b\nb: c'}, r"in line 2: unknown name")])
+def test_an_error_is_one_short_sentence(llm, wanted, reason):
+    """It shows neither a whole schema nor the grammar that was made of it."""
+    with pytest.raises(ValueError, match=reason) as error:
+        llm.generate("Once", SamplingParams(structured_outputs=wanted))
+    message = str(error.value)
+    assert len(message) < 500 and "\n" not in message and "no_forcing" not in message
+
+
 def test_a_grammar_needs_a_tokenizer(tiny):
     with LLM(tiny, num_kv_blocks=8) as llm:
         with pytest.raises(ValueError, match="tokenizer=None .* grammars"):
