@@ -125,8 +125,8 @@ class LLM(nanoengine.LLM):
     @property
     def llm_engine(self) -> Any:
         """The parts of vLLM's engine that scripts and tests read."""
-        configs = SimpleNamespace(cache_config=self.config, model_config=self.inputs)
-        return SimpleNamespace(vllm_config=configs, model_config=self.inputs,
+        configs = dict(cache_config=self.config, model_config=self.inputs)
+        return SimpleNamespace(**configs, vllm_config=SimpleNamespace(**configs),
                                get_num_unfinished_requests=lambda: len(self.active))
 
     def get_metrics(self) -> list[Any]:

@@ -291,7 +291,8 @@ def test_metrics_and_engine(llm):
     llm.abort(requests)
     assert llm.llm_engine.get_num_unfinished_requests() == 0
     configs = llm.llm_engine.vllm_config
-    assert configs.cache_config.enable_prefix_caching
+    assert configs.cache_config.enable_prefix_caching is True
+    assert llm.llm_engine.cache_config is configs.cache_config
     assert configs.model_config.max_model_len == llm.inputs.max_model_len
     metrics = {metric.name: metric.value for metric in llm.get_metrics()}
     assert metrics["vllm:generation_tokens"] == llm.metrics()["generation_tokens"] > 0
