@@ -130,8 +130,9 @@ def test_what_is_not_a_grammar_is_refused(llm, wanted):
 
 @pytest.mark.parametrize("wanted, reason", [
     ({"json": {"properties": {f"key {i}": {"type": "text"} for i in range(99)}}}, "Invalid type"),
-    ({"grammar": 'start: "a" b\n'}, r"in line 1: unknown name"),
-    ({"grammar": 'start: "a" b\nb: c'}, r"in line 2: unknown name")])
+    ({"grammar": "not a grammar"}, "Invalid grammar specification: line 1: Expected token"),
+    ({"grammar": 'start: "a" b\n'}, "Invalid grammar specification: line 1: unknown name"),
+    ({"grammar": 'start: "a" b\nb: c'}, "line 2: unknown name")])
 def test_an_error_is_one_short_sentence(llm, wanted, reason):
     """It shows neither a whole schema nor the grammar that was made of it."""
     with pytest.raises(ValueError, match=reason) as error:
