@@ -1,11 +1,13 @@
 """Writes the tables of docs/reference.md, from the source that they are about.
 
-    python docs/write_reference.py
+    python docs/write_reference.py                  # writes the tables of the file
+    python docs/write_reference.py RequestOutput    # prints a table that is not in the file
 
-Each table follows a comment `<!-- table: NAME -->`. All other text is written by hand. A test in
-`tests/test_docs.py` fails if the file is not up to date.
+In the file, each table follows a comment `<!-- table: NAME -->`. All other text is written by hand.
+A test in `tests/test_docs.py` fails if the file is not up to date.
 """
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -67,6 +69,15 @@ def meanings_of(kind: Any) -> dict[str, str]:
 # ---------------------------------------------------------------------------------- tables
 
 
+def first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.) (?=[A-Z`])", text)[0]
+
+
+def without_comparisons(text: str) -> str:
+    """A meaning without the values that are only there to be compared with."""
+    return re.sub(r"; for comparison,? .*?(?=\. [A-Z]|\.$)", "", text)
+
+
 def table(*rows: tuple[str, ...]) -> str:
     """A table in Markdown; the first row is its head. A last column that is empty is left out."""
     if not any(row[-1] for row in rows[1:]):
@@ -118,7 +129,7 @@ def options(kind: Any) -> str:
         feature = link_to(features[name])
         if name in more:
             feature = f"more in {link_to(more[name])}"
-        rows.append((f"`{name}`", defaults[name], text, feature))
+        rows.append((f"`{name}`", defaults[name], without_comparisons(text), feature))
     return table(("option", "default", "meaning", "feature"), *rows)
 
 
@@ -142,8 +153,8 @@ def calls() -> str:
         feature = found[1] if found else ""
         function = getattr(extension(feature), name, method) if feature else method
         names = [f"`{each}`" for each in [*inspect.signature(function).parameters][1:]]
-        rows.append((f"`{name}`", ", ".join(names) or "–", prose_of(str(function.__doc__)),
-                     link_to(feature)))
+        rows.append((f"`{name}`", ", ".join(names) or "–",
+                     first_sentence(prose_of(str(function.__doc__))), link_to(feature)))
     return table(("call", "arguments", "what it does", "feature"), *rows)
 
 
@@ -160,6 +171,8 @@ TABLES |= {kind.__name__: partial(options, kind)
            for kind in (EngineConfig, SamplingParams, BeamSearchParams)}
 TABLES |= {kind.__name__: partial(fields, kind)
            for kind in (RequestOutput, CompletionOutput, RequestMetrics, BeamSearchSequence, Score)}
+# the other tables are printed
+IN_FILE = ["EngineConfig", "SamplingParams", "calls"]
 
 
 def written(text: str) -> str:
@@ -168,11 +181,22 @@ def written(text: str) -> str:
     Raises ValueError if a table is unknown or missing.
     """
     found = re.findall(r"^<!-- table: (\w+) -->$", text, flags=re.MULTILINE)
-    if sorted(found) != sorted(TABLES):
-        raise ValueError(f"the tables of the reference must be {sorted(TABLES)}, not {found}")
+    if sorted(found) != IN_FILE:
+        raise ValueError(f"the tables of the reference must be {IN_FILE}, not {found}")
     return re.sub(r"^(<!-- table: (\w+) -->\n)(?:\|.*\n)*",
                   lambda match: match[1] + TABLES[match[2]](), text, flags=re.MULTILINE)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("table", nargs="?", choices=[*TABLES], metavar="NAME",
+                        help=f"print one table: {', '.join(TABLES)}")
+    name = parser.parse_args().table
+    if name:
+        print(TABLES[name](), end="")
+    else:
+        FILE.write_text(written(FILE.read_text()))
+
+
 if __name__ == "__main__":
-    FILE.write_text(written(FILE.read_text()))
+    main()

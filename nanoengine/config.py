@@ -74,8 +74,8 @@ class EngineConfig:
         `generate(priority=)`, smaller numbers first).
     preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority"; for
         comparison "least-recently-run" or "random".
-    kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), for all that it
-        may generate ("reserve"), or for max_model_len ("max-length", for comparison).
+    kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), or for all that
+        it may generate ("reserve"); for comparison, for max_model_len ("max-length").
     preemption_mode: the blocks of a preempted sequence are dropped ("recompute"), or copied to a
         pool on the host ("swap"); when the pool is full, they are dropped.
     swap_space: GiB of the host's memory for the pool of "swap", for each rank.

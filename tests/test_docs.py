@@ -26,7 +26,7 @@ from test_deletable import ALL_CASES
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
 from nanoengine.features import OBSERVERS, is_installed
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
+from nanoengine.policies import BATCHING, KV_ALLOCATION, ORDERS, VICTIMS
 from nanoengine_extensions.metrics import Metrics
 
 if any(map(is_deleted, ALL_CASES)):
@@ -213,6 +213,27 @@ def test_the_reference_says_whose_an_option_is():
         assert is_installed(feature)
         row = rf"^\| `{option}` .* more in \[{feature}(\.py)?\]"
         assert re.search(row, REFERENCE, re.MULTILINE)
+
+
+def test_the_other_tables_are_printed(monkeypatch, capsys):
+    printed = write_reference.TABLES.keys() - {*write_reference.IN_FILE}
+    assert "CompletionOutput" in printed
+    introduction, _, _ = REFERENCE.partition("\n## ")
+    for name in printed:
+        assert f"`{name}`" in introduction
+        monkeypatch.setattr(sys, "argv", ["write_reference.py", name])
+        write_reference.main()
+        assert "\n| `" in capsys.readouterr().out, name
+    assert write_reference.FILE.read_text() == REFERENCE
+
+
+def test_values_for_comparison_are_named_once():
+    row, = re.findall(r"^\| `scheduling` .*", REFERENCE, flags=re.MULTILINE)
+    assert "static" not in row and "`overtaking" not in row and "This policy and the next" in row
+    tables = "\n".join(re.findall(r"^\|.*", REFERENCE, flags=re.MULTILINE))
+    for name in (*BATCHING, *ORDERS, *VICTIMS, *KV_ALLOCATION):
+        is_main = name not in ("static", "random", "least-recently-run", "max-length")
+        assert f'"{name}"' in REFERENCE and (f'"{name}"' in tables) == is_main, name
 
 
 def test_each_option_has_to_be_explained():
