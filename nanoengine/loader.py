@@ -10,12 +10,12 @@ difference that `Family` does not have yet.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from nanoengine.config import EngineConfig
 from nanoengine.features import extension, is_installed, logger, naming, rejected
@@ -63,24 +63,30 @@ def load_config(folder: Path, load_format: str = "dummy",
 
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
+    require("architectures", config.architectures, [[name] for name in ARCHITECTURES])
+    num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
+    require("num_attention_heads % num_key_value_heads", num_left, [0])
+    for name, usual in USUAL.items():
+        require(name, getattr(config, name, usual), [usual])
+    # positions are int32
+    is_int32 = 0 < config.max_position_embeddings < 2**31
+    require("0 < max_position_embeddings < 2**31", is_int32, [True])
     rope = config.rope_parameters
+    require("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"])
+    require("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0])
     heeds = getattr(FAMILIES.get(config.model_type), "heeds", ())
     kinds = ["full_attention", "sliding_attention"] if "layer_types" in heeds else []
-    checks: tuple[tuple[str, object, list], ...] = (
-        ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
-        ("num_attention_heads % num_key_value_heads",
-         config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
-        *[(name, getattr(config, name, value), [value]) for name, value in USUAL.items()],
-        # positions are int32
-        ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
-        ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
-        *[("layer_types", kind, kinds) for kind in getattr(config, "layer_types", None) or []])
-    for name, value, supported in checks:
-        if value not in supported:
-            raise rejected(f"the model's {name}", value, f"one of {supported}")
+    for kind in getattr(config, "layer_types", None) or []:
+        require("layer_types", kind, kinds)
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
+
+
+def require(name: str, value: object, supported: list) -> None:
+    """Raises ValueError if an entry of the model's config.json has a value that is not
+    supported."""
+    if value not in supported:
+        raise rejected(f"the model's {name}", value, f"one of {supported}")
 
 
 def context_length(config: PretrainedConfig) -> int:
@@ -95,15 +101,17 @@ def context_length(config: PretrainedConfig) -> int:
     length after the scaling, as in transformers.
     """
     rope = config.rope_parameters
+    kind = rope["rope_type"]
     length = config.max_position_embeddings
-    if rope["rope_type"] in ("default", "llama3") or rope["factor"] is None:
+    if kind in ("default", "llama3") or rope["factor"] is None:
         return length
     # transformers fills in max_position_embeddings
-    before = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else length
-    return int(before * rope["factor"])
+    if kind == "yarn":
+        length = rope["original_max_position_embeddings"]
+    return int(length * rope["factor"])
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Tokenizer | None:
     """Returns the tokenizer of a folder, or None without one: then prompts are token ids.
 
     Raises ValueError for one that transformers has in Python only.
@@ -117,7 +125,8 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def load_eos(folder: Path, config: PretrainedConfig, tokenizer: Any) -> dict[int, int | None]:
+def load_eos(folder: Path, config: PretrainedConfig,
+             tokenizer: Tokenizer | None) -> dict[int, int | None]:
     """Returns every EOS with its `stop_reason`: as in vLLM, the tokenizer's own gives None, and
     others, of generation_config.json or else of config.json, give their ids."""
     with naming(file := folder / "generation_config.json"):
@@ -142,7 +151,7 @@ def place_on(model: nn.Module, device: str) -> None:
 
 
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
-               load_format: str = "auto", place: Callable[[Any, str], None] = place_on,
+               load_format: str = "auto", place: Callable[..., None] = place_on,
                read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
     """Returns the model with its weights in `dtype`; "dummy": random ones.
 
@@ -180,12 +189,13 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files that transformers would read: model.safetensors, or else those that the
     index names. Files that are absent are left out."""
-    names = ["model.safetensors"]
+    files = [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / names[0]).is_file():
+    if index.is_file() and not files[0].is_file():
         with naming(index):
-            names = sorted({*json.loads(index.read_text())["weight_map"].values()})
-    return [folder / name for name in names if (folder / name).is_file()]
+            names = json.loads(index.read_text())["weight_map"].values()
+            files = sorted({folder / name for name in names})
+    return [file for file in files if file.is_file()]
 
 
 def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
