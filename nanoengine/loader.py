@@ -63,30 +63,25 @@ def load_config(folder: Path, load_format: str = "dummy",
 
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
-    require("architectures", config.architectures, [[name] for name in ARCHITECTURES])
-    num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
-    require("num_attention_heads % num_key_value_heads", num_left, [0])
-    for name, usual in USUAL.items():
-        require(name, getattr(config, name, usual), [usual])
-    # positions are int32
-    is_int32 = 0 < config.max_position_embeddings < 2**31
-    require("0 < max_position_embeddings < 2**31", is_int32, [True])
     rope = config.rope_parameters
-    require("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"])
-    require("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0])
     heeds = getattr(FAMILIES.get(config.model_type), "heeds", ())
     kinds = ["full_attention", "sliding_attention"] if "layer_types" in heeds else []
-    for kind in getattr(config, "layer_types", None) or []:
-        require("layer_types", kind, kinds)
+    num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
+    # positions are int32
+    is_int32 = 0 < config.max_position_embeddings < 2**31
+    checks: list[tuple[str, object, list]] = [
+        ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
+        ("num_attention_heads % num_key_value_heads", num_left, [0]),
+        *[(name, getattr(config, name, usual), [usual]) for name, usual in USUAL.items()],
+        ("0 < max_position_embeddings < 2**31", is_int32, [True]),
+        ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
+        *[("layer_types", kind, kinds) for kind in getattr(config, "layer_types", None) or []]]
+    for name, value, supported in checks:
+        if value not in supported:
+            raise rejected(f"the model's {name}", value, f"one of {supported}")
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
-
-
-def require(name: str, value: object, supported: list) -> None:
-    """Raises ValueError if an entry of the model's config.json has a value that is not
-    supported."""
-    if value not in supported:
-        raise rejected(f"the model's {name}", value, f"one of {supported}")
 
 
 def context_length(config: PretrainedConfig) -> int:
@@ -101,14 +96,12 @@ def context_length(config: PretrainedConfig) -> int:
     length after the scaling, as in transformers.
     """
     rope = config.rope_parameters
-    kind = rope["rope_type"]
     length = config.max_position_embeddings
-    if kind in ("default", "llama3") or rope["factor"] is None:
+    if rope["rope_type"] in ("default", "llama3") or rope["factor"] is None:
         return length
     # transformers fills in max_position_embeddings
-    if kind == "yarn":
-        length = rope["original_max_position_embeddings"]
-    return int(length * rope["factor"])
+    before = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else length
+    return int(before * rope["factor"])
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -118,7 +111,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """
     if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
-    with naming(f"{folder}, tokenizer.json or other files of a tokenizer (not one in Python)"):
+    with naming(f"{folder}, tokenizer.json or the like (not one in Python)"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # some mistakes in its files only show with a text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
@@ -136,7 +129,7 @@ def load_eos(folder: Path, config: PretrainedConfig,
     own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
     ids = eos if isinstance(eos, list) else [eos]
-    known = [i for i in {*ids, own} - {None} if i in range(config.vocab_size)]
+    known = [i for i in {*ids, own} if i in range(config.vocab_size)]
     return {i: None if i == own else i for i in known}
 
 
@@ -151,7 +144,7 @@ def place_on(model: nn.Module, device: str) -> None:
 
 
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
-               load_format: str = "auto", place: Callable[..., None] = place_on,
+               load_format: str = "auto", place: Callable = place_on,
                read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
     """Returns the model with its weights in `dtype`; "dummy": random ones.
 
@@ -189,13 +182,12 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files that transformers would read: model.safetensors, or else those that the
     index names. Files that are absent are left out."""
-    files = [folder / "model.safetensors"]
+    names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    if index.is_file() and not files[0].is_file():
+    if index.is_file() and not (folder / names[0]).is_file():
         with naming(index):
-            names = json.loads(index.read_text())["weight_map"].values()
-            files = sorted({folder / name for name in names})
-    return [file for file in files if file.is_file()]
+            names = sorted({*json.loads(index.read_text())["weight_map"].values()})
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
 def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
