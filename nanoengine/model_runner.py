@@ -72,17 +72,18 @@ class ModelRunner:
         self.is_invariant = self.kernels.optimize(
             self.model, has_attention=BACKENDS[self.backend].attend is None)
         # 2. how much of the KV cache fits
+        asked = config.max_model_len
         limit = context_length(model_config)
-        self.max_model_len = min(config.max_model_len or limit, limit)
+        self.max_model_len = min(asked or limit, limit)
         self.block_bytes = self.make_caches(num_blocks=1).nbytes
         self.num_kv_blocks = config.num_kv_blocks or self.measure_free_bytes() // self.block_bytes
         longest = min(limit, self.num_kv_blocks * config.block_size)
         # one token of a prompt and one of output are the least
-        if not 2 <= (config.max_model_len or 2) <= longest:
+        if not 2 <= (asked or 2) <= longest:
             blocks = f"{self.num_kv_blocks} blocks of {config.block_size}"
-            raise rejected("max_model_len", config.max_model_len or limit,
+            raise rejected("max_model_len", asked or limit,
                            f"at least 2, or None, at most {longest}: {blocks}, the model's {limit}")
-        self.max_model_len = config.max_model_len or longest
+        self.max_model_len = asked or longest
         # 3. its memory, and the graphs that use it
         self.allocate(self.num_kv_blocks)
         self.capture()
@@ -187,7 +188,7 @@ class ModelRunner:
         measured.
         """
         size = len(self.last_sampled)
-        tokens = torch.empty(len(batch.sampled), dtype=torch.int64, device=hidden.device)
+        tokens = hidden.new_empty(len(batch.sampled), dtype=torch.int64)
         for start in range(0, len(tokens), size):
             logits = self.model.lm_head(hidden[start:start + size])
             rows = batch.sampled[start:start + size]
