@@ -143,25 +143,6 @@ def place_on(model: nn.Module, device: str) -> None:
     model.to_empty(device=device)
 
 
-def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
-               load_format: str = "auto", place: Callable = place_on,
-               read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
-    """Returns the model with its weights in `dtype`; "dummy": random ones.
-
-    place: allocates memory for the weights.
-    read: reads the part of a checkpoint's tensor that belongs in its target. Weights on the host
-        and several ranks replace these two.
-    """
-    with torch.device("meta"):
-        model = Decoder(config).to(dtype).requires_grad_(False)
-    place(model, device)
-    if load_format == "dummy":
-        extension("dummy").fill(model, config, device)
-    else:
-        load_weights(folder, config, model, read)
-    return model
-
-
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the target of each tensor of a checkpoint: a view of (a part of) a parameter, by
     name.
@@ -190,13 +171,25 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names if (folder / name).is_file()]
 
 
-def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
-                 read: Callable[..., Tensor]) -> None:
-    """Copies the tensors of a checkpoint to the parameters of the model, and fills all of them.
+def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
+               load_format: str = "auto", place: Callable = place_on,
+               read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
+    """Returns the model with its weights in `dtype`; "dummy": random ones.
+
+    place: allocates memory for the weights.
+    read: reads the part of a checkpoint's tensor that belongs in its target. Weights on the host
+        and several ranks replace these two.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
     twice, of another shape, or not of floating point.
     """
+    with torch.device("meta"):
+        model = Decoder(config).to(dtype).requires_grad_(False)
+    place(model, device)
+    if load_format == "dummy":
+        extension("dummy").fill(model, config, device)
+        return model
+    # each tensor of the checkpoint goes to its part of a parameter, until all are filled
     missing = checkpoint_tensors(model)
     for file in weight_files(folder):
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
@@ -215,6 +208,7 @@ def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
         tie(model.embed_tokens, model.lm_head, missing)
     if missing:
         raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}")
+    return model
 
 
 def tie(embedding: nn.Embedding, head: nn.Linear, missing: dict[str, Tensor]) -> None:
