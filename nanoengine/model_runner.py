@@ -162,21 +162,18 @@ class ModelRunner:
 
     def forward(self, copies: Copies, buffer: Tensor,
                 shape: StepShape) -> tuple[StepInputs, Tensor]:
-        """Computes a step; returns its inputs, and the hidden states of the rows that get logits,
-        (rows, hidden_size)."""
-        self.copy_blocks(copies)
+        """Copies blocks and computes a step; returns its inputs, and the hidden states of the rows
+        that get logits, (rows, hidden_size)."""
+        # in this order: see `Copies`
+        for pairs, origins, targets in ((copies.swap_out, self.blocks, self.host_blocks),
+                                        (copies.copy_on_write, self.blocks, self.blocks),
+                                        (copies.swap_in, self.host_blocks, self.blocks)):
+            for target, origin in pairs.items():
+                targets[target].copy_(origins[origin], non_blocking=True)
         if shape in self.graphs.captured:
             return self.graphs.replay(buffer, shape)
         step = StepInputs.from_buffer(buffer.to(self.device, non_blocking=True), shape)
         return step, self.hidden_states(step)
-
-    def copy_blocks(self, copies: Copies) -> None:
-        """Does the block copies of a step, in their order."""
-        for pairs, source, target in ((copies.swap_out, self.blocks, self.host_blocks),
-                                      (copies.copy_on_write, self.blocks, self.blocks),
-                                      (copies.swap_in, self.host_blocks, self.blocks)):
-            for to, origin in pairs.items():
-                target[to].copy_(source[origin], non_blocking=True)
 
     def hidden_states(self, step: StepInputs) -> Tensor:
         """Runs the model. Pending tokens are looked up in the results of the step before."""
