@@ -127,21 +127,16 @@ class Request:
     def _completion(self, seq: Sequence) -> CompletionOutput:
         # an interrupted step can leave a pending token
         token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
-        text = text_of(seq, self.tokenizer) if self.tokenizer and seq.finish_reason else ""
+        text = ""
+        if self.tokenizer and seq.finish_reason:
+            # without the token that has ended it
+            end = seq.num_known_tokens - (seq.finish_reason == "stop")
+            # what its tokens add to the prompt: some decoders strip a space where a text begins
+            decode = self.tokenizer.backend_tokenizer.decode
+            prompt = decode(seq.token_ids[:seq.num_prompt_tokens])
+            text = decode(seq.token_ids[:end])[len(prompt):]
         return CompletionOutput(
             seq.index, text, token_ids, None, None, seq.finish_reason, seq.stop_reason)
-
-
-def text_of(seq: Sequence, tokenizer: Tokenizer) -> str:
-    """Returns the text of a completion that has ended, without the token that has ended it.
-
-    It is what its tokens add to the text of the prompt: some decoders strip a space where a text
-    begins.
-    """
-    end = seq.num_known_tokens - (seq.finish_reason == "stop")
-    decode = tokenizer.backend_tokenizer.decode
-    prompt = decode(seq.token_ids[:seq.num_prompt_tokens])
-    return decode(seq.token_ids[:end])[len(prompt):]
 
 
 # --------------------------------------------------------------------------------- a user's input
