@@ -6,7 +6,6 @@ model.py calls it. This file knows neither the model nor whether a step is prefi
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +64,7 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
     of a GPU, and without a window it reads them only once for all heads of a group.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-    options: Any = dict(causal=True, window_size=(window - 1, 0) if window else (-1, -1))
+    options = {"causal": True, "window_size": (window - 1, 0) if window else (-1, -1)}
     count = step.num_decodes
     if count:
         decoded = flash_attn_with_kvcache(
@@ -91,7 +90,7 @@ def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
 
 def has_numba(device: str, dtype: torch.dtype) -> bool:
     """Whether nanoengine_cpu can replace the model's attention by its kernel."""
-    return device == "cpu" and kernels(device).empty_cache is not None and dtype != torch.half
+    return device == "cpu" and dtype != torch.half and bool(kernels(device).empty_cache)
 
 
 @dataclass(frozen=True)

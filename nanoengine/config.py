@@ -131,7 +131,7 @@ class EngineConfig:
         """Fills in the defaults that depend on the device, and checks the options."""
         on_gpu = self.device == "cuda"
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
-        defaults: dict[str, Any] = dict(
+        defaults = dict(
             max_num_seqs=num_seqs, max_num_batched_tokens=max(8192 if on_gpu else 2048, num_seqs),
             block_size=256 if on_gpu else 32, run_ahead=on_gpu, seed=0,
             scheduling="mixed" if on_gpu else "prefill-first")

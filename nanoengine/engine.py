@@ -74,18 +74,15 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that have a new token, or end with an error.
 
-        If the engine runs ahead, these tokens are those of the step that the call before launched.
+        If the engine runs ahead, it launches the next step before it waits for the tokens of the
+        one in flight, and returns the sequences of that one. A sequence that needs its last token
+        on the host (`Sequence.is_awaited`) is left out of the next step, and so runs in every
+        second step. If there are many, this call launches none.
         """
         if self.runner is None:
             raise RuntimeError("the LLM is closed: make a new one")
-        return self._step_ahead() if self.config.run_ahead else self._collect(self._launch())
-
-    def _step_ahead(self) -> list[Sequence]:
-        """Launches the next step before it waits for the tokens of the one in flight.
-
-        A sequence that needs its last token on the host (`Sequence.is_awaited`) is left out of the
-        step, and so runs in every second step. If there are many, this call launches none.
-        """
+        if not self.config.run_ahead:
+            return self._collect(self._launch())
         before = self.in_flight
         if before:
             # its tokens join their sequences as pending tokens

@@ -14,7 +14,7 @@ To look is to collect the new tokens of the call's own requests. Brackets are tu
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from inspect import signature
 from pathlib import Path
@@ -26,10 +26,10 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.features import ALWAYS, asked_by, extension, is_installed, naming, rejected
 from nanoengine.kernels import kernels
-from nanoengine.loader import find_model, load_config
+from nanoengine.loader import Tokenizer, find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
 from nanoengine.observers import Features
-from nanoengine.requests import InputProcessor, Params, Request, RequestOutput
+from nanoengine.requests import InputProcessor, Params, Prompts, Request, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 
 
@@ -81,7 +81,7 @@ class LLM(AbstractContextManager):
 
     # ------------------------------------------------------------------------ generating
 
-    def generate(self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True,
+    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True,
                  priority: int | list[int] | None = None) -> list[RequestOutput]:
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
@@ -103,7 +103,7 @@ class LLM(AbstractContextManager):
                 bar.update(sum(request.is_finished for request in updated))
         return [request.output() for request in requests]
 
-    def stream(self, prompts: Any, sampling_params: Params = None,
+    def stream(self, prompts: Prompts, sampling_params: Params = None,
                priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it has new tokens.
 
@@ -123,17 +123,17 @@ class LLM(AbstractContextManager):
         """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
         return extension("chat").stream_chat(self, *arguments, **options)
 
-    def beam_search(self, prompts: Any, params: Any) -> list[Any]:
+    def beam_search(self, prompts: Prompts, params: object) -> list:
         """Returns the best completions of each prompt: see nanoengine_extensions/beam_search.py."""
         return extension("beam_search").beam_search(self, prompts, params)
 
-    def score(self, *arguments: Any, **options: Any) -> list[Any]:
+    def score(self, *arguments: Any, **options: Any) -> list:
         """Returns how likely texts after a prompt are: see nanoengine_extensions/scores.py."""
         return extension("scores").score(self, *arguments, **options)
 
     # ------------------------------------------------------------------------------ steps
 
-    def add(self, prompts: Any, sampling_params: Params = None,
+    def add(self, prompts: Prompts, sampling_params: Params = None,
             priority: int | list[int] | None = None) -> list[Request]:
         """Queues requests for `step` to run; returns them. The arguments are those of `generate`.
 
@@ -159,7 +159,7 @@ class LLM(AbstractContextManager):
         with self.turn():
             return self._step()
 
-    def abort(self, requests: list[Any]) -> None:
+    def abort(self, requests: list[Request]) -> None:
         """Ends requests, waiting or running, and frees their blocks.
 
         requests: what `add` returned; those that have finished stay as they are.
@@ -172,7 +172,7 @@ class LLM(AbstractContextManager):
             with self.turn():
                 pass
 
-    def steps_for(self, requests: list[Any], look: Any = None) -> Generator[list[Any], None, None]:
+    def steps_for(self, requests: list, look: Callable | None = None) -> Generator[list]:
         """Runs steps until all these requests of one call have finished.
 
         It first queues them, and yields an empty list. After each step, it yields the result of
@@ -191,7 +191,7 @@ class LLM(AbstractContextManager):
                         self._step()
                     updated = [inbox.pop(request_id) for request_id in [*inbox]]
                     num_unfinished -= sum(request.is_finished for request in updated)
-                    seen = [look(request) if look else request for request in updated]
+                    seen = [*map(look, updated)] if look else updated
                 for error in [request.error for request in updated if request.error]:
                     raise error
                 yield seen
@@ -237,7 +237,7 @@ class LLM(AbstractContextManager):
                 self._begin_turn()
                 yield
             except BaseException as error:
-                self.error = RuntimeError(f"a step that all calls share was broken off: {error!r}")
+                self.error = RuntimeError(f"a shared step was broken off: {error!r}")
                 raise
 
     def _begin_turn(self) -> None:
@@ -275,7 +275,7 @@ class LLM(AbstractContextManager):
         """Returns what `sampling_params=None` stands for: see generation_config.py."""
         return self.inputs.default_params.clone()
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> Tokenizer:
         """Returns the transformers tokenizer, a copy of the engine's own. Raises ValueError if the
         model has none."""
         return self.inputs.tokenizer_of_user

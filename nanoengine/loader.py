@@ -10,12 +10,12 @@ difference that `Family` does not have yet.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from nanoengine.config import EngineConfig
 from nanoengine.features import extension, is_installed, logger, naming, rejected
@@ -66,16 +66,17 @@ def check_supported(config: PretrainedConfig) -> None:
     rope = config.rope_parameters
     heeds = getattr(FAMILIES.get(config.model_type), "heeds", ())
     kinds = ["full_attention", "sliding_attention"] if "layer_types" in heeds else []
-    checks: tuple[tuple[str, object, list], ...] = (
+    num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
+    # positions are int32
+    is_int32 = 0 < config.max_position_embeddings < 2**31
+    checks: list[tuple[str, object, list]] = [
         ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
-        ("num_attention_heads % num_key_value_heads",
-         config.num_attention_heads % max(1, config.num_key_value_heads), [0]),
-        *[(name, getattr(config, name, value), [value]) for name, value in USUAL.items()],
-        # positions are int32
-        ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
+        ("num_attention_heads % num_key_value_heads", num_left, [0]),
+        *[(name, getattr(config, name, usual), [usual]) for name, usual in USUAL.items()],
+        ("0 < max_position_embeddings < 2**31", is_int32, [True]),
         ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
-        *[("layer_types", kind, kinds) for kind in getattr(config, "layer_types", None) or []])
+        *[("layer_types", kind, kinds) for kind in getattr(config, "layer_types", None) or []]]
     for name, value, supported in checks:
         if value not in supported:
             raise rejected(f"the model's {name}", value, f"one of {supported}")
@@ -103,21 +104,22 @@ def context_length(config: PretrainedConfig) -> int:
     return int(before * rope["factor"])
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Tokenizer | None:
     """Returns the tokenizer of a folder, or None without one: then prompts are token ids.
 
     Raises ValueError for one that transformers has in Python only.
     """
     if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
-    with naming(f"{folder}, tokenizer.json or other files of a tokenizer (not one in Python)"):
+    with naming(f"{folder}, tokenizer.json or the like (not one in Python)"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # some mistakes in its files only show with a text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
     return tokenizer
 
 
-def load_eos(folder: Path, config: PretrainedConfig, tokenizer: Any) -> dict[int, int | None]:
+def load_eos(folder: Path, config: PretrainedConfig,
+             tokenizer: Tokenizer | None) -> dict[int, int | None]:
     """Returns every EOS with its `stop_reason`: as in vLLM, the tokenizer's own gives None, and
     others, of generation_config.json or else of config.json, give their ids."""
     with naming(file := folder / "generation_config.json"):
@@ -127,7 +129,7 @@ def load_eos(folder: Path, config: PretrainedConfig, tokenizer: Any) -> dict[int
     own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
     ids = eos if isinstance(eos, list) else [eos]
-    known = [i for i in {*ids, own} - {None} if i in range(config.vocab_size)]
+    known = [i for i in {*ids, own} if i in range(config.vocab_size)]
     return {i: None if i == own else i for i in known}
 
 
@@ -139,25 +141,6 @@ def place_on(model: nn.Module, device: str) -> None:
     if is_installed("strict"):
         extension("strict").check_memory(model, device)
     model.to_empty(device=device)
-
-
-def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
-               load_format: str = "auto", place: Callable[[Any, str], None] = place_on,
-               read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
-    """Returns the model with its weights in `dtype`; "dummy": random ones.
-
-    place: allocates memory for the weights.
-    read: reads the part of a checkpoint's tensor that belongs in its target. Weights on the host
-        and several ranks replace these two.
-    """
-    with torch.device("meta"):
-        model = Decoder(config).to(dtype).requires_grad_(False)
-    place(model, device)
-    if load_format == "dummy":
-        extension("dummy").fill(model, config, device)
-    else:
-        load_weights(folder, config, model, read)
-    return model
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -188,13 +171,25 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names if (folder / name).is_file()]
 
 
-def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
-                 read: Callable[..., Tensor]) -> None:
-    """Copies the tensors of a checkpoint to the parameters of the model, and fills all of them.
+def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
+               load_format: str = "auto", place: Callable = place_on,
+               read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
+    """Returns the model with its weights in `dtype`; "dummy": random ones.
+
+    place: allocates memory for the weights.
+    read: reads the part of a checkpoint's tensor that belongs in its target. Weights on the host
+        and several ranks replace these two.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
     twice, of another shape, or not of floating point.
     """
+    with torch.device("meta"):
+        model = Decoder(config).to(dtype).requires_grad_(False)
+    place(model, device)
+    if load_format == "dummy":
+        extension("dummy").fill(model, config, device)
+        return model
+    # each tensor of the checkpoint goes to its part of a parameter, until all are filled
     missing = checkpoint_tensors(model)
     for file in weight_files(folder):
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
@@ -213,6 +208,7 @@ def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
         tie(model.embed_tokens, model.lm_head, missing)
     if missing:
         raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}")
+    return model
 
 
 def tie(embedding: nn.Embedding, head: nn.Linear, missing: dict[str, Tensor]) -> None:

@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def bind(self, rope: Tensor, caches: Tensor, backend: Callable[..., Tensor] | None) -> None:
+    def bind(self, rope: Tensor, caches: Tensor, backend: Callable | None) -> None:
         """Gives the model its memory: angles (`rope_table`) and K and V (`make_caches`)."""
         self.rope = rope
         for layer, cache in zip(self.layers, caches):

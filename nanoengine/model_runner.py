@@ -72,17 +72,18 @@ class ModelRunner:
         self.is_invariant = self.kernels.optimize(
             self.model, has_attention=BACKENDS[self.backend].attend is None)
         # 2. how much of the KV cache fits
+        asked = config.max_model_len
         limit = context_length(model_config)
-        self.max_model_len = min(config.max_model_len or limit, limit)
+        self.max_model_len = min(asked or limit, limit)
         self.block_bytes = self.make_caches(num_blocks=1).nbytes
         self.num_kv_blocks = config.num_kv_blocks or self.measure_free_bytes() // self.block_bytes
         longest = min(limit, self.num_kv_blocks * config.block_size)
         # one token of a prompt and one of output are the least
-        if not 2 <= (config.max_model_len or 2) <= longest:
+        if not 2 <= (asked or 2) <= longest:
             blocks = f"{self.num_kv_blocks} blocks of {config.block_size}"
-            raise rejected("max_model_len", config.max_model_len or limit,
+            raise rejected("max_model_len", asked or limit,
                            f"at least 2, or None, at most {longest}: {blocks}, the model's {limit}")
-        self.max_model_len = config.max_model_len or longest
+        self.max_model_len = asked or longest
         # 3. its memory, and the graphs that use it
         self.allocate(self.num_kv_blocks)
         self.capture()
@@ -161,21 +162,18 @@ class ModelRunner:
 
     def forward(self, copies: Copies, buffer: Tensor,
                 shape: StepShape) -> tuple[StepInputs, Tensor]:
-        """Computes a step; returns its inputs, and the hidden states of the rows that get logits,
-        (rows, hidden_size)."""
-        self.copy_blocks(copies)
+        """Copies blocks and computes a step; returns its inputs, and the hidden states of the rows
+        that get logits, (rows, hidden_size)."""
+        # in this order: see `Copies`
+        for pairs, origins, targets in ((copies.swap_out, self.blocks, self.host_blocks),
+                                        (copies.copy_on_write, self.blocks, self.blocks),
+                                        (copies.swap_in, self.host_blocks, self.blocks)):
+            for target, origin in pairs.items():
+                targets[target].copy_(origins[origin], non_blocking=True)
         if shape in self.graphs.captured:
             return self.graphs.replay(buffer, shape)
         step = StepInputs.from_buffer(buffer.to(self.device, non_blocking=True), shape)
         return step, self.hidden_states(step)
-
-    def copy_blocks(self, copies: Copies) -> None:
-        """Does the block copies of a step, in their order."""
-        for pairs, source, target in ((copies.swap_out, self.blocks, self.host_blocks),
-                                      (copies.copy_on_write, self.blocks, self.blocks),
-                                      (copies.swap_in, self.host_blocks, self.blocks)):
-            for to, origin in pairs.items():
-                target[to].copy_(source[origin], non_blocking=True)
 
     def hidden_states(self, step: StepInputs) -> Tensor:
         """Runs the model. Pending tokens are looked up in the results of the step before."""
@@ -187,7 +185,7 @@ class ModelRunner:
         measured.
         """
         size = len(self.last_sampled)
-        tokens = torch.empty(len(batch.sampled), dtype=torch.int64, device=hidden.device)
+        tokens = hidden.new_empty(len(batch.sampled), dtype=torch.int64)
         for start in range(0, len(tokens), size):
             logits = self.model.lm_head(hidden[start:start + size])
             rows = batch.sampled[start:start + size]

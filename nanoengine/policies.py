@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanoengine.features import extension, rejected
-from nanoengine.sequence import Batch, Sequence
+from nanoengine.sequence import Batch
 
 
 def prefill_first(scheduler: Any) -> Batch:
@@ -28,23 +28,25 @@ def mixed(scheduler: Any) -> Batch:
     return scheduler.build([*scheduler.running], admit=True)
 
 
+# the policies of an option, by their names
+Table = dict[str, Callable]
 # how a step is filled, by a `Scheduler`
-BATCHING: dict[str, Callable[..., Any]] = {"prefill-first": prefill_first, "mixed": mixed}
+BATCHING: Table = {"prefill-first": prefill_first, "mixed": mixed}
 # the rank of a waiting sequence; smaller ranks first, then in the order of arrival
-ORDERS: dict[str, Callable[[Sequence], int]] = {"fcfs": lambda seq: 0}
+ORDERS: Table = {"fcfs": lambda seq: 0}
 # which sequence is preempted: one of those that run, in the order of admission
-VICTIMS: dict[str, Callable[..., Any]] = {"youngest": lambda running: running[-1]}
+VICTIMS: Table = {"youngest": lambda running: running[-1]}
 # the least number of tokens for which a sequence holds blocks, from its admission on; the second
 # argument is max_model_len
-KV_ALLOCATION: dict[str, Callable[[Sequence, int], int]] = {"on-demand": lambda seq, longest: 0}
+KV_ALLOCATION: Table = {"on-demand": lambda seq, longest: 0}
 
 # by the option of `LLM`
-POLICIES: dict[str, dict[str, Any]] = {
+POLICIES: dict[str, Table] = {
     "scheduling": BATCHING, "scheduling_policy": ORDERS, "preemption_victim": VICTIMS,
     "kv_allocation": KV_ALLOCATION}
 
 
-def find_policy(option: str, policy: Any) -> Any:
+def find_policy(option: str, policy: str | Callable) -> Callable:
     """Returns the function of a name, or the function that was given. A policy with a state is a
     class in its table: then the result is a new object.
 

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from nanoengine.config import EngineConfig
 from nanoengine.features import asked_by, extension, is_installed, logger, naming, rejected
-from nanoengine.loader import find_model, load_eos, load_tokenizer
+from nanoengine.loader import Tokenizer, find_model, load_eos, load_tokenizer
 from nanoengine.observers import Features
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence, hash64
@@ -48,7 +48,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[Any] | None = None
+    logprobs: list[dict] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -77,7 +77,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: Any = None
     index: int = 0
-    prompt_logprobs: list[Any] | None = None
+    prompt_logprobs: list | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -95,7 +95,7 @@ class Request:
 
     prompt: str | None
     seqs: list[Sequence]
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     index: int = 0
     features: Features = field(default_factory=Features)
     inbox: dict[str, "Request"] = field(default_factory=dict)
@@ -116,10 +116,10 @@ class Request:
 
     def output(self) -> RequestOutput:
         """Returns the output of the request so far."""
-        seq = self.seq
-        output = RequestOutput(
-            seq.request_id, self.prompt, seq.token_ids[:seq.num_prompt_tokens],
-            [self._completion(each) for each in self.seqs], self.is_finished, index=self.index)
+        token_ids = self.seq.token_ids[:self.seq.num_prompt_tokens]
+        outputs = [self._completion(each) for each in self.seqs]
+        output = RequestOutput(self.request_id, self.prompt, token_ids, outputs,
+                               self.is_finished, index=self.index)
         for feature in self.features.values():
             feature.output(self.seqs, output)
         return output
@@ -129,31 +129,26 @@ class Request:
         token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
         text = ""
         if self.tokenizer and seq.finish_reason:
-            text = text_of(seq, self.tokenizer.backend_tokenizer)
+            # without the token that has ended it
+            end = seq.num_known_tokens - (seq.finish_reason == "stop")
+            # what its tokens add to the prompt: some decoders strip a space where a text begins
+            decode = self.tokenizer.backend_tokenizer.decode
+            prompt = decode(seq.token_ids[:seq.num_prompt_tokens])
+            text = decode(seq.token_ids[:end])[len(prompt):]
         return CompletionOutput(
             seq.index, text, token_ids, None, None, seq.finish_reason, seq.stop_reason)
-
-
-def text_of(seq: Sequence, tokenizer: Any) -> str:
-    """Returns the text of a completion that has ended, without the token that has ended it.
-
-    It is what its tokens add to the text of the prompt: some decoders strip a space where a text
-    begins.
-    """
-    end = seq.num_known_tokens - (seq.finish_reason == "stop")
-    prompt = tokenizer.decode(seq.token_ids[:seq.num_prompt_tokens])
-    return tokenizer.decode(seq.token_ids[:end])[len(prompt):]
 
 
 # --------------------------------------------------------------------------------- a user's input
 
 
+Prompts = str | dict | list | tuple
 Params = SamplingParams | list[SamplingParams] | None
 # the text of a prompt, if there is one, and its token ids
 Parsed = tuple[str | None, list[int]]
 
 
-def one_for_each(given: Any, count: int) -> list[Any]:
+def one_for_each(given: object, count: int) -> list:
     """Returns a list of `count`: the given one, or the one value for all."""
     return [*given] if isinstance(given, (list, tuple)) else [given] * count
 
@@ -179,7 +174,7 @@ class InputProcessor:
         self.config = config
         self.features = features
         self.vocab_size = model_config.vocab_size
-        self.tokenizer: Any = None
+        self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(
                 find_model(config.tokenizer or folder, config, "tokenizer"))
@@ -194,7 +189,7 @@ class InputProcessor:
     # a copy: a call with truncation=True changes a tokenizer, also for other threads
     tokenizer_of_user = cached_property(lambda self: deepcopy(self.get_tokenizer()))
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
             raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "

@@ -11,8 +11,6 @@ A library of kernels can have faster functions for `truncate`, `nucleus` and `dr
 With its `draw`, rows that nothing edits or truncates need no matrix.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -114,8 +112,8 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str], top_ks: list[i
         count = min(max(top_ks), len(tokens))
         places = draws.top_k[:, None].long().clamp(1, count) - 1
         kth = scores.topk(count).values.gather(1, places)
-        least = least.maximum(kth.where(draws.top_k[:, None] > 0, -math.inf))
-    weights = scores.masked_fill(scores < least, -math.inf).exp_()
+        least = least.maximum(kth.where(draws.top_k[:, None] > 0, -torch.inf))
+    weights = scores.masked_fill(scores < least, -torch.inf).exp_()
     if "top_p" in truncations:
         total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
         is_kept = (library.nucleus or nucleus)(weights, draws.top_p[:, None] * total)

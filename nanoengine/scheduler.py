@@ -172,8 +172,7 @@ class Scheduler:
         if not batch.is_advanced:
             self.advance(batch)
         taken = []
-        for row, token_id in zip(batch.sampled, token_ids):
-            seq = row.seq
+        for (_, seq, _), token_id in zip(batch.sampled, token_ids):
             # a sequence that ended before the step did has no pending token
             if seq.token_ids[-1] < 0:
                 taken.append(seq)

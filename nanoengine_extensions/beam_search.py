@@ -109,8 +109,9 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSe
                 with llm.turn():
                     make_way(searches, scheduler)
             num_steps = beams.num_steps
+    tokenizer = llm.inputs.tokenizer
     for beam in [beam for search in searches for beam in search.finished]:
-        beam.text = llm.inputs.tokenizer and llm.inputs.tokenizer.decode(beam.tokens, True)
+        beam.text = str(tokenizer.decode(beam.tokens, True)) if tokenizer else None
     return [BeamSearchOutput(search.finished) for search in searches]
 
 
