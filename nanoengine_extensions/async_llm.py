@@ -4,11 +4,13 @@
     async for output in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
         print(output.outputs[0].text)
 
-One thread runs the steps of all tasks. After each step, a task gets the newest output of each of
-its requests. A slow task keeps no more than that: its next output has all new tokens.
+One thread runs the steps of all tasks. After a step, a task gets the newest output of each of its
+requests. A slow task keeps no more than that: its next output has all new tokens. So it is for all
+tasks where they would get more than MOST_OUTPUTS a second together.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +19,9 @@ from typing import Any
 
 from nanoengine.llm import LLM
 from nanoengine.requests import Params, Request, RequestOutput
+
+# an output costs the tasks about 50 microseconds, in which no step runs
+MOST_OUTPUTS = 4000
 
 
 class AsyncLLM:
@@ -62,9 +67,10 @@ class AsyncLLM:
         # a broken step ends all requests in the next turn, and each of them has the error
         with suppress(Exception):
             self.llm.step()
+        pause = len(self.calls) / MOST_OUTPUTS
         with self.llm.turn():
             return [(call, output) for call in [*self.calls] if call.can_look
-                    for output in call.look()]
+                    for output in call.look(pause)]
 
 
 class Call:
@@ -72,7 +78,7 @@ class Call:
 
     add: queues and returns them, in the engine's thread. only_whole: leave out outputs of
     unfinished requests. news: what the task has to take next, at most an output of each request and
-    an error.
+    an error. looked: when it had the last ones.
     """
 
     def __init__(self, engine: AsyncLLM, add: Callable[[], list[Request]],
@@ -81,6 +87,7 @@ class Call:
         self.only_whole = only_whole
         self.requests: list[Request] = []
         self.news: asyncio.Queue = asyncio.Queue()
+        self.looked = 0.0
         self.adding = engine.thread.submit(add)
 
     can_look = property(lambda self: self.news.empty() and self.requests[0].inbox)
@@ -103,13 +110,18 @@ class Call:
             num_unfinished -= output.finished
             yield output
 
-    def look(self) -> list[Any]:
-        """Returns the newest output of each request that has new tokens, or its error. Call it in a
-        turn."""
+    def look(self, pause: float) -> list[Any]:
+        """Returns the newest output of each request that has new tokens, or its error.
+
+        Call it in a turn. pause: the seconds between two outputs of an unfinished request.
+        """
         inbox = self.requests[0].inbox
-        ready = [each for each in [*inbox.values()] if each.is_finished or not self.only_whole]
+        now = time.monotonic()
+        is_due = not self.only_whole and now >= self.looked + pause
+        ready = [each for each in [*inbox.values()] if is_due or each.is_finished]
         for each in ready:
             del inbox[each.request_id]
+        self.looked = now if ready else self.looked
         return [each.error or each.output() for each in ready]
 
     def end(self, error: Exception | None = None) -> None:

@@ -26,7 +26,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -151,39 +151,50 @@ class Server:
 
     async def events(self, body: Any, outputs: AsyncIterator[Any]) -> AsyncIterator[bytes]:
         """Yields what is new in the outputs, as server-sent events."""
+        # what they have in common is written once
+        begin = f"data: {json.dumps(body.head(self.flags.model))[:-1]}, "
+        stream = News(body)
         try:
-            async for chunk in chunks(body, outputs, self.flags.model):
-                yield b"data: %b\n\n" % json.dumps(chunk).encode()
+            async for output in outputs:
+                for choice in stream.choices(output):
+                    event = f'{begin}"choices": [{json.dumps(choice)}], "usage": null}}\n\n'
+                    yield event.encode()
+            if body.with_usage:
+                usage = json.dumps(body.usage([*stream.last.values()]))
+                yield f'{begin}"choices": [], "usage": {usage}}}\n\n'.encode()
             yield b"data: [DONE]\n\n"
         except (Exception, asyncio.CancelledError) as error:
             yield b"data: %b\n\n" % bytes((await failed(None, error)).body)
 
 
-async def chunks(body: Any, outputs: AsyncIterator[Any],
-                 model: str) -> AsyncIterator[dict[str, Any]]:
-    """Yields what is new in each choice of each output, in OpenAI's format."""
-    last: dict[int, Any] = {}
-    # what the client has had of each choice: characters, tokens, its finish_reason
-    sent: dict[int, tuple[int, int, str | None]] = {}
-    head = body.head(model) | {"usage": None}
-    async for output in outputs:
-        last[output.index] = output
+class News:
+    """What is new in the outputs of a stream.
+
+    last: the newest output of each prompt. sent: what the client has had of each choice:
+    characters, tokens, its finish_reason.
+    """
+
+    def __init__(self, body: Any) -> None:
+        self.body = body
+        self.last: dict[int, Any] = {}
+        self.sent: dict[int, tuple[int, int, str | None]] = {}
+
+    def choices(self, output: Any) -> Iterator[dict[str, Any]]:
+        """Yields what is new in each choice, in OpenAI's format."""
+        self.last[output.index] = output
         for _, completion in openai.pairs_of([output]):
-            text, tokens = body.content(output, completion)
-            index = body.index(output, completion)
-            num_characters, num_tokens, _ = before = sent.get(index, (0, 0, None))
+            text, tokens = self.body.content(output, completion)
+            index = self.body.index(output, completion)
+            num_characters, num_tokens, _ = before = self.sent.get(index, (0, 0, None))
             now = len(text), len(tokens), completion.finish_reason
             if now == before:
                 continue
             content: dict[str, Any] = {"text": text[num_characters:]}
-            if body.url == openai.CHAT:
-                role = {} if index in sent else {"role": "assistant"}
+            if self.body.url == openai.CHAT:
+                role = {} if index in self.sent else {"role": "assistant"}
                 content = {"delta": role | {"content": content["text"]}}
-            sent[index] = now
-            choice = body.choice(output, completion, tokens, num_tokens)
-            yield head | {"choices": [content | choice]}
-    if body.with_usage:
-        yield head | {"choices": [], "usage": body.usage([*last.values()])}
+            self.sent[index] = now
+            yield content | self.body.choice(output, completion, tokens, num_tokens)
 
 
 class Stream(StreamingResponse):
