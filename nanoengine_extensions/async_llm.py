@@ -108,6 +108,8 @@ class Call:
             if isinstance(output, BaseException):
                 raise output
             num_unfinished -= output.finished
+            if not num_unfinished:
+                self.engine.calls.discard(self)
             yield output
 
     def look(self, pause: float) -> list[Any]:

@@ -238,6 +238,12 @@ def object_of(data: bytes) -> dict[str, Any]:
     return row
 
 
+def options_of(text: str) -> dict[str, Any]:
+    """Returns what the flag --options says."""
+    with naming("--options"):
+        return object_of(text.encode(errors="replace"))
+
+
 def finite(text: str) -> float:
     """Returns the number in a text. Raises an error for what cannot be written as JSON: 1e999."""
     if not math.isfinite(number := float(text)):

@@ -65,9 +65,10 @@ class Server:
         return Starlette(routes=routes, exception_handlers=handlers)
 
     def check_key(self, http: Request) -> None:
-        given = http.headers.get("authorization", "").encode(errors="replace")
-        key = f"Bearer {self.flags.api_key}".encode()
-        if self.flags.api_key and not hmac.compare_digest(given, key):
+        scheme, _, given = http.headers.get("authorization", "").partition(" ")
+        # Starlette reads bytes as latin-1
+        is_right = hmac.compare_digest(given.encode("latin-1"), (self.flags.api_key or "").encode())
+        if self.flags.api_key and not (is_right and scheme.lower() == "bearer"):
             raise HTTPException(401, "Incorrect API key provided: send it as a bearer token",
                                 {"www-authenticate": "Bearer"})
 
@@ -255,12 +256,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a call")
     parser.add_argument("--graceful-timeout", type=float, default=25,
                         help="seconds for open calls when the server ends")
-    parser.add_argument("--options", type=json.loads, default={}, help="keywords of LLM, as JSON")
+    parser.add_argument("--options", default="{}", metavar="JSON",
+                        help="""keywords of LLM: '{"max_num_seqs": 64}'""")
     flags = parser.parse_args(arguments)
     try:
         # before the model is loaded
         check_address(flags.host, flags.port)
-        with LLM(flags.model, **flags.options) as llm:
+        with LLM(flags.model, **openai.options_of(flags.options)) as llm:
             # a page that is written has its memory: so the server does not grow later
             llm.engine.runner.blocks.add_(0)
             uvicorn.run(Server(llm, flags).app(), host=flags.host, port=flags.port,
