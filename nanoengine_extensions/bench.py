@@ -1,4 +1,4 @@
-"""`python -m nanoengine bench`: starts bench.py, which lies beside the packages, as the lab does."""
+"""`python -m nanoengine bench`: starts bench.py, which lies beside the packages, like the lab."""
 
 import runpy
 import sys

@@ -33,12 +33,14 @@ class Score:
 
     token_ids: the tokens of the continuation, at least one.
     logprobs: the log-probability of each token; NaN if the model's logits are not finite.
+    ranks: that of each token, 1 for the likeliest; 0 if the logits are not finite.
     cumulative_logprob: their sum.
     mean: their mean.
     """
 
     token_ids: list[int]
     logprobs: list[float]
+    ranks: list[int]
     cumulative_logprob: float
 
     mean = property(lambda self: self.cumulative_logprob / len(self.logprobs))
@@ -123,11 +125,14 @@ def score_of(start: int, token_ids: list[int], output: RequestOutput) -> Score:
     """Returns the score of a text from `start` on, from the output of its request."""
     completion, added = output.outputs[0], token_ids[start:]
     logprobs = [math.nan] * len(added)
+    ranks = [0] * len(added)
     if completion.finish_reason != "error":
         assert output.prompt_logprobs and completion.logprobs
         found = output.prompt_logprobs[start:] + completion.logprobs
-        logprobs = [at[token_id].logprob for at, token_id in zip(found, added, strict=True)]
-    return Score(added, logprobs, sum(logprobs))
+        at_each = [at[token_id] for at, token_id in zip(found, added, strict=True)]
+        logprobs = [at.logprob for at in at_each]
+        ranks = [at.rank for at in at_each]
+    return Score(added, logprobs, ranks, sum(logprobs))
 
 
 # ------------------------------------------------------------------------- python -m nanoengine

@@ -18,7 +18,8 @@ from nanoengine.features import extension
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 # the feature of each; its `main` takes the rest of the command line
-COMMANDS = {"serve": "serve", "batch": "batch", "score": "scores", "bench": "bench"}
+COMMANDS = {"serve": "serve", "batch": "batch", "score": "scores", "bench": "bench",
+            "eval": "lm_eval"}
 
 
 def main() -> None:

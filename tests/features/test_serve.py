@@ -1,4 +1,4 @@
-"""`python -m nanoengine serve`: OpenAI's client gets what the engine gives, whatever other clients do."""
+"""The server: OpenAI's client gets what the engine gives, whatever other clients do."""
 
 import asyncio
 import json
@@ -365,8 +365,8 @@ def test_a_key(serve):
     port = serve("--api-key", "a-secret")
     right = "Bearer a-secret"
     assert get(port, "/health")[0] == get(port, "/metrics")[0] == 200
-    for wrong in ("", "Bearer", "Bearer ", "Bearer a-secre", "a-secret", right + "x", right + "\xf8",
-                  right.replace("Bearer", "Basic")):
+    for wrong in ("", "Bearer", "Bearer ", "Bearer a-secre", "a-secret", right + "x",
+                  right + "\xf8", right.replace("Bearer", "Basic")):
         status, text = get(port, "/v1/models", wrong)
         error = json.loads(text)["error"]
         assert (status, error["code"], error["type"]) == (
