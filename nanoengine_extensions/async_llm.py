@@ -49,6 +49,10 @@ class AsyncLLM:
         finally:
             call.end()
 
+    def close(self) -> None:
+        """Ends the thread, once the requests of all tasks are freed. The LLM stays open."""
+        self.thread.shutdown()
+
     def run(self) -> None:
         """Lets steps run, if none do."""
         if not self.running or self.running.done():

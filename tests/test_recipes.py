@@ -225,114 +225,11 @@ def test_a_chat_is_streamed(execute):
         names["llm"].stream_chat(names["messages"], params, tool=[])
 
 
-@pytest.fixture
-def from_asyncio(execute):
-    """The names of the recipe, with few places, and a new thread: the printed code has ended it."""
-    code, = recipe("From asyncio")
-    few = code.replace('"models/tiny-qwen3"', '"models/tiny-qwen3", max_num_seqs=4')
-    assert few != code
-    names, printed = execute([few])
+def test_from_asyncio(execute):
+    """test_async_llm.py has the rest."""
+    names, printed = execute(recipe("From asyncio"))
     assert printed == " 46\n{}\n"
-    names["engine"] = ThreadPoolExecutor(1)
-    yield names
-    names["engine"].shutdown()
-
-
-LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
-
-
-def test_from_asyncio(from_asyncio):
-    """More streams than places: all have the texts of `generate`, in growing parts."""
-    llm, stream = from_asyncio["llm"], from_asyncio["stream"]
-    prompts = [[f"Once {number}", "The fox"] for number in range(6)]
-    params = SamplingParams(max_tokens=20, n=2, seed=5)
-    expected = [[[each.text for each in output.outputs] for output in
-                 llm.generate(pair, params, use_tqdm=False)] for pair in prompts]
-    num_outputs = []
-
-    async def ask(pair: list[str]) -> list[list[str]]:
-        texts = [["", ""], ["", ""]]
-        async for output in stream(pair, params):
-            new = [each.text for each in output.outputs]
-            assert all(now.startswith(old) for now, old in zip(new, texts[output.index]))
-            texts[output.index] = new
-            num_outputs.append(output.finished)
-        return texts
-
-    async def ask_all() -> list:
-        return await asyncio.gather(*map(ask, prompts))
-
-    assert asyncio.run(ask_all()) == expected
-    assert sum(num_outputs) == 12 and len(num_outputs) > 60
-    with pytest.raises(ValueError, match="cannot be empty"):
-        asyncio.run(ask([""]))
-    assert not llm.active
-
-
-def test_a_task_of_asyncio_that_leaves(from_asyncio):
-    """It frees its requests: in the middle of a step, after an output, or while they wait."""
-    llm, stream = from_asyncio["llm"], from_asyncio["stream"]
-
-    async def ask(n: int, limit: int = 10**9) -> None:
-        count = 0
-        async for _ in stream("Once", dataclasses.replace(LONG, n=n)):
-            count += 1
-            if count == limit:
-                break
-
-    async def until(condition) -> None:
-        for _ in range(3000):
-            if condition():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("it has not happened")
-
-    async def main() -> None:
-        # all places are taken, and a second task waits
-        first = asyncio.create_task(ask(4))
-        await until(lambda: llm.metrics()["num_requests_running"] == 4)
-        second = asyncio.create_task(ask(1))
-        await until(lambda: llm.metrics()["num_requests_waiting"] == 1)
-        second.cancel()
-        await until(lambda: len(llm.active) == 1 and not llm.metrics()["num_requests_waiting"])
-        assert not first.done()
-        # the others are served meanwhile
-        first.cancel()
-        await until(lambda: not llm.active)
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        await ask(2, limit=5)
-        await until(lambda: not llm.active)
-        # cancelled before anything of it has run
-        third = asyncio.create_task(ask(1))
-        await asyncio.sleep(0)
-        third.cancel()
-        await asyncio.wait([third])
-
-    before = llm.metrics()["generation_tokens"]
-    asyncio.run(main())
-    assert llm.metrics()["generation_tokens"] - before < 4 * 1900
-    assert not llm.active and llm.metrics()["num_blocks_used"] == 0
-
-
-def test_an_error_of_a_step_reaches_the_tasks(from_asyncio, monkeypatch):
-    llm, ask = from_asyncio["llm"], from_asyncio["ask"]
-    calls = []
-    step = llm.engine.step
-
-    def broken():
-        calls.append(1)
-        if len(calls) == 9:
-            raise MemoryError("no memory")
-        return step()
-
-    async def both() -> list:
-        return await asyncio.gather(ask("Once", 300), ask("The", 300), return_exceptions=True)
-
-    monkeypatch.setattr(llm.engine, "step", broken)
-    found = asyncio.run(both())
-    assert len(found) == 2 and all("no memory" in str(each) for each in found)
-    assert asyncio.run(ask("12 + 34 =", 3)) == " 46"
+    assert names["llm"].metrics()["num_blocks_used"] == 0
 
 
 def test_a_service(execute, capsys):

@@ -95,7 +95,7 @@ def test_the_figures_are_those_of_transformers(evaluate, model, theirs):
     figures, answers = evaluate(model)
     their_figures, their_answers = evaluate(theirs)
     assert figures["sums", "acc,none"] > 0.6 and figures["answers", "exact_match,none"] > 0.6
-    assert figures == pytest.approx(their_figures, abs=1e-4)
+    assert figures == pytest.approx(their_figures, rel=1e-5)
     assert logprobs_of(answers) == pytest.approx(logprobs_of(their_answers), abs=1e-3)
     assert answers["answers"] == their_answers["answers"]
     greedy = [response[0][1] for each in answers["sums"] for response in each]
