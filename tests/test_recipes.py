@@ -5,9 +5,7 @@ Each heading has a namespace, in which its blocks run in order.
 """
 
 import ast
-import asyncio
 import contextlib
-import dataclasses
 import importlib.util
 import io
 import json

@@ -1,4 +1,4 @@
-"""OpenAI's format: bodies and answers without a server; test_serve.py and test_batch.py have more."""
+"""OpenAI's format without a server; test_serve.py and test_batch.py have more."""
 
 import json
 
