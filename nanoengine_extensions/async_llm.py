@@ -20,8 +20,8 @@ from typing import Any
 from nanoengine.llm import LLM
 from nanoengine.requests import Params, Request, RequestOutput
 
-# an output costs the tasks about 50 microseconds, in which no step runs
-MOST_OUTPUTS = 4000
+# an output costs a server about 60 microseconds, in which no step runs
+MOST_OUTPUTS = 2000
 
 
 class AsyncLLM:

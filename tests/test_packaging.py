@@ -69,6 +69,7 @@ def run_installed(site: Path, folder: Path, *arguments: str) -> subprocess.Compl
         capture_output=True, env=os.environ | {"PYTHONPATH": str(site)})
 
 
+@pytest.mark.needs("batch", "bench", "openai_format", "scores", "serve", "terminal")
 def test_its_tools_run_in_a_folder_of_a_user(wheel, bundled, tmp_path):
     """Where other files have the names of ours."""
     site, folder = tmp_path / "site", tmp_path / "mine"

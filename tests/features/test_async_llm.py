@@ -10,6 +10,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine_extensions import async_llm
 from nanoengine_extensions.async_llm import AsyncLLM
 
+pytestmark = pytest.mark.needs("metrics", "strict", "texts")
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 
 

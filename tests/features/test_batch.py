@@ -20,6 +20,10 @@ from conftest import ROOT
 from nanoengine import LLM, SamplingParams
 from nanoengine_extensions import batch as module
 
+pytestmark = pytest.mark.needs(
+    "chat", "constraints", "generation_config", "logits_processors", "logprobs", "metrics",
+    "strict", "structured_outputs", "texts")
+
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 

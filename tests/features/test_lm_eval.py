@@ -13,6 +13,8 @@ import sys
 import pytest
 from conftest import ROOT, check_idle
 
+pytestmark = pytest.mark.needs(
+    "constraints", "logprobs", "metrics", "scores", "serve", "texts", "truncation")
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 is_there = importlib.util.find_spec("lm_eval") is not None
 needs_package = pytest.mark.skipif(not is_there, reason="lm-eval is not installed")

@@ -17,6 +17,9 @@ from nanoengine_extensions.openai_format import (
     options_of,
 )
 
+pytestmark = pytest.mark.needs(
+    "chat", "constraints", "generation_config", "logprobs", "strict", "structured_outputs", "texts")
+
 
 def read(llm, body: dict, url: str = COMPLETION) -> Body:
     found = Body(url, "1")

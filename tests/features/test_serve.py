@@ -26,6 +26,10 @@ pytest.importorskip("starlette")
 
 from nanoengine_extensions import serve as module  # noqa: E402
 
+pytestmark = pytest.mark.needs(
+    "chat", "constraints", "generation_config", "logprobs", "metrics", "prometheus", "strict",
+    "texts")
+
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24}
 CHAT = [{"role": "user", "content": "12 + 34"}]
 NAME = "models/tiny-qwen3"

@@ -175,7 +175,9 @@ def test_a_single_answer_that_is_interrupted(bundled, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------- tools
 
 
-@pytest.mark.parametrize("name", terminal.COMMANDS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.needs(feature))
+    for name, feature in terminal.COMMANDS.items()])
 def test_a_tool_has_help(name, monkeypatch, capsys):
     """The first word alone names a tool."""
     monkeypatch.setattr(sys, "argv", ["nanoengine", name, "--help"])
@@ -200,6 +202,7 @@ def test_other_prompts_are_texts(arguments, monkeypatch, capsys, bundled):
     assert prompts == arguments[-1:]
 
 
+@pytest.mark.needs("batch", "openai_format")
 def test_a_fault_of_a_tool_is_one_sentence(monkeypatch, capsys):
     for error, code in ((ValueError("a\nb"), 2), (KeyboardInterrupt(), 130)):
         def broken(arguments, error=error):
