@@ -89,7 +89,8 @@ def drop_finished(hashes: array, source: Path, results: Path) -> tuple[int, int]
     with results.open("rb") as file:
         for place, line in enumerate(file, 1):
             if not BEGIN_OF_RESULT.startswith(line[:len(BEGIN_OF_RESULT)]):
-                sys.exit(f"{results} has a line that is no result of this job: {line[:60]!r}")
+                sys.exit(f"{results} has a line that is no result of this job, {line[:60]!r}: "
+                         "choose a new --output-file.")
             if not line.endswith(b"\n"):
                 break
             try:

@@ -31,7 +31,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanoengine import LLM
-from nanoengine.features import extension, naming
+from nanoengine.features import extension, naming, rejected
 
 try:
     import uvicorn
@@ -231,16 +231,24 @@ async def failed(http: Request | None, error: BaseException) -> Response:
     return JSONResponse({"error": content}, status, getattr(error, "headers", None))
 
 
-def check_address(host: str, port: int) -> None:
-    """Raises ValueError if no server can have this address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def check_flags(flags: argparse.Namespace) -> None:
+    """Raises ValueError for a limit out of range, an empty key, and an address that no server can
+    have."""
+    limits = {"max_waiting": 0, "max_body": 1, "timeout": 0, "graceful_timeout": 0}
+    for name, least in limits.items():
+        value = getattr(flags, name)
+        if not value >= least:
+            raise rejected(f"--{name.replace('_', '-')}", value, f"at least {least}")
+    if flags.api_key == "":
+        raise rejected("--api-key", "", "a text, or left out")
+    family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
     with socket.socket(family) as found:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((host, port))
+            found.bind((flags.host, flags.port))
         except (OSError, OverflowError) as error:
-            raise ValueError(f"--host {host} --port {port} cannot be used ({error}): choose "
-                             "another one") from error
+            raise ValueError(f"--host {flags.host} --port {flags.port} cannot be used ({error}): "
+                             "choose another one") from error
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -261,7 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     try:
         # before the model is loaded
-        check_address(flags.host, flags.port)
+        check_flags(flags)
         with LLM(flags.model, **openai.options_of(flags.options)) as llm:
             # a page that is written has its memory: so the server does not grow later
             llm.engine.runner.blocks.add_(0)

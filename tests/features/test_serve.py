@@ -396,6 +396,9 @@ def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, tmp_path):
                 ((), "--model"), (("--model", NAME, "--port", port), "choose another"),
                 (("--model", NAME, "--port", "70000"), "choose another"),
                 (("--model", NAME, "--host", "not a host", "--port", "0"), "choose another"),
+                *(((*given, "--model", NAME, "--port", "0"), f"{given[0]}=") for given in (
+                    ("--max-waiting", "-1"), ("--max-body", "0"), ("--timeout", "-1"),
+                    ("--timeout", "nan"), ("--graceful-timeout", "-1"), ("--api-key", ""))),
                 (("--model", NAME, "--port", "0", "--options", "[]"), "--options: JSON"),
                 (("--model", NAME, "--port", "0", "--options", "{"), "--options: JSON"),
                 (("--model", NAME, "--port", "0", "--options", '{"dtyp": 1}'), "dtype"),
