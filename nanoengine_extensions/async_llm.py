@@ -128,7 +128,7 @@ class Call:
         for each in ready:
             del inbox[each.request_id]
         self.looked = now if ready else self.looked
-        return [each.error or each.output() for each in ready]
+        return [output_of(each) for each in ready]
 
     def end(self, error: Exception | None = None) -> None:
         """Frees the requests, at any time; a task that waits for an output gets this error."""
@@ -136,3 +136,11 @@ class Call:
             self.news.put_nowait(error)
         self.engine.calls.discard(self)
         self.engine.thread.submit(lambda: self.engine.llm.abort(self.adding.result()))
+
+
+def output_of(request: Request) -> Any:
+    """Returns the output of a request so far, or its error: no other call has it."""
+    try:
+        return request.error or request.output()
+    except Exception as error:
+        return error

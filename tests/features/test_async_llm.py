@@ -7,6 +7,7 @@ import pytest
 from conftest import check_idle
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.requests import Request
 from nanoengine_extensions import async_llm
 from nanoengine_extensions.async_llm import AsyncLLM
 
@@ -176,6 +177,28 @@ def test_an_error_of_a_step_reaches_the_tasks(engine, llm, monkeypatch):
     found = asyncio.run(both())
     assert len(found) == 2 and all("no memory" in str(each) for each in found)
     assert asyncio.run(ask("12 + 34 =", 3)) == " 46"
+
+
+def test_an_error_of_an_output_is_that_of_its_task(engine, monkeypatch):
+    make = Request.output
+
+    def output(request):
+        if request.prompt == "bad":
+            raise RuntimeError("it is bad")
+        return make(request)
+
+    async def ask(prompt: str) -> str:
+        params = SamplingParams(temperature=0, max_tokens=20)
+        async for found in engine.stream(prompt, params):
+            text = found.outputs[0].text
+        return text
+
+    async def all_of(*prompts: str) -> list:
+        return await asyncio.gather(*map(ask, prompts), return_exceptions=True)
+
+    monkeypatch.setattr(Request, "output", output)
+    first, bad, second = asyncio.run(all_of("12 + 34 =", "bad", "47 + 85 ="))
+    assert (first, str(bad), second) == (" 46", "it is bad", " 132")
 
 
 def test_beside_other_threads(engine, llm):
