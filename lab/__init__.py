@@ -7,6 +7,6 @@
 
 `options.py` has the flags and the workloads, `figures.py` the measured figures of a run.
 `drawing.py` makes pictures of a trace, also of your own runs. `bench.py`, next to this folder,
-measures throughput. Run these commands in
-the root of a clone: the lab needs its models and shapes, and is not installed.
+measures throughput. Run these commands in the root of a clone, which has models and shapes; of an
+installation, only `python -m nanoengine bench --model …` is meant.
 """

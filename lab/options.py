@@ -70,8 +70,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(usage="%(prog)s [FLAGS]", description=description,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("--json", type=Path, help="a file for the results of all runs")
-        model = self.add_mutually_exclusive_group()
-        model.add_argument("--model", default=ROOT / "models/tiny-qwen3", help="a folder or an id")
+        bundled = ROOT / "models/tiny-qwen3"
+        model = self.add_mutually_exclusive_group(required=not bundled.exists())
+        model.add_argument("--model", default=bundled, help="a folder or an id")
         model.add_argument("--config", choices=SHAPES, help="a shape with random weights")
         self.add_fields("options of the engine, see docs/reference.md", ENGINE_OPTIONS)
         if workload:

@@ -14,6 +14,7 @@ A client of the engine: each continuation is a request.
                                      cache, so a text can have `max_model_len` tokens
 """
 
+import argparse
 import math
 from dataclasses import dataclass
 from numbers import Integral
@@ -32,12 +33,14 @@ class Score:
 
     token_ids: the tokens of the continuation, at least one.
     logprobs: the log-probability of each token; NaN if the model's logits are not finite.
+    ranks: that of each token, 1 for the likeliest; 0 if the logits are not finite.
     cumulative_logprob: their sum.
     mean: their mean.
     """
 
     token_ids: list[int]
     logprobs: list[float]
+    ranks: list[int]
     cumulative_logprob: float
 
     mean = property(lambda self: self.cumulative_logprob / len(self.logprobs))
@@ -122,8 +125,37 @@ def score_of(start: int, token_ids: list[int], output: RequestOutput) -> Score:
     """Returns the score of a text from `start` on, from the output of its request."""
     completion, added = output.outputs[0], token_ids[start:]
     logprobs = [math.nan] * len(added)
+    ranks = [0] * len(added)
     if completion.finish_reason != "error":
         assert output.prompt_logprobs and completion.logprobs
         found = output.prompt_logprobs[start:] + completion.logprobs
-        logprobs = [at[token_id].logprob for at, token_id in zip(found, added, strict=True)]
-    return Score(added, logprobs, sum(logprobs))
+        at_each = [at[token_id] for at, token_id in zip(found, added, strict=True)]
+        logprobs = [at.logprob for at in at_each]
+        ranks = [at.rank for at in at_each]
+    return Score(added, logprobs, ranks, sum(logprobs))
+
+
+# ------------------------------------------------------------------------- python -m nanoengine
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the scores of the choices after a prompt, the likeliest first."""
+    parser = argparse.ArgumentParser(
+        "python -m nanoengine score", description="tells which continuation of a prompt is the "
+        "likeliest: the log-probability of each, its probability among them, and the text")
+    parser.add_argument("prompt", help="a text that ends where a word ends")
+    parser.add_argument("choices", nargs="+", help="texts that each begin with their space")
+    parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
+    parser.add_argument("--mean", action="store_true", help="divide by the number of tokens: else "
+                        "long choices lose")
+    flags = parser.parse_args(arguments)
+    try:
+        with LLM(flags.model) as llm:
+            scores = llm.score(flags.prompt, flags.choices, use_tqdm=False)
+    except ValueError as error:
+        parser.error(" ".join(str(error).split()))
+    values = [each.mean if flags.mean else each.cumulative_logprob for each in scores]
+    total = sum(math.exp(value - max(values)) for value in values)
+    for value, choice in sorted(zip(values, flags.choices), reverse=True):
+        share = math.exp(value - max(values)) / total
+        print(f"{value:9.3f} {share:7.1%}  {flags.prompt}{choice}")

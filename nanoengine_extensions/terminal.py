@@ -1,6 +1,9 @@
 """`python -m nanoengine "a prompt"` streams a text to the terminal, or with --chat a conversation.
 
 Answers go to the standard output. What the program itself has to say goes to the standard error.
+
+`python -m nanoengine serve` and the other COMMANDS start a tool. Each also starts without this
+file, as `python -m nanoengine_extensions.serve`.
 """
 
 import sys
@@ -14,11 +17,28 @@ from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.features import extension
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+# the feature of each; its `main` takes the rest of the command line
+COMMANDS = {"serve": "serve", "batch": "batch", "score": "scores", "bench": "bench",
+            "eval": "lm_eval"}
 
 
 def main() -> None:
-    """Completes the prompt of the command line, or of standard input; or answers it in a chat."""
-    parser = ArgumentParser("python -m nanoengine", description="streams a text to the terminal")
+    """Starts a tool; or completes the prompt of the command line, or of standard input; or answers
+    it in a chat."""
+    parser = ArgumentParser(
+        "python -m nanoengine", description="streams a text to the terminal",
+        epilog=f"The first word can also be a tool, {', '.join(COMMANDS)}, which has options of "
+        "its own (serve --help). A prompt that is one of these words comes after two dashes "
+        "(-- serve).")
+    tool = COMMANDS.get(sys.argv[1]) if sys.argv[1:] else None
+    if tool:
+        try:
+            extension(tool, f"python -m nanoengine {sys.argv[1]}").main(sys.argv[2:])
+        except ValueError as error:
+            parser.error(" ".join(str(error).split()))
+        except KeyboardInterrupt:
+            sys.exit(130)
+        return
     parser.add_argument("prompt", nargs="?", help="the beginning of a text, or with --chat a "
                         "message; without it, standard input is read")
     parser.add_argument("--chat", action="store_true", help="answer the prompt, or each line; "

@@ -1,6 +1,7 @@
 """Each file of nanoengine_extensions can be deleted alone: all else works, and to ask for what it
 did is a ValueError that names it. What is not asked for is not imported."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,9 +17,24 @@ TESTS = ROOT / "tests" / "features"
 
 # what asks for each feature, and checks that it works
 ALL_CASES = {
+    "async_llm": "import asyncio\n"
+                 "from nanoengine_extensions.async_llm import AsyncLLM\n"
+                 "async def first():\n"
+                 "    async for output in AsyncLLM(llm).stream([[5, 6]], greedy):\n"
+                 "        return output\n"
+                 "assert asyncio.run(first()).outputs",
     "backends": "LLM(model, attention_backend='varlen', **options)",
+    "batch": "import pathlib, tempfile\n"
+             "folder = pathlib.Path(tempfile.mkdtemp())\n"
+             "(folder / 'a').write_text('{\"prompt\": \"1 + 1 =\"}')\n"
+             "extension('batch').main(['--model', bundled, '-i', str(folder / 'a'), '-o', "
+             "str(folder / 'b')])\n"
+             "assert '\"status_code\": 200' in (folder / 'b').read_text()",
     "beam_search": "from nanoengine import BeamSearchParams as B; assert len("
                    "llm.beam_search([[5, 6]], B(beam_width=2, max_tokens=3))[0].sequences) == 2",
+    "bench": "import contextlib, io\n"
+             "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+             "    extension('bench').main(['--help'])",
     "chat": "assert texts.chat([{'role': 'user', 'content': '12 + 34'}], greedy, False)",
     "constraints": "assert run(llm, logit_bias={7: 1e9}).token_ids == [7] * 4",
     "containers": "from nanoengine_extensions.containers import free_memory as free; "
@@ -29,12 +45,19 @@ ALL_CASES = {
     "memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
     "guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",
     "hub": "LLM('some/model', **options)",
+    "lm_eval": "extension('lm_eval')",
     "logits_processors": "assert run(llm, logits_processors=[lambda i, s: s]).token_ids == tokens",
     "logprobs": "assert len(run(llm, logprobs=2, prompt_logprobs=0).logprobs) == 4",
     "metrics": "assert llm.metrics()['num_steps'] > 0",
     "offload": "LLM(model, cpu_offload_gb=1, **options)",
+    "openai_format": "from nanoengine_extensions.openai_format import Body; "
+                     "Body('/v1/completions', '1').read({'prompt': 'a'}, texts)",
     "policies": "LLM(model, kv_allocation='reserve', scheduling='static', **options).close()",
+    "prometheus": "assert 'nanoengine:' in extension('prometheus').as_text(llm.metrics(), 'm')",
     "scores": "assert llm.score([5, 6], [[7], [8, 9]], False)[1].token_ids == [8, 9]",
+    "serve": "import argparse\n"
+             "flags = argparse.Namespace(max_waiting=1, model='m', api_key=None)\n"
+             "assert extension('serve').Server(texts, flags).app().routes",
     "speculation": "with_option = LLM(model, speculation='prompt-lookup', **options); "
                    "assert run(with_option).token_ids == tokens; with_option.close()",
     "strict": "SamplingParams(temperatur=1)",
@@ -60,17 +83,23 @@ REFUSED = {"backends": "attention_backend='varlen' is not accepted",
            "guards": "batch_invariant=True is not accepted",
            "offload": "is not accepted: it must be 0 on a CPU",
            "hub": "model='some/model' is not accepted",
+           "lm_eval": "pip install lm-eval",
            "strict": "temperatur is not known: the nearest is temperature"}
+if importlib.util.find_spec("lm_eval"):
+    del REFUSED["lm_eval"]
 # what needs another feature, as that is what it is made of
-NEEDS = {"beam_search": ["logprobs"], "scores": ["constraints", "logprobs"]}
+NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"], "prometheus": ["metrics"],
+         "scores": ["constraints", "logprobs"], "serve": ["async_llm", "openai_format"]}
 
 # what holds without those that are not asked for by a name
 WITHOUT = {
+    "async_llm": "import nanoengine_extensions",
     "containers": "LLM(model, dtype='float32', max_num_seqs=2, max_model_len=64).close()",
     "explain": "import contextlib, tempfile\n"
                "with contextlib.suppress(ValueError):\n"
                "    LLM(tempfile.mkdtemp(), **options)\n    raise AssertionError",
     "generation_config": "assert texts.get_default_sampling_params() == SamplingParams()",
+    "openai_format": "import nanoengine_extensions",
     "strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
     "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Feature'",
     "vllm": "import nanoengine_extensions"}
@@ -100,6 +129,7 @@ def begin(folder):
     sys.path[0] = folder
     importlib.invalidate_caches()
     from nanoengine import LLM, SamplingParams
+    from nanoengine.features import extension
     assert sys.modules["nanoengine"].__file__.startswith(folder)
     greedy = SamplingParams(temperature=0, max_tokens=4)
 
@@ -204,9 +234,12 @@ def test_only_what_is_asked_for_is_imported(found):
     imported = found["imported"]
     assert {*imported.pop("")} == ALWAYS
     for feature, others in imported.items():
-        # an unknown keyword can be one of vLLM's; the terminal gives no number of blocks
-        known = {"strict": {"vllm"}, "terminal": {"memory"}}.get(feature, set())
-        assert {*others} - known == {feature, *NEEDS.get(feature, ())} - ALWAYS, feature
+        # an unknown keyword can be one of vLLM's; tools give no number of blocks
+        known = {"strict": {"vllm"}, "terminal": {"memory"}, "batch": {"memory"}}
+        # what lacks its package is not imported
+        itself = {feature} - ({"lm_eval"} & REFUSED.keys())
+        needed = (itself | {*NEEDS.get(feature, ())}) - ALWAYS
+        assert {*others} - known.get(feature, set()) == needed, feature
 
 
 @pytest.mark.needs("logprobs", "constraints")

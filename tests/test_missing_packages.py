@@ -20,6 +20,7 @@ PACKAGES = {
     "numba": ("nanoengine_cpu", "LLM(model, attention_backend='numba', **options)",
               "attention_backend='numba' is not accepted"),
     "jinja2": ("nanoengine_extensions.chat", "llm.chat([])", "needs nanoengine_extensions/chat.py"),
+    "uvicorn": (None, "extension('serve', 'serve')", 'pip install "nanoengine[serve]"'),
     "llguidance": (None, "llm.generate([[5]], SamplingParams(structured_outputs={'regex': 'a'}))",
                    "structured_outputs need llguidance")}
 
@@ -28,6 +29,7 @@ import json, sys
 missing, cases, model, prompts, options = json.load(sys.stdin)
 sys.modules.update(dict.fromkeys(missing))
 from nanoengine import LLM, SamplingParams
+from nanoengine.features import extension
 llm = LLM(model, **options)
 params = SamplingParams(temperature=0, max_tokens=9)
 found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -41,7 +43,7 @@ print(json.dumps([found, llm.engine.runner.backend, messages]))
 """
 
 
-@pytest.mark.needs("strict", "swapping", "chat", "structured_outputs")
+@pytest.mark.needs("strict", "swapping", "chat", "structured_outputs", "serve")
 @pytest.mark.parametrize("missing", [
     [*PACKAGES], *[pytest.param([name], marks=pytest.mark.slow) for name in PACKAGES]], ids=str)
 def test_a_missing_package(tiny, missing):

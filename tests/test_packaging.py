@@ -1,12 +1,14 @@
 """The wheel: what is in it, and that it generates text far from this repository."""
 
 import io
+import json
 import os
 import runpy
 import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -15,7 +17,7 @@ from nanoengine import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions")
+PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions", "lab")
 
 SCRIPT = """if True:
     import nanoengine, sys
@@ -34,7 +36,7 @@ def wheel(tmp_path_factory):
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package,
                         ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "bench.py"):
         shutil.copy(ROOT / name, folder)
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
                     "-w", "dist", "."], check=True, cwd=folder)
@@ -45,7 +47,9 @@ def wheel(tmp_path_factory):
 def test_it_has_all_files_of_the_packages_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*")]
-    assert names == {str(file) for file in files if file.suffix == ".py" or file.name == "py.typed"}
+    ours = {str(file) for file in files
+            if file.suffix in (".py", ".html") or file.name == "py.typed"}
+    assert names == ours | {"bench.py"}
 
 
 def test_it_generates_text_in_an_empty_folder(wheel, bundled, tmp_path):
@@ -56,6 +60,40 @@ def test_it_generates_text_in_an_empty_folder(wheel, bundled, tmp_path):
                           capture_output=True, env=os.environ | {"PYTHONPATH": str(site)})
     assert done.stdout == " 132\n", done.stderr
     assert not [*empty.iterdir()], "nothing is written where it runs"
+
+
+def run_installed(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs `python -m nanoengine` in a folder of a user."""
+    return subprocess.run(
+        [sys.executable, "-m", "nanoengine", *arguments], text=True, cwd=folder,
+        capture_output=True, env=os.environ | {"PYTHONPATH": str(site)})
+
+
+@pytest.mark.needs("batch", "bench", "openai_format", "scores", "serve", "terminal")
+def test_its_tools_run_in_a_folder_of_a_user(wheel, bundled, tmp_path):
+    """Where other files have the names of ours."""
+    site, folder = tmp_path / "site", tmp_path / "mine"
+    zipfile.ZipFile(wheel).extractall(site)
+    folder.mkdir()
+    for name in ("bench.py", "batch.py", "serve.py", "lab.py", "openai.py", "scores.py"):
+        (folder / name).write_text("raise SystemExit('the wrong file')\n")
+    (folder / "a.jsonl").write_text('{"prompt": "47 + 85 =", "temperature": 0}\n')
+    files = ("-i", "a.jsonl", "-o", "b.jsonl")
+    done = run_installed(site, folder, "batch", "--model", bundled, *files)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "b.jsonl").read_text())["response"]["body"]["choices"][0][
+        "text"] == " 132"
+    done = run_installed(site, folder, "score", "47 + 85 =", " 131", " 132", "--model", bundled)
+    assert done.stdout.splitlines()[0].endswith("= 132"), done.stderr
+    small = ("--num-seqs", "4", "--max-input", "8", "--max-output", "8")
+    done = run_installed(site, folder, "bench", "--model", bundled, *small)
+    assert "output tokens per second" in done.stdout, done.stderr
+    done = run_installed(site, folder, "bench", *small)
+    assert done.returncode == 2 and done.stderr == (
+        "bench.py: one of the arguments --model --config is required; see --help\n")
+    done = run_installed(site, folder, "serve", "--model", "/no/such", "--port", "0")
+    assert done.returncode == 2 and "model='/no/such' is not accepted" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_it_streams_a_text_to_the_terminal(bundled, monkeypatch, capsys):

@@ -5,15 +5,14 @@ Each heading has a namespace, in which its blocks run in order.
 """
 
 import ast
-import asyncio
 import contextlib
-import dataclasses
 import importlib.util
 import io
 import json
 import math
 import os
 import re
+import runpy
 import shlex
 import socket
 import struct
@@ -35,6 +34,7 @@ import nanoengine_extensions.policies  # noqa: F401  adds its names before a tab
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
 from nanoengine.policies import VICTIMS
+from nanoengine_extensions.terminal import COMMANDS
 
 if any(map(is_deleted, ALL_CASES)):
     pytest.skip("recipes and examples use all features", allow_module_level=True)
@@ -100,11 +100,12 @@ def example(name: str):
 
 
 def command(name: str) -> list[str]:
-    """The arguments that the documents call an example with."""
+    """The arguments that the documents call an example or a tool with."""
     found = [shlex.split(line) for code in blocks(RECIPES + SCALING, "sh")
              for line in code.splitlines()]
-    arguments, = [rest for _, *rest in found if rest[:1] == [f"examples/{name}.py"]]
-    return arguments[1:]
+    ways = ([f"examples/{name}.py"], ["-m", "nanoengine", name])
+    arguments, = [rest[len(way):] for _, *rest in found for way in ways if rest[:len(way)] == way]
+    return arguments
 
 
 # -------------------------------------------------------------------------------- the README
@@ -134,10 +135,13 @@ def test_every_recipe_is_tested():
     assert len(recipes) >= 12
     tests = Path(__file__).read_text()
     in_code = [name for name in recipes if blocks(section(f"## {name}", RECIPES))]
-    in_commands = re.findall(r"examples/(\w+)\.py", "".join(blocks(RECIPES + SCALING, "sh")))
+    commands = "".join(blocks(RECIPES + SCALING, "sh"))
+    in_commands = re.findall(r"examples/(\w+)\.py", commands)
+    tools = re.findall(r"-m nanoengine (\w+)", commands)
     assert all(f'recipe("{name}")' in tests for name in in_code)
     assert {file.stem for file in (ROOT / "examples").glob("*.py")} == set(in_commands)
-    assert all(f'command("{name}")' in tests for name in in_commands)
+    assert {*tools} == COMMANDS.keys() - {"bench"}
+    assert all(f'command("{name}")' in tests for name in in_commands + tools)
 
 
 def test_use(execute):
@@ -196,26 +200,6 @@ def test_perplexity(execute):
     assert float(printed.split()[-1]) == pytest.approx(perplexity, rel=1e-6)
 
 
-def test_choices_that_begin_in_a_token(bundled):
-    """Each counts all its tokens; a choice without any is refused."""
-    scores = example("score").scores
-    with LLM(bundled, dtype="float32") as llm:
-        choices = ["x", "od", "ur"]
-        found, means = (scores(llm, "The fo", choices, mean) for mean in (False, True))
-        assert all(score < -1 for score in found + means)
-        assert means == [found[0], found[1], found[2] / 2], "ur: two tokens"
-        assert scores(llm, "Once upon a ti", ["ger"]) < scores(llm, "Once upon a ti", ["g"])
-        for mean in (False, True):
-            with pytest.raises(ValueError, match=r"continuations\[1\]='' is not accepted"):
-                scores(llm, "The fo", ["x", ""], mean)
-        # as long as max_model_len
-        text = "a b " * 1200
-        most = llm.inputs.max_model_len
-        before = llm.get_tokenizer().decode(llm.get_tokenizer().encode(text)[:most - 1])
-        assert len(llm.get_tokenizer().encode(before + "\n")) == most
-        assert scores(llm, before, ["\n"])[0] < 0
-
-
 def test_a_chat_is_streamed(execute):
     names, printed = execute(recipe("Stream a chat"))
     params = SamplingParams(temperature=0)
@@ -227,114 +211,11 @@ def test_a_chat_is_streamed(execute):
         names["llm"].stream_chat(names["messages"], params, tool=[])
 
 
-@pytest.fixture
-def from_asyncio(execute):
-    """The names of the recipe, with few places, and a new thread: the printed code has ended it."""
-    code, = recipe("From asyncio")
-    few = code.replace('"models/tiny-qwen3"', '"models/tiny-qwen3", max_num_seqs=4')
-    assert few != code
-    names, printed = execute([few])
+def test_from_asyncio(execute):
+    """test_async_llm.py has the rest."""
+    names, printed = execute(recipe("From asyncio"))
     assert printed == " 46\n{}\n"
-    names["engine"] = ThreadPoolExecutor(1)
-    yield names
-    names["engine"].shutdown()
-
-
-LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
-
-
-def test_from_asyncio(from_asyncio):
-    """More streams than places: all have the texts of `generate`, in growing parts."""
-    llm, stream = from_asyncio["llm"], from_asyncio["stream"]
-    prompts = [[f"Once {number}", "The fox"] for number in range(6)]
-    params = SamplingParams(max_tokens=20, n=2, seed=5)
-    expected = [[[each.text for each in output.outputs] for output in
-                 llm.generate(pair, params, use_tqdm=False)] for pair in prompts]
-    num_outputs = []
-
-    async def ask(pair: list[str]) -> list[list[str]]:
-        texts = [["", ""], ["", ""]]
-        async for output in stream(pair, params):
-            new = [each.text for each in output.outputs]
-            assert all(now.startswith(old) for now, old in zip(new, texts[output.index]))
-            texts[output.index] = new
-            num_outputs.append(output.finished)
-        return texts
-
-    async def ask_all() -> list:
-        return await asyncio.gather(*map(ask, prompts))
-
-    assert asyncio.run(ask_all()) == expected
-    assert sum(num_outputs) == 12 and len(num_outputs) > 60
-    with pytest.raises(ValueError, match="cannot be empty"):
-        asyncio.run(ask([""]))
-    assert not llm.active
-
-
-def test_a_task_of_asyncio_that_leaves(from_asyncio):
-    """It frees its requests: in the middle of a step, after an output, or while they wait."""
-    llm, stream = from_asyncio["llm"], from_asyncio["stream"]
-
-    async def ask(n: int, limit: int = 10**9) -> None:
-        count = 0
-        async for _ in stream("Once", dataclasses.replace(LONG, n=n)):
-            count += 1
-            if count == limit:
-                break
-
-    async def until(condition) -> None:
-        for _ in range(3000):
-            if condition():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("it has not happened")
-
-    async def main() -> None:
-        # all places are taken, and a second task waits
-        first = asyncio.create_task(ask(4))
-        await until(lambda: llm.metrics()["num_requests_running"] == 4)
-        second = asyncio.create_task(ask(1))
-        await until(lambda: llm.metrics()["num_requests_waiting"] == 1)
-        second.cancel()
-        await until(lambda: len(llm.active) == 1 and not llm.metrics()["num_requests_waiting"])
-        assert not first.done()
-        # the others are served meanwhile
-        first.cancel()
-        await until(lambda: not llm.active)
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        await ask(2, limit=5)
-        await until(lambda: not llm.active)
-        # cancelled before anything of it has run
-        third = asyncio.create_task(ask(1))
-        await asyncio.sleep(0)
-        third.cancel()
-        await asyncio.wait([third])
-
-    before = llm.metrics()["generation_tokens"]
-    asyncio.run(main())
-    assert llm.metrics()["generation_tokens"] - before < 4 * 1900
-    assert not llm.active and llm.metrics()["num_blocks_used"] == 0
-
-
-def test_an_error_of_a_step_reaches_the_tasks(from_asyncio, monkeypatch):
-    llm, ask = from_asyncio["llm"], from_asyncio["ask"]
-    calls = []
-    step = llm.engine.step
-
-    def broken():
-        calls.append(1)
-        if len(calls) == 9:
-            raise MemoryError("no memory")
-        return step()
-
-    async def both() -> list:
-        return await asyncio.gather(ask("Once", 300), ask("The", 300), return_exceptions=True)
-
-    monkeypatch.setattr(llm.engine, "step", broken)
-    found = asyncio.run(both())
-    assert len(found) == 2 and all("no memory" in str(each) for each in found)
-    assert asyncio.run(ask("12 + 34 =", 3)) == " 46"
+    assert names["llm"].metrics()["num_blocks_used"] == 0
 
 
 def test_a_service(execute, capsys):
@@ -412,7 +293,7 @@ def test_serve(monkeypatch, capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number = str(free.getsockname()[1])
-    with subprocess.Popen([sys.executable, "examples/serve.py", *arguments, number],
+    with subprocess.Popen([sys.executable, "-m", "nanoengine", "serve", *arguments, number],
                           env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
                           stderr=subprocess.PIPE) as server:
         try:
@@ -500,17 +381,42 @@ def test_json_grammar(monkeypatch, bundled, capsys):
     assert json.loads(parse(module.LONGEST).model_dump_json()) == json.loads(module.LONGEST)
 
 
+def run_tool(monkeypatch, name: str, arguments: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["nanoengine", name, *arguments])
+    runpy.run_module("nanoengine", run_name="__main__")
+
+
 def test_batch(monkeypatch, tmp_path):
-    """The command of the README; test_batch_job.py has the rest."""
-    module = example("batch")
+    """The command of the recipes; test_batch.py has the rest."""
     arguments = command("batch")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "models"):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    module.main(arguments)
-    results = [json.loads(line) for line in Path(arguments[-1]).read_text().splitlines()]
-    requests = Path(arguments[1]).read_text().splitlines()
+    run_tool(monkeypatch, "batch", arguments)
+    source, target = (Path(arguments[arguments.index(flag) + 1]) for flag in ("-i", "-o"))
+    results = [json.loads(line) for line in target.read_text().splitlines()]
+    requests = source.read_text().splitlines()
     assert len(results) == len(requests) == 6
     assert [result["response"]["status_code"] for result in results].count(200) == 5
+
+
+def test_score(monkeypatch, capsys):
+    """The command of the recipes; test_scores.py has the rest."""
+    monkeypatch.chdir(ROOT)
+    run_tool(monkeypatch, "score", command("score"))
+    assert capsys.readouterr().out.splitlines()[0].endswith("12 + 34 = 46")
+
+
+def test_eval(monkeypatch, capsys):
+    """The command of the recipes, up to the package, which it may lack; test_lm_eval.py has the
+    rest."""
+    arguments = command("eval")
+    assert arguments[0] == "--model_args" and arguments[2] == "--tasks"
+    monkeypatch.chdir(ROOT)
+    if importlib.util.find_spec("lm_eval") is None:
+        with pytest.raises(SystemExit, match="2"):
+            run_tool(monkeypatch, "eval", arguments)
+        assert capsys.readouterr().err.endswith("pip install lm-eval\n")
 
 
 @pytest.mark.slow
@@ -667,36 +573,6 @@ def test_resumable(monkeypatch, tmp_path):
     assert [len(each) for each in asked] == [8, 8, 5, 3]
     module.main([source, target])
     assert asked[-1] == [] and records(target) == expected
-
-
-def test_score(capsys):
-    module = example("score")
-    for arguments in (command("score"), ["47 + 85 =", " 131", " 132", " 122", "--mean"]):
-        module.main(arguments)
-        first, *others = capsys.readouterr().out.splitlines()
-        assert len(others) == 2
-        assert first.endswith(("12 + 34 = 46", "47 + 85 = 132"))
-        shares = [float(line.split()[1].rstrip("%")) for line in (first, *others)]
-        assert abs(sum(shares) - 100) < 0.2 and shares == sorted(shares, reverse=True)
-        assert all(float(other.split()[0]) < float(first.split()[0]) <= 0 for other in others)
-
-
-def test_a_score_is_that_of_the_logits(bundled):
-    """The same from transformers' logits."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    with LLM(bundled, dtype="float32") as llm:
-        found, means = (example("score").scores(llm, "12 + 34 =", [" 45", " 46"], mean)
-                        for mean in (False, True))
-        texts = llm.get_tokenizer()(["12 + 34 =", "12 + 34 = 45", "12 + 34 = 46"]).input_ids
-    model = AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32)
-    assert means == pytest.approx([score / 3 for score in found]), "three tokens: ' 46'"
-    for ids, score in zip(texts[1:], found):
-        with torch.no_grad():
-            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        start = len(texts[0])
-        assert score == pytest.approx(
-            sum(float(logprobs[i - 1, ids[i]]) for i in range(start, len(ids))), abs=1e-3)
 
 
 def test_example_shows_questions_beside_answers(capsys, monkeypatch):

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import check_idle, for_feature, random_prompts
+from conftest import ROOT, check_idle, for_feature, random_prompts
 from safetensors.torch import load_file, save_file
 from pieces import KINDS, sentencepiece
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
+from nanoengine_extensions import scores
 from nanoengine_extensions.scores import Score, tokens_after
 
 COMMON, OTHER = random_prompts([50, 33], seed=1)
@@ -241,3 +242,42 @@ def test_texts_need_a_tokenizer(make_llm):
         with pytest.raises(ValueError, match="tokenizer=None is not accepted"):
             llm.score([5, 6], ["a"])
         assert len(llm.score([5, 6], [[7]], use_tqdm=False)) == 1
+
+
+def test_ranks(llm):
+    """1 for what greedy sampling takes."""
+    greedy, = llm.generate("12 + 34 =", SamplingParams(temperature=0), use_tqdm=False)
+    right, wrong = llm.score("12 + 34 =", [greedy.outputs[0].text, " 45"], use_tqdm=False)
+    assert {*right.ranks} == {1} and len(right.ranks) == len(right.token_ids)
+    assert wrong.ranks[-1] > 1
+
+
+# ------------------------------------------------------------------------- python -m nanoengine
+
+
+def test_the_command(bundled, capsys):
+    """The likeliest comes first; --mean divides by the number of tokens."""
+    for flags in ([], ["--mean"]):
+        scores.main(["47 + 85 =", " 131", " 132", " 122", "--model", bundled, *flags])
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split("= ")[1] for line in lines][0] == "132" and len(lines) == 3
+        values = [float(line.split()[0]) for line in lines]
+        shares = [float(line.split()[1].rstrip("%")) for line in lines]
+        assert values == sorted(values, reverse=True) and values[0] <= 0
+        assert abs(sum(shares) - 100) < 0.2 and shares == sorted(shares, reverse=True)
+    with LLM(bundled) as llm:
+        means = [each.mean for each in llm.score("47 + 85 =", [" 131", " 132", " 122"], False)]
+    assert values == pytest.approx(sorted(means, reverse=True), abs=1e-3)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ([], "required: prompt, choices, --model"), (["a", " b"], "required: --model"),
+    (["a", "", "--model", "models/tiny-qwen3"], "one that adds a token"),
+    (["", "a", "--model", "models/tiny-qwen3"], "has 0 tokens"),
+    (["a", " b", "--model", "/no/such"], "model='/no/such' is not accepted")])
+def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match="2"):
+        scores.main(arguments)
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("python -m nanoengine score: error: ") and message in last

@@ -15,6 +15,7 @@ import pytest
 from conftest import ROOT, check_idle
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.features import extension
 from nanoengine_extensions import terminal
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
@@ -169,6 +170,50 @@ def test_a_single_answer_that_is_interrupted(bundled, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["nanoengine", "12", *flags, "--model", bundled])
         with pytest.raises(SystemExit, match="130"):
             terminal.main()
+
+
+# ------------------------------------------------------------------------------------- tools
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.needs(feature))
+    for name, feature in terminal.COMMANDS.items()])
+def test_a_tool_has_help(name, monkeypatch, capsys):
+    """The first word alone names a tool."""
+    monkeypatch.setattr(sys, "argv", ["nanoengine", name, "--help"])
+    with pytest.raises(SystemExit) as found:
+        terminal.main()
+    printed = capsys.readouterr()
+    # that of a package that is not installed
+    assert found.value.code == 0 or printed.err.splitlines()[-1].endswith("pip install lm-eval")
+    assert "streams a text" not in printed.out
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--", "serve"], ["--temperature", "0", "serve"], ["--max-tokens", "3", "--", "bench"],
+    ["served"], ["serve the tea"]])
+def test_other_prompts_are_texts(arguments, monkeypatch, capsys, bundled):
+    """Also a single word that names a tool, after two dashes."""
+    prompts = []
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: prompts.append(prompt) or [])
+    monkeypatch.setattr(sys, "argv", ["nanoengine", *arguments[:-1], arguments[-1]])
+    monkeypatch.setattr(terminal, "DEFAULT_MODEL", bundled)
+    terminal.main()
+    assert prompts == arguments[-1:]
+
+
+@pytest.mark.needs("batch", "openai_format")
+def test_a_fault_of_a_tool_is_one_sentence(monkeypatch, capsys):
+    for error, code in ((ValueError("a\nb"), 2), (KeyboardInterrupt(), 130)):
+        def broken(arguments, error=error):
+            raise error
+
+        monkeypatch.setattr(extension("batch"), "main", broken)
+        monkeypatch.setattr(sys, "argv", ["nanoengine", "batch", "-i", "x"])
+        with pytest.raises(SystemExit) as found:
+            terminal.main()
+        assert found.value.code == code
+    assert capsys.readouterr().err.endswith("python -m nanoengine: error: a b\n")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""examples/serve.py: OpenAI's client gets what the engine gives, whatever other clients do."""
+"""The server: OpenAI's client gets what the engine gives, whatever other clients do."""
 
 import asyncio
 import json
@@ -17,12 +17,18 @@ from unittest.mock import patch
 
 import pytest
 from conftest import ROOT, check_idle
-from test_recipes import example
 
-from nanoengine import SamplingParams
+from nanoengine import LLM, SamplingParams
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from nanoengine_extensions import serve as module  # noqa: E402
+
+pytestmark = pytest.mark.needs(
+    "chat", "constraints", "generation_config", "logprobs", "metrics", "prometheus", "strict",
+    "texts")
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24}
 CHAT = [{"role": "user", "content": "12 + 34"}]
@@ -44,7 +50,7 @@ def start_server(tmp_path_factory):
             port = free.getsockname()[1]
         log = tmp_path_factory.mktemp("serve") / "log"
         server = subprocess.Popen(
-            [sys.executable, ROOT / "examples" / "serve.py", "--model", NAME, "--port", str(port),
+            [sys.executable, "-m", "nanoengine", "serve", "--model", NAME, "--port", str(port),
              "--options", '{"dtype": "float32", "num_kv_blocks": 512}', *flags],
             cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=log.open("w"),
             stderr=subprocess.STDOUT)
@@ -192,6 +198,117 @@ def test_a_stream_is_server_sent_events(port):
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " 46"
 
 
+def get(port: int, path: str, key: str = "") -> tuple[int, str]:
+    """The status and the body of an answer."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
+    if key:
+        request.add_header("Authorization", key)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_health_and_metrics(port, client):
+    assert get(port, "/health") == (200, "")
+    before = {}
+    for _ in range(2):
+        status, text = get(port, "/metrics")
+        assert status == 200 and text.endswith("\n")
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+        counts = {name.partition("{")[0]: float(value) for name, value in values.items()}
+        if before:
+            assert counts["vllm:generation_tokens_total"] == 5 + before[
+                "vllm:generation_tokens_total"]
+        before = counts
+        client.completions.create(model=NAME, prompt="Once", max_tokens=5,
+                                  extra_body={"ignore_eos": True})
+
+
+# ------------------------------------------------------------------------ log-probabilities
+
+
+def test_an_echo_scores_the_prompt(client, llm):
+    """As the engine scores it, with and without tokens of an answer."""
+    ids = llm.get_tokenizer().encode("12 + 34 = 46")
+    expected, = llm.score(ids[:1], [ids[1:]], use_tqdm=False)
+    for prompt in ("12 + 34 = 46", ids, [ids]):
+        for most in (0, 1):
+            found = client.completions.create(
+                model=NAME, prompt=prompt, max_tokens=most, echo=True, logprobs=1, temperature=0)
+            choice, = found.choices
+            logprobs = choice.logprobs
+            assert choice.text.startswith("12 + 34 = 46") and choice.finish_reason
+            assert len(logprobs.tokens) == len(ids) + most == len(logprobs.top_logprobs)
+            assert "".join(logprobs.tokens[:len(ids)]) == "12 + 34 = 46"
+            assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+            assert logprobs.token_logprobs[1:len(ids)] == pytest.approx(expected.logprobs, abs=1e-5)
+            assert logprobs.text_offset[:2] == [0, len(logprobs.tokens[0])]
+            for value, top in [*zip(logprobs.token_logprobs, logprobs.top_logprobs)][1:]:
+                assert value in top.values() and 1 <= len(top) <= 2
+            assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(ids), most)
+    assert client.completions.create(
+        model=NAME, prompt="12 + 34 =", echo=True, max_tokens=0).choices[0].text == "12 + 34 ="
+    # all choices have it
+    both = client.completions.create(model=NAME, prompt=["Once", "The fox"], echo=True, n=2,
+                                     max_tokens=3, logprobs=0, seed=1)
+    assert [each.text.startswith(("Once", "The fox")) for each in both.choices] == [True] * 4
+    assert all(len(each.logprobs.tokens) == len(each.logprobs.token_logprobs) > 3
+               for each in both.choices)
+
+
+@pytest.mark.parametrize("extra", [{}, {"echo": True}])
+def test_streams_with_logprobs(client, extra):
+    """The parts are those of a whole answer."""
+    asked = SAMPLED | {"prompt": ["Once upon a time", "日"], "logprobs": 2, "n": 2} | extra
+    whole = client.completions.create(model=NAME, **asked)
+    parts: list[dict] = [dict(text="", tokens=[], text_offset=[], token_logprobs=[],
+                              top_logprobs=[]) for _ in whole.choices]
+    chunks = [*client.completions.create(model=NAME, stream=True, **asked)]
+    for choice in [choice for chunk in chunks for choice in chunk.choices]:
+        part = parts[choice.index]
+        part["text"] += choice.text
+        for name, value in (choice.logprobs.model_dump() if choice.logprobs else {}).items():
+            part[name] += value
+    expected = [{"text": each.text} | each.logprobs.model_dump() for each in whole.choices]
+    assert parts == expected and len(chunks) > 24
+
+
+def test_streams_of_chats_with_logprobs(client):
+    asked = SAMPLED | {"messages": CHAT, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(model=NAME, **asked)
+    found = []
+    for chunk in client.chat.completions.create(model=NAME, stream=True, **asked):
+        found += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+    assert found == whole.choices[0].logprobs.content
+    assert [len(each.top_logprobs) for each in found] == [2] * len(found) != []
+
+
+def test_tools_reach_the_template(client, llm, monkeypatch, make_app):
+    """The bundled model's own template knows none."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        found = client.chat.completions.create(
+            model=NAME, messages=CHAT, tools=[tool], temperature=0, **choice)
+        assert found.choices[0].message.content == "46"
+    given = []
+    render = module.extension("chat").render
+    monkeypatch.setattr(module.extension("chat"), "render", lambda inputs, messages, **options: (
+        given.append(options) or render(inputs, messages, **options)))
+    app, _ = make_app()
+
+    async def main() -> None:
+        slow = Slow(app, {"messages": CHAT, "tools": [tool], "max_tokens": 1},
+                    "/v1/chat/completions")
+        slow.reads.set()
+        await slow.task
+        assert slow.status == 200
+
+    asyncio.run(main())
+    assert given == [{"tools": [tool]}]
+
+
 # ---------------------------------------------------------------------------------- errors
 
 
@@ -210,7 +327,8 @@ BAD = [
     ({"presence_penalty": 3}, "presence_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": [1]}, "logit_bias"),
     ({"stream": "yes"}, "stream"), ({"stream_options": 5}, "stream_options"),
-    ({"stream": True, "logprobs": 1}, "logprobs"), ({"echo": True}, "echo"),
+    ({"echo": 5}, "echo"), ({"echo": True, "logprobs": -2}, "logprobs"),
+    ({"echo": True, "max_tokens": -1}, "max_tokens"),
     ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"temprature": 1}, "temprature"),
     ({"self": 1}, "self"), ({"messages": CHAT}, "messages"), ({"\ud800": 1}, None),
     # more than max_num_seqs and --max-waiting together
@@ -222,7 +340,9 @@ BAD_CHATS = [
     ({"messages": [{"content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
     ({"max_completion_tokens": -1}, "max_completion_tokens"), ({"tools": [{}]}, "tools"),
-    ({"tool_choice": "auto"}, "tool_choice"), ({"chat_template": "x"}, "chat_template")]
+    ({"tools": "x"}, "tools"), ({"tools": [5]}, "tools"), ({"echo": True}, "echo"),
+    ({"tool_choice": "auto"}, "tool_choice"), ({"chat_template": "x"}, "chat_template"),
+    ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice")]
 
 
 @pytest.mark.parametrize("path, good, bad", [
@@ -242,6 +362,51 @@ def test_the_client_knows_bad_input(client):
     with pytest.raises(openai.BadRequestError, match="temperature=-1 is not accepted") as found:
         client.completions.create(model=NAME, prompt="a", temperature=-1)
     assert found.value.param == "temperature"
+
+
+def test_a_key(serve):
+    """Only health and metrics need none. A body without it is not read."""
+    port = serve("--api-key", "a-secret")
+    right = "Bearer a-secret"
+    assert get(port, "/health")[0] == get(port, "/metrics")[0] == 200
+    for wrong in ("", "Bearer", "Bearer ", "Bearer a-secre", "a-secret", right + "x",
+                  right + "\xf8", right.replace("Bearer", "Basic")):
+        status, text = get(port, "/v1/models", wrong)
+        error = json.loads(text)["error"]
+        assert (status, error["code"], error["type"]) == (
+            401, "invalid_api_key", "invalid_request_error"), wrong
+    assert get(port, "/v1/models", right)[0] == 200
+    assert get(port, "/v1/models", right.replace("B", "b"))[0] == 200
+    for path in ("completions", "chat/completions"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            post(port, b"x" * 2**19, path)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="a-secret") as client:
+        assert client.completions.create(model=NAME, prompt="12 + 34 =", temperature=0
+                                         ).choices[0].text == " 46"
+    with connect(port) as client, pytest.raises(openai.AuthenticationError, match="API key"):
+        client.completions.create(model=NAME, prompt="a")
+
+
+def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, tmp_path):
+    """Before a model is loaded."""
+    monkeypatch.setattr(module, "LLM", lambda *_, **options: LLM(tmp_path, **options))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flags, message in [
+                ((), "--model"), (("--model", NAME, "--port", port), "choose another"),
+                (("--model", NAME, "--port", "70000"), "choose another"),
+                (("--model", NAME, "--host", "not a host", "--port", "0"), "choose another"),
+                *(((*given, "--model", NAME, "--port", "0"), f"{given[0]}=") for given in (
+                    ("--max-waiting", "-1"), ("--max-body", "0"), ("--timeout", "-1"),
+                    ("--timeout", "nan"), ("--graceful-timeout", "-1"), ("--api-key", ""))),
+                (("--model", NAME, "--port", "0", "--options", "[]"), "--options: JSON"),
+                (("--model", NAME, "--port", "0", "--options", "{"), "--options: JSON"),
+                (("--model", NAME, "--port", "0", "--options", '{"dtyp": 1}'), "dtype"),
+                (("--model", NAME, "--port", "0"), "is an empty folder")]:
+            with pytest.raises(SystemExit, match="2"):
+                module.main([*flags])
+            *_, last = capsys.readouterr().err.splitlines()
+            assert last.startswith("python -m nanoengine serve: error: ") and message in last
 
 
 def test_what_is_no_json_object(port):
@@ -349,17 +514,14 @@ class Kept:
 
 
 @pytest.fixture
-def make_app(llm, monkeypatch):
+def make_app(llm):
     """Makes a server around a model that is loaded already; returns its app and its options."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    module = example("serve")
-
     def make(*flags: str):
         apps = []
         with patch.object(module, "LLM", lambda model, **options: Kept(llm)), \
                 patch.object(module.uvicorn, "run", lambda *given, **options: apps.append(
                     (*given, options))):
-            module.main(["--model", NAME, *flags])
+            module.main(["--model", NAME, "--port", "0", *flags])
         return apps[0]
 
     return make
@@ -372,7 +534,7 @@ def serve(make_app):
 
     def start(*flags: str) -> int:
         app, options = make_app(*flags)
-        assert (options.pop("host"), options.pop("port")) == ("127.0.0.1", 8000)
+        assert (options.pop("host"), options.pop("port")) == ("127.0.0.1", 0)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **options))
         thread = threading.Thread(target=server.run)
         thread.start()
@@ -576,8 +738,8 @@ def test_what_waits_for_a_client_is_bounded(make_app, llm, params, path, body, n
 
     async def main() -> None:
         slow = Slow(app, body | wanted | {"stream": True}, path)
-        await until(lambda: server.calls)
-        call, = server.calls
+        await until(lambda: server.engine.calls)
+        call, = server.engine.calls
         most = 0
         for _ in range(3):
             other = Slow(app, {"prompt": "12 + 34 =", "temperature": 0, "stream": True})
@@ -594,7 +756,7 @@ def test_what_waits_for_a_client_is_bounded(make_app, llm, params, path, body, n
                 "content", "")
         assert texts_of == [each.text for output in outputs for each in output.outputs]
         assert done == "[DONE]" and len(events) <= 3 * 3 * num_prompts
-        assert not server.calls
+        assert not server.engine.calls
 
     asyncio.run(main())
     check_idle(llm)

@@ -1,4 +1,4 @@
-"""examples/batch.py: every request ends up in the results exactly once, whatever happens."""
+"""A batch job: every request ends up in the results exactly once, whatever happens."""
 
 import fcntl
 import functools
@@ -16,18 +16,21 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_recipes import example
 
 from nanoengine import LLM, SamplingParams
+from nanoengine_extensions import batch as module
 
-SCRIPT = ROOT / "examples" / "batch.py"
+pytestmark = pytest.mark.needs(
+    "chat", "constraints", "generation_config", "logits_processors", "logprobs", "metrics",
+    "strict", "structured_outputs", "texts")
+
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
 def batch():
-    return example("batch")
+    return module
 
 
 @pytest.fixture
@@ -215,7 +218,8 @@ def test_bad_rows(job):
         (good | {"max_tokens": 0}, "max_tokens"), (good | {"n": 2}, "greedy"),
         (good | {"logit_bias": {"x": 1}}, "'x'"), (good | {"logit_bias": [1]}, "list"),
         (good | {"logit_bias": {"99999": 1}}, "vocabulary"), (good | {"stop": 5}, "stop"),
-        (good | {"stream": True}, "stream"), (good | {"echo": True}, "echo"),
+        (good | {"stream": True}, "stream"), (good | {"echo": "x"}, "echo"),
+        (good | {"logprobs": True, "echo": 2}, "echo"), (chat(echo=True), "echo"),
         (good | {"suffix": "x"}, "suffix"), (good | {"best_of": 2}, "best_of"),
         (good | {"response_format": {"type": "lark"}}, "response_format"),
         (good | {"response_format": {"type": "json_schema", "json_schema": 5}}, "json_schema"),
@@ -472,12 +476,12 @@ def test_a_full_disk(job, batch, monkeypatch):
 def test_files_that_cannot_be_used(job, batch, bundled, tmp_path, capsys):
     job.source.write_bytes(as_line({"prompt": "one"})[:-1])
     with pytest.raises(SystemExit, match="no result of this job"):
-        batch.main(["-i", str(job.source), "-o", str(job.source)])
+        batch.main(["--model", bundled, "-i", str(job.source), "-o", str(job.source)])
     assert job.source.read_bytes() == as_line({"prompt": "one"})[:-1], "it is as it was"
     with pytest.raises(SystemExit, match="No such file"):
-        batch.main(["-i", str(tmp_path / "none"), "-o", str(job.target)])
+        batch.main(["--model", bundled, "-i", str(tmp_path / "none"), "-o", str(job.target)])
     with pytest.raises(SystemExit):
-        batch.main(["-i", str(job.source), "-o", "/dev/full"])
+        batch.main(["--model", bundled, "-i", str(job.source), "-o", "/dev/full"])
     assert "/dev/full is not a file" in capsys.readouterr().err
     with job.target.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -489,7 +493,7 @@ def test_files_that_cannot_be_used(job, batch, bundled, tmp_path, capsys):
 # starts a job for each line that it reads, as a process with all its imports
 STARTER = """
 import os, sys
-import batch
+from nanoengine_extensions import batch
 import transformers.models.auto
 for line in sys.stdin:
     pid = os.fork()
@@ -510,12 +514,11 @@ def test_killed(tmp_path, bundled):
     source.write_bytes(b"".join(map(as_line, rows)))
     target.touch()
     sizes = [0]
-    path = os.pathsep.join([str(ROOT), str(SCRIPT.parent)])
     with subprocess.Popen(
             [sys.executable, "-c", STARTER, "--model", bundled, "-i", source, "-o", target,
              "--options", '{"max_num_seqs": 8}'],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}) as starter:
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as starter:
         for kill in (True, True, True, False):
             starter.stdin.write("\n")
             pid = int(starter.stdout.readline())
@@ -644,19 +647,48 @@ def test_results_are_json_whatever_comes_in(job, number):
 
 
 def test_tokens_with_the_same_text_are_different_entries(job, llm):
+    """The likeliest one has the text as its name; the others have their number."""
     found = job([{"prompt": "日", "logprobs": -1, "max_tokens": 2, "ignore_eos": True},
-                 {"prompt": "Once", "logprobs": 20, "max_tokens": 2},
+                 {"prompt": "Once", "logprobs": 20, "max_tokens": 2, "temperature": 0},
                  chat(logprobs=True, top_logprobs=20, max_tokens=2)])
     vocab_size = llm.model_config.vocab_size
-    tops = [body_of(found[i])["choices"][0]["logprobs"]["top_logprobs"] for i in (1, 2)]
-    tops += [[each["top_logprobs"] for each in
-              body_of(found[3])["choices"][0]["logprobs"]["content"]]]
-    for top, count in zip(tops, (vocab_size, 20, 20)):
-        assert {len(entries) for entries in top} == {count}
-        for each in [each for entries in top for each in entries]:
+    for number, count in ((1, vocab_size), (2, 20)):
+        logprobs = body_of(found[number])["choices"][0]["logprobs"]
+        for value, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"]):
+            assert len(top) == count and value in top.values()
+            assert [*top.values()] == sorted(top.values(), reverse=True)
+    top, *_ = body_of(found[1])["choices"][0]["logprobs"]["top_logprobs"]
+    named = [name for name in top if name.startswith("token_id:")]
+    assert 100 < len(named) < vocab_size - 100, "halves have no text"
+    for entry in body_of(found[3])["choices"][0]["logprobs"]["content"]:
+        assert len(entry["top_logprobs"]) == 20
+        for each in entry["top_logprobs"]:
             assert each.keys() == {"token", "logprob", "bytes"}
             assert bytes(each["bytes"]).decode() == each["token"]
-    assert len({each["token"] for each in tops[0][0]}) < vocab_size, "halves have no text"
+
+
+def test_an_echo(job):
+    found = job([{"prompt": "12 + 34 =", "echo": True, "max_tokens": 0, "logprobs": 0},
+                 {"prompt": "12 + 34 =", "echo": True, "temperature": 0}])
+    assert texts(found) == {1: ["12 + 34 ="], 2: ["12 + 34 = 46"]}
+    assert body_of(found[1])["choices"][0]["logprobs"]["token_logprobs"][0] is None
+    assert body_of(found[1])["usage"]["completion_tokens"] == 0
+
+
+def test_faults_of_a_user_are_one_sentence(batch, bundled, tmp_path, capsys):
+    source = tmp_path / "requests.jsonl"
+    source.write_bytes(as_line({"prompt": "one"}))
+    files = ["-i", str(source), "-o", str(tmp_path / "results.jsonl")]
+    for flags, message in [
+            ([*files], "--model"), (["--model", bundled], "-i"),
+            ([*files, "--model", bundled, "--options", "[5]"], "--options: JSON"),
+            ([*files, "--model", bundled, "--options", '{"dtyp": 1}'], "nearest is dtype"),
+            ([*files, "--model", str(tmp_path)], "config.json")]:
+        with pytest.raises(SystemExit, match="2"):
+            batch.main(flags)
+        *_, last = capsys.readouterr().err.splitlines()
+        assert last.startswith("python -m nanoengine batch: error: ") and message in last
+        assert not (tmp_path / "results.jsonl").exists() or not results(tmp_path / "results.jsonl")
 
 
 def test_tool_calls_in_openais_format(job, llm, batch, monkeypatch):

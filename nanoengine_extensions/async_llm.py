@@ -1,0 +1,146 @@
+"""`AsyncLLM`: an `LLM` for asyncio.
+
+    engine = AsyncLLM(LLM(model))
+    async for output in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
+        print(output.outputs[0].text)
+
+One thread runs the steps of all tasks. After a step, a task gets the newest output of each of its
+requests. A slow task keeps no more than that: its next output has all new tokens. So it is for all
+tasks where they would get more than MOST_OUTPUTS a second together.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from nanoengine.llm import LLM
+from nanoengine.requests import Params, Request, RequestOutput
+
+# an output costs a server about 60 microseconds, in which no step runs
+MOST_OUTPUTS = 2000
+
+
+class AsyncLLM:
+    """Streams of an engine, for the tasks of one event loop at a time.
+
+    calls: those with requests in the engine. running: the task that runs steps.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        # one: a second thread would have its own OpenMP threads
+        self.thread = ThreadPoolExecutor(1)
+        self.calls: set[Call] = set()
+        self.running: asyncio.Future | None = None
+
+    async def stream(self, prompts: Any, sampling_params: Params = None,
+                     priority: int | list[int] | None = None) -> AsyncIterator[RequestOutput]:
+        """Like `LLM.stream`. A task that is cancelled, or that leaves its loop, frees its requests
+        after the step that runs, also while they wait."""
+        call = Call(self, partial(self.llm.add, prompts, sampling_params, priority))
+        try:
+            await call.queue()
+            async for output in call.outputs():
+                yield output
+        finally:
+            call.end()
+
+    def close(self) -> None:
+        """Ends the thread, once the requests of all tasks are freed. The LLM stays open."""
+        self.thread.shutdown()
+
+    def run(self) -> None:
+        """Lets steps run, if none do."""
+        if not self.running or self.running.done():
+            self.running = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        """Runs steps while there are requests, or outputs that a task can take."""
+        while self.llm.active or any(call.can_look for call in self.calls):
+            for call, output in await asyncio.wrap_future(self.thread.submit(self._step)):
+                call.news.put_nowait(output)
+            # the tasks use them first: if both threads run Python, they only wait for each other
+            await asyncio.sleep(0)
+
+    def _step(self) -> list[tuple["Call", Any]]:
+        """Runs a step, and returns what is new for the calls that can look."""
+        # a broken step ends all requests in the next turn, and each of them has the error
+        with suppress(Exception):
+            self.llm.step()
+        pause = len(self.calls) / MOST_OUTPUTS
+        with self.llm.turn():
+            return [(call, output) for call in [*self.calls] if call.can_look
+                    for output in call.look(pause)]
+
+
+class Call:
+    """The requests of one task.
+
+    add: queues and returns them, in the engine's thread. only_whole: leave out outputs of
+    unfinished requests. news: what the task has to take next, at most an output of each request and
+    an error. looked: when it had the last ones.
+    """
+
+    def __init__(self, engine: AsyncLLM, add: Callable[[], list[Request]],
+                 only_whole: bool = False) -> None:
+        self.engine = engine
+        self.only_whole = only_whole
+        self.requests: list[Request] = []
+        self.news: asyncio.Queue = asyncio.Queue()
+        self.looked = 0.0
+        self.adding = engine.thread.submit(add)
+
+    can_look = property(lambda self: self.news.empty() and self.requests[0].inbox)
+
+    async def queue(self) -> None:
+        """Returns when the requests are queued. Raises ValueError for bad input."""
+        self.requests = await asyncio.wrap_future(self.adding)
+        if self.requests:
+            self.engine.calls.add(self)
+
+    async def outputs(self) -> AsyncIterator[RequestOutput]:
+        """Yields outputs until all requests have finished. Raises the error of a request, or what
+        `end` was given."""
+        num_unfinished = len(self.requests)
+        while num_unfinished:
+            self.engine.run()
+            output = await self.news.get()
+            if isinstance(output, BaseException):
+                raise output
+            num_unfinished -= output.finished
+            if not num_unfinished:
+                self.engine.calls.discard(self)
+            yield output
+
+    def look(self, pause: float) -> list[Any]:
+        """Returns the newest output of each request that has new tokens, or its error.
+
+        Call it in a turn. pause: the seconds between two outputs of an unfinished request.
+        """
+        inbox = self.requests[0].inbox
+        now = time.monotonic()
+        is_due = not self.only_whole and now >= self.looked + pause
+        ready = [each for each in [*inbox.values()] if is_due or each.is_finished]
+        for each in ready:
+            del inbox[each.request_id]
+        self.looked = now if ready else self.looked
+        return [output_of(each) for each in ready]
+
+    def end(self, error: Exception | None = None) -> None:
+        """Frees the requests, at any time; a task that waits for an output gets this error."""
+        if error:
+            self.news.put_nowait(error)
+        self.engine.calls.discard(self)
+        self.engine.thread.submit(lambda: self.engine.llm.abort(self.adding.result()))
+
+
+def output_of(request: Request) -> Any:
+    """Returns the output of a request so far, or its error: no other call has it."""
+    try:
+        return request.error or request.output()
+    except Exception as error:
+        return error

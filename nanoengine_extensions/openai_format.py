@@ -1,0 +1,289 @@
+"""OpenAI's format of completions and chats: bodies of requests, and answers.
+
+serve.py and batch.py use it. Parameters are OpenAI's and vLLM's, such as `top_k` and `ignore_eos`;
+null stands for the default. Parameters without an effect on the answer, such as `user`, are
+accepted. `tools` go to the chat template; calls of tools come as text, as the model writes them.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
+from typing import Any
+
+from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanoengine.features import extension, naming
+
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+
+# the fields of a body
+SAMPLING = {each.name for each in fields(SamplingParams)} - {
+    "detokenize", "logits_processors", "prompt_logprobs", "prompt_logprobs_start"}
+TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
+            "continue_final_message", "tools"}
+OF_CHATS = {"messages", "max_completion_tokens", "tool_choice", "top_logprobs"}
+OF_BOTH = {"response_format", "stream", "stream_options"}
+KNOWN = {CHAT: SAMPLING | OF_BOTH | OF_CHATS | TEMPLATE,
+         COMPLETION: SAMPLING | OF_BOTH | {"echo", "prompt"}}
+IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
+           "request_id", "safety_identifier", "service_tier", "store", "user"}
+# the only value without an effect
+NEUTRAL: dict[str, Any] = {
+    "best_of": 1, "echo": False, "modalities": ["text"], "priority": 0, "tool_choice": "none",
+    "use_beam_search": False}
+# a token, and what is known of it: nothing of the first token of a prompt
+Tokens = list[tuple[int, dict[int, Any] | None]]
+
+
+@dataclass(eq=False)
+class Body:
+    """What one request asks for; `read` fills it in.
+
+    url: CHAT or COMPLETION. name: ends the id of the answer.
+    echoes: the answer begins with the prompt. is_echo: it is the prompt alone.
+    tokenizer: for the text of an echo.
+    """
+
+    url: str
+    name: str
+    params: SamplingParams = field(default_factory=SamplingParams)
+    prompts: list[Any] = field(default_factory=list)
+    streams: bool = False
+    with_usage: bool = False
+    echoes: bool = False
+    is_echo: bool = False
+    tokenizer: Any = None
+
+    num_completions = property(lambda self: len(self.prompts) * self.params.n)
+
+    # ----------------------------------------------------------------------------- reading
+
+    def read(self, body: dict[str, Any], llm: LLM) -> None:
+        """Reads a body. Raises ValueError, whose message begins with the name of a parameter."""
+        # null means the default
+        body = {name: value for name, value in body.items() if value is not None}
+        for name in body.keys() - KNOWN[self.url] - IGNORED:
+            if name not in NEUTRAL or body[name] != NEUTRAL[name]:
+                raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}")
+        options = body.get("stream_options", {})
+        if not isinstance(options, dict):
+            raise ValueError("stream_options must be an object")
+        self.with_usage = options.get("include_usage", False)
+        self.streams, self.echoes = (flag_of(body, name) for name in ("stream", "echo"))
+        self.params = self._sampling_params(body, llm.get_default_sampling_params())
+        if self.url == CHAT:
+            check_tools(body)
+            given = {name: body[name] for name in TEMPLATE & body.keys()}
+            self.prompts = extension("chat").render(llm.inputs, [body.get("messages")], **given)
+            return
+        prompt = body.get("prompt")
+        if not isinstance(prompt, (str, list)) or prompt == []:
+            raise ValueError("prompt must be a text, a list of token ids, or a list of these, "
+                             "and not empty")
+        are_several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
+        self.prompts = [*prompt] if are_several else [prompt]
+        if self.echoes:
+            self.tokenizer = llm.get_tokenizer()
+            with naming("prompt"):
+                self.prompts = [with_text(each, self.tokenizer) for each in self.prompts]
+
+    def _sampling_params(self, body: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+        given = {"max_tokens": 16} | {name: body[name] for name in SAMPLING & body.keys()}
+        if "logit_bias" in given:
+            with naming("logit_bias"):
+                given["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
+        if "response_format" in body:
+            given["structured_outputs"] = grammar_of(body["response_format"])
+        if self.echoes:
+            given["prompt_logprobs"] = body.get("logprobs")
+            # the engine generates at least one token
+            self.is_echo = given["max_tokens"] == 0
+            given["max_tokens"] = 1 if self.is_echo else given["max_tokens"]
+        if self.url == CHAT:
+            # None: as many as fit
+            given["max_tokens"] = body.get("max_tokens")
+            if "max_completion_tokens" in body:
+                with naming("max_completion_tokens"):
+                    most = SamplingParams(max_tokens=body["max_completion_tokens"])
+                given["max_tokens"] = most.max_tokens
+            has_logprobs = flag_of(body, "logprobs")
+            if body.get("top_logprobs") and not has_logprobs:
+                raise ValueError("logprobs must be true for top_logprobs")
+            given["logprobs"] = body.get("top_logprobs", 0) if has_logprobs else None
+        return replace(defaults, **given)
+
+    # ----------------------------------------------------------------------------- answers
+
+    def response(self, outputs: list[RequestOutput], model: str) -> dict[str, Any]:
+        """Returns the whole answer to one prompt or several.
+
+        Raises RuntimeError for a completion that could not go on.
+        """
+        outputs = sorted(outputs, key=lambda each: each.index)
+        choices = []
+        for output, completion in pairs_of(outputs):
+            text, tokens = self.content(output, completion)
+            content: dict[str, Any] = {"text": text}
+            if self.url == CHAT:
+                message = {"role": "assistant", "content": text, "refusal": None}
+                content = {"message": message}
+            choices.append(content | self.choice(output, completion, tokens))
+        return self.head(model) | {"choices": choices, "usage": self.usage(outputs)}
+
+    def head(self, model: str) -> dict[str, Any]:
+        """Returns the beginning of an answer, or of each chunk of a stream."""
+        kind = "text_completion"
+        if self.url == CHAT:
+            kind = "chat.completion.chunk" if self.streams else "chat.completion"
+        return {"id": f"cmpl-{self.name}", "object": kind, "created": int(time.time()),
+                "model": model}
+
+    def usage(self, outputs: list[RequestOutput]) -> dict[str, int]:
+        num_prompt_tokens = sum(len(each.prompt_token_ids) for each in outputs)
+        num_tokens = sum(len(completion.token_ids) for _, completion in pairs_of(outputs))
+        num_tokens = 0 if self.is_echo else num_tokens
+        return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens,
+                "total_tokens": num_prompt_tokens + num_tokens}
+
+    def index(self, output: RequestOutput, completion: CompletionOutput) -> int:
+        return output.index * self.params.n + completion.index
+
+    def content(self, output: RequestOutput, completion: CompletionOutput) -> tuple[str, Tokens]:
+        """Returns the text of a choice, and its tokens if their log-probabilities are asked for."""
+        text = completion.text
+        tokens: Tokens = [*zip(completion.token_ids, completion.logprobs or [])]
+        if self.is_echo:
+            text, tokens = "", []
+        if self.echoes:
+            text = (output.prompt or "") + text
+            tokens = [*zip(output.prompt_token_ids, output.prompt_logprobs or []), *tokens]
+        return text, tokens
+
+    def choice(self, output: RequestOutput, completion: CompletionOutput, tokens: Tokens,
+                num_sent: int = 0) -> dict[str, Any]:
+        """Returns a choice but for its text. num_sent: the tokens that a stream has had."""
+        logprobs: Any = None
+        if tokens[num_sent:] and self.url == CHAT:
+            entries = [chat_logprob(*each, self.params.logprobs) for each in tokens[num_sent:]]
+            logprobs = {"content": entries, "refusal": None}
+        elif tokens[num_sent:]:
+            logprobs = self._logprobs(tokens, num_sent)
+        reason = "length" if self.is_echo else completion.finish_reason
+        return {"index": self.index(output, completion), "logprobs": logprobs,
+                "finish_reason": reason, "stop_reason": completion.stop_reason}
+
+    def _logprobs(self, tokens: Tokens, num_sent: int) -> dict[str, list[Any]]:
+        """Returns OpenAI's lists for completions. Nothing comes before the first token of an echo,
+        so it has only its text."""
+        texts = [found[token_id].decoded_token or "" if found
+                 else self.tokenizer.decode([token_id]) for token_id, found in tokens]
+        offsets = [0, *accumulate(map(len, texts))]
+        new = tokens[num_sent:]
+        return {"tokens": texts[num_sent:], "text_offset": offsets[num_sent:-1],
+                "token_logprobs": [found and number_of(found[token_id]) for token_id, found in new],
+                "top_logprobs": [found and by_text(found) for _, found in new]}
+
+
+def pairs_of(outputs: list[RequestOutput]) -> Iterator[tuple[RequestOutput, CompletionOutput]]:
+    """Yields each completion with its output. Raises RuntimeError for one that failed."""
+    for output in outputs:
+        for completion in output.outputs:
+            if completion.finish_reason == "error":
+                raise RuntimeError(completion.stop_reason)
+            yield output, completion
+
+
+def by_text(found: dict[int, Any]) -> dict[str, float]:
+    """Returns OpenAI's `top_logprobs` of a completion, the likeliest first.
+
+    Several tokens can have the same text, such as parts of characters, which have none. The first
+    of them has the text as its name, and the others have vLLM's name of a token: token_id:5.
+    """
+    named: dict[str, float] = {}
+    for token_id, each in sorted(found.items(), key=lambda item: item[1].rank):
+        text = each.decoded_token or ""
+        named[f"token_id:{token_id}" if text in named else text] = number_of(each)
+    return named
+
+
+def chat_logprob(token_id: int, found: Any, count: int | None) -> dict[str, Any]:
+    """Returns OpenAI's entry for a token of a chat, with the likeliest tokens in its place."""
+    likeliest = sorted(found.values(), key=lambda each: each.rank)
+    top = [described(each) for each in likeliest if count == -1 or each.rank <= (count or 0)]
+    return described(found[token_id]) | {"top_logprobs": top}
+
+
+def described(logprob: Any) -> dict[str, Any]:
+    text = logprob.decoded_token or ""
+    return {"token": text, "logprob": number_of(logprob), "bytes": list(text.encode())}
+
+
+def number_of(logprob: Any) -> float:
+    """Returns a log-probability; JSON has no infinity, so it is -9999 as in vLLM."""
+    return max(logprob.logprob, -9999.0)
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+def object_of(data: bytes) -> dict[str, Any]:
+    """Returns the object that a text of JSON describes. Raises ValueError."""
+    with naming("JSON"):
+        row = json.loads(data, parse_float=finite, parse_constant=finite)
+    if not isinstance(row, dict):
+        raise ValueError("JSON must be an object here")
+    return row
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """Returns what the flag --options says."""
+    with naming("--options"):
+        return object_of(text.encode(errors="replace"))
+
+
+def finite(text: str) -> float:
+    """Returns the number in a text. Raises an error for what cannot be written as JSON: 1e999."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number of JSON, or too large")
+    return number
+
+
+def with_text(prompt: Any, tokenizer: Any) -> dict[str, Any]:
+    """Returns a prompt as its text and its token ids."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "prompt_token_ids": tokenizer.encode(prompt, verbose=False)}
+    return {"prompt": tokenizer.decode(prompt), "prompt_token_ids": prompt}
+
+
+def flag_of(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if value not in (False, True):
+        raise ValueError(f"{name} must be true or false")
+    return value
+
+
+def check_tools(body: dict[str, Any]) -> None:
+    """Raises ValueError for tools that are not OpenAI's, and for a choice among no tools."""
+    tools = body.get("tools", [])
+    if not isinstance(tools, list) or not all(
+            isinstance(tool, dict) and tool.get("type") == "function" for tool in tools):
+        raise ValueError('tools must be a list of {"type": "function", "function": …}')
+    choice = body.get("tool_choice", "none")
+    if choice != "none" and (choice != "auto" or not tools):
+        raise ValueError(f"tool_choice={choice!r} is not supported: it must be 'none', or 'auto' "
+                         "with tools")
+
+
+def grammar_of(response_format: Any) -> dict[str, Any] | None:
+    """Returns OpenAI's `response_format` as `SamplingParams.structured_outputs`."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json": {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json": schema}
+    raise ValueError(f"response_format={response_format!r} is not supported")

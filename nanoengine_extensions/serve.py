@@ -1,0 +1,283 @@
+"""A server with OpenAI's API: completions and chats, whole or as streams.
+
+    python -m nanoengine serve --model Qwen/Qwen3-0.6B --port 8000
+
+It uses Starlette and uvicorn, which are small, well kept and common. FastAPI would add checks of
+the parameters, which `SamplingParams` makes already. openai_format.py knows the format. The name of
+the model is not looked at. `/health` answers, and `/metrics` counts, without a key. Errors have
+OpenAI's error object, and a status:
+
+    400  for bad input or an unsupported parameter, which `param` names
+    401  for a call without the key of --api-key
+    413  for a body of more than --max-body bytes
+    429  for more completions at once than `max_num_seqs` and --max-waiting together
+    500  if the engine cannot go on, for example for lack of memory
+    503  if the server ends and the call is not done after --graceful-timeout
+    504  if a call takes longer than --timeout; a header asks clients not to repeat it
+
+In a stream that has begun, an error is the last event, in place of [DONE]. A client that leaves
+frees its requests at once. For a client that does not read, only the newest texts are kept.
+"""
+
+import argparse
+import asyncio
+import hmac
+import json
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from typing import Any
+
+from nanoengine import LLM
+from nanoengine.features import extension, naming, rejected
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError as error:
+    raise ValueError(f"serve needs Starlette and uvicorn ({error}): "
+                     'pip install "nanoengine[serve]"') from error
+
+openai = extension("openai_format", "serve")
+asynchronous = extension("async_llm", "serve")
+
+
+class Server:
+    """Answers calls with one engine. most: the completions that it takes at once."""
+
+    def __init__(self, llm: LLM, flags: argparse.Namespace) -> None:
+        self.llm = llm
+        self.flags = flags
+        self.engine = asynchronous.AsyncLLM(llm)
+        self.most = llm.config.max_num_seqs + flags.max_waiting
+
+    def app(self) -> Starlette:
+        routes = [Route("/health", lambda _: Response()), Route("/metrics", self.metrics),
+                  Route("/v1/models", self.models)]
+        routes += [Route(url, self.answer, methods=["POST"]) for url in openai.KNOWN]
+        handlers = dict.fromkeys((HTTPException, ValueError, ClientDisconnect, Exception), failed)
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    def check_key(self, http: Request) -> None:
+        scheme, _, given = http.headers.get("authorization", "").partition(" ")
+        # Starlette reads bytes as latin-1
+        is_right = hmac.compare_digest(given.encode("latin-1"), (self.flags.api_key or "").encode())
+        if self.flags.api_key and not (is_right and scheme.lower() == "bearer"):
+            raise HTTPException(401, "Incorrect API key provided: send it as a bearer token",
+                                {"www-authenticate": "Bearer"})
+
+    async def models(self, http: Request) -> Response:
+        self.check_key(http)
+        model = {"id": self.flags.model, "object": "model", "created": 0, "owned_by": "nanoengine"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def metrics(self, http: Request) -> Response:
+        text = extension("prometheus", "/metrics").as_text(self.llm.metrics(), self.flags.model)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    def read(self, body: Any, data: bytes) -> None:
+        """Reads the body of a call, and tokenizes. Raises ValueError."""
+        found = openai.object_of(data)
+        if found.get("chat_template") is not None:
+            raise ValueError("chat_template is not supported: it would be a program of a client")
+        body.read(found, self.llm)
+        if body.num_completions > self.most:
+            raise ValueError(
+                f"n={body.params.n} for {len(body.prompts)} prompts is not accepted: it must be at "
+                f"most {self.most} completions together")
+        encode = self.llm.get_tokenizer().encode
+        with naming("prompt"):
+            body.prompts = [encode(each, verbose=False) if isinstance(each, str) else each
+                            for each in body.prompts]
+
+    def add(self, body: Any) -> list[Any]:
+        """Queues the requests of a call, if there is room, in the engine's thread."""
+        num_open = sum(len(each.seqs) for each in self.llm.active.values())
+        if num_open + body.num_completions > self.most:
+            raise HTTPException(429, f"at most {self.most} completions", {"retry-after": "1"})
+        return self.llm.add(body.prompts, body.params)
+
+    async def answer(self, http: Request) -> Response:
+        """Answers a call for a completion or a chat."""
+        body = openai.Body(http.url.path, str(time.time_ns()))
+        try:
+            try:
+                self.check_key(http)
+                data = await self.body_of(http)
+            except HTTPException as error:
+                return refused(http, await failed(http, error))
+            await asyncio.to_thread(self.read, body, data)
+            outputs = self.outputs(http, body)
+            await anext(outputs)
+            if body.streams:
+                return Stream(self.events(body, outputs), media_type="text/event-stream")
+            return JSONResponse(
+                body.response([each async for each in outputs], self.flags.model))
+        except asyncio.CancelledError as error:
+            return await failed(http, error)
+
+    async def body_of(self, http: Request) -> bytes:
+        data = bytearray()
+        async for part in http.stream():
+            data += part
+            if len(data) > self.flags.max_body:
+                raise HTTPException(413, f"a body has at most {self.flags.max_body} bytes")
+        return bytes(data)
+
+    async def outputs(self, http: Request, body: Any) -> AsyncIterator[Any]:
+        """Yields None once the requests of a call are queued, and then their outputs.
+
+        At the end, however it comes, the requests are freed. Raises the error of the call.
+        """
+        late = HTTPException(504, "the time limit is over", {"x-should-retry": "false"})
+        call = asynchronous.Call(self.engine, lambda: self.add(body), not body.streams)
+        # the body was read: the next message is that the client has left; the error goes nowhere
+        left = asyncio.ensure_future(http.receive())
+        ended = asyncio.ensure_future(asyncio.wait([left], timeout=self.flags.timeout))
+        ended.add_done_callback(lambda _: call.end(late))
+        try:
+            await call.queue()
+            yield None
+            async for output in call.outputs():
+                yield output
+        finally:
+            # ends the call
+            left.cancel()
+
+    async def events(self, body: Any, outputs: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        """Yields what is new in the outputs, as server-sent events."""
+        # what they have in common is written once
+        begin = f"data: {json.dumps(body.head(self.flags.model))[:-1]}, "
+        stream = News(body)
+        try:
+            async for output in outputs:
+                for choice in stream.choices(output):
+                    event = f'{begin}"choices": [{json.dumps(choice)}], "usage": null}}\n\n'
+                    yield event.encode()
+            if body.with_usage:
+                usage = json.dumps(body.usage([*stream.last.values()]))
+                yield f'{begin}"choices": [], "usage": {usage}}}\n\n'.encode()
+            yield b"data: [DONE]\n\n"
+        except (Exception, asyncio.CancelledError) as error:
+            yield b"data: %b\n\n" % bytes((await failed(None, error)).body)
+
+
+class News:
+    """What is new in the outputs of a stream.
+
+    last: the newest output of each prompt. sent: what the client has had of each choice:
+    characters, tokens, its finish_reason.
+    """
+
+    def __init__(self, body: Any) -> None:
+        self.body = body
+        self.last: dict[int, Any] = {}
+        self.sent: dict[int, tuple[int, int, str | None]] = {}
+
+    def choices(self, output: Any) -> Iterator[dict[str, Any]]:
+        """Yields what is new in each choice, in OpenAI's format."""
+        self.last[output.index] = output
+        for _, completion in openai.pairs_of([output]):
+            text, tokens = self.body.content(output, completion)
+            index = self.body.index(output, completion)
+            num_characters, num_tokens, _ = before = self.sent.get(index, (0, 0, None))
+            now = len(text), len(tokens), completion.finish_reason
+            if now == before:
+                continue
+            content: dict[str, Any] = {"text": text[num_characters:]}
+            if self.body.url == openai.CHAT:
+                role = {} if index in self.sent else {"role": "assistant"}
+                content = {"delta": role | {"content": content["text"]}}
+            self.sent[index] = now
+            yield content | self.body.choice(output, completion, tokens, num_tokens)
+
+
+class Stream(StreamingResponse):
+    """Sends in the task of the call, so that a cancelled one can say so in its last event."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        # cancelled while the client does not read
+        with suppress(asyncio.CancelledError):
+            await self.stream_response(send)
+
+
+def refused(http: Request, answer: Response) -> Response:
+    """Answers before the body has come, but ends after it: many clients read nothing before."""
+    async def parts() -> AsyncIterator[bytes]:
+        yield bytes(answer.body)
+        while (await http.receive()).get("more_body"):
+            pass
+
+    return Stream(parts(), answer.status_code, answer.headers)
+
+
+async def failed(http: Request | None, error: BaseException) -> Response:
+    """Answers with an error. The message of a ValueError begins with the parameter."""
+    if isinstance(error, asyncio.CancelledError):
+        error = HTTPException(503, "the server ends")
+    text = getattr(error, "detail", str(error)).encode(errors="replace").decode()
+    status = getattr(error, "status_code", 400 if isinstance(error, ValueError) else 500)
+    prompts = "messages" if http and http.url.path == openai.CHAT else "prompt"
+    found = re.match("[a-z_]*", text) if status == 400 else None
+    name = found[0].replace("prompts", prompts) if found else ""
+    content = {"message": text, "type": "invalid_request_error" if status < 500 else "server_error",
+               "param": name or None, "code": "invalid_api_key" if status == 401 else None}
+    return JSONResponse({"error": content}, status, getattr(error, "headers", None))
+
+
+def check_flags(flags: argparse.Namespace) -> None:
+    """Raises ValueError for a limit out of range, an empty key, and an address that no server can
+    have."""
+    limits = {"max_waiting": 0, "max_body": 1, "timeout": 0, "graceful_timeout": 0}
+    for name, least in limits.items():
+        value = getattr(flags, name)
+        if not value >= least:
+            raise rejected(f"--{name.replace('_', '-')}", value, f"at least {least}")
+    if flags.api_key == "":
+        raise rejected("--api-key", "", "a text, or left out")
+    family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
+    with socket.socket(family) as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((flags.host, flags.port))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"--host {flags.host} --port {flags.port} cannot be used ({error}): "
+                             "choose another one") from error
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Serves one model until Ctrl-C or SIGTERM."""
+    parser = argparse.ArgumentParser("python -m nanoengine serve",
+                                     description="serves a model with OpenAI's API")
+    parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--api-key", help="what clients have to send as a bearer token")
+    parser.add_argument("--max-waiting", type=int, default=256, help="beyond max_num_seqs")
+    parser.add_argument("--max-body", type=int, default=2**20, help="bytes of a call")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for a call")
+    parser.add_argument("--graceful-timeout", type=float, default=25,
+                        help="seconds for open calls when the server ends")
+    parser.add_argument("--options", default="{}", metavar="JSON",
+                        help="""keywords of LLM: '{"max_num_seqs": 64}'""")
+    flags = parser.parse_args(arguments)
+    try:
+        # before the model is loaded
+        check_flags(flags)
+        with LLM(flags.model, **openai.options_of(flags.options)) as llm:
+            # a page that is written has its memory: so the server does not grow later
+            llm.engine.runner.blocks.add_(0)
+            uvicorn.run(Server(llm, flags).app(), host=flags.host, port=flags.port,
+                        timeout_graceful_shutdown=flags.graceful_timeout)
+    except ValueError as error:
+        parser.error(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()

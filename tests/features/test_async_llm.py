@@ -1,0 +1,221 @@
+"""Streams in asyncio have the texts of `generate`; a task that leaves frees its requests."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from conftest import check_idle
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.requests import Request
+from nanoengine_extensions import async_llm
+from nanoengine_extensions.async_llm import AsyncLLM
+
+pytestmark = pytest.mark.needs("metrics", "strict", "texts")
+LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(bundled):
+    """With few places."""
+    with LLM(bundled, dtype="float32", max_num_seqs=4, num_kv_blocks=256) as llm:
+        yield llm
+
+
+@pytest.fixture
+def engine(llm):
+    engine = AsyncLLM(llm)
+    yield engine
+    engine.close()
+    check_idle(llm)
+
+
+async def until(condition) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it has not happened")
+
+
+def expected_of(llm, prompts: list, params) -> list:
+    return [[[each.text for each in output.outputs] for output in
+             llm.generate(pair, params, use_tqdm=False)] for pair in prompts]
+
+
+@pytest.mark.parametrize("most", [10**9, 30])
+def test_streams(engine, llm, monkeypatch, most):
+    """More streams than places: parts grow; where outputs are too many, they have more tokens."""
+    monkeypatch.setattr(async_llm, "MOST_OUTPUTS", most)
+    prompts = [[f"Once {number}", "The fox"] for number in range(6)]
+    params = SamplingParams(max_tokens=20, n=2, seed=5)
+    expected = expected_of(llm, prompts, params)
+    num_outputs = []
+
+    async def ask(pair: list[str]) -> list[list[str]]:
+        texts = [["", ""], ["", ""]]
+        async for output in engine.stream(pair, params):
+            new = [each.text for each in output.outputs]
+            assert all(now.startswith(old) for now, old in zip(new, texts[output.index]))
+            texts[output.index] = new
+            num_outputs.append(output.finished)
+        return texts
+
+    async def ask_all() -> list:
+        return await asyncio.gather(*map(ask, prompts))
+
+    # each loop has its own task for the steps
+    for _ in range(2):
+        assert asyncio.run(ask_all()) == expected
+    assert sum(num_outputs) == 24
+    assert len(num_outputs) > 120 if most == 10**9 else len(num_outputs) < 120
+    assert not engine.calls
+
+
+def test_bad_input(engine, llm):
+    async def ask(prompt, params=None) -> None:
+        async for _ in engine.stream(prompt, params):
+            pass
+
+    for prompt in ("", [99999]):
+        with pytest.raises(ValueError, match="prompts"):
+            asyncio.run(ask(prompt))
+    with pytest.raises(ValueError, match="sampling_params="):
+        asyncio.run(ask(["a"], [SamplingParams()] * 2))
+    # nothing to do
+    asyncio.run(ask([]))
+    assert not llm.active
+
+
+def test_a_task_that_leaves(engine, llm):
+    """It frees its requests: in the middle of a step, after an output, or while they wait."""
+    async def ask(n: int, limit: int = 10**9) -> None:
+        count = 0
+        async for _ in engine.stream("Once", dataclasses.replace(LONG, n=n)):
+            count += 1
+            if count == limit:
+                break
+
+    async def main() -> None:
+        # all places are taken, and a second task waits
+        first = asyncio.create_task(ask(4))
+        await until(lambda: llm.metrics()["num_requests_running"] == 4)
+        second = asyncio.create_task(ask(1))
+        await until(lambda: llm.metrics()["num_requests_waiting"] == 1)
+        second.cancel()
+        await until(lambda: len(llm.active) == 1 and not llm.metrics()["num_requests_waiting"])
+        assert not first.done()
+        # the others are served meanwhile
+        first.cancel()
+        await until(lambda: not llm.active)
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await ask(2, limit=5)
+        await until(lambda: not llm.active)
+        # cancelled before anything of it has run
+        third = asyncio.create_task(ask(1))
+        await asyncio.sleep(0)
+        third.cancel()
+        await asyncio.wait([third])
+
+    before = llm.metrics()["generation_tokens"]
+    asyncio.run(main())
+    assert llm.metrics()["generation_tokens"] - before < 4 * 1900
+
+
+def test_a_loop_that_ends_in_the_middle(engine, llm):
+    """Its tasks are cancelled; the next loop goes on."""
+    async def ask(limit: int) -> int:
+        count = 0
+        async for _ in engine.stream("Once", LONG):
+            count += 1
+            if count == limit:
+                asyncio.create_task(ask(10**9))
+                return count
+        return count
+
+    for _ in range(3):
+        assert asyncio.run(ask(4)) == 4
+
+
+def test_a_slow_task_gets_the_newest_output(engine, llm):
+    params = SamplingParams(max_tokens=200, ignore_eos=True, seed=3)
+    (text,), = expected_of(llm, [["Once"]], params)[0],
+
+    async def slow() -> list[str]:
+        texts = []
+        async for output in engine.stream("Once", params):
+            texts.append(output.outputs[0].text)
+            if len(texts) == 2:
+                await until(lambda: not llm.active)
+        return texts
+
+    texts = asyncio.run(slow())
+    assert texts[-1] == text[0] and len(texts) <= 4
+
+
+def test_an_error_of_a_step_reaches_the_tasks(engine, llm, monkeypatch):
+    calls = []
+    step = llm.engine.step
+
+    def broken():
+        calls.append(1)
+        if len(calls) == 9:
+            raise MemoryError("no memory")
+        return step()
+
+    async def ask(prompt: str, count: int) -> str:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        async for output in engine.stream(prompt, params):
+            text = output.outputs[0].text
+        return text
+
+    async def both() -> list:
+        return await asyncio.gather(ask("Once", 300), ask("The", 300), return_exceptions=True)
+
+    monkeypatch.setattr(llm.engine, "step", broken)
+    found = asyncio.run(both())
+    assert len(found) == 2 and all("no memory" in str(each) for each in found)
+    assert asyncio.run(ask("12 + 34 =", 3)) == " 46"
+
+
+def test_an_error_of_an_output_is_that_of_its_task(engine, monkeypatch):
+    make = Request.output
+
+    def output(request):
+        if request.prompt == "bad":
+            raise RuntimeError("it is bad")
+        return make(request)
+
+    async def ask(prompt: str) -> str:
+        params = SamplingParams(temperature=0, max_tokens=20)
+        async for found in engine.stream(prompt, params):
+            text = found.outputs[0].text
+        return text
+
+    async def all_of(*prompts: str) -> list:
+        return await asyncio.gather(*map(ask, prompts), return_exceptions=True)
+
+    monkeypatch.setattr(Request, "output", output)
+    first, bad, second = asyncio.run(all_of("12 + 34 =", "bad", "47 + 85 ="))
+    assert (first, str(bad), second) == (" 46", "it is bad", " 132")
+
+
+def test_beside_other_threads(engine, llm):
+    """Whose steps the tasks share."""
+    params = SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
+    (expected,), = expected_of(llm, [["Once upon"]], params)
+
+    async def ask() -> str:
+        async for output in engine.stream("Once upon", params):
+            text = output.outputs[0].text
+        return text
+
+    async def main() -> list[str]:
+        other = asyncio.to_thread(llm.generate, ["The fox"] * 6, LONG.clone(), use_tqdm=False)
+        beside = asyncio.create_task(other)
+        found = [await ask() for _ in range(3)]
+        await beside
+        return found
+
+    assert asyncio.run(main()) == [expected[0]] * 3

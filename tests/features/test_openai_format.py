@@ -1,0 +1,102 @@
+"""OpenAI's format without a server; test_serve.py and test_batch.py have more."""
+
+import json
+
+import pytest
+
+from nanoengine import SamplingParams
+from nanoengine_extensions.openai_format import (
+    CHAT,
+    COMPLETION,
+    IGNORED,
+    KNOWN,
+    NEUTRAL,
+    Body,
+    by_text,
+    object_of,
+    options_of,
+)
+
+pytestmark = pytest.mark.needs(
+    "chat", "constraints", "generation_config", "logprobs", "strict", "structured_outputs", "texts")
+
+
+def read(llm, body: dict, url: str = COMPLETION) -> Body:
+    found = Body(url, "1")
+    found.read(body, llm)
+    return found
+
+
+def answer(llm, body: dict, url: str = COMPLETION) -> dict:
+    found = read(llm, body, url)
+    outputs = llm.generate(found.prompts, found.params, use_tqdm=False)
+    # they can end in any order
+    return found.response(outputs[::-1], "m")
+
+
+def test_what_has_no_effect_is_accepted(llm):
+    for url, body in ((COMPLETION, {"prompt": "a"}), (CHAT, {"messages": [
+            {"role": "user", "content": "a"}]})):
+        plain = read(llm, body, url)
+        given = dict.fromkeys(IGNORED, "x") | NEUTRAL | dict.fromkeys(KNOWN[url] - body.keys())
+        same = read(llm, given | body, url)
+        assert vars(same) == vars(plain)
+
+
+@pytest.mark.parametrize("is_echo", [False, True])
+def test_several_prompts_in_their_order(llm, is_echo):
+    prompts = ["12 + 34 =", "47 + 85 ="]
+    found = answer(llm, {"prompt": prompts, "temperature": 0, "echo": is_echo})
+    texts = [f"{prompt if is_echo else ''}{text}" for prompt, text in zip(prompts, (" 46", " 132"))]
+    assert [choice["text"] for choice in found["choices"]] == texts
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    assert found["id"] == "cmpl-1" and found["object"] == "text_completion"
+
+
+def test_an_echo_of_token_ids_has_their_text(llm):
+    """Half characters, too: the tokens, joined, are the text."""
+    tokenizer = llm.get_tokenizer()
+    for text in ("a 日本 b", "<|im_start|>a", "x"):
+        ids = tokenizer.encode(text)
+        body = {"echo": True, "max_tokens": 0, "logprobs": 1}
+        for prompt in (text, ids):
+            choice, = answer(llm, body | {"prompt": prompt})["choices"]
+            assert choice["text"] == text and choice["finish_reason"] == "length"
+            logprobs = choice["logprobs"]
+            assert "".join(logprobs["tokens"][1:]) in text
+            assert len({len(each) for each in logprobs.values()}) == 1
+            assert logprobs["token_logprobs"][0] is None is logprobs["top_logprobs"][0]
+            json.dumps(choice, allow_nan=False)
+
+
+def test_an_echo_does_not_change_what_follows(llm):
+    body = {"prompt": "Once upon a time", "seed": 3, "max_tokens": 9, "logprobs": 2}
+    plain, = answer(llm, body)["choices"]
+    echoed, = answer(llm, body | {"echo": True})["choices"]
+    assert echoed["text"] == body["prompt"] + plain["text"]
+    for name, values in plain["logprobs"].items():
+        count = len(values)
+        if name != "text_offset":
+            assert echoed["logprobs"][name][-count:] == values
+    assert echoed["logprobs"]["text_offset"][-1] == len(
+        "".join(echoed["logprobs"]["tokens"][:-1]))
+
+
+def test_names_of_likeliest_tokens(llm):
+    params = SamplingParams(temperature=0, logprobs=-1, max_tokens=1)
+    output, = llm.generate("日", params, use_tqdm=False)
+    found, = output.outputs[0].logprobs
+    named = by_text(found)
+    assert len(named) == len(found)
+    names = [each.decoded_token for each in sorted(found.values(), key=lambda each: each.rank)]
+    assert [*named][0] == names[0] == output.outputs[0].text
+    assert len({*names}) + sum(name.startswith("token_id:") for name in named) == len(named)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", "{", '{"a": NaN}', '{"a": 1e999}', "null"])
+def test_what_is_no_object(text):
+    with pytest.raises(ValueError, match="JSON"):
+        object_of(text.encode())
+    with pytest.raises(ValueError, match="^--options: JSON"):
+        options_of(text)
+    assert options_of('{"max_num_seqs": 4}') == {"max_num_seqs": 4}
