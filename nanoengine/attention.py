@@ -45,8 +45,8 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     for seq, length in enumerate(step.lengths.tolist()):
         gathered = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length]
         keys, values = gathered.transpose(1, 2)
-        # 256 queries at a time: the weights of all queries for all keys would be a huge float32
-        # tensor
+        # in pieces of 256 queries, since the weights of all queries at once would be a huge
+        # float32 tensor
         for first in range(starts[seq], starts[seq + 1], 256):
             rows = slice(first, min(first + 256, starts[seq + 1]))
             ages = step.positions[rows, None] - torch.arange(length, device=query.device)
@@ -76,14 +76,14 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
         query, *cache, step.query_starts[count:], step.key_starts[count:], step.longest_query,
         step.longest_keys, block_table=step.block_tables[count:], **options)
     if count:
-        # the rows of decodes, which it has not written
+        # the kernel above has not written the rows of decodes
         out[:count] = decoded
     return out
 
 
 def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
-    """Whether `flash_attention` works: the package can be absent, it can be built for another
-    PyTorch, or it is flash-attn 4, which has other functions."""
+    """Whether `flash_attention` works. It does not if the package is absent, is built for another
+    PyTorch, or is flash-attn 4, which has other functions."""
     is_possible = device == "cuda" and dtype != torch.float32
     return is_possible and hasattr(optional("flash_attn"), "flash_attn_with_kvcache")
 
@@ -130,7 +130,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
         # adds rows to the table
         extension("backends", f"attention_backend={name!r}")
     ranked = sorted(BACKENDS, key=lambda each: -BACKENDS[each].rank)
-    # "auto" asks one after the other, up to the first that works
+    # "auto" tries one after the other, and takes the first that works
     asked = ranked if name == "auto" else BACKENDS.keys() & {name}
     chosen = next((each for each in asked if BACKENDS[each].works(device, dtype)), "")
     if not chosen:

@@ -59,7 +59,7 @@ class BlockManager:
         self.free = OrderedDict.fromkeys(range(1, self.num_blocks + 1))
         self.hash_of_block: dict[int, BlockHash] = {}
         self.blocks_by_hash: dict[BlockHash, dict[int, None]] = {}
-        # for the next step
+        # the copies that the next step begins with
         self.copies = Copies()
 
     num_free_blocks = property(lambda self: len(self.free))
@@ -142,8 +142,8 @@ class BlockManager:
     def preempt(self, seq: Sequence) -> str:
         """Frees the blocks of a preempted sequence; returns how it will come back.
 
-        "recompute": its tokens are computed again. A subclass swaps them to the host: see
-        nanoengine_extensions/swapping.py.
+        "recompute": its tokens are computed again. The subclass in the extensions' swapping.py
+        copies the blocks to the host.
         """
         self.deallocate(seq)
         return "recompute"

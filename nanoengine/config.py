@@ -34,7 +34,7 @@ class EngineConfig:
     dtype: of weights and KV cache: "bfloat16", "float16" or "float32"; "auto": bfloat16, but
         float32 on a CPU without instructions for bfloat16.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
-    seed: the seeds of requests without one are derived from it; None is 0.
+    seed: a request without a seed gets one that is derived from this; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
         "hf" and "safetensors" read safetensors.
     model_impl: "native": the engine's own model; "transformers": any causal language model of
@@ -46,10 +46,9 @@ class EngineConfig:
     max_num_batched_tokens: the token budget: the most tokens that a step computes; at least
         max_num_seqs. Longer prompts are computed in chunks.
     block_size: the tokens of a block of the KV cache; the prefix cache finds whole blocks only.
-    num_kv_blocks: the blocks of the KV cache. The default on a CPU: as many as max_num_seqs
-        sequences of max_model_len can fill, capped at a quarter of the free memory. On a GPU: what
-        fits into gpu_memory_utilization of its memory after everything else. Without memory.py: 1
-        GiB.
+    num_kv_blocks: the blocks of the KV cache. By default, on a CPU: enough for max_num_seqs
+        sequences of max_model_len, but at most a quarter of the free memory; on a GPU: what
+        gpu_memory_utilization leaves after everything else; without memory.py: 1 GiB.
     gpu_memory_utilization: the share of a GPU's memory that may be in use, other programs
         included. Weights, the largest step and CUDA graphs are measured; the KV cache gets the
         rest.
@@ -81,12 +80,12 @@ class EngineConfig:
     swap_space: GiB of the host's memory for the pool of "swap", for each rank.
     speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
         the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text goes on as it
-        did before; or a function from a `Sequence` to an iterable of token ids. It works only on a
-        CPU, with run_ahead=False. The times of steps decide how much is guessed, but never the
-        tokens.
+        did before. A function from a `Sequence` to token ids guesses in its place. It works only on
+        a CPU, with run_ahead=False. How much is guessed depends on how long steps take; the tokens
+        never do.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
-        to the GPU in each step. If several GPUs share the model, it counts for each GPU. On a CPU
-        only 0 is accepted.
+        to the GPU in each step. With several GPUs, each offloads that much. A CPU accepts only
+        0.
     tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.
     trace: keep a record of each step in `LLM.trace`: see nanoengine_extensions/metrics.py.
     features: your own features, objects of subclasses of `Feature`: see observers.py.

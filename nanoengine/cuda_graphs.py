@@ -2,8 +2,8 @@
 
 Python launches each kernel of a step one by one, and for a small batch this takes longer than the
 kernels themselves. A decode step always launches the same kernels over the same memory; only the
-numbers in its inputs change. So each kind of decode step is recorded once, and then launched as
-one, which is called a replay:
+numbers in its inputs change. So each kind of decode step is recorded once, and then launched with
+one call (a *replay*):
 
     capture   the inputs of a dummy step in a buffer ──▶ embedding, layers, norm ──▶ hidden states
     replay    a step's numbers into that buffer, one launch, hidden states in the same memory
@@ -47,7 +47,7 @@ class CudaGraphs:
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
             for num_keys in widths(size, runner.max_model_len):
-                # dummies of one token: the numbers do not matter, only the width of the tables
+                # dummy sequences of one token; only the width of their tables matters
                 buffer, shape = runner.prepare(padded(Batch(), size), num_keys)
                 step = StepInputs.from_buffer(buffer.to(runner.device), shape)
                 # a first run loads the kernels

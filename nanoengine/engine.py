@@ -1,4 +1,4 @@
-"""`Engine`: a scheduler, a runner, and the one loop that runs steps. It knows tokens, but no text.
+"""`Engine`: a scheduler, a runner, and the one loop that runs steps. It handles tokens, not text.
 
     while engine.has_unfinished():
         sequences_with_a_new_token = engine.step()
@@ -10,8 +10,8 @@ A plain step is three lines:
     scheduler.postprocess(batch, launched.wait())       # the tokens join their sequences
 
 Running ahead keeps a step in flight: step 2 is scheduled and launched before the tokens of step 1
-are waited for, so that the device never waits for the host. To make this possible, step 1 is
-advanced first: its tokens join their sequences as pending tokens, and get their ids later.
+are waited for, so that the device never waits for the host. For that, step 1 is advanced first: its
+tokens join their sequences as pending tokens, whose ids come later.
 
     host     schedule 1  launch 1 │ advance 1  schedule 2  launch 2  collect 1 │ advance 2  sche…
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
@@ -46,8 +46,8 @@ class Engine:
         it to the runner.
 
     Between two steps, a client can call `add` and `finish`, and for sequences that are not in
-    flight the scheduler's `fork` and `preempt`. So an algorithm over several steps, such as beam
-    search, needs nothing else of the engine.
+    flight the scheduler's `fork` and `preempt`. Beam search, an algorithm over several steps,
+    needs no other calls.
     """
 
     def __init__(self, config: EngineConfig, runner: Any, features: Features) -> None:
@@ -57,7 +57,7 @@ class Engine:
         self.scheduler = Scheduler(make_block_manager(config, runner), config)
         if config.speculation != "none":
             self.launcher = extension("speculation").Speculation(config, runner, features)
-            # steps of tokens that are known already come first
+            # steps whose tokens are known already come first
             self.scheduler.fill = self.launcher.around(self.scheduler.fill)
         # a policy can also observe
         if isinstance(self.scheduler.victim, Feature):
@@ -103,10 +103,10 @@ class Engine:
     def _has_to_wait_for(self, batch: Batch) -> bool:
         """Whether the next step is launched only when the tokens of this batch are known.
 
-        An awaited sequence runs only in every second step. If a quarter of the sequences are
-        awaited, a step loses an eighth of its tokens. Waiting for the host costs about as much. The
-        device can look up at most `max_num_seqs` pending tokens; when forks begin, there can be
-        more.
+        An awaited sequence runs in every second step only. If a quarter of the sequences are
+        awaited, steps have an eighth fewer tokens, which costs about as much as waiting for the
+        host. The device can look up at most `max_num_seqs` pending tokens; when forks begin, there
+        can be more.
         """
         num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)
         return 4 * num_awaited >= len(batch) or len(batch.sampled) > self.config.max_num_seqs

@@ -9,8 +9,8 @@ A feature plugs into the engine in one of four ways:
     a slot         takes the place of one part: the block manager, the runner, the weights, …
     a client       uses public calls only: chats, beam search, scores, vLLM's names
 
-`EngineConfig` and `SamplingParams` have the options of all features; `of` names the feature. A
-feature is imported by name, by `extension`, once it is asked for.
+`EngineConfig` and `SamplingParams` have the options of all features; `of` names the feature.
+`extension` imports a feature by its name, when it is asked for.
 
 The engine itself refuses what would hang, silently compute the wrong thing, or fail in the middle
 of a step. The types of all options are checked by nanoengine_extensions/strict.py, if it is there.
@@ -41,8 +41,8 @@ ALWAYS = ("metrics", "texts", "guards", "threads")
 
 @cache
 def optional(module: str) -> Any:
-    """Returns a module that the engine can do without; None if it is absent or cannot be imported.
-    A package that it lacks is named in the log."""
+    """Returns an optional module; None if it is absent or cannot be imported. The log names a
+    package that it lacks."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -52,7 +52,7 @@ def optional(module: str) -> Any:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a feature and its packages are installed. It is imported."""
+    """Whether a feature and its packages are installed; tries to import it."""
     return optional(f"nanoengine_extensions.{name}") is not None
 
 

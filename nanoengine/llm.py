@@ -177,8 +177,8 @@ class LLM(AbstractContextManager):
 
         It first queues them, and yields an empty list. After each step, it yields the result of
         `look`, by default the request itself, for each of them that has new tokens, and raises the
-        error of a request. The requests are freed however this ends. A step of another thread can
-        have brought the tokens; then it runs none.
+        error of a request. The requests are freed however this ends. If a step of another
+        thread has brought the tokens already, this call runs none.
         """
         num_unfinished = len(requests)
         inbox = requests[0].inbox if requests else {}
@@ -245,7 +245,7 @@ class LLM(AbstractContextManager):
             self.engine.reset()
             self.dropped += self.entered.values()
         while self.arrived:
-            # a request is always in one of the two: Ctrl-C in between would lose it otherwise
+            # in this order: after Ctrl-C in between, the request must be in one of the two
             self.entered[self.arrived[0].request_id] = self.arrived[0]
             self.engine.add(self.arrived.popleft().seq)
         # other threads can drop more meanwhile; requests of another engine are ignored
@@ -254,7 +254,7 @@ class LLM(AbstractContextManager):
         if dropped:
             self.engine.abort({request.request_id for request in dropped})
         for request in dropped:
-            # in this order: Ctrl-C in between would lose it otherwise
+            # in this order: after Ctrl-C in between, it must still be known
             request.end(self.error)
             self.entered.pop(request.request_id, None)
         self.error = None

@@ -46,7 +46,7 @@ def load_config(folder: Path, load_format: str = "dummy",
 
     load_format: where the weights come from; "dummy": the folder need not have any.
     model_impl: "native": a family of model.py; "transformers": any, which transformers computes;
-        "auto": the first if the architecture is of one, else the second.
+        "auto": "native" if model.py has the architecture, else "transformers".
     """
     if is_installed("explain"):
         extension("explain").check_folder(folder, ARCHITECTURES, load_format, model_impl)
@@ -91,9 +91,9 @@ def context_length(config: PretrainedConfig) -> int:
         linear            factor * max_position_embeddings
         yarn              factor * original_max_position_embeddings
 
-    For llama3, max_position_embeddings is the length after the scaling. For yarn it can be either,
-    and only counts where the length before the scaling is not given. Without a factor, it is the
-    length after the scaling, as in transformers.
+    For llama3, max_position_embeddings is the length after the scaling. For yarn it can be the
+    length before or after the scaling, and counts only if original_max_position_embeddings is
+    absent. Without a factor, it is the length after the scaling.
     """
     rope = config.rope_parameters
     length = config.max_position_embeddings
@@ -120,8 +120,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 def load_eos(folder: Path, config: PretrainedConfig,
              tokenizer: Tokenizer | None) -> dict[int, int | None]:
-    """Returns every EOS with its `stop_reason`: as in vLLM, the tokenizer's own gives None, and
-    others, of generation_config.json or else of config.json, give their ids."""
+    """Returns every EOS with its `stop_reason`: as in vLLM, None for the tokenizer's own, and
+    the id for those of generation_config.json, or else of config.json."""
     with naming(file := folder / "generation_config.json"):
         given = json.loads(file.read_text()) if file.is_file() else {}
         eos = given.get("eos_token_id")

@@ -25,10 +25,10 @@ from nanoengine.step_inputs import StepInputs
 
 
 class Family(NamedTuple):
-    """In what a family of models differs from the first Llama.
+    """How a family of models differs from the first Llama.
 
     architecture: its class in transformers.
-    heeds: the entries of config.json that change its computation; the others are ignored there.
+    heeds: the entries of config.json that change what it computes.
     qkv_bias: whether the projections to queries, keys and values have biases.
     head_norm: whether each head of queries and keys is normed.
     """

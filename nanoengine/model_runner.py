@@ -42,7 +42,7 @@ class ModelRunner:
     num_kv_blocks: the blocks that can be handed out, block 0 not included.
     block_bytes: the size of K and V of one block in all layers.
     max_model_len: the most tokens of a sequence that the model, the cache and the user allow.
-    host_blocks: a pool on the host, (its blocks, layers, 2, …), for swapping; else without blocks.
+    host_blocks: the pool on the host for swapping, (blocks, layers, 2, …); without it, no blocks.
 
     Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit, and ValueError
     if an explicit max_model_len is more than the model or the cache allows.
@@ -195,8 +195,8 @@ class ModelRunner:
             for feature in self.features.values():
                 feature.drawn(rows, logits, tokens[part])
         # More rows than last_sampled has occur only when forks begin, and then the next step waits
-        # for their tokens. In place of NO_TOKEN, the next step computes token 0. Its sequence has
-        # ended by then, so the result is dropped.
+        # for their tokens. The next step computes token 0 in place of NO_TOKEN; its sequence has
+        # ended, so the result is dropped.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

@@ -27,10 +27,10 @@ class Feature:
     """
 
     def begin(self, engine: Any) -> None:
-        """The `Engine` is complete. A feature that is loaded later, for a request, is not told.
+        """The `Engine` is complete. It is not called for a feature that a later request loads.
 
-        To keep the engine alive would keep its memory: use a weak reference. Raises ValueError for
-        options that it cannot serve."""
+        Keep only a weak reference: a strong one would keep the engine's memory. Raises ValueError
+        for options that it cannot serve."""
 
     def enter(self, seqs: list[Sequence], inputs: Any) -> None:
         """A request is made, of these sequences, in the thread of its caller. A feature that edits
@@ -55,7 +55,10 @@ class Feature:
         """
 
     def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
-        """Tokens are drawn for these rows, from raw logits; on a GPU, they are not there yet."""
+        """The tokens of these rows are drawn. On a GPU, their values are not known yet.
+
+        logits: before any edit
+        """
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         """A step is over; these sequences have a new token, or end with an error."""

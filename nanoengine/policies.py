@@ -2,7 +2,7 @@
 table by name; a function of your own works as well.
 
 nanoengine_extensions/policies.py adds more names to these tables, once one of them is asked for. A
-policy of your own that runs nothing would hang the engine: guards.py there notices.
+policy of your own that never runs a sequence would hang the engine; guards.py raises an error.
 """
 
 from collections.abc import Callable

@@ -92,9 +92,9 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
 # nanoengine_cpu.truncate takes its place: it leaves out tokens early that no row can draw
 def truncate(scores: Tensor, draws: Draws, truncations: set[str], top_ks: list[int],
              library: Kernels = PLAIN) -> tuple[Tensor, Tensor]:
-    """Returns the tokens that some row can still draw, (few,): here all tokens. And their weights,
-    (rows, few): 0 where the token is truncated. The likeliest token is never truncated, nor are
-    greedy rows.
+    """Returns two tensors: the tokens that some row can still draw, (few,), here all of them; and
+    their weights, (rows, few), 0 where a token is truncated. The likeliest token is never
+    truncated, nor are greedy rows.
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
     al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p of the rest,
@@ -102,7 +102,7 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str], top_ks: list[i
     that together reach top_p, including the one that crosses it.
 
     scores: overwritten; truncations: those that some row needs, of "min_p", "top_k" and "top_p";
-    top_ks: of the rows, known without waiting.
+    top_ks: the top_k of each row, on the host.
     """
     tokens = torch.arange(scores.shape[1], device=scores.device)
     if not truncations:

@@ -44,10 +44,10 @@ class Sequence:
     A sequence is waiting while it has no blocks, running while it has some, and finished once it
     has a `finish_reason`.
 
-    token_ids: the prompt, then every generated token. A token that a step in flight still samples
-        is pending: the host does not know its value. It is stored as -1 - row; `row` is its place
-        in `Batch.sampled`. So the next step can already be
-        scheduled and launched; the device looks the token up (`step_inputs.known_ids`).
+    token_ids: the prompt, then every generated token. A pending token, which a step in flight
+        still samples, is stored as -1 - row, where `row` is its place in `Batch.sampled`. So the
+        next step can already be scheduled and launched; the device looks the token up
+        (`step_inputs.known_ids`).
     max_num_tokens: with this many tokens the sequence is finished ("length").
     end_tokens: the token ids that end it, each with its `stop_reason`.
     priority: smaller numbers come first.
