@@ -222,7 +222,8 @@ class PagedAttention(nn.Module):
     """Attention whose keys and values lie in blocks.
 
     It has `head_dim`, `window` (how many keys a query sees; None: all) and its part of the `cache`.
-    `q_norm` and `k_norm` are RMSNorms with one eps, or nn.Identity. In place of:
+    `q_norm` and `k_norm` are RMSNorms with one eps, or nn.Identity. It can have a `soft_cap` and
+    `sinks`, see `paged_attention`; then its `backend` is one that heeds them. In place of:
 
         def forward(self, x, angles, step, rows):
             qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
@@ -246,6 +247,10 @@ class PagedAttention(nn.Module):
         weights = [getattr(norm, "weight", ones).float() for norm in (self.q_norm, self.k_norm)]
         return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)
 
+    @property
+    def options(self: Any) -> dict[str, Any]:
+        return {name: getattr(self, name, None) for name in ("soft_cap", "sinks")}
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         changes.update(all=1)
@@ -262,14 +267,16 @@ class PagedAttention(nn.Module):
         """
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         attended = attention.paged_attention(
-            qkv, *self.head_norms, angles, self.cache, self.window, *tensors_of(step))
+            qkv, *self.head_norms, angles, self.cache, self.window, *tensors_of(step),
+            **self.options)
         return self.o_proj(attended.flatten(1)[rows])
 
     def call(self: Any, *step: int) -> list[int]:
         """The call of the kernel. step: see `step_numbers`"""
         num_queries = self.o_proj.in_features // self.head_dim
         return attention.call_attention(
-            self.cache, num_queries, *self.head_norms, self.window, *step)
+            self.cache, num_queries, *self.head_norms, self.window, *step,
+            **self.options)
 
 
 def tensors_of(step: Any) -> tuple[Tensor, ...]:
