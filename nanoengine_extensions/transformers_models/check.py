@@ -10,6 +10,7 @@ What is computed in another way is refused, and never run.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from nanoengine.step_inputs import StepInputs
 # options of a call that do not make it more than causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
          "output_router_logits", "cache_position", "position_embeddings"}
+# options that do, and that a kernel has
+SOFT = {"softcap", "s_aux"}
 # functions that count, and functions that only move rows of their first argument
 COUNTING = {"arange", "cumsum"}
 MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
@@ -62,8 +65,10 @@ class Recorded(NamedTuple):
     """A call of the attention function, the same in all steps.
 
     query, key, value: (1, heads, tokens, head_dim) of each. scale: of the scores. mask: see `Mask`.
-    window: how many keys a query sees; None for all. is_plain: whether it is causal attention in
-    this window, and nothing else.
+    window: how many keys a query sees; None for all. soft_cap: scores, scaled, become soft_cap *
+    tanh(score / soft_cap); None for none. sinks: (heads,) float32, a further score of each query
+    head, whose weight is dropped; None for none. is_plain: whether it is causal attention in this
+    window with these, and nothing else.
     """
 
     query: torch.Size
@@ -72,6 +77,8 @@ class Recorded(NamedTuple):
     scale: float
     mask: Callable
     window: int | None
+    soft_cap: float | None
+    sinks: Tensor | None
     is_plain: bool
 
 
@@ -93,10 +100,15 @@ def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
             raise NotComputed("its attention is not over all tokens so far, or has its own mask")
         mask = attention_mask.function
         window, is_window = window_of(mask, longest)
-        is_plain = all(options[name] is None for name in options.keys() - PLAIN)
+        is_plain = all(options[name] is None for name in options.keys() - PLAIN - SOFT)
         scale = query.shape[3]**-0.5 if scaling is None else scaling
-        calls.append(Recorded(query.shape, key.shape, value.shape, scale, mask, window,
-                              is_window and is_plain))
+        sinks = options.get("s_aux")
+        sinks = None if sinks is None else sinks.detach().float()
+        call = Recorded(query.shape, key.shape, value.shape, scale, mask, window,
+                        options.get("softcap"), sinks, is_window and is_plain)
+        is_known = call.is_plain and is_computed(
+            call, module, options, query.device)
+        calls.append(call._replace(is_plain=is_known))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     positions = torch.arange(len(token_ids), device=token_ids.device)
@@ -107,6 +119,35 @@ def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
     if watch.has_counted:
         raise NotComputed("it counts positions by itself")
     return calls
+
+
+def eager_of(module: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Returns transformers' own attention function of a module."""
+    return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+
+
+def is_computed(call: Recorded, module: Any, options: dict[str, Any],
+                device: torch.device) -> bool:
+    """Whether a soft cap and sinks mean what `Recorded` says, by attention to random keys."""
+    if call.soft_cap is None and call.sinks is None:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(shape, generator=generator).to(device) for shape in call[:3])
+    # small scores for sinks, large ones for soft caps
+    query *= torch.linspace(0, 50, query.shape[2], device=device)[:, None]
+    # of all keys
+    unmasked = query.new_zeros(1, 1, query.shape[2], query.shape[2])
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * call.scale
+    if call.soft_cap is not None:
+        scores = (scores / call.soft_cap).tanh() * call.soft_cap
+    if call.sinks is not None:
+        sinks = call.sinks[:, None, None].expand_as(scores[0, ..., :1])
+        scores = torch.cat((scores, sinks[None]), dim=3)
+    weights = scores.softmax(3)[..., :key.shape[2]]
+    expected = weights @ value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    found = eager_of(module)(module, query, key, value, unmasked,
+                             scaling=call.scale, **options)[0].transpose(1, 2)
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 class Watch(TorchFunctionMode):

@@ -4,10 +4,12 @@ schedule; and what is refused, each for its reason. `tests/models/compare.py` ru
 import gc
 import json
 import logging
+import math
 import shutil
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +38,7 @@ RUNNING = [
     "deepseek_v2 yarn", "gemma4_text", "granite", "hrm_text", "diffllama", "mimo_v2_flash",
     "gemma3 images", "mistral3 images", "qwen3_vl images", "phi3", "olmo2", "glm4", "gpt2 upcast",
     "llama partial", "llama gelu", "llama4 chunks", "dbrx"]
-IS_SLOW = {"gemma2", "gpt_oss", "mimo_v2_flash", "llama4 chunks"}
+IS_SLOW = {"llama4 chunks"}
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +81,26 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
 def test_tokens_are_those_of_transformers(folder_of, name):
     kind, what = compare.compare(folder_of(name))
     assert (kind, what) == ("right", "slow attention" if name in IS_SLOW else "")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_soft_caps_and_sinks_are_those_of_the_kernel_only_if_they_mean_the_same(
+        folder_of, name, monkeypatch):
+    """Here, the cap is one of unscaled scores, and the sink counts twice."""
+    module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
+    eager = module.eager_attention_forward
+
+    def other(attention, query, key, value, mask, softcap=None, scaling=1.0, **options):
+        if softcap is not None:
+            options["softcap"] = softcap * scaling
+        else:
+            sinks = attention.sinks + math.log(2)
+            attention = SimpleNamespace(
+                sinks=sinks, training=False, num_key_value_groups=attention.num_key_value_groups)
+        return eager(attention, query, key, value, mask, scaling=scaling, **options)
+
+    monkeypatch.setattr(module, "eager_attention_forward", other)
+    assert compare.compare(folder_of(name)) == ("right", "slow attention")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gemma2", "gpt_oss", "dbrx", "deepseek_v3"])
@@ -278,7 +300,7 @@ def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
     (dict(attention_backend="numba"), "attention_backend='numba' is not accepted")])
 def test_options_that_need_an_own_model(folder_of, options, message):
     with pytest.raises(ValueError, match=message):
-        make_llm(folder_of("gemma2"), **options)
+        make_llm(folder_of("llama4 chunks"), **options)
 
 
 def test_a_model_that_does_not_fit(folder_of, tmp_path):
