@@ -29,11 +29,13 @@ lies far from that of the next token, so each head is prefetched a few tokens ah
 
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
-arXiv:2309.06180). Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118), and a
-head can have a sink (Xiao et al., 2023, arXiv:2309.17453): a score of its own, before all keys, that
-takes a weight and has no value. Spans begin at fixed positions, and each sum goes over them in one order: a token
+arXiv:2309.06180). Spans begin at fixed positions, and each sum goes over them in one order: a token
 has the same bits whatever runs beside it, and in however many chunks its prompt came. The plain
 version that the tests compare with is `plain_attention` in `tests/cpu/reference.py`.
+
+Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118). A head can have a sink
+(Xiao et al., 2023, arXiv:2309.17453): a score before all keys, which takes a weight and has no
+value.
 """
 
 import functools
@@ -44,7 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine_cpu.compiling import Program, bits_of_number, compile_kernel, take_tasks
+from nanoengine_cpu.compiling import bits_of_number, compile_kernel, run_call, take_tasks
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
@@ -281,11 +283,11 @@ def find_keys(base, tile, block_tables, window, kv, shape):
 
 
 @inlined()
-def attend(qkv, kv, out, norm, rope, eps, sinks, cap, tile, after, block_tables, window, room, shape,
-           panel):
+def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room, shape, panel):
     """A tile of tokens of one sequence, whose queries for one KV head are the rows.
 
-    sinks: of each query head; empty for none. cap: see `soften`
+    of_heads: (norm, eps, sinks, cap): the norm of queries; a sink of each query head, or none; see
+        `soften`
     tile, after: see `find_tile`; keys of the tile after this one are asked for
     room: for each row a query, the scores of a span, the weighted values so far, and a state, see
         WEIGHTS and MAXIMUM; weights take the place of the scores
@@ -295,6 +297,7 @@ def attend(qkv, kv, out, norm, rope, eps, sinks, cap, tile, after, block_tables,
     """
     begin, end, last, kv_head, _ = tile
     head_dim, width, group_size, _, per_word, unit = shape
+    norm, eps, sinks, cap = of_heads
     rows, vectors, _, is_tiled = panel
     begin_tiles(TILE_SIZES[min(rows, LANES)])
     keys, values = kv[0], kv[1]
@@ -437,7 +440,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
         kv = array_at(kv_at, (2, blocks, kv_heads, block_words), np.uint32)
         out = array_at(out_at, (tokens, heads, head_dim), uint)
         norms = array_at(norms_at, (2, head_dim), np.float32)
-        sinks = array_at(sinks_at, heads if sinks_at else 0, np.float32)
+        of_heads = norms[0], eps, array_at(sinks_at, heads if sinks_at else 0, np.float32), cap
         rope = array_at(rope_at, (2, tokens, head_dim // 2), np.float32)
         slot_mapping = array_at(slots_at, tokens, np.int64)
         block_tables = array_at(tables_at, (sequences, table_width), np.int32)
@@ -478,11 +481,11 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
             after = find_tile(min(task + 1, tasks - 1), starts, tiles, positions, sequence_of_token)
             room = stack(scratch_size)
             if tile[1] - tile[0] == 1:
-                attend(qkv, kv, out, norms[0], rope, eps, sinks, cap, tile, after, block_tables,
-                       window, room, shape, decode_panel)
+                attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room,
+                       shape, decode_panel)
             else:
-                attend(qkv, kv, out, norms[0], rope, eps, sinks, cap, tile, after, block_tables,
-                       window, room, shape, panel)
+                attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room,
+                       shape, panel)
 
     return compile_kernel(kernel, phases=2)
 
@@ -512,9 +515,9 @@ def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cach
     addresses, and can't check what lies there.
     """
     out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * cache.shape[3], qkv.shape[2])
-    Program(call_attention(
+    run_call(call_attention(
         cache, out.shape[1], norms, eps, window, *step_numbers(qkv, out, angles, *step),
-        soft_cap=soft_cap, sinks=sinks)).run()
+        soft_cap=soft_cap, sinks=sinks))
     return out
 
 

@@ -22,6 +22,7 @@ import functools
 import gc
 import logging
 import zlib
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,14 @@ class Program:
         self.numbers[self.places] = np.array(arguments, np.int64)[self.which]
         threads = get_num_threads()
         run_calls(threads > 1)(self.at, self.at + self.numbers.nbytes, threads)
+
+
+def run_call(call: list[int]) -> None:
+    """Runs one call, once."""
+    numbers = array("q", call)
+    at, count = numbers.buffer_info()
+    threads = get_num_threads()
+    run_calls(threads > 1)(at, at + count * 8, threads)
 
 
 def bits_of_number(number: float) -> int:

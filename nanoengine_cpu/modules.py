@@ -11,7 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn.modules import module as torch_modules
 
 from nanoengine_cpu import attention, products
-from nanoengine_cpu.compiling import Program, bits_of_number, warn_once
+from nanoengine_cpu.compiling import Program, bits_of_number, run_call, warn_once
 from nanoengine_cpu.known import has_code_of
 from nanoengine_cpu.memory import limit_threads
 
@@ -21,15 +21,16 @@ torch_modules.register_module_parameter_registration_hook(lambda *_: changes.upd
 torch_modules.register_module_module_registration_hook(lambda *_: changes.update(all=1))
 
 
-def optimize(model: nn.Module, has_attention: bool = True) -> bool:
+def optimize(model: nn.Module, has_attention: bool = True, has_norms: bool = False) -> bool:
     """Gives modules that it knows a class of its own; all else that they have stays.
 
         nn.Linear, or a class with its forward
         an MLP, see `GatedMLP`
+        an nn.RMSNorm, if has_norms, see `RowNorm`
         attention, see `PagedAttention`
         a decoder, see `Layers`
 
-    The last three are known by the code of their forward, which the docstrings show (known.py).
+    The others are known by the code of their forward, which the docstrings show (known.py).
     A module with other code keeps its own forward, and the linears in it are fast. If one attention
     of a model does, all do, since they share a cache. The kernel of attention norms heads itself:
     hooks of their norms do not run.
@@ -38,6 +39,7 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
     that are written into a weight or a bias later do not.
 
     has_attention: False for a cache that `empty_cache` has not made
+    has_norms: False for norms that stay PyTorch's, to the last bit, where no `Layers` has them
 
     Returns whether a row has the same bits whatever rows are beside it: if all weights are packed,
     and all MLPs, attention and decoders are known.
@@ -45,8 +47,8 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
     limit_threads()
     has_attention = has_attention and knows_attention(model)
     for module in [*model.modules()]:
-        kind = kind_of(module)
-        if kind in (PackedLinear, GatedMLP) or (kind and has_attention):
+        kind = RowNorm if has_norms and is_rms_norm(module) else kind_of(module)
+        if kind in (PackedLinear, GatedMLP, RowNorm) or (kind and has_attention):
             own = type(module)
             module.__class__ = type(own.__name__, (kind, own), {})
         if kind is GatedMLP and kind_of(module.gate_up_proj) is PackedLinear:
@@ -182,7 +184,7 @@ class PackedLinear(nn.Linear):
         rows = x.reshape(-1, self.in_features)
         rows = F.pad(rows, (0, self.padding)) if self.padding else rows.contiguous()
         out = rows.new_empty(len(rows), self.out_features // self.halves)
-        Program(self.call(rows.data_ptr(), 0, out.data_ptr(), len(rows))).run()
+        run_call(self.call(rows.data_ptr(), 0, out.data_ptr(), len(rows)))
         return out.view(*x.shape[:-1], out.shape[1])
 
     def call(self: Any, x: int, residual: int, out: int, rows: int, norm: Any = None) -> list[int]:
@@ -196,6 +198,21 @@ class PackedLinear(nn.Linear):
             norm_at, packed.data_ptr(), self.packed_bias.data_ptr(), packed.shape[1],
             self.out_features // self.halves, self.halves, bits_of_number(eps), x, residual, out,
             rows)
+
+
+class RowNorm(nn.Module):
+    """In place of an nn.RMSNorm, see `is_rms_norm`. Its weight can be float32 in any model."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = self.weight
+        if (not {x.dtype, weight.dtype} <= products.BLOCKS.keys() or x.device.type != "cpu"
+                or torch.is_grad_enabled() or x.shape[-1:] != weight.shape):
+            return super().forward(x)
+        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        run_call(products.norm(x.dtype, weight.dtype)(
+            weight.data_ptr(), bits_of_number(self.eps), len(weight), x.data_ptr(),
+            out.data_ptr(), x.numel() // len(weight)))
+        return out
 
 
 class GatedMLP(nn.Module):

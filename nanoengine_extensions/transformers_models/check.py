@@ -18,13 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
 from nanoengine.features import logger
+from nanoengine.model import RMSNorm
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
+from nanoengine_extensions.transformers_models.modules import (
+    GatedMLP, InFloat32, exchange, fast_modules, given_inputs)
 
 # options of a call that do not make it more than causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
@@ -34,9 +37,6 @@ SOFT = {"softcap", "s_aux"}
 # functions that count, and functions that only move rows of their first argument
 COUNTING = {"arange", "cumsum"}
 MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
-# functions that look at a tensor, or at a part of it: `each.dtype` is a `__get__`
-VIEWING = {"__get__", "__getitem__", "transpose", "unbind", "chunk", "split", "view", "t"}
-HALVES = (torch.half, torch.bfloat16)
 # by how much logits may differ, relative to their norm: in float32, and in the engine's dtype, in
 # which a right model can choose another expert
 MOST_IN_FLOAT32, MOST = 1e-3, 0.5
@@ -218,7 +218,8 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     with InFloat32():
         wanted = causal(input_ids=ids, use_cache=False).logits
         causal.set_attn_implementation("nanoengine")
-        calls = record(model, ids.flatten()[:NUM_RECORDED], described.max_position_embeddings)
+        with given_inputs(model.layers) as inputs:
+            calls = record(model, ids.flatten()[:NUM_RECORDED], described.max_position_embeddings)
         check_windows(model, calls, described.max_position_embeddings)
         kv_heads = math.lcm(*(call.key[1] for call in calls))
         head_dim = max(max(call.key[3], call.value[3]) for call in calls)
@@ -228,9 +229,20 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
             num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
         model.calls.extend((plain if call.is_plain else other)(call, kv_heads, head_dim)
                            for call in calls)
-        compare(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
-    linears = [each for each in causal.modules() if type(each) is nn.Linear]
-    runner.kernels.optimize(nn.ModuleList(linears), has_attention=False)
+    others = fast_modules(inputs, runner.dtype)
+    inputs.clear()
+    exchange(causal, others)
+    exactly = runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32
+    with InFloat32():
+        try:
+            compare(*exactly)
+        except Exception as error:
+            logger.info(f"transformers' own modules stay, since without them: {error}")
+            exchange(causal, {new: old for old, new in others.items()})
+            compare(*exactly)
+    others.clear()
+    fast = [each for each in causal.modules() if type(each) in (nn.Linear, GatedMLP, RMSNorm)]
+    runner.kernels.optimize(nn.ModuleList(fast), has_attention=False, has_norms=True)
     backend = runner.backend
     # the choice that the runner makes afterwards, too
     if BACKENDS[backend].attend is None and not runner.kernels.knows_attention(model):
@@ -251,22 +263,6 @@ def check_windows(model: Any, calls: list[Recorded], longest: int) -> None:
         if window < longest and window not in windows and longest not in windows:
             raise NotComputed(f"transformers contradicts itself: its cache keeps {window} tokens, "
                               "its attention sees all")
-
-
-class InFloat32(TorchFunctionMode):
-    """Lets a model compute in float32: each function gets weights that are converted for it."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in VIEWING:
-            result = function(*args, **(kwargs or {}))
-            return torch.float32 if any(result is each for each in HALVES) else result
-        args, kwargs = tree_map(widened, (args, kwargs or {}))
-        return tree_map(widened, function(*args, **kwargs))
-
-
-def widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
 
 
 def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
