@@ -505,25 +505,25 @@ def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cach
     angles: (2, T, head_dim / 2), cos and sin, float32
     cache: of a layer, from `empty_cache`; K and V are written to it
     window: how many keys a token sees; None for all
-    step: slot_mapping (T,) int64; block_tables (sequences, width), sequence_of_token (T,) and
-        positions (T,) int32
     soft_cap: scores, scaled, become soft_cap * tanh(score / soft_cap); None for none. There is a
         kernel for each
     sinks: (heads,) float32: e^sink is one more weight of a head's softmax; None for none
+    step: slot_mapping (T,) int64; block_tables (sequences, width), sequence_of_token (T,) and
+        positions (T,) int32
 
     Returns (T, heads, head_dim). All tensors except the cache must be contiguous: the kernel gets
     addresses, and can't check what lies there.
     """
     out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * cache.shape[3], qkv.shape[2])
     run_call(call_attention(
-        cache, out.shape[1], norms, eps, window, *step_numbers(qkv, out, angles, *step),
-        soft_cap=soft_cap, sinks=sinks))
+        cache, out.shape[1], norms, eps, window, soft_cap, sinks,
+        *step_numbers(qkv, out, angles, *step)))
     return out
 
 
 def call_attention(cache: Tensor, num_queries: int, norms: Tensor, eps: float,
-                   window: int | None, *step: int, soft_cap: float | None,
-                   sinks: Tensor | None) -> list[int]:
+                   window: int | None, soft_cap: float | None, sinks: Tensor | None,
+                   *step: int) -> list[int]:
     """The call of the kernel. step: see `step_numbers`"""
     _, num_blocks, block_size, kv_heads, _ = cache.shape
     kernel = make_kernel(

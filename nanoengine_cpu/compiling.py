@@ -177,6 +177,7 @@ def run_call(call: list[int]) -> None:
     run_calls(threads > 1)(at, at + count * 8, threads)
 
 
+@functools.lru_cache
 def bits_of_number(number: float) -> int:
     """The bits of a float32 number, as kernels take it."""
     return int(np.float32(number).view(np.int32))

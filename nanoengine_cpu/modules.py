@@ -183,8 +183,9 @@ class PackedLinear(nn.Linear):
         """The product, or SwiGLU of it: (…, in_features) to (…, out_features / halves)."""
         rows = x.reshape(-1, self.in_features)
         rows = F.pad(rows, (0, self.padding)) if self.padding else rows.contiguous()
-        out = rows.new_empty(len(rows), self.out_features // self.halves)
-        run_call(self.call(rows.data_ptr(), 0, out.data_ptr(), len(rows)))
+        count = rows.shape[0]
+        out = rows.new_empty(count, self.out_features // self.halves)
+        run_call(self.call(rows.data_ptr(), 0, out.data_ptr(), count))
         return out.view(*x.shape[:-1], out.shape[1])
 
     def call(self: Any, x: int, residual: int, out: int, rows: int, norm: Any = None) -> list[int]:
@@ -205,13 +206,13 @@ class RowNorm(nn.Module):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
-        if (not {x.dtype, weight.dtype} <= products.BLOCKS.keys() or x.device.type != "cpu"
-                or torch.is_grad_enabled() or x.shape[-1:] != weight.shape):
+        size = x.shape[-1]
+        if (x.dtype not in products.BLOCKS or weight.dtype not in products.BLOCKS or not x.is_cpu
+                or torch.is_grad_enabled() or (size,) != weight.shape):
             return super().forward(x)
-        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = x.clone(memory_format=torch.contiguous_format)
         run_call(products.norm(x.dtype, weight.dtype)(
-            weight.data_ptr(), bits_of_number(self.eps), len(weight), x.data_ptr(),
-            out.data_ptr(), x.numel() // len(weight)))
+            weight.data_ptr(), bits_of_number(self.eps), size, out.data_ptr(), x.numel() // size))
         return out
 
 
@@ -240,7 +241,7 @@ class PagedAttention(nn.Module):
 
     It has `head_dim`, `window` (how many keys a query sees; None: all) and its part of the `cache`.
     `q_norm` and `k_norm` are RMSNorms with one eps, or nn.Identity. It can have a `soft_cap` and
-    `sinks`, see `paged_attention`; then its `backend` is one that heeds them. In place of:
+    `sinks`, see `paged_attention`, if its `backend` heeds them, too. In place of:
 
         def forward(self, x, angles, step, rows):
             qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
@@ -257,16 +258,14 @@ class PagedAttention(nn.Module):
                              ).to(x.dtype)
     """
 
+    soft_cap = sinks = None
+
     @cached_property
     def head_norms(self: Any) -> tuple[Tensor, float]:
         """Weights and eps. They are kept, since calls have the address."""
         ones = torch.ones(self.head_dim, dtype=torch.float32, device="cpu")
         weights = [getattr(norm, "weight", ones).float() for norm in (self.q_norm, self.k_norm)]
         return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)
-
-    @property
-    def options(self: Any) -> dict[str, Any]:
-        return {name: getattr(self, name, None) for name in ("soft_cap", "sinks")}
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -285,15 +284,15 @@ class PagedAttention(nn.Module):
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         attended = attention.paged_attention(
             qkv, *self.head_norms, angles, self.cache, self.window, *tensors_of(step),
-            **self.options)
+            soft_cap=self.soft_cap, sinks=self.sinks)
         return self.o_proj(attended.flatten(1)[rows])
 
     def call(self: Any, *step: int) -> list[int]:
         """The call of the kernel. step: see `step_numbers`"""
         num_queries = self.o_proj.in_features // self.head_dim
         return attention.call_attention(
-            self.cache, num_queries, *self.head_norms, self.window, *step,
-            **self.options)
+            self.cache, num_queries, *self.head_norms, self.window, self.soft_cap, self.sinks,
+            *step)
 
 
 def tensors_of(step: Any) -> tuple[Tensor, ...]:

@@ -229,17 +229,20 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
             num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
         model.calls.extend((plain if call.is_plain else other)(call, kv_heads, head_dim)
                            for call in calls)
-    others = fast_modules(inputs, runner.dtype)
-    inputs.clear()
-    exchange(causal, others)
+    others: dict[nn.Module, nn.Module] = {}
     exactly = runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32
-    with InFloat32():
-        try:
+    try:
+        others |= fast_modules(inputs, runner.dtype)
+        exchange(causal, others)
+        with InFloat32():
             compare(*exactly)
-        except Exception as error:
-            logger.info(f"transformers' own modules stay, since without them: {error}")
-            exchange(causal, {new: old for old, new in others.items()})
+    except Exception as error:
+        logger.info(f"transformers' own modules stay, since with others: {error}")
+        exchange(causal, {new: old for old, new in others.items()})
+        with InFloat32():
             compare(*exactly)
+    # their memory
+    inputs.clear()
     others.clear()
     fast = [each for each in causal.modules() if type(each) in (nn.Linear, GatedMLP, RMSNorm)]
     runner.kernels.optimize(nn.ModuleList(fast), has_attention=False, has_norms=True)

@@ -1,7 +1,7 @@
 """Parts of a model of transformers, as modules that a library of kernels makes fast.
 
     a norm        RMSNorm with a weight of w, or of 1 + w
-    a gated MLP   down(act(gate(x)) * up(x)): gate and up become one product
+    a gated MLP   down(SiLU(gate(x)) * up(x)): gate and up become one product
     linears       with the same input, as queries, keys and values: they become one product
 
 They are known by what they compute, not by their names: each is compared with what takes its place,
@@ -9,21 +9,20 @@ on random inputs, in float32 and in the dtype of the model. What differs stays w
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import permutations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from nanoengine.model import MLP, RMSNorm
 
-ACTIVATIONS = partial(F.gelu, approximate="tanh"), F.gelu, F.relu
+# modules that take the place of others, by these
+Others = dict[nn.Module, nn.Module]
 HALVES = (torch.half, torch.bfloat16)
 # functions that look at a tensor, or at a part of it: `each.dtype` is a `__get__`
 VIEWING = {"__get__", "__getitem__", "transpose", "unbind", "chunk", "split", "view", "t"}
@@ -32,7 +31,7 @@ MOST_ROUNDINGS = 16
 
 
 class GatedMLP(MLP):
-    """The engine's own MLP."""
+    """The engine's own MLP, of linears that there are."""
 
     def __init__(self, gate_up: nn.Linear, down: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -40,49 +39,28 @@ class GatedMLP(MLP):
         self.down_proj = down
 
 
-class OtherMLP(GatedMLP):
-    """With another activation than SiLU."""
-
-    def __init__(self, gate_up: nn.Linear, down: nn.Linear,
-                 activation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(gate_up, down)
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.activation(gate) * up)
-
-
-class Shared(nn.Module):
-    """Linears with the same input. The first one that is called computes all."""
-
-    def __init__(self, linears: list[nn.Linear]) -> None:
-        super().__init__()
-        self.linear = side_by_side(linears)
-        self.sizes = [each.out_features for each in linears]
-        self.x: Tensor | None = None
-        self.parts: dict[int, Tensor] = {}
-
-    def part(self, index: int, x: Tensor) -> Tensor:
-        if x is not self.x or index not in self.parts:
-            self.x = x
-            self.parts = dict(enumerate(self.linear(x).split(self.sizes, dim=-1)))
-        found = self.parts.pop(index)
-        # no step keeps the memory of the one before it
-        self.x = self.x if self.parts else None
-        return found
-
-
 class Part(nn.Module):
-    """In place of one of these linears."""
+    """One of several linears with the same input. The first one that is called computes all.
 
-    def __init__(self, shared: Shared, index: int) -> None:
+    linear: all of them; sizes: of what each returns; kept: the input, and by its index what each
+    linear that was not called yet returns
+    """
+
+    def __init__(self, linear: nn.Linear, sizes: list[int], kept: dict[Any, Tensor],
+                 index: int) -> None:
         super().__init__()
-        self.shared = shared
-        self.index = index
+        self.linear = linear
+        self.state = sizes, kept, index
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shared.part(self.index, x)
+        sizes, kept, index = self.state
+        if kept.get("x") is not x or index not in kept:
+            kept |= {"x": x} | dict(enumerate(self.linear(x).split(sizes, dim=-1)))
+        part = kept.pop(index)
+        # after the last one, nothing is kept until the next step
+        if len(kept) == 1:
+            kept.clear()
+        return part
 
 
 def side_by_side(linears: list[Any]) -> nn.Linear:
@@ -104,13 +82,13 @@ def side_by_side(linears: list[Any]) -> nn.Linear:
 
 
 @contextmanager
-def given_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor | None]]]:
+def given_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[Any]]]:
     """Notes what each module gets in each call: a tensor, or None for anything else."""
-    inputs: dict[nn.Module, list[Tensor | None]] = {}
+    inputs: dict[nn.Module, list[Any]] = defaultdict(list)
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
         is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        inputs.setdefault(module, []).append(args[0] if is_one else None)
+        inputs[module].append(args[0] if is_one else None)
 
     handles = [each.register_forward_pre_hook(note, with_kwargs=True) for each in model.modules()]
     yield inputs
@@ -118,61 +96,50 @@ def given_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor | Non
         handle.remove()
 
 
-def fast_modules(inputs: dict[nn.Module, list[Any]],
-                 dtype: torch.dtype) -> dict[nn.Module, nn.Module]:
-    """Returns what can take the place of modules, by the module. inputs: see `given_inputs`"""
-    found: dict[nn.Module, nn.Module] = {}
-    groups = defaultdict[Any, list[nn.Linear]](list)
+def fast_modules(inputs: dict[nn.Module, list[Any]], dtype: torch.dtype) -> Others:
+    """Returns what can take the place of modules. inputs: see `given_inputs`"""
+    others: Others = {}
+    groups: dict[Any, list[Any]] = defaultdict(list)
     known: set[nn.Module] = set()
     for module, given in inputs.items():
-        if any(x is None for x in given):
+        if module in known or any(x is None for x in given):
             continue
-        if type(module) is nn.Linear and module not in known:
+        if type(module) is nn.Linear:
             groups[(*map(id, given), module.weight.dtype)].append(module)
-        other = next((each for each in candidates(module)
-                      if is_same(each, module, given[0].shape[-1], dtype)), None)
-        if other:
-            found[module] = other
+        size = given[0].shape[-1]
+        same = (each for each in candidates(module) if is_same(each, module, size, dtype))
+        if other := next(same, None):
+            others[module] = other
             known.update(module.modules())
     for linears in groups.values():
         if len(linears) > 1:
-            shared = Shared(linears)
-            found.update((each, Part(shared, i)) for i, each in enumerate(linears))
-    return found
+            sizes, kept = [each.out_features for each in linears], dict[Any, Tensor]()
+            fused = side_by_side(linears)
+            others |= {each: Part(fused, sizes, kept, i) for i, each in enumerate(linears)}
+    return others
 
 
-def candidates(module: Any) -> Iterator[nn.Module]:
-    """Yields modules that may compute the same."""
+def candidates(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields norms and MLPs that may compute the same."""
     weights = [*module.parameters()]
     linears = [each for each in module.children() if type(each) is nn.Linear]
-    num_weights = sum(len([*each.parameters()]) for each in linears)
-    if len(weights) == 1 and weights[0].ndim == 1 and not linears:
+    if [weight.ndim for weight in weights] == [1]:
         yield from norms(module, weights[0])
-    elif len(linears) in (2, 3) and num_weights == len(weights):
-        yield from mlps(linears)
+    elif len(linears) in (2, 3) and {*nn.ModuleList(linears).parameters()} == {*weights}:
+        for *first, down in permutations(linears):
+            sizes = {(each.in_features, len(first) * each.out_features) for each in first}
+            if sizes == {(down.out_features, 2 * down.in_features)}:
+                yield GatedMLP(side_by_side(first) if len(first) > 1 else first[0], down)
 
 
-def norms(module: Any, weight: Tensor) -> Iterator[nn.Module]:
+def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
+    # rows of one number x become x * w / sqrt(x^2 + eps)
+    large, small = (module(torch.full_like(weight, x, dtype=torch.float32)) for x in (1e3, 1e-3))
+    eps = 1e-6 * (float(large.norm() / small.norm()) ** 2 - 1)
     for scale in (weight, 1 + weight.float()):
-        norm = RMSNorm(len(weight), eps_of(module, weight))
+        norm = RMSNorm(len(weight), float(f"{eps:.2g}"))
         norm.weight = nn.Parameter(scale, False)
         yield norm
-
-
-def eps_of(module: Any, weight: Tensor) -> float:
-    """Returns the eps of a norm, which is x * w / sqrt(x^2 + eps) for rows of one number x."""
-    large, small = (module(torch.full_like(weight, x, dtype=torch.float32)) for x in (1e3, 1e-3))
-    ratio = float(large.norm() / small.norm())
-    return float(f"{1e-6 * (ratio**2 - 1):.2g}")
-
-
-def mlps(linears: list[nn.Linear]) -> Iterator[nn.Module]:
-    for *first, down in permutations(linears):
-        sizes = {(each.in_features, len(first) * each.out_features) for each in first}
-        if sizes == {(down.out_features, 2 * down.in_features)}:
-            gate_up = side_by_side(first) if len(first) == 2 else first[0]
-            yield GatedMLP(gate_up, down)
-            yield from (OtherMLP(gate_up, down, each) for each in ACTIVATIONS)
 
 
 def is_same(other: nn.Module, module: nn.Module, size: int, dtype: torch.dtype) -> bool:
@@ -182,19 +149,14 @@ def is_same(other: nn.Module, module: nn.Module, size: int, dtype: torch.dtype) 
     x = torch.randn(5, size, generator=generator).to(next(module.parameters()).device)
     x *= torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], device=x.device)[:, None]
     with InFloat32():
-        pairs = [(torch.float32, other(x), module(x))]
-    if dtype != torch.float32:
-        pairs.append((dtype, other(x.to(dtype)), module(x.to(dtype))))
-    for kind, computed, expected in pairs:
-        error = (computed.double() - expected.double()).norm(dim=-1)
-        most = expected.double().norm(dim=-1) * MOST_ROUNDINGS * torch.finfo(kind).eps
-        if not (error < most).all():
-            return False
-    return True
+        found = [(torch.float32, module(x), other(x))]
+    found.append((dtype, module(x.to(dtype)), other(x.to(dtype))))
+    return all(bool(((one.double() - two.double()).norm(dim=-1) < one.double().norm(dim=-1)
+                     * MOST_ROUNDINGS * torch.finfo(kind).eps).all()) for kind, one, two in found)
 
 
-def exchange(model: nn.Module, others: dict[nn.Module, nn.Module]) -> None:
-    """Puts other modules in the place of some."""
+def exchange(model: nn.Module, others: Others) -> None:
+    """Puts modules in the place of others."""
     for parent in [*model.modules()]:
         for name, child in [*parent._modules.items()]:
             if child in others:

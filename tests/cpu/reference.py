@@ -147,8 +147,8 @@ def attend_by_kernel(qkv, norms, *rest, **options):
     weights = torch.stack([getattr(norm, "weight", ones).float() for norm in norms])
     angles, cache, window, step = rest
     return paged_attention(qkv, weights, getattr(norms[0], "eps", -1.0), angles, cache, window,
-                         step.slot_mapping, step.block_tables, step.sequence_of_token,
-                         step.positions, **options)
+                           step.slot_mapping, step.block_tables, step.sequence_of_token,
+                           step.positions, **options)
 
 
 def attend_in_tiles(qkv, norms, angles, plain, window, step, **options):
