@@ -134,7 +134,8 @@ def candidates(module: nn.Module) -> Iterator[nn.Module]:
 
 def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
     # rows of one number x become x * w / sqrt(x^2 + eps)
-    large, small = (module(torch.full_like(weight, x, dtype=torch.float32)) for x in (1e3, 1e-3))
+    ones = torch.ones_like(weight, dtype=torch.float32)[None, None]
+    large, small = (module(x * ones) for x in (1e3, 1e-3))
     eps = 1e-6 * (float(large.norm() / small.norm()) ** 2 - 1)
     for scale in (weight, 1 + weight.float()):
         norm = RMSNorm(len(weight), float(f"{eps:.2g}"))
@@ -146,7 +147,7 @@ def is_same(other: nn.Module, module: nn.Module, size: int, dtype: torch.dtype) 
     """Whether two modules compute the same of random rows, but for roundings, in float32 and in a
     dtype. size: of a row"""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, size, generator=generator).to(next(module.parameters()).device)
+    x = torch.randn(1, 5, size, generator=generator).to(next(module.parameters()).device)
     x *= torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], device=x.device)[:, None]
     with InFloat32():
         found = [(torch.float32, module(x), other(x))]
