@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from cpu.reference import make_step, plain_attention
-from nanoengine_cpu import empty_cache, optimize
-from nanoengine_cpu.compiling import Program, warn_once
+from nanoengine_cpu import attention, empty_cache, modules, optimize
+from nanoengine_cpu.compiling import Program, run_call, warn_once
 from nanoengine_cpu.modules import PackedLinear
 from nanoengine_cpu.products import MOST_WORDS
 
@@ -275,6 +275,8 @@ def counted_runs(monkeypatch):
     runs = []
     run = Program.run
     monkeypatch.setattr(Program, "run", lambda *arguments: runs.append(1) or run(*arguments))
+    for module in (attention, modules):
+        monkeypatch.setattr(module, "run_call", lambda call: runs.append(1) or run_call(call))
     return runs
 
 
