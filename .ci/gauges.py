@@ -26,7 +26,7 @@ LIMITS: dict[str, dict[str, float]] = {
     "nanoengine_gpu": {"lines": 400}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
 FEATURE: dict[str, float] = {"lines": 200}
 # three files, a model, its check and its fast modules, in place of a hundred architectures
-LARGE: dict[str, dict[str, float]] = {"transformers_models": {"lines": 490}}
+LARGE: dict[str, dict[str, float]] = {"transformers_models": {"lines": 500}}
 
 
 def source_lines(text: str) -> list[str]:

@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
 from nanoengine.features import logger
+from nanoengine.model import RMSNorm
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.modules import (
@@ -245,8 +246,8 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     # their memory
     inputs.clear()
     others.clear()
-    fast = [each for each in causal.modules() if type(each) in (nn.Linear, GatedMLP)]
-    runner.kernels.optimize(nn.ModuleList(fast), has_attention=False)
+    fast = [each for each in causal.modules() if type(each) in (nn.Linear, GatedMLP, RMSNorm)]
+    runner.kernels.optimize(nn.ModuleList(fast), has_attention=False, has_norms=True)
     backend = runner.backend
     # the choice that the runner makes afterwards, too
     if BACKENDS[backend].attend is None and not runner.kernels.knows_attention(model):

@@ -1,5 +1,6 @@
 """Parts of a model of transformers, as modules that a library of kernels makes fast.
 
+    a norm        RMSNorm with a weight of w, or of 1 + w
     a gated MLP   down(SiLU(gate(x)) * up(x)): gate and up become one product
     linears       with the same input, as queries, keys and values: they become one product
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from nanoengine.model import MLP
+from nanoengine.model import MLP, RMSNorm
 
 # modules that take the place of others, by these
 Others = dict[nn.Module, nn.Module]
@@ -119,14 +120,27 @@ def fast_modules(inputs: dict[nn.Module, list[Any]], dtype: torch.dtype) -> Othe
 
 
 def candidates(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields MLPs that may compute the same."""
+    """Yields norms and MLPs that may compute the same."""
     weights = [*module.parameters()]
     linears = [each for each in module.children() if type(each) is nn.Linear]
-    if len(linears) in (2, 3) and {*nn.ModuleList(linears).parameters()} == {*weights}:
+    if [weight.ndim for weight in weights] == [1]:
+        yield from norms(module, weights[0])
+    elif len(linears) in (2, 3) and {*nn.ModuleList(linears).parameters()} == {*weights}:
         for *first, down in permutations(linears):
             sizes = {(each.in_features, len(first) * each.out_features) for each in first}
             if sizes == {(down.out_features, 2 * down.in_features)}:
                 yield GatedMLP(side_by_side(first) if len(first) > 1 else first[0], down)
+
+
+def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
+    # rows of one number x become x * w / sqrt(x^2 + eps)
+    ones = torch.ones_like(weight, dtype=torch.float32)[None, None]
+    large, small = (module(x * ones) for x in (1e3, 1e-3))
+    eps = 1e-6 * (float(large.norm() / small.norm()) ** 2 - 1)
+    for scale in (weight, 1 + weight.float()):
+        norm = RMSNorm(len(weight), float(f"{eps:.2g}"))
+        norm.weight = nn.Parameter(scale, False)
+        yield norm
 
 
 def is_same(other: nn.Module, module: nn.Module, size: int, dtype: torch.dtype) -> bool:

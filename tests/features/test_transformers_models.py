@@ -25,7 +25,7 @@ import compare  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
-from nanoengine.model import Decoder, swiglu  # noqa: E402
+from nanoengine.model import Decoder, RMSNorm, rms_norm, swiglu  # noqa: E402
 from nanoengine_extensions.transformers_models import check, modules  # noqa: E402
 
 GREEDY = compare.GREEDY
@@ -202,6 +202,16 @@ def test_a_gpu(folder_of, name, options):
 # ------------------------------------------------------------------------------ fast modules
 
 
+class Norm(torch.nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(24) * 0.5 + 1, False)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
 class Gated(torch.nn.Module):
     def __init__(self, function=None, bias=True) -> None:
         super().__init__()
@@ -222,6 +232,29 @@ def found_in(module, dtype=torch.float32):
     with modules.given_inputs(module) as inputs, torch.inference_mode():
         module(torch.randn(1, 5, 24).to(dtype))
     return modules.fast_modules(inputs, dtype).get(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", [
+    Norm(lambda x, w: rms_norm(x, w, 1e-6)), Norm(lambda x, w: rms_norm(x, w, 3e-5)),
+    Norm(lambda x, w: w * rms_norm(x, torch.ones(24), 1e-5)),
+    Norm(lambda x, w: rms_norm(x, 1 + w.float(), 1e-6))])
+def test_norms_are_known(norm, dtype):
+    other = found_in(norm.to(dtype), dtype)
+    assert type(other) is RMSNorm
+    x = torch.randn(3, 24).to(dtype)
+    torch.testing.assert_close(other(x), norm(x))
+
+
+@pytest.mark.parametrize("norm", [
+    torch.nn.LayerNorm(24, bias=False), torch.nn.LayerNorm(24), Norm(lambda x, w: x * w),
+    Norm(lambda x, w: rms_norm(x, w, 1e-6) * 1.001),
+    Norm(lambda x, w: rms_norm(x, 2 + w, 1e-6)), Norm(lambda x, w: rms_norm(x, w, 1e-6) + 1e-3),
+    # each half by itself, and what is large is cut
+    Norm(lambda x, w: rms_norm(x.unflatten(-1, (2, 12)), w[:12], 1e-6).flatten(-2)),
+    Norm(lambda x, w: rms_norm(x.clamp(max=20), w, 1e-6))])
+def test_what_is_no_such_norm_stays(norm):
+    assert found_in(norm.requires_grad_(False)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -285,9 +318,9 @@ def test_linears_with_the_same_input_are_one_product(bias):
     assert torch.allclose(query(xs[0]), query(xs[0])) and torch.allclose(key(xs[1]), expected[1][1])
 
 
-# how many MLPs and linears of three or four layers are known
-KNOWN = {"olmo2": (3, 9), "gemma2": (0, 20), "phi3": (3, 0), "gpt2": (0, 0), "cohere2": (4, 12),
-         "gpt_oss": (0, 12), "mixtral": (0, 9)}
+# how many norms, MLPs and linears of three or four layers are known
+KNOWN = {"olmo2": (13, 3, 9), "gemma2": (17, 0, 20), "phi3": (7, 3, 0), "gpt2": (0, 0, 0),
+         "cohere2": (0, 4, 12), "gpt_oss": (9, 0, 12), "mixtral": (7, 0, 9)}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -295,7 +328,7 @@ KNOWN = {"olmo2": (3, 9), "gemma2": (0, 20), "phi3": (3, 0), "gpt2": (0, 0), "co
 def test_fast_modules_of_models(folder_of, name, dtype):
     with make_llm(folder_of(name), dtype=dtype, attention_backend="gather") as llm:
         found = [*llm.engine.runner.model.layers.modules()]
-        kinds = modules.GatedMLP, modules.Part
+        kinds = RMSNorm, modules.GatedMLP, modules.Part
         assert tuple(sum(isinstance(each, kind) for each in found) for kind in kinds) == KNOWN[name]
 
 
