@@ -9,7 +9,8 @@ to know which token belongs to which sequence, and the engine has one that does:
     the engine                        K and V to the cache, attention
 
     describe   what the engine has to know of a model, from its config.json (`load_config` calls it)
-    load       the model (`ModelRunner.load_model` calls it); check.py says whether it can run so
+    load       the model (`ModelRunner.load_model` calls it); check.py says whether it can run so,
+               modules.py which of its parts have a faster form
 
 The calls of the attention function are the same in each step, so they have numbers: call 5 has
 layer 5 of the cache. A call is a module with the forward of the engine's own `Attention`, behind

@@ -6,6 +6,8 @@
              those of transformers alone: in float32, in which right models differ by 1e-6 and wrong
              ones by 5e-3 or more; and then as the engine runs it, in its dtype and with its kernels
 
+The model that is compared has its faster modules (modules.py), unless it differs with them.
+
 What is computed in another way is refused, and never run.
 """
 

@@ -5,7 +5,8 @@
     linears       with the same input, as queries, keys and values: they become one product
 
 They are known by what they compute, not by their names: each is compared with what takes its place,
-on random inputs, in float32 and in the dtype of the model. What differs stays what it is.
+on random inputs, in float32 (`InFloat32`) and in the dtype of the model. What differs stays what it
+is.
 """
 
 from collections import defaultdict
