@@ -107,8 +107,7 @@ def fast_modules(inputs: dict[nn.Module, list[Any]], dtype: torch.dtype) -> Othe
             continue
         if type(module) is nn.Linear:
             groups[(*map(id, given), module.weight.dtype)].append(module)
-        size = given[0].shape[-1]
-        same = (each for each in candidates(module) if is_same(each, module, size, dtype))
+        same = (each for each in candidates(module) if is_same(each, module, given[0], dtype))
         if other := next(same, None):
             others[module] = other
             known.update(module.modules())
@@ -144,11 +143,11 @@ def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
         yield norm
 
 
-def is_same(other: nn.Module, module: nn.Module, size: int, dtype: torch.dtype) -> bool:
-    """Whether two modules compute the same of random rows, but for roundings, in float32 and in a
-    dtype. size: of a row"""
+def is_same(other: nn.Module, module: nn.Module, given: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two modules compute the same of random rows, as long as the given ones, but for
+    roundings, in float32 and in a dtype."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 5, size, generator=generator).to(next(module.parameters()).device)
+    x = torch.randn(1, 5, given.shape[-1], generator=generator).to(given.device)
     x *= torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], device=x.device)[:, None]
     with InFloat32():
         found = [(torch.float32, module(x), other(x))]
