@@ -32,6 +32,10 @@ Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et
 arXiv:2309.06180). Spans begin at fixed positions, and each sum goes over them in one order: a token
 has the same bits whatever runs beside it, and in however many chunks its prompt came. The plain
 version that the tests compare with is `plain_attention` in `tests/cpu/reference.py`.
+
+Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118). A head can have a sink
+(Xiao et al., 2023, arXiv:2309.17453): a score before all keys, which takes a weight and has no
+value.
 """
 
 import functools
@@ -42,7 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine_cpu.compiling import Program, bits_of_number, compile_kernel, take_tasks
+from nanoengine_cpu.compiling import bits_of_number, compile_kernel, run_call, take_tasks
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
@@ -205,17 +209,31 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
 
 
 @inlined()
-def soften(scores, weights, totals, state, oldest, newest, scale):
+def limited(score, cap, room):
+    """cap * tanh(score / cap). room: float32 numbers, see `exp2`"""
+    most, one, two = fill(np.float32(64)), fill(np.float32(1)), fill(np.float32(2))
+    exponent = score * fill(np.float32(2 * math.log2(math.e)) / cap)
+    # 2^64 gives a tanh of 1. A NaN stays
+    exponent = where_less(most, exponent, most, exponent)
+    return fill(cap) * (one - two / (exp2(exponent, room) + one))
+
+
+@inlined()
+def soften(scores, weights, totals, state, oldest, newest, scale, cap):
     """The scores of a row in a span become weights: 2^(score * scale - maximum).
 
     weights: the same memory as scores
     totals: the row's weighted values so far; state: see WEIGHTS and MAXIMUM
     oldest, newest: the first and the last key of the span that the row sees
+    cap: the soft cap of scores that are not scaled, a constant; 0 for none
     """
     hides = oldest > 0 or newest < len(scores) - 1
     highest = fill(LOWEST)
     for i in range(0, len(scores), LANES):
         score = load(scores, i)
+        if cap:
+            score = limited(score, cap, state)
+            store(scores, i, score)
         if hides:
             index = load(INDICES, i)
             score = where_less(index, fill(oldest), fill(HIDDEN), score)
@@ -265,9 +283,11 @@ def find_keys(base, tile, block_tables, window, kv, shape):
 
 
 @inlined()
-def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, room, shape, panel):
+def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room, shape, panel):
     """A tile of tokens of one sequence, whose queries for one KV head are the rows.
 
+    of_heads: (norm, eps, sinks, cap): the norm of queries; a sink of each query head, or none; see
+        `soften`
     tile, after: see `find_tile`; keys of the tile after this one are asked for
     room: for each row a query, the scores of a span, the weighted values so far, and a state, see
         WEIGHTS and MAXIMUM; weights take the place of the scores
@@ -277,6 +297,7 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
     """
     begin, end, last, kv_head, _ = tile
     head_dim, width, group_size, _, per_word, unit = shape
+    norm, eps, sinks, cap = of_heads
     rows, vectors, _, is_tiled = panel
     begin_tiles(TILE_SIZES[min(rows, LANES)])
     keys, values = kv[0], kv[1]
@@ -299,6 +320,9 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
         norm_and_rotate(qkv[token, head], norm, rope[0, token], rope[1, token], numbers[r],
                         eps, head_dim)
         states[r, MAXIMUM] = LOWEST
+        if len(sinks):
+            states[r, WEIGHTS] = 1
+            states[r, MAXIMUM] = sinks[head] * np.float32(math.log2(math.e))
 
     scale = np.float32(math.log2(math.e) / math.sqrt(head_dim))
     first = last + 1 - (end - begin)
@@ -325,7 +349,8 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
         for r in range(num_rows):
             newest = first + r // group_size - base
             soften(scores[r, :num_tiles * LANES], weights[r], totals[r], states[r],
-                   np.float32(newest + 1 - window), np.float32(min(newest, num_keys - 1)), scale)
+                   np.float32(newest + 1 - window), np.float32(min(newest, num_keys - 1)), scale,
+                   cap)
 
         # values: a line is a word of one key, or two; with AMX, the last tile's lines that are
         # unwritten become 0
@@ -355,10 +380,11 @@ def attend(qkv, kv, out, norm, rope, eps, tile, after, block_tables, window, roo
 
 
 @functools.cache
-def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dtype) -> Callable:
-    """The kernel for a shape.
+def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dtype,
+                soft_cap: float | None = None) -> Callable:
+    """The kernel for a shape, and a soft cap of scaled scores.
 
-    kernel(kv, norms, kv_heads, blocks, window, eps_bits,
+    kernel(kv, norms, sinks, kv_heads, blocks, window, eps_bits,
            qkv, out, rope, slot_mapping, block_tables, sequence_of_token, positions,
            tokens, sequences, table_width)
 
@@ -367,6 +393,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
 
         kv: (2, blocks, kv_heads, words) uint32, the cache; K and V are written to it
         norms: (2, head_dim) float32, the weights of the norms of queries and of keys
+        sinks: (heads,) float32; 0 for none
         eps_bits: of the norms' eps as float32; that of a model without norms is -1
         qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values
         out: (tokens, heads, head_dim) uint, is written
@@ -379,6 +406,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     """
     uint = DTYPES[dtype]
     per_word = 4 // dtype.itemsize
+    cap = np.float32((soft_cap or 0) * math.sqrt(head_dim))
     width = round_up.py_func(head_dim, LANES)
     # even, so that a pair of values is written within one task
     most_tokens = 2 * max(1, 32 // group_size)
@@ -403,15 +431,16 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     block_words = block_size * numbers_per_token(head_dim, block_size) // per_word
 
     def kernel(phase, threads, arguments_at):
-        (kv_at, norms_at, kv_heads, blocks, window, eps_bits, qkv_at, out_at, rope_at, slots_at,
-         tables_at, sequence_of_token_at, positions_at, tokens, sequences,
-         table_width) = numbers_at(arguments_at, 16)
+        (kv_at, norms_at, sinks_at, kv_heads, blocks, window, eps_bits, qkv_at, out_at, rope_at,
+         slots_at, tables_at, sequence_of_token_at, positions_at, tokens, sequences,
+         table_width) = numbers_at(arguments_at, 17)
         eps = np.int32(eps_bits).view(np.float32)
         heads = group_size * kv_heads
         qkv = array_at(qkv_at, (tokens, heads + 2 * kv_heads, head_dim), uint)
         kv = array_at(kv_at, (2, blocks, kv_heads, block_words), np.uint32)
         out = array_at(out_at, (tokens, heads, head_dim), uint)
         norms = array_at(norms_at, (2, head_dim), np.float32)
+        of_heads = norms[0], eps, array_at(sinks_at, heads if sinks_at else 0, np.float32), cap
         rope = array_at(rope_at, (2, tokens, head_dim // 2), np.float32)
         slot_mapping = array_at(slots_at, tokens, np.int64)
         block_tables = array_at(tables_at, (sequences, table_width), np.int32)
@@ -452,10 +481,10 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
             after = find_tile(min(task + 1, tasks - 1), starts, tiles, positions, sequence_of_token)
             room = stack(scratch_size)
             if tile[1] - tile[0] == 1:
-                attend(qkv, kv, out, norms[0], rope, eps, tile, after, block_tables, window, room,
+                attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room,
                        shape, decode_panel)
             else:
-                attend(qkv, kv, out, norms[0], rope, eps, tile, after, block_tables, window, room,
+                attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room,
                        shape, panel)
 
     return compile_kernel(kernel, phases=2)
@@ -465,7 +494,8 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
 
 
 def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cache: Tensor,
-                    window: int | None, *step: Tensor) -> Tensor:
+                    window: int | None, *step: Tensor, soft_cap: float | None = None,
+                    sinks: Tensor | None = None) -> Tensor:
     """Everything between the two projections: head norms, rotation, cache and attention, for tokens
     of prompts and decodes alike.
 
@@ -475,6 +505,9 @@ def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cach
     angles: (2, T, head_dim / 2), cos and sin, float32
     cache: of a layer, from `empty_cache`; K and V are written to it
     window: how many keys a token sees; None for all
+    soft_cap: scores, scaled, become soft_cap * tanh(score / soft_cap); None for none. There is a
+        kernel for each
+    sinks: (heads,) float32: e^sink is one more weight of a head's softmax; None for none
     step: slot_mapping (T,) int64; block_tables (sequences, width), sequence_of_token (T,) and
         positions (T,) int32
 
@@ -482,18 +515,21 @@ def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cach
     addresses, and can't check what lies there.
     """
     out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * cache.shape[3], qkv.shape[2])
-    Program(call_attention(
-        cache, out.shape[1], norms, eps, window, *step_numbers(qkv, out, angles, *step))).run()
+    run_call(call_attention(
+        cache, out.shape[1], norms, eps, window, soft_cap, sinks,
+        *step_numbers(qkv, out, angles, *step)))
     return out
 
 
 def call_attention(cache: Tensor, num_queries: int, norms: Tensor, eps: float,
-                   window: int | None, *step: int) -> list[int]:
+                   window: int | None, soft_cap: float | None, sinks: Tensor | None,
+                   *step: int) -> list[int]:
     """The call of the kernel. step: see `step_numbers`"""
     _, num_blocks, block_size, kv_heads, _ = cache.shape
-    kernel = make_kernel(norms.shape[1], num_queries // kv_heads, block_size, cache.dtype)
-    return kernel(cache.data_ptr(), norms.data_ptr(), kv_heads, num_blocks, window or 2**31 - 1,
-                  bits_of_number(eps), *step)
+    kernel = make_kernel(
+        norms.shape[1], num_queries // kv_heads, block_size, cache.dtype, soft_cap)
+    return kernel(cache.data_ptr(), norms.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+                  kv_heads, num_blocks, window or 2**31 - 1, bits_of_number(eps), *step)
 
 
 def step_numbers(qkv: Tensor, out: Tensor, angles: Tensor, slot_mapping: Tensor,

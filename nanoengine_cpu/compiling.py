@@ -22,6 +22,7 @@ import functools
 import gc
 import logging
 import zlib
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,15 @@ class Program:
         run_calls(threads > 1)(self.at, self.at + self.numbers.nbytes, threads)
 
 
+def run_call(call: list[int]) -> None:
+    """Runs one call, once."""
+    numbers = array("q", call)
+    at, count = numbers.buffer_info()
+    threads = get_num_threads()
+    run_calls(threads > 1)(at, at + count * 8, threads)
+
+
+@functools.lru_cache
 def bits_of_number(number: float) -> int:
     """The bits of a float32 number, as kernels take it."""
     return int(np.float32(number).view(np.int32))

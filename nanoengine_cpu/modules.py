@@ -11,7 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn.modules import module as torch_modules
 
 from nanoengine_cpu import attention, products
-from nanoengine_cpu.compiling import Program, bits_of_number, warn_once
+from nanoengine_cpu.compiling import Program, bits_of_number, run_call, warn_once
 from nanoengine_cpu.known import has_code_of
 from nanoengine_cpu.memory import limit_threads
 
@@ -21,15 +21,16 @@ torch_modules.register_module_parameter_registration_hook(lambda *_: changes.upd
 torch_modules.register_module_module_registration_hook(lambda *_: changes.update(all=1))
 
 
-def optimize(model: nn.Module, has_attention: bool = True) -> bool:
+def optimize(model: nn.Module, has_attention: bool = True, has_norms: bool = False) -> bool:
     """Gives modules that it knows a class of its own; all else that they have stays.
 
         nn.Linear, or a class with its forward
         an MLP, see `GatedMLP`
+        an nn.RMSNorm, if has_norms, see `RowNorm`
         attention, see `PagedAttention`
         a decoder, see `Layers`
 
-    The last three are known by the code of their forward, which the docstrings show (known.py).
+    The others are known by the code of their forward, which the docstrings show (known.py).
     A module with other code keeps its own forward, and the linears in it are fast. If one attention
     of a model does, all do, since they share a cache. The kernel of attention norms heads itself:
     hooks of their norms do not run.
@@ -38,6 +39,7 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
     that are written into a weight or a bias later do not.
 
     has_attention: False for a cache that `empty_cache` has not made
+    has_norms: False for norms that stay PyTorch's, to the last bit, where no `Layers` has them
 
     Returns whether a row has the same bits whatever rows are beside it: if all weights are packed,
     and all MLPs, attention and decoders are known.
@@ -45,8 +47,8 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
     limit_threads()
     has_attention = has_attention and knows_attention(model)
     for module in [*model.modules()]:
-        kind = kind_of(module)
-        if kind in (PackedLinear, GatedMLP) or (kind and has_attention):
+        kind = RowNorm if has_norms and is_rms_norm(module) else kind_of(module)
+        if kind in (PackedLinear, GatedMLP, RowNorm) or (kind and has_attention):
             own = type(module)
             module.__class__ = type(own.__name__, (kind, own), {})
         if kind is GatedMLP and kind_of(module.gate_up_proj) is PackedLinear:
@@ -181,8 +183,9 @@ class PackedLinear(nn.Linear):
         """The product, or SwiGLU of it: (…, in_features) to (…, out_features / halves)."""
         rows = x.reshape(-1, self.in_features)
         rows = F.pad(rows, (0, self.padding)) if self.padding else rows.contiguous()
-        out = rows.new_empty(len(rows), self.out_features // self.halves)
-        Program(self.call(rows.data_ptr(), 0, out.data_ptr(), len(rows))).run()
+        count = rows.shape[0]
+        out = rows.new_empty(count, self.out_features // self.halves)
+        run_call(self.call(rows.data_ptr(), 0, out.data_ptr(), count))
         return out.view(*x.shape[:-1], out.shape[1])
 
     def call(self: Any, x: int, residual: int, out: int, rows: int, norm: Any = None) -> list[int]:
@@ -196,6 +199,21 @@ class PackedLinear(nn.Linear):
             norm_at, packed.data_ptr(), self.packed_bias.data_ptr(), packed.shape[1],
             self.out_features // self.halves, self.halves, bits_of_number(eps), x, residual, out,
             rows)
+
+
+class RowNorm(nn.Module):
+    """In place of an nn.RMSNorm, see `is_rms_norm`. Its weight can be float32 in any model."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = self.weight
+        size = x.shape[-1]
+        if (x.dtype not in products.BLOCKS or weight.dtype not in products.BLOCKS or not x.is_cpu
+                or torch.is_grad_enabled() or (size,) != weight.shape):
+            return super().forward(x)
+        out = x.clone(memory_format=torch.contiguous_format)
+        run_call(products.norm(x.dtype, weight.dtype)(
+            weight.data_ptr(), bits_of_number(self.eps), size, out.data_ptr(), x.numel() // size))
+        return out
 
 
 class GatedMLP(nn.Module):
@@ -222,7 +240,8 @@ class PagedAttention(nn.Module):
     """Attention whose keys and values lie in blocks.
 
     It has `head_dim`, `window` (how many keys a query sees; None: all) and its part of the `cache`.
-    `q_norm` and `k_norm` are RMSNorms with one eps, or nn.Identity. In place of:
+    `q_norm` and `k_norm` are RMSNorms with one eps, or nn.Identity. It can have a `soft_cap` and
+    `sinks`, see `paged_attention`, if its `backend` heeds them, too. In place of:
 
         def forward(self, x, angles, step, rows):
             qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
@@ -238,6 +257,8 @@ class PagedAttention(nn.Module):
             return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1
                              ).to(x.dtype)
     """
+
+    soft_cap = sinks = None
 
     @cached_property
     def head_norms(self: Any) -> tuple[Tensor, float]:
@@ -262,14 +283,16 @@ class PagedAttention(nn.Module):
         """
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         attended = attention.paged_attention(
-            qkv, *self.head_norms, angles, self.cache, self.window, *tensors_of(step))
+            qkv, *self.head_norms, angles, self.cache, self.window, *tensors_of(step),
+            soft_cap=self.soft_cap, sinks=self.sinks)
         return self.o_proj(attended.flatten(1)[rows])
 
     def call(self: Any, *step: int) -> list[int]:
         """The call of the kernel. step: see `step_numbers`"""
         num_queries = self.o_proj.in_features // self.head_dim
         return attention.call_attention(
-            self.cache, num_queries, *self.head_norms, self.window, *step)
+            self.cache, num_queries, *self.head_norms, self.window, self.soft_cap, self.sinks,
+            *step)
 
 
 def tensors_of(step: Any) -> tuple[Tensor, ...]:

@@ -162,9 +162,28 @@ def silu(x, out):
 @inlined()
 def norm_row(row, weight, eps_bits):
     """RMSNorm, in place, of as many numbers as `weight` has."""
-    scale = fill(inverse_rms(row, len(weight), np.int32(eps_bits).view(np.float32)))
-    for i in range(0, len(weight), LANES):
-        store(row, i, load(row, i) * scale * load(weight, i))
+    end = len(weight)
+    scale = fill(inverse_rms(row, end, np.int32(eps_bits).view(np.float32)))
+    for i in range(0, end, LANES):
+        store_part(row, i, end, load_part(row, i, end) * scale * load_part(weight, i, end))
+
+
+@functools.cache
+def norm(dtype: torch.dtype, weight_dtype: torch.dtype) -> Callable:
+    """kernel(weight, eps_bits, size, x, rows)
+
+    x becomes RMSNorm of x, (rows, size) of `dtype`; weight: (size,) of `weight_dtype`
+    """
+    uint, weight_uint = DTYPES[dtype], DTYPES[weight_dtype]
+
+    def norm_kernel(phase, threads, arguments_at):
+        weight_at, eps_bits, size, x_at, rows = numbers_at(arguments_at, 5)
+        x = array_at(x_at, (rows, size), uint)
+        # a few thousand numbers at a time
+        for r in take_tasks(rows, 1 + 4096 // size, arguments_at):
+            norm_row(x[r], array_at(weight_at, size, weight_uint), eps_bits)
+
+    return compile_kernel(norm_kernel)
 
 
 @inlined()

@@ -9,7 +9,8 @@ to know which token belongs to which sequence, and the engine has one that does:
     the engine                        K and V to the cache, attention
 
     describe   what the engine has to know of a model, from its config.json (`load_config` calls it)
-    load       the model (`ModelRunner.load_model` calls it); check.py says whether it can run so
+    load       the model (`ModelRunner.load_model` calls it); check.py says whether it can run so,
+               modules.py which of its parts have a faster form
 
 The calls of the attention function are the same in each step, so they have numbers: call 5 has
 layer 5 of the cache. A call is a module with the forward of the engine's own `Attention`, behind
@@ -18,7 +19,6 @@ its projection. So a library of kernels that knows the one also makes the other 
 
 import copy
 import math
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from nanoengine.features import extension, is_installed, logger, rejected
 from nanoengine.model import Attention
 from nanoengine.step_inputs import StepInputs
-from nanoengine_extensions.transformers_models.check import Mask, NotComputed, Recorded, check_model
+from nanoengine_extensions.transformers_models.check import (
+    Mask, NotComputed, Recorded, check_model, eager_of)
 
 # the kinds of layers whose state is K and V of tokens
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -61,12 +62,16 @@ class Call(Attention):
 
     The forward is that of the engine's own attention, with projections that do nothing, and no head
     norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
+
+    soft_cap, sinks: see `Recorded`. The kernel for a CPU has them.
     """
 
     def __init__(self, recorded: Recorded, kv_heads: int, head_dim: int) -> None:
         nn.Module.__init__(self)
         self.recorded = recorded
         self.window = recorded.window
+        self.soft_cap = recorded.soft_cap
+        self.sinks = recorded.sinks
         self.head_dim = head_dim
         self.num_heads = [recorded.query[1], kv_heads, kv_heads]
         self.num_repeats = kv_heads // recorded.key[1]
@@ -88,6 +93,10 @@ class Call(Attention):
 
         angles: rotate nothing. module, options: whose attention it is, and what else it gives
         """
+        is_soft = self.soft_cap is not None or self.sinks is not None
+        # other backends than the kernel have neither
+        if is_soft and self.backend is not None:
+            return self.gather(step, angles, module, query, key, value, options)
         if self.factor != 1:
             query = query * self.factor
         if self.num_repeats > 1:
@@ -96,14 +105,10 @@ class Call(Attention):
         out = self(qkv.flatten(1), angles, step, slice(None))
         return out.view(1, len(out), -1, self.head_dim)[..., :value.shape[3]]
 
-
-class OtherCall(Call):
-    """A call that is more than causal attention in a window: with a soft cap (Gemma 2), with sinks
-    (gpt-oss), with another mask. transformers computes it, from keys that are gathered."""
-
-    def attend(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
+    def gather(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
                key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        eager: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        """The same by transformers' own function, from keys that are gathered."""
+        eager = eager_of(module)
         pair = [self.in_cache(each.repeat_interleave(self.num_repeats, 1)) for each in (key, value)]
         self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(pair)
         out = []
@@ -124,6 +129,11 @@ class OtherCall(Call):
                                  values[..., :value.shape[3]], mask, **options)[0])
         return torch.cat(out, dim=1)
 
+
+class OtherCall(Call):
+    """A call that is more than that, as with a mask that is no window."""
+
+    attend = Call.gather
     # so that no library takes it for the engine's own
     forward = attend  # type: ignore[assignment]
 

@@ -6,10 +6,13 @@
              those of transformers alone: in float32, in which right models differ by 1e-6 and wrong
              ones by 5e-3 or more; and then as the engine runs it, in its dtype and with its kernels
 
+The model that is compared has its faster modules (modules.py), unless it differs with them.
+
 What is computed in another way is refused, and never run.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,30 +20,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
 from nanoengine.features import logger
+from nanoengine.model import RMSNorm
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
+from nanoengine_extensions.transformers_models.modules import (
+    GatedMLP, InFloat32, exchange, fast_modules, given_inputs)
 
 # options of a call that do not make it more than causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
          "output_router_logits", "cache_position", "position_embeddings"}
+# options that do, and that a kernel has
+SOFT = {"softcap", "s_aux"}
 # functions that count, and functions that only move rows of their first argument
 COUNTING = {"arange", "cumsum"}
 MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
-# functions that look at a tensor, or at a part of it: `each.dtype` is a `__get__`
-VIEWING = {"__get__", "__getitem__", "transpose", "unbind", "chunk", "split", "view", "t"}
-HALVES = (torch.half, torch.bfloat16)
 # by how much logits may differ, relative to their norm: in float32, and in the engine's dtype, in
 # which a right model can choose another expert
 MOST_IN_FLOAT32, MOST = 1e-3, 0.5
 # how many tokens are recorded: no other size of a model is likely to be the same
 NUM_RECORDED = 19
 # the chunks of each step: (prompt, its first token, after its last token)
-STEPS = ([(0, 0, 4)], [(0, 4, 7), (1, 0, 9)], [(0, 7, 8), (1, 9, 11)], [(0, 8, 11)])
+STEPS = [(0, 0, 4)], [(0, 4, 10), (1, 0, 9)], [(0, 10, 11), (1, 9, 11)]
 
 
 class NotComputed(ValueError):
@@ -62,8 +67,10 @@ class Recorded(NamedTuple):
     """A call of the attention function, the same in all steps.
 
     query, key, value: (1, heads, tokens, head_dim) of each. scale: of the scores. mask: see `Mask`.
-    window: how many keys a query sees; None for all. is_plain: whether it is causal attention in
-    this window, and nothing else.
+    window: how many keys a query sees; None for all. soft_cap: scores, scaled, become soft_cap *
+    tanh(score / soft_cap); None for none. sinks: (heads,) float32, a further score of each query
+    head, whose weight is dropped; None for none. is_plain: whether it is causal attention in this
+    window with these, and nothing else.
     """
 
     query: torch.Size
@@ -72,6 +79,8 @@ class Recorded(NamedTuple):
     scale: float
     mask: Callable
     window: int | None
+    soft_cap: float | None
+    sinks: Tensor | None
     is_plain: bool
 
 
@@ -93,10 +102,15 @@ def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
             raise NotComputed("its attention is not over all tokens so far, or has its own mask")
         mask = attention_mask.function
         window, is_window = window_of(mask, longest)
-        is_plain = all(options[name] is None for name in options.keys() - PLAIN)
+        is_plain = all(options[name] is None for name in options.keys() - PLAIN - SOFT)
         scale = query.shape[3]**-0.5 if scaling is None else scaling
-        calls.append(Recorded(query.shape, key.shape, value.shape, scale, mask, window,
-                              is_window and is_plain))
+        sinks = options.get("s_aux")
+        sinks = None if sinks is None else sinks.detach().float()
+        call = Recorded(query.shape, key.shape, value.shape, scale, mask, window,
+                        options.get("softcap"), sinks, is_window and is_plain)
+        is_known = call.is_plain and is_computed(
+            call, module, options, query.device)
+        calls.append(call._replace(is_plain=is_known))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     positions = torch.arange(len(token_ids), device=token_ids.device)
@@ -107,6 +121,37 @@ def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
     if watch.has_counted:
         raise NotComputed("it counts positions by itself")
     return calls
+
+
+def eager_of(module: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Returns transformers' own attention function of a module."""
+    return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+
+
+def is_computed(call: Recorded, module: Any, options: dict[str, Any],
+                device: torch.device) -> bool:
+    """Whether a soft cap and sinks mean what `Recorded` says, by attention to random keys."""
+    if call.soft_cap is None and call.sinks is None:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(shape, generator=generator).to(device) for shape in call[:3])
+    # small scores for sinks, large ones for soft caps
+    query *= torch.linspace(0, 50, query.shape[2], device=device)[:, None]
+    # of all keys
+    unmasked = query.new_zeros(1, 1, query.shape[2], query.shape[2])
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * call.scale
+    if call.soft_cap is not None:
+        scores = (scores / call.soft_cap).tanh() * call.soft_cap
+    if call.sinks is not None:
+        sinks = call.sinks[:, None, None].expand_as(scores[0, ..., :1])
+        scores = torch.cat((scores, sinks[None]), dim=3)
+    weights = scores.softmax(3)[..., :key.shape[2]]
+    expected = weights @ value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    with InFloat32():
+        out, _ = eager_of(module)(
+            module, query, key, value, unmasked, scaling=call.scale, **options)
+    found = out.transpose(1, 2)
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 class Watch(TorchFunctionMode):
@@ -176,20 +221,35 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     ids = torch.randint(described.vocab_size, (2, 11), generator=generator).to(runner.device)
     with InFloat32():
         wanted = causal(input_ids=ids, use_cache=False).logits
-        causal.set_attn_implementation("nanoengine")
+    causal.set_attn_implementation("nanoengine")
+    with given_inputs(model.layers) as inputs:
         calls = record(model, ids.flatten()[:NUM_RECORDED], described.max_position_embeddings)
-        check_windows(model, calls, described.max_position_embeddings)
-        kv_heads = math.lcm(*(call.key[1] for call in calls))
-        head_dim = max(max(call.key[3], call.value[3]) for call in calls)
-        # the kernel for a CPU needs an even number
-        head_dim += head_dim % 2
-        vars(described).update(
-            num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
-        model.calls.extend((plain if call.is_plain else other)(call, kv_heads, head_dim)
-                           for call in calls)
-        compare(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
-    linears = [each for each in causal.modules() if type(each) is nn.Linear]
-    runner.kernels.optimize(nn.ModuleList(linears), has_attention=False)
+    check_windows(model, calls, described.max_position_embeddings)
+    kv_heads = math.lcm(*(call.key[1] for call in calls))
+    head_dim = max(max(call.key[3], call.value[3]) for call in calls)
+    # the kernel for a CPU needs an even number
+    head_dim += head_dim % 2
+    vars(described).update(
+        num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
+    model.calls.extend((plain if call.is_plain else other)(call, kv_heads, head_dim)
+                       for call in calls)
+    others: dict[nn.Module, nn.Module] = {}
+    exactly = runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32
+    try:
+        others |= fast_modules(inputs, runner.dtype)
+        exchange(causal, others)
+        with InFloat32():
+            compare(*exactly)
+    except Exception as error:
+        logger.info(f"transformers' own modules stay, since with others: {error}")
+        exchange(causal, {new: old for old, new in others.items()})
+        with InFloat32():
+            compare(*exactly)
+    # their memory
+    inputs.clear()
+    others.clear()
+    fast = [each for each in causal.modules() if type(each) in (nn.Linear, GatedMLP, RMSNorm)]
+    runner.kernels.optimize(nn.ModuleList(fast), has_attention=False, has_norms=True)
     backend = runner.backend
     # the choice that the runner makes afterwards, too
     if BACKENDS[backend].attend is None and not runner.kernels.knows_attention(model):
@@ -210,22 +270,6 @@ def check_windows(model: Any, calls: list[Recorded], longest: int) -> None:
         if window < longest and window not in windows and longest not in windows:
             raise NotComputed(f"transformers contradicts itself: its cache keeps {window} tokens, "
                               "its attention sees all")
-
-
-class InFloat32(TorchFunctionMode):
-    """Lets a model compute in float32: each function gets weights that are converted for it."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in VIEWING:
-            result = function(*args, **(kwargs or {}))
-            return torch.float32 if any(result is each for each in HALVES) else result
-        args, kwargs = tree_map(widened, (args, kwargs or {}))
-        return tree_map(widened, function(*args, **kwargs))
-
-
-def widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
 
 
 def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,

@@ -37,10 +37,11 @@ class Step:
         return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in names})
 
 
-def plain_attention(query, cache, window, step):
+def plain_attention(query, cache, window, step, soft_cap=None, sinks=None):
     """Gathers every token's keys and values from the cache; softmax in float64.
 
     Arguments and result are those of `flash_attention`, but for the float64.
+    soft_cap: of scores; sinks: (heads,), a further score of each, whose weight is dropped
     """
     rows = []
     for token, position in enumerate(step.positions.tolist()):
@@ -51,7 +52,12 @@ def plain_attention(query, cache, window, step):
         group_size = query.shape[1] // keys.shape[0]
         keys, values = (part.repeat_interleave(group_size, 0) for part in (keys, values))
         scores = torch.einsum("hd,hnd->hn", query[token].double(), keys) / math.sqrt(keys.shape[-1])
-        rows.append(torch.einsum("hn,hnd->hd", scores.softmax(-1), values))
+        if soft_cap is not None:
+            scores = soft_cap * (scores / soft_cap).tanh()
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+        weights = scores.softmax(-1)[:, :keys.shape[1]]
+        rows.append(torch.einsum("hn,hnd->hd", weights, values))
     return torch.stack(rows)
 
 
@@ -135,20 +141,21 @@ def from_tiles(tiled, head_dim):
     return both.flatten(3, 4)[:, :, :, :tiled.shape[2], :head_dim].transpose(2, 3)
 
 
-def attend_by_kernel(qkv, norms, *rest):
+def attend_by_kernel(qkv, norms, *rest, **options):
     """`paged_attention` with the norms as modules."""
     ones = torch.ones(qkv.shape[2])
     weights = torch.stack([getattr(norm, "weight", ones).float() for norm in norms])
     angles, cache, window, step = rest
     return paged_attention(qkv, weights, getattr(norms[0], "eps", -1.0), angles, cache, window,
-                         step.slot_mapping, step.block_tables, step.sequence_of_token,
-                         step.positions)
+                           step.slot_mapping, step.block_tables, step.sequence_of_token,
+                           step.positions, **options)
 
 
-def attend_in_tiles(qkv, norms, angles, plain, window, step):
+def attend_in_tiles(qkv, norms, angles, plain, window, step, **options):
     """`paged_attention` for a plain cache, to which it writes."""
     tiled = cpu_cache(plain.shape[3], qkv.shape[2], plain.shape[2], step, plain.dtype)
-    out = attend_by_kernel(qkv, norms, angles, to_tiles(plain, tiled), window, step)
+    out = attend_by_kernel(qkv, norms, angles, to_tiles(plain, tiled), window, step,
+                           **options)
     plain[:] = from_tiles(tiled, qkv.shape[2])
     return out
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from cpu.reference import make_step, plain_attention
-from nanoengine_cpu import empty_cache, optimize
-from nanoengine_cpu.compiling import Program, warn_once
+from nanoengine_cpu import attention, empty_cache, modules, optimize
+from nanoengine_cpu.compiling import Program, run_call, warn_once
 from nanoengine_cpu.modules import PackedLinear
 from nanoengine_cpu.products import MOST_WORDS
 
@@ -118,6 +118,50 @@ def test_attention_may_be_left_out():
     model = Model(torch.float32)
     assert not optimize(model, has_attention=False)
     assert type(model.self_attn) is Attention and type(model.mlp) is not MLP
+
+
+@pytest.mark.parametrize("options", [dict(soft_cap=0.1), dict(sinks=torch.arange(4.0) - 2)])
+def test_attention_can_have_a_soft_cap_and_sinks(options):
+    """If its backend heeds them, too."""
+    step = make_step([1, 9, 1], [0, 0, 0], 16)
+    x, angles = torch.randn(11, HIDDEN), torch.rand(2, 11, 1, HEAD_DIM // 2)
+    model = Model(torch.float32, has_norms=False)
+    bind(model, step, torch.float32, zeros)
+    usual = model(x, angles, step, slice(None))
+    vars(model.self_attn).update(options, backend=lambda *inputs: plain_attention(
+        *inputs, **options).float())
+    bind(model, step, torch.float32, zeros)
+    expected = model(x, angles, step, slice(None))
+    optimize(model)
+    bind(model, step, torch.float32, empty_cache)
+    found = model(x, angles, step, slice(None))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (found - usual).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("size", [16, 100, 1024, 5000])
+@pytest.mark.parametrize("dtype, weight_dtype", [
+    (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32)])
+def test_norms_that_ask_for_a_kernel(dtype, weight_dtype, size):
+    torch.manual_seed(0)
+    norm = nn.RMSNorm(size, 1e-3, dtype=weight_dtype).requires_grad_(False)
+    norm.weight.uniform_(0.5, 1.5)
+    assert optimize(norm) and type(norm) is nn.RMSNorm
+    optimize(norm, has_norms=True)
+    wide = torch.randn(7, 3, 2 * size).to(dtype)
+    with torch.inference_mode():
+        for x in (wide[0, 0, :size], wide[..., :size], wide[:, 1, size:], wide[:0, :, :size]):
+            numbers = x.double()
+            scale = (numbers.square().mean(dim=-1, keepdim=True) + 1e-3).rsqrt()
+            found, expected = norm(x), (numbers * scale * norm.weight.double()).to(dtype)
+            assert found.dtype == dtype and found.shape == x.shape
+            torch.testing.assert_close(found, expected)
+        rows = torch.randn(40, size).to(dtype)
+        assert torch.equal(norm(rows)[[3, 39]], torch.cat((norm(rows[3:4]), norm(rows[39:]))))
+    # a kernel keeps no gradients, and knows no other types
+    assert norm(wide[..., :size].requires_grad_()).grad_fn
+    assert norm(wide[..., :size].double()).dtype == torch.double
 
 
 def test_what_is_set_later_counts():
@@ -231,6 +275,8 @@ def counted_runs(monkeypatch):
     runs = []
     run = Program.run
     monkeypatch.setattr(Program, "run", lambda *arguments: runs.append(1) or run(*arguments))
+    for module in (attention, modules):
+        monkeypatch.setattr(module, "run_call", lambda call: runs.append(1) or run_call(call))
     return runs
 
 

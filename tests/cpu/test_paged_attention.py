@@ -81,6 +81,69 @@ def test_scores_that_grow_from_span_to_span(growth, dtype, tolerance):
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+CAPS = [(5.0, False, BF16), (None, True, BF16), (5.0, True, F32)]
+
+
+def options_of(soft_cap, has_sinks, heads):
+    return dict(soft_cap=soft_cap, sinks=torch.randn(heads) * 3 if has_sinks else None)
+
+
+@pytest.mark.parametrize("num_tokens", [[1, 1, 9, 1, 40, 2], [1] * 6])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("soft_cap, has_sinks, dtype", CAPS)
+def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, num_tokens):
+    torch.manual_seed(0)
+    tolerance = 3e-6 if dtype == F32 else 2e-2
+    step = make_step(num_tokens, [0, 700, 0, 15, 260, 31], 16)
+    cache = random_cache(2, 64, 16, step, dtype)
+    # scores from -24 to 24: most are far above the cap
+    qkv = torch.randn(sum(num_tokens), 10, 64).to(dtype)
+    qkv[:, :6] *= 6
+    options = options_of(soft_cap, has_sinks, 6)
+    out = attend_in_tiles(
+        qkv.clone(), NO_NORMS, no_turn(len(qkv), 64), cache, window, step, **options)
+    expected = plain_attention(qkv[:, :6], cache, window, step, **options)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    without = plain_attention(qkv[:, :6], cache, window, step)
+    assert (expected - without).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(F32, 1e-5), (BF16, 2e-2)])
+def test_a_sink_can_be_any_number(dtype, tolerance):
+    """It takes all of the weight, or nothing; and a window hides all keys of the first spans."""
+    torch.manual_seed(0)
+    sinks = torch.tensor([-torch.inf, -1e30, -100, 0, 20, 80, 200, 1e30])
+    step = make_step([1, 40], [599, 560], 16)
+    cache = random_cache(2, 32, 16, step, dtype)
+    qkv = torch.randn(41, 12, 32).to(dtype)
+    for window in (None, 5):
+        out = attend_in_tiles(
+            qkv.clone(), NO_NORMS, no_turn(41, 32), cache, window, step, sinks=sinks)
+        expected = plain_attention(qkv[:, :8], cache, window, step, sinks=sinks)
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+        assert out[:, 6:].count_nonzero() == 0 and expected[:, 0].abs().min() > 0
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e6])
+def test_small_and_huge_scores_with_a_soft_cap(scale):
+    torch.manual_seed(0)
+    step = make_step([1, 7], [299, 100], 16)
+    cache = random_cache(1, 32, 16, step, F32)
+    qkv = torch.randn(8, 3, 32) * scale
+    out = attend_in_tiles(qkv.clone(), NO_NORMS, no_turn(8, 32), cache, None, step, soft_cap=50.0)
+    expected = plain_attention(qkv[:, :1], cache, None, step, soft_cap=50.0)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5 * max(1, scale), rtol=1e-5)
+
+
+def test_a_soft_cap_hides_no_nan():
+    step = make_step([3], [0], 16)
+    cache = random_cache(1, 32, 16, step, F32)
+    qkv = torch.randn(3, 3, 32)
+    qkv[1, 0] = torch.nan
+    out = attend_in_tiles(qkv, NO_NORMS, no_turn(3, 32), cache, None, step, soft_cap=50.0)
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_a_token_has_the_same_bits_alone_and_in_any_batch(block_size):
     torch.manual_seed(0)
@@ -118,10 +181,12 @@ def test_what_is_unwritten_and_what_others_wrote_may_be_nan(block_size, head_dim
     assert torch.equal(outs[0][finite], outs[1][finite])
 
 
+@pytest.mark.parametrize("options", [{}, dict(soft_cap=5.0, sinks=torch.tensor([1.0, -2.0]))],
+                         ids=["plain", "capped"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 37])
 @pytest.mark.parametrize("block_size, head_dim", [(16, 32), (32, 64)])
-def test_same_bits_however_a_prompt_is_chunked(block_size, head_dim, chunk, dtype):
+def test_same_bits_however_a_prompt_is_chunked(block_size, head_dim, chunk, dtype, options):
     torch.manual_seed(0)
     total = 150
     qkv, norms = torch.randn(total, 6, head_dim).to(dtype), random_norms(head_dim, dtype)
@@ -130,7 +195,7 @@ def test_same_bits_however_a_prompt_is_chunked(block_size, head_dim, chunk, dtyp
 
     def run(step, tiled, rows):
         turns = angles[:, rows].contiguous()
-        return attend_by_kernel(qkv[rows].clone(), norms, turns, tiled, 40, step)
+        return attend_by_kernel(qkv[rows].clone(), norms, turns, tiled, 40, step, **options)
 
     unwritten = cpu_cache(2, head_dim, block_size, whole, dtype).fill_(torch.nan)
     expected = run(whole, unwritten.clone(), slice(0, total))

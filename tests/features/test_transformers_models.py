@@ -4,10 +4,12 @@ schedule; and what is refused, each for its reason. `tests/models/compare.py` ru
 import gc
 import json
 import logging
+import math
 import shutil
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +25,8 @@ import compare  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
-from nanoengine.model import Decoder  # noqa: E402
-from nanoengine_extensions.transformers_models import check  # noqa: E402
+from nanoengine.model import Decoder, RMSNorm, rms_norm, swiglu  # noqa: E402
+from nanoengine_extensions.transformers_models import check, modules  # noqa: E402
 
 GREEDY = compare.GREEDY
 # of each kind: windows, soft caps, sinks, no positions, learned positions, other angles, experts,
@@ -36,7 +38,7 @@ RUNNING = [
     "deepseek_v2 yarn", "gemma4_text", "granite", "hrm_text", "diffllama", "mimo_v2_flash",
     "gemma3 images", "mistral3 images", "qwen3_vl images", "phi3", "olmo2", "glm4", "gpt2 upcast",
     "llama partial", "llama gelu", "llama4 chunks", "dbrx"]
-IS_SLOW = {"gemma2", "gpt_oss", "mimo_v2_flash", "llama4 chunks"}
+IS_SLOW = {"llama4 chunks"}
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +81,26 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
 def test_tokens_are_those_of_transformers(folder_of, name):
     kind, what = compare.compare(folder_of(name))
     assert (kind, what) == ("right", "slow attention" if name in IS_SLOW else "")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_soft_caps_and_sinks_are_those_of_the_kernel_only_if_they_mean_the_same(
+        folder_of, name, monkeypatch):
+    """Here, the cap is one of unscaled scores, and the sink counts twice."""
+    module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
+    eager = module.eager_attention_forward
+
+    def other(attention, query, key, value, mask, softcap=None, scaling=1.0, **options):
+        if softcap is not None:
+            options["softcap"] = softcap * scaling
+        else:
+            sinks = attention.sinks + math.log(2)
+            attention = SimpleNamespace(
+                sinks=sinks, training=False, num_key_value_groups=attention.num_key_value_groups)
+        return eager(attention, query, key, value, mask, scaling=scaling, **options)
+
+    monkeypatch.setattr(module, "eager_attention_forward", other)
+    assert compare.compare(folder_of(name)) == ("right", "slow attention")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gemma2", "gpt_oss", "dbrx", "deepseek_v3"])
@@ -175,6 +197,154 @@ def test_a_gpu(folder_of, name, options):
     if "dtype" not in options:
         reference = compare.load_reference(folder_of(name))
         assert found == [[compare.expected_tokens(reference, prompt)] for prompt in PROMPTS[:3]]
+
+
+# ------------------------------------------------------------------------------ fast modules
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(24) * 0.5 + 1, False)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+class Gated(torch.nn.Module):
+    def __init__(self, function=None, bias=True) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(24, 40, bias)
+        self.two = torch.nn.Linear(24, 40, bias=False)
+        self.three = torch.nn.Linear(40, 24, bias)
+        self.function = function
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        if self.function:
+            return self.function(self, x)
+        return self.three(torch.nn.functional.silu(self.two(x)) * self.one(x))
+
+
+def found_in(module, dtype=torch.float32):
+    """The module that takes the place of one, or None."""
+    with modules.given_inputs(module) as inputs, torch.inference_mode():
+        module(torch.randn(1, 5, 24).to(dtype))
+    return modules.fast_modules(inputs, dtype).get(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", [
+    Norm(lambda x, w: rms_norm(x, w, 1e-6)), Norm(lambda x, w: rms_norm(x, w, 3e-5)),
+    Norm(lambda x, w: w * rms_norm(x, torch.ones(24), 1e-5)),
+    Norm(lambda x, w: rms_norm(x, 1 + w.float(), 1e-6))])
+def test_norms_are_known(norm, dtype):
+    other = found_in(norm.to(dtype), dtype)
+    assert type(other) is RMSNorm
+    x = torch.randn(3, 24).to(dtype)
+    torch.testing.assert_close(other(x), norm(x))
+
+
+@pytest.mark.parametrize("norm", [
+    torch.nn.LayerNorm(24, bias=False), torch.nn.LayerNorm(24), Norm(lambda x, w: x * w),
+    Norm(lambda x, w: rms_norm(x, w, 1e-6) * 1.001),
+    Norm(lambda x, w: rms_norm(x, 2 + w, 1e-6)), Norm(lambda x, w: rms_norm(x, w, 1e-6) + 1e-3),
+    # each half by itself, and what is large is cut
+    Norm(lambda x, w: rms_norm(x.unflatten(-1, (2, 12)), w[:12], 1e-6).flatten(-2)),
+    Norm(lambda x, w: rms_norm(x.clamp(max=20), w, 1e-6))])
+def test_what_is_no_such_norm_stays(norm):
+    assert found_in(norm.requires_grad_(False)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mlp", [
+    Gated(), Gated(bias=False),
+    Gated(lambda m, x: m.three(torch.nn.functional.silu(m.one(x)) * m.two(x)))])
+def test_gated_mlps_are_known(mlp, dtype):
+    other = found_in(mlp.to(dtype), dtype)
+    assert type(other) is modules.GatedMLP and other.gate_up_proj.weight.shape == (80, 24)
+    x = torch.randn(3, 24).to(dtype)
+    torch.testing.assert_close(other(x), mlp(x))
+
+
+def test_an_mlp_whose_gate_and_up_are_one_linear_is_known():
+    mlp = Gated(lambda m, x: m.three(swiglu(m.one(x))))
+    mlp.one = torch.nn.Linear(24, 80).requires_grad_(False)
+    del mlp.two
+    assert found_in(mlp).gate_up_proj is mlp.one
+    mlp.function = lambda m, x: m.three(swiglu(m.one(x).roll(40, -1)))
+    assert found_in(mlp) is None
+
+
+@pytest.mark.parametrize("function", [
+    lambda m, x: m.three(torch.nn.functional.gelu(m.one(x)) * m.two(x)),
+    lambda m, x: m.three(torch.nn.functional.silu(m.one(x)) * (m.two(x) + 1)),
+    lambda m, x: m.three(torch.nn.functional.silu(m.one(x).clamp(max=7)) * m.two(x)),
+    lambda m, x: x + m.three(torch.nn.functional.silu(m.one(x)) * m.two(x)),
+    lambda m, x: m.three(torch.nn.functional.silu(m.one(x) * 1.01) * m.two(x))])
+def test_what_is_no_such_mlp_stays(function):
+    assert found_in(Gated(function)) is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linears_with_the_same_input_are_one_product(bias):
+    class Projections(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = torch.nn.Linear(24, 32, bias)
+            self.key = torch.nn.Linear(24, 16, bias=False)
+            self.other = torch.nn.Linear(24, 8)
+
+        def forward(self, x):
+            return self.query(x), self.key(x), self.other(x * 2)
+
+    model = torch.nn.Sequential(Projections()).requires_grad_(False)
+    xs = torch.randn(3, 1, 5, 24)
+    expected = [model(x) for x in xs]
+    with modules.given_inputs(model) as inputs:
+        model(xs[0])
+    modules.exchange(model, modules.fast_modules(inputs, torch.float32))
+    query, key, other = model[0].children()
+    assert query.linear is key.linear and query.linear.weight.shape == (48, 24)
+    assert type(other) is torch.nn.Linear
+    products = []
+    query.linear.register_forward_hook(lambda *_: products.append(1))
+    for x, right in zip(xs, expected):
+        assert all(map(torch.allclose, model(x), right))
+        assert not query.state[1], "nothing is kept of a step"
+    assert len(products) == 3
+    # one of them twice, or with another input than the other
+    assert torch.allclose(query(xs[0]), query(xs[0])) and torch.allclose(key(xs[1]), expected[1][1])
+
+
+# how many norms, MLPs and linears of three or four layers are known
+KNOWN = {"olmo2": (13, 3, 9), "gemma2": (17, 0, 20), "phi3": (7, 3, 0), "gpt2": (0, 0, 0),
+         "cohere2": (0, 4, 12), "gpt_oss": (9, 0, 12), "mixtral": (7, 0, 9)}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fast_modules_of_models(folder_of, name, dtype):
+    with make_llm(folder_of(name), dtype=dtype, attention_backend="gather") as llm:
+        found = [*llm.engine.runner.model.layers.modules()]
+        kinds = RMSNorm, modules.GatedMLP, modules.Part
+        assert tuple(sum(isinstance(each, kind) for each in found) for kind in kinds) == KNOWN[name]
+
+
+def test_modules_stay_where_a_model_would_compute_something_else(folder_of, caplog, monkeypatch):
+    def wrong(linears):
+        fused = side_by_side(linears)
+        fused.weight = torch.nn.Parameter(fused.weight + 0.01, False)
+        return fused
+
+    side_by_side = modules.side_by_side
+    monkeypatch.setattr(modules, "side_by_side", wrong)
+    monkeypatch.setattr(modules, "is_same", lambda *_: False)
+    with caplog.at_level(logging.INFO), make_llm(folder_of("cohere2")) as llm:
+        assert "transformers' own modules stay, since with others: its logits" in caplog.text
+        kinds = {type(each) for each in llm.engine.runner.model.layers.modules()}
+        assert modules.Part not in kinds
 
 
 # -------------------------------------------------------------------------- which one computes
@@ -278,7 +448,7 @@ def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
     (dict(attention_backend="numba"), "attention_backend='numba' is not accepted")])
 def test_options_that_need_an_own_model(folder_of, options, message):
     with pytest.raises(ValueError, match=message):
-        make_llm(folder_of("gemma2"), **options)
+        make_llm(folder_of("llama4 chunks"), **options)
 
 
 def test_a_model_that_does_not_fit(folder_of, tmp_path):

@@ -1,0 +1,180 @@
+"""Parts of a model of transformers, as modules that a library of kernels makes fast.
+
+    a norm        RMSNorm with a weight of w, or of 1 + w
+    a gated MLP   down(SiLU(gate(x)) * up(x)): gate and up become one product
+    linears       with the same input, as queries, keys and values: they become one product
+
+They are known by what they compute, not by their names: each is compared with what takes its place,
+on random inputs, in float32 (`InFloat32`) and in the dtype of the model. What differs stays what it
+is.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from nanoengine.model import MLP, RMSNorm
+
+# modules that take the place of others, by these
+Others = dict[nn.Module, nn.Module]
+HALVES = (torch.half, torch.bfloat16)
+# functions that look at a tensor, or at a part of it: `each.dtype` is a `__get__`
+VIEWING = {"__get__", "__getitem__", "transpose", "unbind", "chunk", "split", "view", "t"}
+# how many roundings make a difference
+MOST_ROUNDINGS = 16
+
+
+class GatedMLP(MLP):
+    """The engine's own MLP, of linears that there are."""
+
+    def __init__(self, gate_up: nn.Linear, down: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.gate_up_proj: Any = gate_up
+        self.down_proj = down
+
+
+class Part(nn.Module):
+    """One of several linears with the same input. The first one that is called computes all.
+
+    linear: all of them; sizes: of what each returns; kept: the input, and by its index what each
+    linear that was not called yet returns
+    """
+
+    def __init__(self, linear: nn.Linear, sizes: list[int], kept: dict[Any, Tensor],
+                 index: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.state = sizes, kept, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes, kept, index = self.state
+        if kept.get("x") is not x or index not in kept:
+            kept |= {"x": x} | dict(enumerate(self.linear(x).split(sizes, dim=-1)))
+        part = kept.pop(index)
+        # after the last one, nothing is kept until the next step
+        if len(kept) == 1:
+            kept.clear()
+        return part
+
+
+def side_by_side(linears: list[Any]) -> nn.Linear:
+    """Returns one linear with the outputs of all. Their weights become views of its weight."""
+    sizes = [each.out_features for each in linears]
+    fused: Any = nn.Linear(linears[0].in_features, sum(sizes), device="meta")
+    fused.weight = nn.Parameter(torch.cat([each.weight for each in linears]), False)
+    fused.bias = None
+    if any(each.bias is not None for each in linears):
+        biases = [each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias
+                  for each in linears]
+        fused.bias = nn.Parameter(torch.cat(biases), False)
+    for each, weight in zip(linears, fused.weight.split(sizes)):
+        each.weight = nn.Parameter(weight, False)
+    return fused
+
+
+# ------------------------------------------------------------------------------ recognition
+
+
+@contextmanager
+def given_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[Any]]]:
+    """Notes what each module gets in each call: a tensor, or None for anything else."""
+    inputs: dict[nn.Module, list[Any]] = defaultdict(list)
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        inputs[module].append(args[0] if is_one else None)
+
+    handles = [each.register_forward_pre_hook(note, with_kwargs=True) for each in model.modules()]
+    yield inputs
+    for handle in handles:
+        handle.remove()
+
+
+def fast_modules(inputs: dict[nn.Module, list[Any]], dtype: torch.dtype) -> Others:
+    """Returns what can take the place of modules. inputs: see `given_inputs`"""
+    others: Others = {}
+    groups: dict[Any, list[Any]] = defaultdict(list)
+    known: set[nn.Module] = set()
+    for module, given in inputs.items():
+        if module in known or any(x is None for x in given):
+            continue
+        if type(module) is nn.Linear:
+            groups[(*map(id, given), module.weight.dtype)].append(module)
+        same = (each for each in candidates(module) if is_same(each, module, given[0], dtype))
+        if other := next(same, None):
+            others[module] = other
+            known.update(module.modules())
+    for linears in groups.values():
+        if len(linears) > 1:
+            sizes, kept = [each.out_features for each in linears], dict[Any, Tensor]()
+            fused = side_by_side(linears)
+            others |= {each: Part(fused, sizes, kept, i) for i, each in enumerate(linears)}
+    return others
+
+
+def candidates(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields norms and MLPs that may compute the same."""
+    weights = [*module.parameters()]
+    linears = [each for each in module.children() if type(each) is nn.Linear]
+    if [weight.ndim for weight in weights] == [1]:
+        yield from norms(module, weights[0])
+    elif len(linears) in (2, 3) and {*nn.ModuleList(linears).parameters()} == {*weights}:
+        for *first, down in permutations(linears):
+            sizes = {(each.in_features, len(first) * each.out_features) for each in first}
+            if sizes == {(down.out_features, 2 * down.in_features)}:
+                yield GatedMLP(side_by_side(first) if len(first) > 1 else first[0], down)
+
+
+def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
+    # rows of one number x become x * w / sqrt(x^2 + eps)
+    ones = torch.ones_like(weight, dtype=torch.float32)[None, None]
+    large, small = (module(x * ones) for x in (1e3, 1e-3))
+    eps = 1e-6 * (float(large.norm() / small.norm()) ** 2 - 1)
+    for scale in (weight, 1 + weight.float()):
+        norm = RMSNorm(len(weight), float(f"{eps:.2g}"))
+        norm.weight = nn.Parameter(scale, False)
+        yield norm
+
+
+def is_same(other: nn.Module, module: nn.Module, given: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two modules compute the same of random rows, as long as the given ones, but for
+    roundings, in float32 and in a dtype."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 5, given.shape[-1], generator=generator).to(given.device)
+    x *= torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], device=x.device)[:, None]
+    with InFloat32():
+        found = [(torch.float32, module(x), other(x))]
+    found.append((dtype, module(x.to(dtype)), other(x.to(dtype))))
+    return all(bool(((one.double() - two.double()).norm(dim=-1) < one.double().norm(dim=-1)
+                     * MOST_ROUNDINGS * torch.finfo(kind).eps).all()) for kind, one, two in found)
+
+
+def exchange(model: nn.Module, others: Others) -> None:
+    """Puts modules in the place of others."""
+    for parent in [*model.modules()]:
+        for name, child in [*parent._modules.items()]:
+            if child in others:
+                setattr(parent, name, others[child])
+
+
+class InFloat32(TorchFunctionMode):
+    """Lets a model compute in float32: each function gets weights that are converted for it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in VIEWING:
+            result = function(*args, **(kwargs or {}))
+            return torch.float32 if any(result is each for each in HALVES) else result
+        args, kwargs = tree_map(widened, (args, kwargs or {}))
+        return tree_map(widened, function(*args, **kwargs))
+
+
+def widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
