@@ -2,11 +2,10 @@
 did is a ValueError that names it. What is not asked for is not imported."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, packages_imported_by
+from forks import run_in_fork
 
 FOLDER = ROOT / "nanoengine_extensions"
 # a file each, or a folder
@@ -173,8 +172,7 @@ def found(tiny, bundled, tmp_path_factory) -> dict:
             if path.stem not in (deleted, "__pycache__"):
                 (folder / FOLDER.name / path.name).symlink_to(path)
     inputs = json.dumps([folders, CASES, REFUSED, NEEDS, WITHOUT, SLOW, tiny, bundled])
-    result = subprocess.run([sys.executable, "-c", SCRIPT], input=inputs, text=True,
-                            capture_output=True, cwd=tmp_path_factory.mktemp("empty"))
+    result = run_in_fork(SCRIPT, inputs, tmp_path_factory.mktemp("empty"))
     assert not result.returncode, result.stderr[-3000:]
     return json.loads(result.stdout)
 
@@ -225,4 +223,5 @@ def test_no_extension_is_imported_before_it_is_asked_for(bundled):
         asked_for = ALWAYS | {"logprobs", "constraints"}
         assert extensions() == {f"nanoengine_extensions.{name}" for name in asked_for}"""
     script = script.replace("MODEL", repr(bundled)).replace("ALWAYS", repr(ALWAYS | {"memory"}))
-    subprocess.run([sys.executable, "-c", script], check=True)
+    done = run_in_fork(script)
+    assert done.returncode == 0, done.stderr
