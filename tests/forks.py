@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from conftest import ROOT
+ROOT = Path(__file__).parent.parent
 
 TEMPLATE = """
 import json, os, sys
