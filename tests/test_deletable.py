@@ -92,7 +92,7 @@ sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(eac
 folders, cases, refused, needs, without, slow, model, bundled = json.load(sys.stdin)
 options = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
 
-def begin(folder):
+def begin(folder, case="texts"):
     for name in [*sys.modules]:
         if name.split(".")[0] in ("nanoengine", "nanoengine_extensions"):
             del sys.modules[name]
@@ -107,7 +107,8 @@ def begin(folder):
         prompt = prompt if isinstance(prompt, str) else [*prompt]
         return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
 
-    llm, texts = LLM(model, **options), LLM(bundled, **options)
+    llm = LLM(model, **options)
+    texts = LLM(bundled, **options) if "texts" in case else None
     tokens = run(llm).token_ids
     return locals() | dict(model=model, bundled=bundled, options=options)
 
@@ -139,7 +140,7 @@ def imported():
                   if name.startswith("nanoengine_extensions."))
 
 def imported_by(feature):
-    names = begin(folders["nothing"])
+    names = begin(folders["nothing"], cases.get(feature, "texts"))
     before = imported()
     if feature in cases:
         ask(feature, "nothing", names)
