@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import random_prompts
+from forks import run_in_fork
 
 from nanoengine import LLM, SamplingParams
 
@@ -30,8 +30,7 @@ print(json.dumps([[[completion.token_ids, completion.text, completion.finish_rea
 
 
 def run_alone(script: str, *inputs: Any) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", script], input=json.dumps(inputs), text=True,
-                          capture_output=True, cwd=ROOT)
+    return run_in_fork(script, json.dumps(inputs))
 
 
 def expected_of(model: str, prompts: list, params: list, options: dict) -> list:

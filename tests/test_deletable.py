@@ -3,11 +3,10 @@ did is a ValueError that names it. What is not asked for is not imported."""
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, packages_imported_by
+from forks import run_in_fork
 
 FOLDER = ROOT / "nanoengine_extensions"
 # a file each, or a folder
@@ -122,7 +121,7 @@ sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(eac
 folders, cases, refused, needs, without, slow, model, bundled = json.load(sys.stdin)
 options = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
 
-def begin(folder):
+def begin(folder, case="texts"):
     for name in [*sys.modules]:
         if name.split(".")[0] in ("nanoengine", "nanoengine_extensions"):
             del sys.modules[name]
@@ -138,7 +137,8 @@ def begin(folder):
         prompt = prompt if isinstance(prompt, str) else [*prompt]
         return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
 
-    llm, texts = LLM(model, **options), LLM(bundled, **options)
+    llm = LLM(model, **options)
+    texts = LLM(bundled, **options) if "texts" in case else None
     tokens = run(llm).token_ids
     return locals() | dict(model=model, bundled=bundled, options=options)
 
@@ -170,7 +170,7 @@ def imported():
                   if name.startswith("nanoengine_extensions."))
 
 def imported_by(feature):
-    names = begin(folders["nothing"])
+    names = begin(folders["nothing"], cases.get(feature, "texts"))
     before = imported()
     if feature in cases:
         ask(feature, "nothing", names)
@@ -203,8 +203,7 @@ def found(tiny, bundled, tmp_path_factory) -> dict:
             if path.stem not in (deleted, "__pycache__"):
                 (folder / FOLDER.name / path.name).symlink_to(path)
     inputs = json.dumps([folders, CASES, REFUSED, NEEDS, WITHOUT, SLOW, tiny, bundled])
-    result = subprocess.run([sys.executable, "-c", SCRIPT], input=inputs, text=True,
-                            capture_output=True, cwd=tmp_path_factory.mktemp("empty"))
+    result = run_in_fork(SCRIPT, inputs, tmp_path_factory.mktemp("empty"))
     assert not result.returncode, result.stderr[-3000:]
     return json.loads(result.stdout)
 
@@ -258,4 +257,5 @@ def test_no_extension_is_imported_before_it_is_asked_for(bundled):
         asked_for = ALWAYS | {"logprobs", "constraints"}
         assert extensions() == {f"nanoengine_extensions.{name}" for name in asked_for}"""
     script = script.replace("MODEL", repr(bundled)).replace("ALWAYS", repr(ALWAYS | {"memory"}))
-    subprocess.run([sys.executable, "-c", script], check=True)
+    done = run_in_fork(script)
+    assert done.returncode == 0, done.stderr

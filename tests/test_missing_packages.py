@@ -8,6 +8,7 @@ from importlib.machinery import PathFinder
 
 import pytest
 from conftest import ROOT, packages_imported_by, random_prompts
+from forks import run_in_fork
 
 from nanoengine import LLM, SamplingParams
 
@@ -73,7 +74,7 @@ def test_a_module_that_is_not_there_is_no_news(tiny):
               "sys.modules.update(dict.fromkeys(['nanoengine_extensions', 'nanoengine_cpu']))\n"
               "import nanoengine\n"
               f"nanoengine.LLM({tiny!r}, num_kv_blocks=4)\n")
-    done = subprocess.run([sys.executable, "-c", script], text=True, cwd=ROOT, capture_output=True)
+    done = run_in_fork(script)
     assert done.returncode == 0 and "is not used" not in done.stderr, done.stderr
 
 

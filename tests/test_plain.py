@@ -2,11 +2,10 @@
 
 import ast
 import json
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, random_prompts, token_ids
+from forks import run_in_fork
 
 from nanoengine import LLM, SamplingParams
 
@@ -58,9 +57,7 @@ def test_a_breakpoint_in_each_function_fires(make_model, architecture, options):
     for kernels."""
     model, _ = make_model(architecture, num_hidden_layers=2)
     prompts = random_prompts([5, 40, 9, 12])
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=json.dumps([model, prompts, PARAMS, options]),
-        text=True, capture_output=True, cwd=ROOT)
+    result = run_in_fork(SCRIPT, json.dumps([model, prompts, PARAMS, options]))
     assert not result.returncode, result.stderr
     found = json.loads(result.stdout)
     assert found["backend"] == "gather" and not found["modules"]

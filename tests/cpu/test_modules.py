@@ -1,14 +1,12 @@
 """`optimize`: modules of a decoder become fast in place, and compute what they did."""
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from forks import run_in_fork
 from torch import nn
 
 from cpu.reference import make_step, plain_attention
@@ -384,13 +382,15 @@ for limit in (1, 2, 1):
 
 
 def test_kernels_run_on_as_many_threads_as_pytorch_s_operators():
-    printed = subprocess.check_output([sys.executable, "-c", LIMITS], text=True)
-    assert printed == "1 1\n2 2\n1 1\n"
+    done = run_in_fork(LIMITS)
+    assert done.stdout == "1 1\n2 2\n1 1\n", done.stderr
 
 
 def test_kernels_are_compiled_when_the_model_is_made_fast_and_gets_its_cache():
     """None when it computes, and none at all in a second process: all are kept on disk."""
-    script = """if True:
+    tests = Path(__file__).parents[1]
+    script = f"import sys; sys.path.append({str(tests)!r})" + """
+if True:
         import numba, torch
         from cpu.reference import make_step
         from cpu.test_modules import HEAD_DIM, HIDDEN, Model, bind
@@ -410,8 +410,6 @@ def test_kernels_are_compiled_when_the_model_is_made_fast_and_gets_its_cache():
         x = torch.randn(10, HIDDEN).bfloat16()
         model(x, torch.rand(2, 10, HEAD_DIM // 2), step, torch.tensor([0, 9]))
         print(at_start, listener.count - at_start)"""
-    paths = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parents[1]}"
-    first, second = (
-        subprocess.check_output([sys.executable, "-c", script], text=True,
-                                env=os.environ | {"PYTHONPATH": paths}).split() for _ in range(2))
-    assert first[1] == "0" and second == ["0", "0"]
+    first, second = (run_in_fork(script) for _ in range(2))
+    assert first.stdout.split()[1:] == ["0"], first.stderr
+    assert second.stdout.split() == ["0", "0"], second.stderr

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import GREEDY, ROOT, check_idle, random_prompts
+from conftest import GREEDY, ROOT, check_idle, random_prompts, use_policies
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.step_inputs import Launched
@@ -28,7 +28,7 @@ SCARCE = SMALL | dict(num_kv_blocks=9, max_num_seqs=5, max_num_batched_tokens=16
                       preemption_mode="swap", swap_space=0.01)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread_each():
     """Ranks have as many threads as rank 0."""
     num_threads = torch.get_num_threads()
@@ -89,14 +89,32 @@ def test_two_ranks_in_bfloat16(make_model):
     torch.testing.assert_close(*found, atol=0.1, rtol=0.05)
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_two_ranks_with_few_blocks_chunks_and_steps_ahead(tiny, run_ahead):
+@pytest.fixture(scope="module")
+def one_rank(tiny):
     with LLM(tiny, **SMALL) as llm:
-        expected = everything(llm)
-    with LLM(tiny, tensor_parallel_size=2, run_ahead=run_ahead, **SCARCE) as llm:
-        assert everything(llm) == expected
-        metrics = llm.metrics()
-        assert metrics["swap_in_blocks"] > 0 and metrics["copy_on_write_blocks"] > 0
+        yield llm
+
+
+# policies that cannot be sent to another process
+OF_A_SCRIPT = dict(
+    scheduling=lambda scheduler: scheduler.build([*scheduler.running], admit=True),
+    preemption_victim=lambda running: running[0])
+
+
+@pytest.fixture(scope="module")
+def ranks_with_few_blocks(tiny):
+    with LLM(tiny, tensor_parallel_size=2, **SCARCE, **OF_A_SCRIPT) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_two_ranks_with_few_blocks_chunks_and_steps_ahead(
+        one_rank, ranks_with_few_blocks, run_ahead):
+    use_policies(ranks_with_few_blocks, run_ahead=run_ahead, scheduling="prefill-first",
+                 preemption_victim="youngest")
+    assert everything(ranks_with_few_blocks) == everything(one_rank)
+    metrics = ranks_with_few_blocks.metrics()
+    assert metrics["swap_in_blocks"] > 0 and metrics["copy_on_write_blocks"] > 0
 
 
 @pytest.fixture
@@ -320,16 +338,13 @@ def test_ranks_that_are_out_of_step_are_ended(two_ranks, error):
     check_idle(two_ranks)
 
 
-def test_policies_that_are_functions_of_a_script(tiny):
+def test_policies_that_are_functions_of_a_script(one_rank, ranks_with_few_blocks):
     """They stay on rank 0."""
-    policies = dict(scheduling=lambda scheduler: scheduler.build([*scheduler.running], admit=True),
-                    preemption_victim=lambda running: running[0])
+    use_policies(ranks_with_few_blocks)
     params = SamplingParams(temperature=0, max_tokens=40)
-    with LLM(tiny, tensor_parallel_size=2, **SCARCE, **policies) as llm:
-        found = llm.generate(PROMPTS, params, use_tqdm=False)
-        assert llm.metrics()["num_preemptions"] > 0
-    with LLM(tiny, **SMALL) as llm:
-        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    found = ranks_with_few_blocks.generate(PROMPTS, params, use_tqdm=False)
+    assert ranks_with_few_blocks.metrics()["num_preemptions"] > 0
+    expected = one_rank.generate(PROMPTS, params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
 
 

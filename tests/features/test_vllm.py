@@ -2,11 +2,10 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, check_idle, random_prompts, token_ids
+from conftest import check_idle, random_prompts, token_ids
+from forks import run_in_fork
 
 import nanoengine
 from nanoengine.config import EngineConfig
@@ -63,8 +62,8 @@ SCRIPT = """if True:
 
 
 def test_a_script_written_for_vllm(bundled):
-    done = subprocess.run([sys.executable, "-c", SCRIPT.replace("MODEL", repr(bundled))],
-                          capture_output=True, text=True, check=True, cwd=ROOT)
+    done = run_in_fork(SCRIPT.replace("MODEL", repr(bundled)))
+    assert done.returncode == 0, done.stderr
     first, second, chat = done.stdout.splitlines()
     assert first.startswith("Prompt: 'Hello, my name is', Generated text: '")
     assert second.startswith("Prompt: 'The future of AI is', Generated text: '")
@@ -77,7 +76,8 @@ def test_it_changes_nothing_of_the_engines_own():
         before = {cls: set(dir(cls)) for cls in vars(nanoengine).values() if isinstance(cls, type)}
         import nanoengine_extensions.vllm
         assert before and all(set(dir(cls)) == names for cls, names in before.items())"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+    done = run_in_fork(script)
+    assert done.returncode == 0, done.stderr
 
 
 # -------------------------------------------------------------------------------- keywords
