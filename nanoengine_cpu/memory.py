@@ -97,7 +97,9 @@ def check_process(made_in: int | None = None) -> int:
     made_in: the process that has made what is used now; it cannot be used in a fork of it
     """
     process = os.getpid()
-    is_broken = torch.get_num_threads() > 1 and (inherits_numba(process) or not has_threads())
+    # also while PyTorch computes in one thread, since the first call counts
+    inherits = inherits_numba(process)
+    is_broken = torch.get_num_threads() > 1 and (inherits or not has_threads())
     if is_broken or made_in not in (None, process):
         raise RuntimeError("this process was forked from one that computes in threads, and would "
                            "hang: start it by multiprocessing's 'spawn'")

@@ -216,10 +216,13 @@ class Metrics(Feature):
     def log_pages(self, num_bytes: int) -> None:
         """Warns if this process has fewer bytes in huge pages than half of its weights, which are
         num_bytes. Only Linux tells."""
+        # caches hold most of a small model
+        if num_bytes <= 2**27:
+            return
         with suppress(OSError):
             pages = Path("/proc/self/smaps_rollup").read_text()
             in_huge_pages = 1024 * sum(map(int, re.findall(r"AnonHugePages: +(\d+)", pages)))
-            if in_huge_pages < num_bytes / 2 > 2**26:
+            if in_huge_pages < num_bytes / 2:
                 logger.warning(f"{in_huge_pages / num_bytes:.0%} of the weights are in huge pages: "
                                "decodes take longer, see docs/tutorial/tuning.md")
 

@@ -186,6 +186,10 @@ if (process := os.fork()) == 0:
             thread.join()
         if child == "PyTorch first":
             compute()
+        if child == "one, then two":
+            torch.set_num_threads(1)
+            multiply()
+            torch.set_num_threads(2)
         if child != "a thread":
             multiply()
             # also what comes later
@@ -204,6 +208,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("parent, limit, child, expected", [
     ("nothing", "all", "", 0), ("nothing", "one", "", 0), ("nothing", "all", "PyTorch first", 0),
+    ("nothing", "all", "one, then two", 0), ("kernels", "all", "one, then two", 3),
     ("torch", "all", "", 3), ("torch", "one", "", 0), ("torch", "one before", "", 0),
     ("torch", "all", "a thread", 0),
     ("kernels", "all", "", 3), ("kernels", "one", "", 0), ("kernels", "one before", "", 0)])
