@@ -22,10 +22,10 @@ WIDE = 90
 # the most of each; a feature is a file or a folder of the extensions
 DENSITY = {"width": 44.2, "wide": 0.06, "pairs": 2}
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1150},
+    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1185},
     "nanoengine_gpu": {"lines": 400}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
 FEATURE: dict[str, float] = {"lines": 200}
-# three files, a model, its check and its fast modules, in place of a hundred architectures
+# a model, its check and its fast modules, in place of a hundred architectures
 LARGE: dict[str, dict[str, float]] = {"transformers_models": {"lines": 500}}
 
 

@@ -74,8 +74,10 @@ def compile_cached(jit: Any, function: Any) -> Any:
 
     Where the cache cannot be read or written, it warns, and compiles without a cache.
     """
-    sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
     # numba looks for changes only in the function's own file, not in those of what it calls
+    folders = {Path(__file__).parent, Path(function.__code__.co_filename).parent}
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    sources = b"".join(file.read_bytes() for file in files)
     version = f"{zlib.crc32(sources):08x}-{int(numba.config.OPT)}"  # type: ignore
     function.__qualname__ = f"{function.__name__}-{version}"
     folder = f"{Path(__file__).parent}/__pycache__ or the user's cache folder"
@@ -174,7 +176,7 @@ def run_call(call: list[int]) -> None:
     numbers = array("q", call)
     at, count = numbers.buffer_info()
     threads = get_num_threads()
-    run_calls(threads > 1)(at, at + count * 8, threads)
+    run_calls(threads > 1)(at, at + 8 * count, threads)
 
 
 @functools.lru_cache

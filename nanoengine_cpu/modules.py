@@ -21,16 +21,15 @@ torch_modules.register_module_parameter_registration_hook(lambda *_: changes.upd
 torch_modules.register_module_module_registration_hook(lambda *_: changes.update(all=1))
 
 
-def optimize(model: nn.Module, has_attention: bool = True, has_norms: bool = False) -> bool:
+def optimize(model: nn.Module, has_attention: bool = True) -> bool:
     """Gives modules that it knows a class of its own; all else that they have stays.
 
         nn.Linear, or a class with its forward
         an MLP, see `GatedMLP`
-        an nn.RMSNorm, if has_norms, see `RowNorm`
         attention, see `PagedAttention`
         a decoder, see `Layers`
 
-    The others are known by the code of their forward, which the docstrings show (known.py).
+    The last three are known by the code of their forward, which the docstrings show (known.py).
     A module with other code keeps its own forward, and the linears in it are fast. If one attention
     of a model does, all do, since they share a cache. The kernel of attention norms heads itself:
     hooks of their norms do not run.
@@ -39,7 +38,6 @@ def optimize(model: nn.Module, has_attention: bool = True, has_norms: bool = Fal
     that are written into a weight or a bias later do not.
 
     has_attention: False for a cache that `empty_cache` has not made
-    has_norms: False for norms that stay PyTorch's, to the last bit, where no `Layers` has them
 
     Returns whether a row has the same bits whatever rows are beside it: if all weights are packed,
     and all MLPs, attention and decoders are known.
@@ -47,8 +45,8 @@ def optimize(model: nn.Module, has_attention: bool = True, has_norms: bool = Fal
     limit_threads()
     has_attention = has_attention and knows_attention(model)
     for module in [*model.modules()]:
-        kind = RowNorm if has_norms and is_rms_norm(module) else kind_of(module)
-        if kind in (PackedLinear, GatedMLP, RowNorm) or (kind and has_attention):
+        kind = kind_of(module)
+        if kind in (PackedLinear, GatedMLP) or (kind and has_attention):
             own = type(module)
             module.__class__ = type(own.__name__, (kind, own), {})
         if kind is GatedMLP and kind_of(module.gate_up_proj) is PackedLinear:
@@ -199,21 +197,6 @@ class PackedLinear(nn.Linear):
             norm_at, packed.data_ptr(), self.packed_bias.data_ptr(), packed.shape[1],
             self.out_features // self.halves, self.halves, bits_of_number(eps), x, residual, out,
             rows)
-
-
-class RowNorm(nn.Module):
-    """In place of an nn.RMSNorm, see `is_rms_norm`. Its weight can be float32 in any model."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        weight = self.weight
-        size = x.shape[-1]
-        if (x.dtype not in products.BLOCKS or weight.dtype not in products.BLOCKS or not x.is_cpu
-                or torch.is_grad_enabled() or (size,) != weight.shape):
-            return super().forward(x)
-        out = x.clone(memory_format=torch.contiguous_format)
-        run_call(products.norm(x.dtype, weight.dtype)(
-            weight.data_ptr(), bits_of_number(self.eps), size, out.data_ptr(), x.numel() // size))
-        return out
 
 
 class GatedMLP(nn.Module):

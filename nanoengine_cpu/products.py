@@ -168,24 +168,6 @@ def norm_row(row, weight, eps_bits):
         store_part(row, i, end, load_part(row, i, end) * scale * load_part(weight, i, end))
 
 
-@functools.cache
-def norm(dtype: torch.dtype, weight_dtype: torch.dtype) -> Callable:
-    """kernel(weight, eps_bits, size, x, rows)
-
-    x becomes RMSNorm of x, (rows, size) of `dtype`; weight: (size,) of `weight_dtype`
-    """
-    uint, weight_uint = DTYPES[dtype], DTYPES[weight_dtype]
-
-    def norm_kernel(phase, threads, arguments_at):
-        weight_at, eps_bits, size, x_at, rows = numbers_at(arguments_at, 5)
-        x = array_at(x_at, (rows, size), uint)
-        # a few thousand numbers at a time
-        for r in take_tasks(rows, 1 + 4096 // size, arguments_at):
-            norm_row(x[r], array_at(weight_at, size, weight_uint), eps_bits)
-
-    return compile_kernel(norm_kernel)
-
-
 @inlined()
 def write_block(out, residual, row, first, outputs, sums, halves):
     """Results of some rows, from `row` on, and a block of outputs, from `first` on.

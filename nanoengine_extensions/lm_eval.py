@@ -38,7 +38,7 @@ class NanoengineLM(TemplateLM):
                  **options: Any) -> None:
         super().__init__()
         self.llm = LLM(pretrained, **options)
-        self.tokenizer = self.llm.get_tokenizer()
+        self.tokenizer: Any = self.llm.get_tokenizer()
         # of a window; the token after it is scored, too
         self.max_length = self.llm.inputs.max_model_len - 1
 

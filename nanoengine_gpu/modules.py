@@ -9,7 +9,7 @@ from nanoengine_gpu.known import has_code_of
 from nanoengine_gpu.norms import rms_norm, store_heads, swiglu
 
 
-def optimize(model: nn.Module, has_attention: bool = False, has_norms: bool = True) -> bool:
+def optimize(model: nn.Module, has_attention: bool = False) -> bool:
     """Gives modules that it knows a forward of few kernels; all else that they have stays.
 
         nn.RMSNorm, with a weight and an eps, see `RMSNorm`
@@ -21,8 +21,8 @@ def optimize(model: nn.Module, has_attention: bool = False, has_norms: bool = Tr
     other code keeps its own forward. Each module is called as a module, so that hooks of any of
     them run; the head norms are the exception, since one kernel does their work with the rotation.
 
-    has_attention, has_norms: without effect, as attention calls the `backend` of its module, and
-        norms always get a kernel; a library whose attention has a cache of its own asks for it
+    has_attention: without effect, as attention calls the `backend` of its module; a library whose
+        attention has a cache of its own asks for it
 
     Returns whether a row has the same bits whatever rows are beside it: False.
     """

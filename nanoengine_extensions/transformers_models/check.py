@@ -25,11 +25,10 @@ from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
 from nanoengine.features import logger
-from nanoengine.model import RMSNorm
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.modules import (
-    GatedMLP, InFloat32, exchange, fast_modules, given_inputs)
+    InFloat32, exchange, fast_modules, given_inputs, optimize_modules)
 
 # options of a call that do not make it more than causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
@@ -248,8 +247,7 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     # their memory
     inputs.clear()
     others.clear()
-    fast = [each for each in causal.modules() if type(each) in (nn.Linear, GatedMLP, RMSNorm)]
-    runner.kernels.optimize(nn.ModuleList(fast), has_attention=False, has_norms=True)
+    optimize_modules(causal, runner)
     backend = runner.backend
     # the choice that the runner makes afterwards, too
     if BACKENDS[backend].attend is None and not runner.kernels.knows_attention(model):

@@ -164,6 +164,15 @@ def exchange(model: nn.Module, others: Others) -> None:
                 setattr(parent, name, others[child])
 
 
+def optimize_modules(causal: nn.Module, runner: Any) -> None:
+    """Gives linears, gated MLPs and norms of a model the kernels of the runner's device."""
+    fast = [each for each in causal.modules() if type(each) in (nn.Linear, GatedMLP, RMSNorm)]
+    runner.kernels.optimize(nn.ModuleList(fast), has_attention=False)
+    if runner.kernels.empty_cache and runner.dtype != torch.half:
+        from nanoengine_extensions.transformers_models.row_norms import RowNorm
+        exchange(causal, {each: RowNorm(each) for each in fast if isinstance(each, RMSNorm)})
+
+
 class InFloat32(TorchFunctionMode):
     """Lets a model compute in float32: each function gets weights that are converted for it."""
 

@@ -137,31 +137,6 @@ def test_attention_can_have_a_soft_cap_and_sinks(options):
     assert (found - usual).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("size", [16, 100, 1024, 5000])
-@pytest.mark.parametrize("dtype, weight_dtype", [
-    (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32)])
-def test_norms_that_ask_for_a_kernel(dtype, weight_dtype, size):
-    torch.manual_seed(0)
-    norm = nn.RMSNorm(size, 1e-3, dtype=weight_dtype).requires_grad_(False)
-    norm.weight.uniform_(0.5, 1.5)
-    assert optimize(norm) and type(norm) is nn.RMSNorm
-    optimize(norm, has_norms=True)
-    wide = torch.randn(7, 3, 2 * size).to(dtype)
-    with torch.inference_mode():
-        for x in (wide[0, 0, :size], wide[..., :size], wide[:, 1, size:], wide[:0, :, :size]):
-            numbers = x.double()
-            scale = (numbers.square().mean(dim=-1, keepdim=True) + 1e-3).rsqrt()
-            found, expected = norm(x), (numbers * scale * norm.weight.double()).to(dtype)
-            assert found.dtype == dtype and found.shape == x.shape
-            torch.testing.assert_close(found, expected)
-        rows = torch.randn(40, size).to(dtype)
-        assert torch.equal(norm(rows)[[3, 39]], torch.cat((norm(rows[3:4]), norm(rows[39:]))))
-    # a kernel keeps no gradients, and knows no other types
-    assert norm(wide[..., :size].requires_grad_()).grad_fn
-    assert norm(wide[..., :size].double()).dtype == torch.double
-
-
 def test_what_is_set_later_counts():
     model = Model(torch.float32)
     optimize(model)

@@ -552,3 +552,25 @@ def test_how_much_a_token_takes_is_said(folder_of, caplog):
     with caplog.at_level(logging.INFO), make_llm(
             folder_of("deepseek_v3"), attention_backend="gather"):
         assert f"a token takes {3 * 2 * 4 * 24 * 4} bytes" in caplog.text
+
+
+@pytest.mark.parametrize("size", [16, 100, 1024, 5000])
+@pytest.mark.parametrize("dtype, weight_dtype", [
+    (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32)])
+def test_the_kernel_of_norms(dtype, weight_dtype, size):
+    row_norms = pytest.importorskip("nanoengine_extensions.transformers_models.row_norms")
+    torch.manual_seed(0)
+    norm = RMSNorm(size, 1e-3, dtype=weight_dtype).requires_grad_(False)
+    norm.weight.uniform_(0.5, 1.5)
+    fast = row_norms.RowNorm(norm)
+    wide = torch.randn(7, 3, 2 * size).to(dtype)
+    with torch.inference_mode():
+        for x in (wide[0, 0, :size], wide[..., :size], wide[:, 1, size:], wide[:0, :, :size]):
+            numbers = x.double()
+            scale = (numbers.square().mean(dim=-1, keepdim=True) + 1e-3).rsqrt()
+            found, expected = fast(x), (numbers * scale * norm.weight.double()).to(dtype)
+            assert found.dtype == dtype and found.shape == x.shape
+            torch.testing.assert_close(found, expected)
+        rows = torch.randn(40, size).to(dtype)
+        assert torch.equal(fast(rows)[[3, 39]], torch.cat((fast(rows[3:4]), fast(rows[39:]))))
