@@ -25,6 +25,8 @@ LIMITS: dict[str, dict[str, float]] = {
     "nanoengine": {"lines": 1665} | DENSITY, "nanoengine_cpu": {"lines": 1150},
     "nanoengine_gpu": {"lines": 400}, "bench.py": {"lines": 200}, "lab": {"lines": 710}}
 FEATURE: dict[str, float] = {"lines": 200}
+# several files, none of them with more than 200 lines
+LARGE: dict[str, dict[str, float]] = {"quantized": {"lines": 500}}
 
 
 def source_lines(text: str) -> list[str]:
@@ -69,7 +71,7 @@ def main(root: Path = ROOT) -> int:
     limits = dict(LIMITS)
     for path in sorted((root / "nanoengine_extensions").iterdir()):
         if path.suffix == ".py" or any(path.glob("*.py")):
-            limits[f"nanoengine_extensions/{path.name}"] = FEATURE
+            limits[f"nanoengine_extensions/{path.name}"] = LARGE.get(path.name, FEATURE)
     too_much = []
     print(" lines  width   wide  pairs")
     for name, most in limits.items():

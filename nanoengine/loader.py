@@ -24,14 +24,15 @@ from nanoengine.model import FAMILIES, Decoder, rope_table
 # the classes of transformers that `Decoder` computes
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
 # what all families have in config.json; without an entry, transformers assumes these values, too
-USUAL = {"hidden_act": "silu", "is_causal": True, "quantization_config": None,
-         "transformers_weights": None}
+USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
 
 def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
-    """Returns the folder of a model, or of a tokenizer: the given one, or the download of a Hugging
-    Face id. name: of the argument, for messages."""
+    """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
+    Face id, or what a GGUF file has. name: of the argument, for messages."""
     folder = Path(model).expanduser().absolute()
+    if ".gguf" in [file.suffix for file in [folder, *weight_files(folder)]]:
+        return extension("quantized", f"{name}={str(model)!r}").as_folder(folder, config, name)
     if folder.is_dir():
         return folder
     hub = extension("hub", f"{name}={str(model)!r}, which is no folder,")
@@ -134,12 +135,14 @@ def place_on(model: nn.Module, device: str) -> None:
 
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
                load_format: str = "auto", place: Callable[[Any, str], None] = place_on,
-               read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
+               read: Callable[..., Tensor] = lambda tensor, target: tensor[:],
+               opened: Callable[..., Any] = safe_open) -> Decoder:
     """Returns the model with its weights in `dtype`; "dummy": random ones.
 
     place: allocates memory for the weights.
-    read: reads the part of a checkpoint's tensor that belongs in its target. Weights on the host
-        and several ranks replace these two.
+    read: reads the part of a checkpoint's tensor that belongs in its target.
+    opened: opens a file of weights. Weights on the host, several ranks and quantized weights
+        replace these three.
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)
@@ -147,7 +150,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     if load_format == "dummy":
         extension("dummy").fill(model, config, device)
     else:
-        load_weights(folder, config, model, read)
+        load_weights(folder, config, model, read, opened)
     return model
 
 
@@ -170,17 +173,18 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files that transformers would read: model.safetensors, or else those that the
-    index names. Files that are absent are left out."""
+    index names. Files that are absent are left out; without any, GGUF files."""
     names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / names[0]).is_file():
         with naming(index):
             names = sorted({*json.loads(index.read_text())["weight_map"].values()})
-    return [folder / name for name in names if (folder / name).is_file()]
+    found = [folder / name for name in names if (folder / name).is_file()]
+    return found or sorted(folder.glob("*.gguf"))
 
 
 def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
-                 read: Callable[..., Tensor]) -> None:
+                 read: Callable[..., Tensor], opened: Callable[..., Any]) -> None:
     """Copies the tensors of a checkpoint to the parameters of the model, and fills all of them.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
@@ -189,11 +193,11 @@ def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
     missing = checkpoint_tensors(model)
     for file in weight_files(folder):
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
-            names = [*safe_open(file, framework="pt").keys()]
+            names = [*opened(file, framework="pt").keys()]
             # rope_table computes inv_freq
             for full_name in [name for name in names if not name.endswith("inv_freq")]:
                 # opened for each tensor: pages of a mapped file count as memory until it is closed
-                tensor = safe_open(file, framework="pt").get_slice(full_name)
+                tensor = opened(file, framework="pt").get_slice(full_name)
                 target = missing.pop(full_name.removeprefix("model."))
                 loaded = read(tensor, target)
                 if loaded.shape != target.shape or not loaded.is_floating_point():

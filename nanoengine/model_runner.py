@@ -91,6 +91,8 @@ class ModelRunner:
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
         """Returns the model; `options` are those of the loader, for several ranks."""
+        if self.config.quantization or getattr(self.model_config, "quantization_config", None):
+            options["opened"] = extension("quantized", "its quantization").opener(self, folder)
         load = partial(load_model, folder, self.model_config, self.dtype, self.device,
                        self.config.load_format, **options)
         if self.config.cpu_offload_gb:

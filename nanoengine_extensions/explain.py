@@ -26,13 +26,11 @@ WRITER = "a model that writes text"
 Row = tuple[str, str, str]
 # a path that is no folder
 A_FILE: tuple[Row, ...] = (
-    ("*.gguf", "is a GGUF file, which is not read", ORIGINAL),
     ("*", "is a file", "the folder {folder}"))
 # what a folder has instead of config.json
 NO_CONFIG: tuple[Row, ...] = (
     ("adapter_config.json", "is an adapter (LoRA), not a whole model", MERGED),
     ("model_index.json", "is a pipeline of diffusers, which makes images", WRITER),
-    ("*.gguf", "is a folder of GGUF files, which are not read", ORIGINAL),
     ("modules.json", "is a model of sentence-transformers, which makes embeddings", WRITER),
     ("consolidated*", "is a model in its maker's own format", FOR_TRANSFORMERS),
     ("*/config.json", "has models in folders of its own", "one of these, such as {folder}"),
@@ -42,7 +40,6 @@ NO_WEIGHTS: tuple[Row, ...] = (
     ("adapter_model*", "has only an adapter (LoRA) of the weights", MERGED),
     ("pytorch_model*", "has its weights in {name}, which can hold any code and is not read",
      CONVERTED),
-    ("*.gguf", "has its weights in {name}, and GGUF files are not read", ORIGINAL),
     ("consolidated*", "has its weights in its maker's own format", FOR_TRANSFORMERS),
     ("*.safetensors", "has its weights in {name}, which is not read",
      "a folder with model.safetensors, or with an index of other names"),
@@ -59,8 +56,9 @@ Kind = tuple[Callable[[Config], Any], str, str]
 
 
 def quantization(config: Config) -> str:
-    """Returns by which method a model is quantized, such as "awq"; "" if it is not."""
-    names = ("quantization_config", "compression_config", "quantization")
+    """Returns by which method a model is quantized that is not read; "" if there is none. What
+    quantization_config says is checked by the extension `quantized`."""
+    names = ("compression_config", "quantization")
     found: Any = next((config[name] for name in names if config.get(name)), "")
     return str(found.get("quant_method", found) if isinstance(found, dict) else found)
 
@@ -105,7 +103,7 @@ OTHERS: tuple[Kind, ...] = (
      "a {families} model, or its family be added as docs/recipes.md says"))
 # of one of these
 OWN: tuple[Kind, ...] = (
-    (quantization, "is quantized (quantization_config: {quantization}), which is not read",
+    (quantization, "is quantized in another format ({quantization}), which is not read",
      "the model that was quantized, in bfloat16, float16 or float32"),
     (lambda c: c.get("is_causal", True) is not True,
      "lets its tokens see later ones (is_causal={is_causal}), which is not computed", WRITER),

@@ -33,6 +33,8 @@ CASES = {
     "metrics": "assert llm.metrics()['num_steps'] > 0",
     "offload": "LLM(model, cpu_offload_gb=1, **options)",
     "policies": "LLM(model, kv_allocation='reserve', scheduling='static', **options).close()",
+    "quantized": "with_option = LLM(model, quantization='int8', **options); "
+                 "assert run(with_option).token_ids; with_option.close()",
     "scores": "assert llm.score([5, 6], [[7], [8, 9]], False)[1].token_ids == [8, 9]",
     "speculation": "with_option = LLM(model, speculation='prompt-lookup', **options); "
                    "assert run(with_option).token_ids == tokens; with_option.close()",

@@ -1,0 +1,106 @@
+"""What the numbers of quantized weights stand for: whole numbers, scales and zeros.
+
+    weight[o, i] = (number[o, i] - zero[o, g]) * scale[o, g]        g: the group of input i
+
+AWQ (Lin et al., 2023, arXiv:2306.00978), GPTQ (Frantar et al., 2022, arXiv:2210.17323) and
+compressed-tensors store this in different orders. `rounded` makes it from other weights.
+
+This file knows neither files nor models.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# how AutoAWQ orders the outputs of a word
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+# inputs of a group that `rounded` makes
+GROUP = 32
+
+
+class Grouped(NamedTuple):
+    """A weight in groups of inputs.
+
+    numbers: (outputs, inputs), whole numbers.
+    scales, zeros: (outputs, groups); no zeros: all are 0.
+    groups: the group of each input; None: neighbours, in equal parts.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    groups: Tensor | None = None
+
+    def dequantized(self) -> Tensor:
+        """Returns the weight in float32. A product of a number and a scale in 16 bits is exact."""
+        groups = self.groups
+        if groups is None:
+            size = -(-self.numbers.shape[1] // self.scales.shape[1])
+            groups = torch.arange(self.numbers.shape[1]) // size
+        numbers = self.numbers
+        if self.zeros is not None:
+            numbers = numbers - self.zeros[:, groups]
+        return numbers.float() * self.scales.float()[:, groups]
+
+
+def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Returns the numbers in int32 words, the lowest bits first, along a dimension."""
+    parts = [words >> shift & 2**bits - 1 for shift in range(0, 32, bits)]
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+
+
+def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Grouped:
+    """Version "gemm": (inputs, outputs / 8), (groups, outputs / 8), (groups, outputs)."""
+    numbers, zeros = (
+        unpack(words, 4, 1).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
+        for words in (qweight, qzeros))
+    return Grouped(numbers, scales.T, zeros)
+
+
+def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int,
+         version: int) -> Grouped:
+    """(inputs * bits / 32, outputs), (groups, outputs * bits / 32), (groups, outputs), (inputs,).
+
+    Version 1, AutoGPTQ's, stores each zero minus 1. With act-order, the inputs of a group are not
+    neighbours, and g_idx says which they are.
+    """
+    zeros = unpack(qzeros, bits, 1).T
+    if version == 1:
+        zeros = zeros + 1 & 2**bits - 1
+    return Grouped(unpack(qweight, bits, 0).T, scales.T, zeros, g_idx)
+
+
+def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | None,
+               g_idx: Tensor | None) -> Grouped:
+    """Format "pack-quantized": (outputs, inputs * bits / 32), (outputs, groups), (outputs, inputs),
+    (outputs * bits / 32, groups), (inputs,).
+
+    Numbers and zeros are stored plus 8, or plus 128 with 8 bits. Unused bits fill the last word of
+    a row. A scale can be that of all outputs.
+    """
+    outputs, inputs = shape
+    bits = 8 if 4 * packed.shape[1] >= inputs else 4
+    numbers = unpack(packed, bits, 1)[:, :inputs] - 2 ** (bits - 1)
+    scale = scale.reshape(-1, scale.shape[-1]).expand(outputs, -1)
+    if zeros is not None:
+        zeros = unpack(zeros, bits, 0)[:outputs] - 2 ** (bits - 1)
+        zeros = zeros.expand(scale.shape)
+    return Grouped(numbers, scale, zeros, g_idx)
+
+
+def rounded(weight: Tensor, bits: int) -> Grouped:
+    """Rounds a weight to numbers of 8 or 4 bits in groups of 32 inputs, with scales in float16.
+
+    As in Q8_0 and Q4_0 of llama.cpp, the largest of a group becomes 127 or -127, with 4 bits -8.
+    """
+    inputs = weight.shape[1]
+    x = F.pad(weight.float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+    largest = x.gather(2, x.abs().argmax(2, keepdim=True))[:, :, 0]
+    scales = (largest.abs() / 127 if bits == 8 else largest / -8).half()
+    inverse = torch.where(scales == 0, 0, 1 / scales.float())
+    most = 2 ** (bits - 1)
+    numbers = (x * inverse[:, :, None]).round().clamp(-most, most - 1)
+    return Grouped(numbers.flatten(1)[:, :inputs].to(torch.int8), scales,
+                   groups=torch.arange(inputs) // GROUP)

@@ -1,0 +1,398 @@
+"""Quantized models: weights to the bit as the formats define them, tokens as transformers generates
+them with these weights, and what is refused, each for its reason."""
+
+import json
+import logging
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ROOT, greedy_reference, random_prompts, token_ids
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.loader import checkpoint_tensors
+from nanoengine_extensions.quantized import formulas, methods
+
+gguf = pytest.importorskip("gguf")
+from nanoengine_extensions.quantized import gguf_files  # noqa: E402
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = random_prompts([3, 40])
+# K-quants have groups of 256 inputs
+SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64)
+OPTIONS = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
+
+
+def generated(model, **options) -> list[list[int]]:
+    with LLM(model, **OPTIONS | options) as llm:
+        return token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+def expected(model) -> list[list[int]]:
+    return [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
+
+
+def weights_of(model, **options) -> dict[str, Tensor]:
+    """The weights that an engine has loaded, by their names in a checkpoint."""
+    with LLM(model, kernels=False, **OPTIONS | options) as llm:
+        return {name: weight.clone()
+                for name, weight in checkpoint_tensors(llm.engine.runner.model).items()}
+
+
+def given(model) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): weight for name, weight in model.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------------ GGUF
+
+HEADS = {"q_proj": 4, "k_proj": 2}
+# where a block of a type has its scales in float16, and how large they are in a test
+SCALES = {"Q2_K": ((80, 82), 1e-3), "Q3_K": ((108,), 1e-4), "Q4_K": ((0, 2), 1e-4),
+          "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 1e-4)}
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a tensor."""
+    name = name.removeprefix("model.")
+    whole = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+    layers = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down"}
+    if match := re.fullmatch(r"layers\.(\d+)\.(.*)\.(weight|bias)", name):
+        return f"blk.{match[1]}.{layers[match[2]]}.{match[3]}"
+    own, kind = name.rsplit(".", 1)
+    return f"{whole[own]}.{kind}"
+
+
+def in_gguf(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
+    """The bytes of a matrix. The package cannot quantize K-quants: they get random numbers."""
+    if kind not in SCALES:
+        return gguf.quantize(weight, gguf.GGMLQuantizationType[kind])
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (len(weight), weight.shape[1] // block, size), dtype=np.uint8)
+    places, scale = SCALES[kind]
+    for place in places:
+        drawn = rng.standard_normal(raw.shape[:2] + (1,)) * scale
+        raw[:, :, place:place + 2] = drawn.astype(np.float16).view(np.uint8)
+    return raw.reshape(len(weight), -1)
+
+
+def order_of(name: str, rows: int) -> Tensor | None:
+    """How llama.cpp's converter orders the rows of q and k: halves of a head become pairs."""
+    heads = next((count for part, count in HEADS.items() if f".{part}." in name), 0)
+    if not heads:
+        return None
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
+
+
+@pytest.fixture
+def make_gguf(make_model, tmp_path):
+    """Writes a small random model as GGUF files, as llama.cpp's tools do.
+
+    Returns the path of the first, and transformers' model with the dequantized weights.
+
+    kinds: the types of its matrices, in turn; several parts: in several files.
+    """
+
+    def make(kinds: list[str], architecture: str = "Qwen3", num_parts: int = 1, entries=(),
+             **changes) -> tuple[Path, transformers.PreTrainedModel]:
+        _, model = make_model(architecture, **SIZES | changes)
+        arch = architecture.lower().replace("mistral", "llama")
+        config = model.config
+        path = tmp_path / "model.gguf"
+        if num_parts > 1:
+            path = tmp_path / f"model-00001-of-{num_parts:05}.gguf"
+        names = [path.name.replace("00001", f"{i + 1:05}", 1) for i in range(num_parts)]
+        writers = [gguf.GGUFWriter(tmp_path / name, arch) for name in names]
+        writer = writers[0]
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        for name, value in entries:
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            (writer.add_string if isinstance(value, str) else add)(name.format(arch=arch), value)
+        state = model.state_dict()
+        if config.tie_word_embeddings:
+            del state["lm_head.weight"]
+        for number, (name, weight) in enumerate(state.items()):
+            order = order_of(name, len(weight)) if arch == "llama" else None
+            rows = (weight if order is None else weight[order]).numpy()
+            kind = gguf.GGMLQuantizationType[kinds[number % len(kinds)]]
+            if weight.ndim == 1:
+                kind = gguf.GGMLQuantizationType.F32
+            stored = in_gguf(rows, kind.name, number)
+            writers[number % num_parts].add_tensor(gguf_name(name), stored, raw_dtype=kind)
+            dequantized = torch.from_numpy(gguf.dequantize(stored, kind).copy())
+            if order is None:
+                weight.copy_(dequantized)
+            else:
+                weight[order] = dequantized
+        for each in writers:
+            each.write_header_to_file()
+            each.write_kv_data_to_file()
+            each.write_tensors_to_file()
+            each.close()
+        return path, model
+
+    return make
+
+
+@pytest.mark.parametrize("kind", gguf_files.TYPES)
+def test_every_type_of_gguf(make_gguf, kind):
+    path, model = make_gguf([kind])
+    weights = weights_of(path)
+    assert weights.keys() <= given(model).keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, given(model)[name]), name
+    assert generated(path) == expected(model)
+
+
+@pytest.mark.parametrize("architecture, changes", [
+    ("Llama", {}), ("Llama", dict(attention_bias=True, mlp_bias=True)), ("Mistral", {}),
+    ("Qwen2", {}), ("Qwen3", dict(tie_word_embeddings=True)), ("Llama", dict(head_dim=32))])
+def test_every_family_of_gguf(make_gguf, architecture, changes):
+    """Types are mixed, also within projections that are fused; rows of q and k are reordered."""
+    if architecture == "Mistral":
+        changes = dict(sliding_window=None)
+    path, model = make_gguf(["Q8_0", "Q6_K", "Q4_1", "F16", "Q5_0"], architecture, **changes)
+    for name, weight in weights_of(path).items():
+        assert torch.equal(weight, given(model)[name]), name
+    assert generated(path) == expected(model)
+
+
+def test_a_gguf_in_bfloat16(make_gguf):
+    """A weight is its dequantized value in the model's dtype."""
+    path, model = make_gguf(["Q6_K", "Q8_0"])
+    for name, weight in weights_of(path, dtype="bfloat16").items():
+        assert torch.equal(weight, given(model)[name].bfloat16()), name
+
+
+def test_a_gguf_in_several_files(make_gguf):
+    path, model = make_gguf(["Q8_0"], num_parts=3)
+    assert generated(path) == expected(model)
+    # a folder with nothing else
+    assert generated(path.parent) == expected(model)
+    path.with_name(path.name.replace("00001", "00002", 1)).unlink()
+    with pytest.raises(ValueError, match="there is no file .*00002-of-00003.gguf: it must be"):
+        LLM(path)
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
+    """As in `LlamaModel.generate_extra_tensors` of llama.cpp's converter."""
+    found = []
+    for i in range(0, head_dim, 2):
+        wave = 2 * np.pi * theta ** (i / head_dim)
+        smooth = (8192 / wave - 1) / (4 - 1)
+        found.append(1 if wave < 8192 / 4 else factor if wave > 8192 else 1 / (
+            (1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
+@pytest.mark.parametrize("rope, entries", [
+    (dict(rope_type="linear", factor=4.0),
+     [("{arch}.rope.scaling.type", "linear"), ("{arch}.rope.scaling.factor", 4.0)]),
+    (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128),
+     [("{arch}.rope.scaling.type", "yarn"), ("{arch}.rope.scaling.factor", 4.0),
+      ("{arch}.rope.scaling.original_context_length", 128)])])
+def test_the_positions_of_a_gguf(make_gguf, rope, entries):
+    path, model = make_gguf(["F32"], "Qwen2", entries=entries,
+                            rope_parameters=rope | dict(rope_theta=10000.0))
+    assert generated(path) == expected(model)
+    for name, value in rope.items():
+        assert config_of(path).rope_parameters[name] == value
+
+
+def config_of(path) -> transformers.PretrainedConfig:
+    with LLM(path, **OPTIONS) as llm:
+        return llm.model_config
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_positions_of_llama_3(make_gguf, monkeypatch, factor):
+    """Their parameters come back from the factors, the only ones that the file has."""
+    rope = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8192, rope_theta=500000.0)
+    factors = llama3_factors(64, 500000.0, factor)
+    close = gguf.GGUFWriter.write_header_to_file
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", lambda self: (
+        self.add_tensor("rope_freqs.weight", factors), close(self)))
+    path, model = make_gguf(["F32"], "Llama", rope_parameters=rope)
+    assert config_of(path).rope_parameters == rope
+    assert generated(path) == expected(model)
+    factors = factors * np.float32(1.1)
+    path, _ = make_gguf(["F32"], "Llama", rope_parameters=rope)
+    with pytest.raises(ValueError, match=r"rope_freqs.weight=.* must be those of Llama 3"):
+        LLM(path)
+
+
+@pytest.mark.parametrize("entries, message", [
+    ([("{arch}.expert_count", 8)], "expert_count=8 is not accepted: it must be one of .0."),
+    ([("{arch}.attention.sliding_window", 128)], "attention.sliding_window=128"),
+    ([("{arch}.rope.dimension_count", 32)], "rope.dimension_count=32 .* must be one of .64."),
+    ([("{arch}.rope.scaling.type", "longrope")], "rope.scaling.type='longrope'"),
+    ([("general.type", "adapter")], "general.type='adapter'")])
+def test_a_gguf_of_another_model(make_gguf, entries, message):
+    path, _ = make_gguf(["Q8_0"], entries=entries)
+    with pytest.raises(ValueError, match=f"^model='{path}': the file's {message}"):
+        LLM(path)
+
+
+def test_a_gguf_of_another_architecture(tmp_path):
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="general.architecture='gemma3' .*'llama', 'qwen2', 'qw"):
+        LLM(path)
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "IQ2_XXS", "MXFP4", "TQ1_0"])
+def test_a_type_that_is_refused(tmp_path, make_gguf, kind):
+    path, _ = make_gguf(["Q8_0"])
+    header = gguf_files.Header([path])
+    header.tensors["blk.0.ffn_up.weight"] = header.tensors["blk.0.ffn_up.weight"]._replace(
+        tensor_type=gguf.GGMLQuantizationType[kind])
+    with pytest.raises(ValueError, match=f"type {kind} are not read: .* such as Q4_K_M"):
+        header.check()
+
+
+def test_a_file_that_is_no_gguf(tmp_path, bundled):
+    (tmp_path / "a.gguf").write_text("not a model")
+    for name in ("a.gguf", "b.gguf"):
+        with pytest.raises(ValueError, match=f"^model='{tmp_path / name}'"):
+            LLM(tmp_path / name)
+    with pytest.raises(ValueError, match=f"^tokenizer='{tmp_path / 'b.gguf'}'"):
+        LLM(bundled, tokenizer=str(tmp_path / "b.gguf"))
+    (tmp_path / "b.gguf").write_text("another")
+    with pytest.raises(ValueError, match="several models: .* must be the path of one of a.gguf, b"):
+        LLM(tmp_path)
+
+
+def test_a_truncated_gguf(make_gguf):
+    path, _ = make_gguf(["Q8_0"])
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(ValueError, match=f"^model='{path}'"):
+        LLM(path)
+
+
+def test_a_tensor_of_gguf_that_is_missing(make_gguf, monkeypatch):
+    path, _ = make_gguf(["Q8_0"])
+    monkeypatch.setitem(gguf_files.LAYER_NAMES, "ffn_up", "mlp.other")
+    with pytest.raises(ValueError, match="layers.0.mlp.other.weight"):
+        LLM(path)
+
+
+# made by llama.cpp's own tools: Q4_K and Q6_K, the bundled tokenizer, and a chat template
+REAL = ROOT / "tests" / "features" / "q3-q4_k_m.gguf"
+TEXTS = ["12 + 34 =", "hello wörld <|im_end|> foo\n\n  x", "Once upon a time, there was 1"]
+
+
+def read_plainly(path: Path) -> dict[str, Tensor]:
+    """The weights of a file whose rows are in order."""
+    return {tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+            for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_a_real_file(bundled):
+    plain = read_plainly(REAL)
+    config = transformers.Qwen3Config(
+        vocab_size=867, hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        rms_norm_eps=1e-6, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    model.load_state_dict({name: plain[gguf_name(name)] for name in model.state_dict()})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bundled)
+    with LLM(REAL, **OPTIONS) as llm:
+        for prompt in TEXTS:
+            output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+            assert output.prompt_token_ids == tokenizer(prompt).input_ids
+            assert output.outputs[0].token_ids == greedy_reference(
+                model, output.prompt_token_ids, 12)
+            # half a character at the end is left out
+            text = tokenizer.decode(output.outputs[0].token_ids)
+            assert output.outputs[0].text == text.rstrip("\ufffd")
+        assert llm.inputs.eos_tokens == {2: None}
+        chat = llm.chat([{"role": "user", "content": "12"}], GREEDY, use_tqdm=False)[0]
+        assert chat.prompt == "<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_tokenizers(bundled, make_gguf, tmp_path):
+    """The file's own, that of a folder, that of another file, or none."""
+    path, _ = make_gguf(["Q8_0"], vocab_size=867)
+    template = "{{ messages[0].content }} of the folder"
+    shutil.copytree(bundled, folder := tmp_path / "beside",
+                    ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "chat_template.jinja").write_text(template)
+    shutil.copy(path, folder)
+    ids = transformers.AutoTokenizer.from_pretrained(bundled)(TEXTS[1]).input_ids
+    for tokenizer in (folder, REAL, bundled):
+        with LLM(path, tokenizer=str(tokenizer), **OPTIONS) as llm:
+            assert llm.get_tokenizer()(TEXTS[1]).input_ids == ids
+    with LLM(REAL, tokenizer=str(folder), **OPTIONS) as llm:
+        chat = llm.chat([{"role": "user", "content": "12"}], GREEDY, use_tqdm=False)[0]
+        assert chat.prompt == "12 of the folder"
+    # there is none in this file
+    for options in ({}, dict(skip_tokenizer_init=True)):
+        with LLM(path, **OPTIONS, **options) as llm, pytest.raises(ValueError, match="tokenizer"):
+            llm.generate("a text", use_tqdm=False)
+
+
+def test_a_folder_with_a_gguf_and_a_config(make_gguf, bundled, tmp_path):
+    """Its config.json, tokenizer and generation_config.json count, its safetensors first."""
+    path, model = make_gguf(["Q8_0"], vocab_size=867)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path.rename(folder / path.name)
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 123}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(bundled) / name, folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.25, "eos_token_id": 9}')
+    with LLM(folder, **OPTIONS) as llm:
+        assert llm.model_config.max_position_embeddings == 123
+        assert llm.get_default_sampling_params().temperature == 0.25
+        assert llm.inputs.eos_tokens == {2: None, 9: 9}
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
+    model.save_pretrained(folder)
+    assert not hasattr(config_of(folder), "quantization_config")
+
+
+def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path):
+    """Of Llama 2: BOS comes first."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b",
+              "▁a", "ab", "▁ab"]
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-1.0 - place for place in range(6)])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 6])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = gguf_files.tokenizer_of(path)
+    assert tokenizer("ab").input_ids == [1, tokens.index("▁ab")]
+    tokenizer.save_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again("ab a").input_ids == tokenizer("ab a").input_ids
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
