@@ -26,7 +26,7 @@ WRITER = "a model that writes text"
 Row = tuple[str, str, str]
 # a path that is no folder
 A_FILE: tuple[Row, ...] = (
-    ("*", "is a file", "the folder {folder}"))
+    ("*", "is a file", "the folder {folder}"),)
 # what a folder has instead of config.json
 NO_CONFIG: tuple[Row, ...] = (
     ("adapter_config.json", "is an adapter (LoRA), not a whole model", MERGED),

@@ -89,7 +89,7 @@ def opener(runner: ModelRunner, folder: Path) -> Callable[..., Opened]:
     entries = getattr(runner.model_config, "quantization_config", None) or {}
     if entries:
         methods.check(entries)
-    method = entries.get("quant_method", config.quantization)
+    method: Any = entries.get("quant_method", config.quantization)
     if config.quantization not in (None, method):
         raise rejected("quantization", config.quantization,
                        f"None or {method!r}, since the model is quantized already")

@@ -168,15 +168,15 @@ class Header:
         models of Llama 3 differ in the largest one alone.
         """
         given = torch.from_numpy(self.tensors["rope_freqs.weight"].data.astype(np.float32))
-        rope = {"rope_type": "llama3", "factor": float(given.max()), "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        factor = float(given.max())
         size = self.head_dim()
         waves = 2 * torch.pi * theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
         smooth = ((8192 / waves - 1) / 3).clamp(0, 1)
-        factors = 1 / ((1 - smooth) / rope["factor"] + smooth)
+        factors = 1 / ((1 - smooth) / factor + smooth)
         if given.shape != factors.shape or not torch.allclose(given.double(), factors, rtol=1e-4):
             raise rejected("the file's rope_freqs.weight", given.tolist(), "those of Llama 3")
-        return rope
+        return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 # ------------------------------------------------------------------------------------ a folder

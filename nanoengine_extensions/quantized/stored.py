@@ -79,10 +79,6 @@ class Method(NamedTuple):
     read: Callable[[Index, str], Tensor]
 
 
-def read_parts(index: Index, module: str, parts: tuple[str, ...]) -> list[Tensor]:
-    return [index.read(f"{module}.{part}") for part in parts]
-
-
 def awq(entries: dict[str, Any]) -> Method:
     parts = ("qweight", "qzeros", "scales")
 
@@ -91,7 +87,8 @@ def awq(entries: dict[str, Any]) -> Method:
         return [8 * words, inputs]
 
     def read(index: Index, module: str) -> Tensor:
-        return formulas.awq(*read_parts(index, module, parts)).dequantized()
+        tensors = (index.read(f"{module}.{part}") for part in parts)
+        return formulas.awq(*tensors).dequantized()
 
     return Method(parts, shape, read)
 
@@ -106,9 +103,9 @@ def gptq(entries: dict[str, Any]) -> Method:
         return [outputs, words * 32 // bits]
 
     def read(index: Index, module: str) -> Tensor:
+        words, zeros, scales = (index.read(f"{module}.{part}") for part in parts[:3])
         groups = index.find(f"{module}.g_idx")
-        tensors = read_parts(index, module, parts[:3])
-        return formulas.gptq(*tensors, groups, bits, version).dequantized()
+        return formulas.gptq(words, zeros, scales, groups, bits, version).dequantized()
 
     return Method(parts, shape, read)
 
@@ -120,7 +117,7 @@ def compressed(entries: dict[str, Any]) -> Method:
         return index.read(f"{module}.weight_shape").tolist()
 
     def read(index: Index, module: str) -> Tensor:
-        packed, scale = read_parts(index, module, parts[:2])
+        packed, scale = (index.read(f"{module}.{part}") for part in parts[:2])
         zeros, groups = (index.find(f"{module}.{part}") for part in parts[3:])
         return formulas.compressed(
             packed, scale, shape(index, module), zeros, groups).dequantized()

@@ -396,3 +396,334 @@ def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path):
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again("ab a").input_ids == tokenizer("ab a").input_ids
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+# ----------------------------------------------------------------- AWQ, GPTQ, compressed-tensors
+
+
+def drawn(bits: int, shape: tuple[int, int], group: int, symmetric: bool, groups=None,
+          dtype=torch.float16) -> tuple[Tensor, ...]:
+    """Random numbers, zeros and scales of a weight, all from 0 on, and what they stand for."""
+    outputs, inputs = shape
+    numbers = torch.randint(2**bits, shape)
+    zeros = torch.randint(2**bits, (outputs, inputs // group))
+    if symmetric:
+        zeros.fill_(2 ** (bits - 1))
+    scales = (torch.rand(zeros.shape) * 0.4 / 2**bits).to(dtype)
+    if groups is None:
+        groups = torch.arange(inputs) // group
+    # in float64: each product is exact, and then rounded once
+    weight = torch.empty(shape, dtype=torch.float64)
+    for i, g in enumerate(groups.tolist()):
+        weight[:, i] = (numbers[:, i] - zeros[:, g]) * scales[:, g].double()
+    return numbers, zeros, scales, weight.float()
+
+
+def in_words(numbers: Tensor, bits: int) -> Tensor:
+    """(rows, columns) to (rows, columns * bits / 32) int32; the lowest bits first, rest unused."""
+    each = 32 // bits
+    words = torch.zeros(len(numbers), -(-numbers.shape[1] // each), dtype=torch.int64)
+    for column in range(numbers.shape[1]):
+        words[:, column // each] |= numbers[:, column] << bits * (column % each)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def in_awq(numbers, zeros, scales, **_) -> dict[str, Tensor]:
+    """As `WQLinear_GEMM.from_linear` of AutoAWQ packs them."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def packed(x: Tensor) -> Tensor:
+        return in_words(x.unflatten(1, (-1, 8))[:, :, order].flatten(1), 4)
+
+    return {"qweight": packed(numbers.T), "qzeros": packed(zeros.T), "scales": scales.T}
+
+
+def in_gptq(numbers, zeros, scales, bits, groups=None, version=1) -> dict[str, Tensor]:
+    """As `QuantLinear.pack` of AutoGPTQ packs them; version 1 subtracts 1 from the zeros."""
+    if version == 1:
+        zeros = (zeros - 1) % 2**bits
+    found = {"qweight": in_words(numbers, bits).T, "qzeros": in_words(zeros.T, bits),
+             "scales": scales.T}
+    return found if groups is None else found | {"g_idx": groups.to(torch.int32)}
+
+
+def in_compressed(numbers, zeros, scales, bits, groups=None, symmetric=True) -> dict[str, Tensor]:
+    found = {"weight_packed": in_words(numbers, bits), "weight_scale": scales,
+             "weight_shape": torch.tensor(numbers.shape)}
+    if groups is not None:
+        found["weight_g_idx"] = groups.to(torch.int32)
+    if not symmetric:
+        found["weight_zero_point"] = in_words(zeros.T, bits).T
+    return found
+
+
+def compressed_config(bits: int = 4, **weights) -> dict:
+    weights = dict(num_bits=bits, type="int", strategy="group", symmetric=True) | weights
+    group = dict(weights=weights, input_activations=None, output_activations=None)
+    return dict(quant_method="compressed-tensors", format="pack-quantized",
+                config_groups=dict(group_0=group | dict(targets=["Linear"])), ignore=["lm_head"])
+
+
+# of each: bits, inputs of a group, whether inputs of a group are not neighbours, whether all zeros
+# are the middle, the function that packs a weight, and quantization_config
+AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm", zero_point=True)
+GPTQ = dict(quant_method="gptq", group_size=32, desc_act=False, sym=False)
+FORMATS = {
+    "awq": (4, 32, False, False, in_awq, AWQ),
+    "awq one group": (4, 256, False, False, in_awq, AWQ | dict(group_size=-1)),
+    "gptq 4": (4, 32, False, False, in_gptq, GPTQ | dict(bits=4)),
+    "gptq 8": (8, 32, False, True, in_gptq, GPTQ | dict(bits=8)),
+    "gptq act-order": (4, 32, True, False, in_gptq, GPTQ | dict(bits=4, desc_act=True)),
+    "gptq v2": (4, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
+                GPTQ | dict(bits=4, checkpoint_format="gptq_v2")),
+    "w4a16": (4, 32, False, True, in_compressed, compressed_config()),
+    "w8a16": (8, 32, False, True, in_compressed, compressed_config(8)),
+    "w8a16 channel": (8, 256, False, True, in_compressed, compressed_config(8, strategy="channel")),
+    "w4a16 zeros": (4, 32, False, False, lambda *a, **o: in_compressed(*a, **o, symmetric=False),
+                    compressed_config(symmetric=False)),
+    "w4a16 act-order": (4, 32, True, True, in_compressed, compressed_config(actorder="group"))}
+
+
+@pytest.fixture
+def make_quantized(make_model, tmp_path):
+    """Writes a small random model in a format; returns its folder, and transformers' model with the
+    dequantized weights. changes: of the model's config."""
+
+    def make(name: str, architecture: str = "Llama", **changes):
+        bits, group, is_mixed, symmetric, pack, entries = FORMATS[name]
+        source, model = make_model(architecture, **changes | dict(
+            hidden_size=256, intermediate_size=256, num_hidden_layers=2, head_dim=64))
+        generator = torch.Generator().manual_seed(1)
+        tensors: dict[str, Tensor] = {}
+        for key, weight in model.state_dict().items():
+            module, _, part = key.rpartition(".")
+            if "_proj" not in key or part != "weight":
+                tensors[key] = weight
+                continue
+            groups = None
+            if is_mixed:
+                groups = torch.randperm(256, generator=generator) // group
+            *parts, dequantized = drawn(bits, tuple(weight.shape), group, symmetric, groups)
+            weight.copy_(dequantized)
+            options = {} if pack is in_awq else dict(bits=bits, groups=groups)
+            for end, tensor in pack(*parts, **options).items():
+                tensors[f"{module}.{end}"] = tensor.contiguous()
+        folder = tmp_path / "quantized"
+        shutil.copytree(source, folder)
+        (folder / "model.safetensors").unlink()
+        # the parts of a weight are in two files
+        names = sorted(tensors)
+        index = {key: f"model-{1 + i % 2}.safetensors" for i, key in enumerate(names)}
+        for file in {*index.values()}:
+            save_file({key: tensors[key] for key in names if index[key] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        change_config(folder, quantization_config=entries)
+        return folder, model
+
+    return make
+
+
+def change_config(folder: Path, **entries) -> None:
+    config = json.loads((folder / "config.json").read_text()) | entries
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_of_safetensors(make_quantized, name):
+    folder, model = make_quantized(name)
+    for key, weight in weights_of(folder).items():
+        assert torch.equal(weight, given(model)[key]), key
+    assert generated(folder) == expected(model)
+    for key, weight in weights_of(folder, dtype="bfloat16").items():
+        assert torch.equal(weight, given(model)[key].bfloat16()), key
+
+
+@pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Qwen3"])
+def test_every_family_of_safetensors(make_quantized, architecture):
+    folder, model = make_quantized("awq", architecture)
+    assert generated(folder) == expected(model)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("inputs", [256, 96, 100])
+def test_compressed_tensors_by_its_package(bits, symmetric, inputs):
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    half = 2 ** (bits - 1)
+    numbers = torch.randint(-half, half, (24, inputs)).to(torch.int8)
+    zeros = torch.randint(-half, half, (24, 4)).to(torch.int8)
+    scales = torch.rand(24, 4).bfloat16()
+    groups = torch.arange(inputs) * 4 // inputs
+    kept = zeros if not symmetric else torch.zeros_like(zeros)
+    wanted = (numbers - kept.float()[:, groups]) * scales.float()[:, groups]
+    found = formulas.compressed(
+        helpers.pack_to_int32(numbers, bits), scales, [24, inputs],
+        None if symmetric else helpers.pack_to_int32(zeros, bits, packed_dim=0), None)
+    assert torch.equal(found.dequantized(), wanted)
+
+
+def test_one_scale_for_a_whole_weight():
+    numbers = torch.randint(256, (8, 64))
+    found = formulas.compressed(in_words(numbers, 8), torch.tensor([0.5]), [8, 64], None, None)
+    assert torch.equal(found.dequantized(), (numbers - 128) * 0.5)
+
+
+GROUPS = compressed_config()["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize("entries, message", [
+    (dict(quant_method="fp8"), "is quantized as FP8 .* must be the model that was quantized"),
+    (dict(quant_method="fbgemm_fp8"), "FP8"), (dict(quant_method="mxfp4"), "MXFP4"),
+    (dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"), "NF4"),
+    (dict(quant_method="hqq"), "quant_method='hqq' .*'awq', 'gptq', 'compressed-tensors'"),
+    (dict(bits=4), "quant_method=None"),
+    (AWQ | dict(version="gemv"), "version='gemv' .* one of .'gemm'."),
+    (AWQ | dict(bits=3), "bits=3"), (AWQ | dict(zero_point=False), "zero_point=False"),
+    (GPTQ | dict(bits=3), "bits=3 .* one of .4, 8."), (GPTQ, "bits=None"),
+    (GPTQ | dict(bits=4, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
+    (GPTQ | dict(bits=4, is_marlin_format=True), "is_marlin_format=True"),
+    (GPTQ | dict(bits=4, dynamic={"-:.*": {}}), "dynamic="),
+    (compressed_config() | dict(format="float-quantized"), "format='float-quantized'"),
+    (compressed_config() | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme="),
+    (compressed_config() | dict(sparsity_config=dict(format="sparse-24")), "sparsity_config="),
+    (compressed_config() | dict(transform_config=dict(config_groups=dict(u=1))), "transform_conf"),
+    (compressed_config(type="float"), "weights.type='float'"),
+    (compressed_config(bits=2), "weights.num_bits=2"),
+    (compressed_config(strategy="block"), "weights.strategy='block'"),
+    (compressed_config() | dict(config_groups=dict(g=GROUPS | dict(
+        input_activations=dict(num_bits=8)))), "g.input_activations=")])
+def test_a_format_that_is_refused(make_model, tmp_path, entries, message):
+    source, _ = make_model()
+    shutil.copytree(source, folder := tmp_path / "model")
+    change_config(folder, quantization_config=entries)
+    for options in ({}, dict(load_format="dummy")):
+        with pytest.raises(ValueError, match=message):
+            LLM(folder, **OPTIONS, **options)
+    with pytest.raises(ValueError, match="quantization='int8'|the model that was quantized"):
+        methods.check(entries)
+
+
+def test_a_part_of_a_weight_is_missing(make_quantized):
+    folder, _ = make_quantized("awq")
+    file = folder / "model-1.safetensors"
+    tensors = load_file(file)
+    gone = next(name for name in tensors if name.endswith("qzeros"))
+    del tensors[gone]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=gone):
+        LLM(folder, **OPTIONS)
+
+
+def test_weights_that_are_not_quantized_after_all(make_quantized, make_model):
+    """modules_to_not_convert, or a model that was saved in full: names say which are quantized."""
+    source, model = make_model("Llama", hidden_size=256, intermediate_size=256,
+                               num_hidden_layers=2, head_dim=64)
+    folder, _ = make_quantized("awq")
+    (folder / "model.safetensors.index.json").unlink()
+    shutil.copy(Path(source) / "model.safetensors", folder)
+    assert generated(folder) == expected(model)
+
+
+# -------------------------------------------------------------------------- rounded when loaded
+
+
+def rounded_plainly(weight: Tensor, bits: int) -> Tensor:
+    """One group after the other, as llama.cpp's `quantize_row_q8_0_ref` and `…_q4_0_ref`."""
+    found = torch.empty_like(weight)
+    for row, out in zip(weight, found):
+        for start in range(0, len(row), 32):
+            group = row[start:start + 32]
+            largest = max(group.tolist(), key=abs)
+            scale = np.float32(abs(largest)) / np.float32(127)
+            if bits == 4:
+                scale = np.float32(largest) / np.float32(-8)
+            scale = np.float32(np.float16(scale))
+            most = 2 ** (bits - 1)
+            numbers = torch.zeros(len(group))
+            if scale:
+                numbers = (group * float(np.float32(1) / scale)).round().clamp(-most, most - 1)
+            out[start:start + 32] = numbers * float(scale)
+    return found
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("inner", [96, 100])
+def test_weights_are_rounded(make_model, bits, inner):
+    """Of matrices, tied ones once; in groups of 32 inputs, of which the last can be smaller."""
+    folder, model = make_model(intermediate_size=inner, tie_word_embeddings=True)
+    for name, weight in model.state_dict().items():
+        if weight.ndim == 2 and name != "lm_head.weight":
+            weight.copy_(rounded_plainly(weight, bits))
+    for name, weight in weights_of(folder, quantization=f"int{bits}").items():
+        assert torch.equal(weight, given(model)[name]), name
+    for options in ({}, dict(kernels=False)):
+        assert generated(folder, quantization=f"int{bits}", **options) == expected(model)
+
+
+def test_rounded_zeros_and_the_largest_numbers():
+    weight = torch.zeros(3, 64)
+    weight[1, 5] = 1e-30
+    weight[2] = torch.linspace(-100, 100, 64)
+    for bits in (8, 4):
+        found = formulas.rounded(weight, bits).dequantized()
+        assert torch.equal(found, rounded_plainly(weight, bits)) and not found[:2].any()
+
+
+@pytest.mark.parametrize("value, message", [
+    ("int3", "quantization='int3' is not accepted: it must be 'int8', 'int4' or None, or"),
+    ("INT8", "'INT8'"), ("", "quantization=''"),
+    ("awq", "quantization='awq' .* since the model is not quantized"),
+    ("gguf", "quantization='gguf' .* since the model is not quantized")])
+def test_a_quantization_that_is_refused(tiny, value, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny, quantization=value, **OPTIONS)
+
+
+def test_a_quantization_that_the_model_has_not(make_quantized):
+    folder, model = make_quantized("awq")
+    assert generated(folder, quantization="awq") == expected(model)
+    assert generated(REAL, quantization="gguf") == generated(REAL)
+    for path, value, method in ((folder, "gptq", "awq"), (folder, "int8", "awq"),
+                                (REAL, "int4", "gguf")):
+        with pytest.raises(ValueError, match=f"quantization='{value}' .* None or '{method}', si"):
+            LLM(path, quantization=value, **OPTIONS)
+
+
+def test_random_weights_are_not_quantized(tiny, make_quantized):
+    with pytest.raises(ValueError, match="load_format='dummy' .* with quantization='int8'"):
+        LLM(tiny, quantization="int8", load_format="dummy")
+    folder, _ = make_quantized("awq")
+    for path in (folder, REAL):
+        with pytest.raises(ValueError, match="load_format='dummy' .* since the model is quantized"):
+            LLM(path, load_format="dummy")
+
+
+def test_without_its_package_a_gguf_is_refused(monkeypatch):
+    monkeypatch.delitem(sys.modules, "nanoengine_extensions.quantized.gguf_files")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delattr("nanoengine_extensions.quantized.gguf_files")
+    with pytest.raises(ValueError, match=f"^model='{REAL}' needs the package gguf"):
+        LLM(REAL)
+
+
+def test_the_log_says_what_it_costs(tiny, caplog):
+    size = (Path(tiny) / "model.safetensors").stat().st_size
+    count = sum(tensor.numel() for tensor in load_file(Path(tiny) / "model.safetensors").values())
+    with caplog.at_level(logging.WARNING, "nanoengine"):
+        LLM(tiny, quantization="int8", **OPTIONS | dict(dtype="bfloat16")).close()
+    lines = [line for line in caplog.messages if "dequantized" in line]
+    assert lines == [f"quantized weights are dequantized when they are loaded: {size / 2**20:.1f} "
+                     f"MiB of files become {2 * count / 2**20:.1f} MiB of bfloat16"]
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq act-order", "gguf", "int4"])
+def test_several_ranks(make_quantized, make_gguf, tiny, name):
+    """Each takes its part of the dequantized weights."""
+    path, options = tiny, {}
+    if name == "gguf":
+        path, _ = make_gguf(["Q8_0"], "Llama")
+    elif name == "int4":
+        options = dict(quantization="int4")
+    else:
+        path, _ = make_quantized(name)
+    assert generated(path, tensor_parallel_size=2, **options) == generated(path, **options)
