@@ -221,6 +221,12 @@ def test_a_chat_is_streamed(execute):
         names["llm"].stream_chat(names["messages"], params, tool=[])
 
 
+def test_a_gguf(execute):
+    names, printed = execute(recipe("A GGUF from your disk"))
+    assert len(ast.literal_eval(printed)) == 8
+    assert names["llm"].model_config.quantization_config["quant_method"] == "gguf"
+
+
 @pytest.fixture
 def from_asyncio(execute):
     """The names of the recipe, with few places, and a new thread: the printed code has ended it."""

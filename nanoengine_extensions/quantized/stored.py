@@ -158,6 +158,10 @@ def open_rounded(bits: int, file: Path) -> Opened:
 def plain(file: Path) -> Opened:
     """Returns the tensors of a file of safetensors as they are."""
     index = Index([file])
-    slices = {name: index.slice_of(name) for name in index.files}
-    return Opened({name: Stored(each.get_dtype(), each.get_shape(), partial(index.read, name))
-                   for name, each in slices.items()})
+    # opened once: a header has thousands of entries
+    slices = safe_open(file, framework="pt")
+    opened = Opened()
+    for name in index.files:
+        each = slices.get_slice(name)
+        opened[name] = Stored(each.get_dtype(), each.get_shape(), partial(index.read, name))
+    return opened
