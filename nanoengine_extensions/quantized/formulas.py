@@ -18,6 +18,8 @@ from torch import Tensor
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 # inputs of a group that `rounded` makes
 GROUP = 32
+# rows that are dequantized at a time
+ROWS = 256
 
 
 class Grouped(NamedTuple):
@@ -39,15 +41,20 @@ class Grouped(NamedTuple):
         if groups is None:
             size = -(-self.numbers.shape[1] // self.scales.shape[1])
             groups = torch.arange(self.numbers.shape[1]) // size
-        numbers = self.numbers
-        if self.zeros is not None:
-            numbers = numbers - self.zeros[:, groups]
-        return numbers.float() * self.scales.float()[:, groups]
+        weight = torch.empty(self.numbers.shape)
+        # some rows at a time, which stay in the cache
+        for start in range(0, len(weight), ROWS):
+            rows = slice(start, start + ROWS)
+            part = weight[rows].copy_(self.numbers[rows])
+            if self.zeros is not None:
+                part -= self.zeros[rows].float()[:, groups]
+            part *= self.scales[rows].float()[:, groups]
+        return weight
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Returns the numbers in int32 words, the lowest bits first, along a dimension."""
-    parts = [words >> shift & 2**bits - 1 for shift in range(0, 32, bits)]
+    """Returns the numbers in int32 words, the lowest bits first, along a dimension, in uint8."""
+    parts = [(words >> shift & 2**bits - 1).to(torch.uint8) for shift in range(0, 32, bits)]
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
 
 
@@ -82,12 +89,13 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     """
     outputs, inputs = shape
     bits = 8 if 4 * packed.shape[1] >= inputs else 4
-    numbers = unpack(packed, bits, 1)[:, :inputs] - 2 ** (bits - 1)
+    numbers = unpack(packed, bits, 1)[:, :inputs]
     scale = scale.reshape(-1, scale.shape[-1]).expand(outputs, -1)
-    if zeros is not None:
-        zeros = unpack(zeros, bits, 0)[:outputs] - 2 ** (bits - 1)
-        zeros = zeros.expand(scale.shape)
-    return Grouped(numbers, scale, zeros, g_idx)
+    if zeros is None:
+        middles = torch.tensor(2 ** (bits - 1), dtype=torch.uint8)
+    else:
+        middles = unpack(zeros, bits, 0)[:outputs]
+    return Grouped(numbers, scale, middles.expand(scale.shape), g_idx)
 
 
 def rounded(weight: Tensor, bits: int) -> Grouped:

@@ -91,7 +91,7 @@ class Header:
         head_dim = self.head_dim()
         neutral = {"expert_count": 0, "attention.sliding_window": 0, "attention.causal": True,
                    "attention.scale": 0.0, "logit_scale": 0.0, "attention.value_length": head_dim,
-                   "rope.dimension_count": head_dim}
+                   "rope.dimension_count": head_dim, "rope.scaling.attn_factor": 1.0}
         for name, value in neutral.items():
             self.accept(name, self.of_model(name, value), [value])
         types = {tensor.tensor_type.name for tensor in self.tensors.values()}

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -147,8 +148,11 @@ def open_rounded(bits: int, file: Path) -> Opened:
     def read(tensor: Stored) -> Tensor:
         # vectors, of norms and biases, are few numbers
         weight = tensor.read()
-        is_matrix = weight.ndim == 2 and weight.is_floating_point()
-        return formulas.rounded(weight, bits).dequantized() if is_matrix else weight
+        if weight.ndim != 2 or not weight.is_floating_point():
+            return weight
+        # some rows at a time, as there are copies of them
+        parts = weight.split(1024)
+        return torch.cat([formulas.rounded(part, bits).dequantized() for part in parts])
 
     opened = plain(file)
     return Opened({name: Stored(tensor.kind, tensor.shape, partial(read, tensor))

@@ -247,6 +247,7 @@ def test_the_positions_of_llama_3(make_gguf, monkeypatch, factor):
     ([("{arch}.expert_count", 8)], "expert_count=8 is not accepted: it must be one of .0."),
     ([("{arch}.attention.sliding_window", 128)], "attention.sliding_window=128"),
     ([("{arch}.rope.dimension_count", 32)], "rope.dimension_count=32 .* must be one of .64."),
+    ([("{arch}.rope.scaling.attn_factor", 0.5)], "rope.scaling.attn_factor=0.5"),
     ([("{arch}.rope.scaling.type", "longrope")], "rope.scaling.type='longrope'"),
     ([("general.type", "adapter")], "general.type='adapter'")])
 def test_a_gguf_of_another_model(make_gguf, entries, message):
