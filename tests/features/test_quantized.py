@@ -8,20 +8,19 @@ import shutil
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import ROOT, greedy_reference, random_prompts, token_ids
+from fake_gpu import FakeGpu
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import checkpoint_tensors
-from nanoengine_extensions.quantized import formulas, methods
-
-gguf = pytest.importorskip("gguf")
-from nanoengine_extensions.quantized import gguf_files  # noqa: E402
+from nanoengine_extensions.quantized import formulas, gguf_files, methods
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = random_prompts([3, 40])
@@ -728,3 +727,16 @@ def test_several_ranks(make_quantized, make_gguf, tiny, name):
     else:
         path, _ = make_quantized(name)
     assert generated(path, tensor_parallel_size=2, **options) == generated(path, **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(cpu_offload_gb=1.0)])
+@pytest.mark.parametrize("name", ["awq", "gguf", "int8"])
+def test_on_a_gpu(make_quantized, tiny, name, options):
+    """The same weights, whether they stay on the GPU or on the host."""
+    path, asked = tiny, dict(quantization="int8")
+    if name != "int8":
+        path, asked = REAL if name == "gguf" else make_quantized(name)[0], {}
+    plain = generated(path, **asked)
+    with FakeGpu():
+        found = generated(path, device="cuda", attention_backend="gather", **asked, **options)
+    assert found == plain
