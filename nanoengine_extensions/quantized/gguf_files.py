@@ -37,6 +37,9 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj"}
 # rows whose weights are dequantized at a time
 ROWS = 1024
+# Llama 3's ways to cut a text, by `tokenizer.ggml.pre`: as llama.cpp knows, BOS comes first, and a
+# word that is a token stays whole, whatever the merges are
+LLAMA_3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
 
 
 def parts_of(file: Path) -> list[Path]:
@@ -147,6 +150,18 @@ class Header:
         found = [self.find(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
         return [token for token in dict.fromkeys(found) if token is not None]
 
+    def tokenizer(self, file: Path) -> Any:
+        """Returns transformers' version of the tokenizer in the (first) file."""
+        options = {}
+        is_of_llama_3 = self.find("tokenizer.ggml.pre") in LLAMA_3
+        if is_of_llama_3 and "tokenizer.ggml.add_bos_token" not in self.fields:
+            options["add_bos_token"] = True
+        found = PreTrainedTokenizerFast.from_pretrained(
+            file.parent, gguf_file=file.name, **options)
+        if is_of_llama_3:
+            found.backend_tokenizer.model.ignore_merges = True
+        return found
+
     def rope(self) -> dict[str, Any]:
         kind = self.of_model("rope.scaling.type", "none")
         rope = {"rope_type": "default", "rope_theta": self.of_model("rope.freq_base", 10000.0)}
@@ -202,12 +217,7 @@ def write_folder(files: list[Path], beside: Path | None, folder: Path, has_token
         write(file, {"eos_token_id": header.eos()})
     is_there = [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]
     if has_tokenizer and not is_there and "tokenizer.ggml.tokens" in header.fields:
-        tokenizer_of(files[0]).save_pretrained(folder)
-
-
-def tokenizer_of(file: Path) -> Any:
-    """Returns transformers' version of the tokenizer in a file."""
-    return PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+        header.tokenizer(files[0]).save_pretrained(folder)
 
 
 def write(file: Path, content: dict[str, Any]) -> None:

@@ -390,12 +390,39 @@ def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    tokenizer = gguf_files.tokenizer_of(path)
+    tokenizer = gguf_files.Header([path]).tokenizer(path)
     assert tokenizer("ab").input_ids == [1, tokens.index("▁ab")]
     tokenizer.save_pretrained(tmp_path)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again("ab a").input_ids == tokenizer("ab a").input_ids
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize("pre, flag, has_bos", [
+    ("llama-bpe", None, True), ("llama-bpe", True, True), ("llama-bpe", False, False),
+    ("tekken", None, True), ("qwen2", None, False), ("qwen2", True, True)])
+def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
+    """llama.cpp does not write down that BOS comes first, and that a token needs no merges."""
+    tokens = ["<bos>", "<eos>", "a", "b", "c", "ab", "abc"]
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 1, 1, 1, 1, 1])
+    # none to "abc"
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    if flag is not None:
+        writer.add_add_bos_token(flag)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    gguf_files.Header([path]).tokenizer(path).save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = [5, 4] if pre == "qwen2" else [6]
+    assert tokenizer("abc").input_ids == [0] * has_bos + ids
+    assert tokenizer("abc", add_special_tokens=False).input_ids == ids
 
 
 # ----------------------------------------------------------------- AWQ, GPTQ, compressed-tensors
