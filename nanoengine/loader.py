@@ -31,7 +31,8 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
     """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
     Face id, or what a GGUF file has. name: of the argument, for messages."""
     folder = Path(model).expanduser().absolute()
-    if ".gguf" in [file.suffix for file in [folder, *weight_files(folder)]]:
+    files = weight_files(folder) or folder.glob("*.gguf")
+    if ".gguf" in [file.suffix for file in [folder, *files]]:
         return extension("quantized", f"{name}={str(model)!r}").as_folder(folder, config, name)
     if folder.is_dir():
         return folder
@@ -173,14 +174,13 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files that transformers would read: model.safetensors, or else those that the
-    index names. Files that are absent are left out; without any, GGUF files."""
+    index names. Files that are absent are left out."""
     names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / names[0]).is_file():
         with naming(index):
             names = sorted({*json.loads(index.read_text())["weight_map"].values()})
-    found = [folder / name for name in names if (folder / name).is_file()]
-    return found or sorted(folder.glob("*.gguf"))
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
 def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,

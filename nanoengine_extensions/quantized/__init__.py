@@ -40,7 +40,7 @@ CONDITIONS: list[Condition] = [
 
 
 def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
-    """Returns a folder as a model has one, with links to GGUF files: see gguf_files.py. It is
+    """Returns a folder as a model has one, with an index of GGUF files: see gguf_files.py. It is
     deleted when Python ends.
 
     path: a GGUF file, or a folder of one, which can also have config.json and a tokenizer.
@@ -101,20 +101,20 @@ def opener(runner: ModelRunner, folder: Path) -> Callable[..., Opened]:
                        f"({method}), and random weights are not")
     files = weight_files(folder)
     with naming(f"{folder}: one of its files of weights"):
-        open_file = choose_opener(method, entries, files)
+        open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
     log_costs(files, opened.values(), runner.dtype)
     return lambda file, framework: opened[file]
 
 
 def choose_opener(method: str, entries: dict[str, Any],
-                  files: list[Path]) -> Callable[[Path], Opened]:
+                  folder: Path) -> Callable[[Path], Opened]:
     if method == "gguf":
         from nanoengine_extensions.quantized.gguf_files import open_gguf
-        return partial(open_gguf, entries["heads"])
+        return partial(open_gguf, folder, entries["heads"])
     if method in BITS:
         return partial(open_rounded, BITS[method])
-    return partial(open_quantized, Index(files), METHODS[method](entries))
+    return partial(open_quantized, Index(weight_files(folder)), METHODS[method](entries))
 
 
 def log_costs(files: list[Path], opened: Iterable[Opened], dtype: torch.dtype) -> None:

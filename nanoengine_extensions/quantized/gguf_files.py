@@ -8,6 +8,7 @@ numbers are not whole numbers times a scale are refused.
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,8 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj"}
 # rows whose weights are dequantized at a time
 ROWS = 1024
+# where tensors lie in the files, in the folder that `write_folder` fills
+TABLE = "tensors.json"
 # Llama 3's ways to cut a text, by `tokenizer.ggml.pre`: as llama.cpp knows, BOS comes first, and a
 # word that is a token stays whole, whatever the merges are
 LLAMA_3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
@@ -66,9 +69,15 @@ class Header:
     """What GGUF files of a model say of it, without their weights."""
 
     def __init__(self, files: list[Path]) -> None:
-        readers = [gguf.GGUFReader(file) for file in files]
-        self.tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
-        self.fields = readers[0].fields
+        readers = {str(file): gguf.GGUFReader(file) for file in files}
+        self.tensors = {tensor.name: tensor for reader in readers.values()
+                        for tensor in reader.tensors}
+        self.fields = readers[str(files[0])].fields
+        # of each file: the type, the shape and the place of each tensor
+        self.table = {name: {
+            plain_name(tensor.name): [tensor.tensor_type.name, tensor.shape.tolist()[::-1],
+                                      int(tensor.data_offset), int(tensor.n_bytes)]
+            for tensor in reader.tensors} for name, reader in readers.items()}
         self.architecture = self.find("general.architecture")
 
     def find(self, name: str, default: Any = None) -> Any:
@@ -152,7 +161,7 @@ class Header:
 
     def tokenizer(self, file: Path) -> Any:
         """Returns transformers' version of the tokenizer in the (first) file."""
-        options = {}
+        options: Any = {}
         is_of_llama_3 = self.find("tokenizer.ggml.pre") in LLAMA_3
         if is_of_llama_3 and "tokenizer.ggml.add_bos_token" not in self.fields:
             options["add_bos_token"] = True
@@ -198,26 +207,28 @@ class Header:
 
 
 def write_folder(files: list[Path], beside: Path | None, folder: Path, has_tokenizer: bool) -> None:
-    """Fills a folder with what a model has: links to the files, config.json, and a tokenizer.
+    """Fills a folder with what a model has: config.json, a tokenizer, an index of the files.
 
     beside: a folder whose config.json, tokenizer and others are used; None: the file has all.
     has_tokenizer: whether the file's own tokenizer is written, if there is no other.
     """
-    others = [] if beside is None else [
-        path for path in beside.iterdir() if path.suffix in (".json", ".jinja", ".model", ".txt")]
-    for path in [*files, *others]:
-        (folder / path.name).symlink_to(path)
     header = Header(files)
     config = header.config()
-    if (file := folder / "config.json").exists():
-        config = json.loads(file.read_text())
-        file.unlink()
-    write(file, config | {"quantization_config": header.quantization()})
-    if not (file := folder / "generation_config.json").exists():
-        write(file, {"eos_token_id": header.eos()})
-    is_there = [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]
-    if has_tokenizer and not is_there and "tokenizer.ggml.tokens" in header.fields:
+    write(folder / "generation_config.json", {"eos_token_id": header.eos()})
+    others = {} if beside is None else {path.name: path for path in beside.iterdir()}
+    has_other = any(name.startswith(("tokenizer", "vocab.")) for name in others)
+    if has_tokenizer and not has_other and "tokenizer.ggml.tokens" in header.fields:
         header.tokenizer(files[0]).save_pretrained(folder)
+    for path in others.values():
+        if path.suffix in (".json", ".jinja", ".model", ".txt"):
+            shutil.copy(path, folder)
+    if "config.json" in others:
+        config = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", config | {"quantization_config": header.quantization()})
+    # `loader.weight_files` finds the files by it
+    index = {name: str(file) for name, file in enumerate(files)}
+    write(folder / "model.safetensors.index.json", {"weight_map": index})
+    write(folder / TABLE, header.table)
 
 
 def write(file: Path, content: dict[str, Any]) -> None:
@@ -227,35 +238,36 @@ def write(file: Path, content: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ tensors
 
 
-def open_gguf(heads: dict[str, int], file: Path) -> Opened:
+def open_gguf(folder: Path, heads: dict[str, int], file: Path) -> Opened:
     """Returns the tensors of a file, dequantized when they are read.
 
-    heads: by which rows of a projection were reordered.
+    folder: the one that `write_folder` has filled; heads: by which rows of a projection were
+    reordered.
     """
     opened = Opened()
-    for tensor in gguf.GGUFReader(file).tensors:
-        name = plain_name(tensor.name)
-        shape = [int(size) for size in reversed(tensor.shape)]
-        read = partial(read_tensor, file, tensor.tensor_type, tensor.data_offset,
-                       tensor.n_bytes, shape)
+    # to read a header again takes seconds
+    table = json.loads((folder / TABLE).read_text())[str(file)]
+    for name, (kind, shape, offset, num_bytes) in table.items():
+        read = partial(read_tensor, file, kind, shape, offset, num_bytes)
         for part, count in heads.items():
             if f".{part}." in name:
                 read = partial(unpermuted, read, count)
         # `rope_table` computes them
         if name != "rope_freqs.weight":
-            opened[name] = Stored(tensor.tensor_type.name, shape, read)
+            opened[name] = Stored(kind, shape, read)
     return opened
 
 
-def read_tensor(file: Path, kind: Any, offset: int, num_bytes: int, shape: list[int]) -> Tensor:
+def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int) -> Tensor:
     """Reads a tensor in float32. The file is not mapped: its pages would count as memory."""
     raw = np.fromfile(file, np.uint8, num_bytes, offset=offset)
     weight = torch.empty(shape).view(-1, shape[-1])
     rows = raw.reshape(len(weight), -1)
-    if kind.name in ("F32", "F16"):
-        rows = rows.view(np.float32 if kind.name == "F32" else np.float16)
+    if kind in ("F32", "F16"):
+        rows = rows.view(np.float32 if kind == "F32" else np.float16)
     for part, stored in zip(weight.split(ROWS), torch.from_numpy(rows).split(ROWS)):
-        part.copy_(torch.from_numpy(gguf.dequantize(stored.numpy(), kind)))
+        dequantized = gguf.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind])
+        part.copy_(torch.from_numpy(dequantized))
     return weight.view(shape)
 
 

@@ -376,6 +376,18 @@ def test_a_folder_with_a_gguf_and_a_config(make_gguf, bundled, tmp_path):
     assert not hasattr(config_of(folder), "quantization_config")
 
 
+def test_a_folder_stays_as_it_is(tmp_path):
+    """Its template comes before that of the file, whose tokenizer is written elsewhere."""
+    shutil.copy(REAL, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("of the folder")
+    (tmp_path / "tensors.json").write_text("[]")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert llm.get_tokenizer().chat_template == "of the folder"
+        assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path):
     """Of Llama 2: BOS comes first."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b",
