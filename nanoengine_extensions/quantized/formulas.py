@@ -85,16 +85,17 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     (outputs * bits / 32, groups), (inputs,).
 
     Numbers and zeros are stored plus 8, or plus 128 with 8 bits. Unused bits fill the last word of
-    a row. A scale can be that of all outputs.
+    a row. A scale can be that of all outputs, and zeros that are no int32 are not packed.
     """
     outputs, inputs = shape
     bits = 8 if 4 * packed.shape[1] >= inputs else 4
     numbers = unpack(packed, bits, 1)[:, :inputs]
     scale = scale.reshape(-1, scale.shape[-1]).expand(outputs, -1)
-    if zeros is None:
-        middles = torch.tensor(2 ** (bits - 1), dtype=torch.uint8)
-    else:
+    middles = torch.tensor(2 ** (bits - 1), dtype=torch.int16)
+    if zeros is not None and zeros.dtype == torch.int32:
         middles = unpack(zeros, bits, 0)[:outputs]
+    elif zeros is not None:
+        middles = middles + zeros
     return Grouped(numbers, scale, middles.expand(scale.shape), g_idx)
 
 

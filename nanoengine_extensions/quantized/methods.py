@@ -15,15 +15,20 @@ NAMES = {"bitsandbytes": "NF4 or INT8 of bitsandbytes", "mxfp4": "MXFP4", "fp8":
          "fbgemm_fp8": "FP8"}
 
 
+def gptq_format(c: dict[str, Any]) -> str:
+    return c.get("checkpoint_format") or c.get("format") or "gptq"
+
+
 def awq_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "bits", c.get("bits", c.get("w_bit", 4)), [4]
     yield "version", str(c.get("version") or c.get("format") or "gemm").lower(), ["gemm"]
+    yield "backend", c.get("backend") if c.get("backend") == "llm-awq" else None, [None]
     yield "zero_point", c.get("zero_point", True), [True]
 
 
 def gptq_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "bits", c.get("bits"), [4, 8]
-    yield "checkpoint_format", c.get("checkpoint_format", "gptq"), ["gptq", "gptq_v2"]
+    yield "checkpoint_format", gptq_format(c), ["gptq", "gptq_v2"]
     yield "is_marlin_format", c.get("is_marlin_format", False), [False]
     yield "pack_dtype", c.get("pack_dtype", "int32"), ["int32"]
     # modules with other bits

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nanoengine_extensions.quantized import formulas
+from nanoengine_extensions.quantized import formulas, methods
 
 
 class Stored:
@@ -96,7 +96,7 @@ def awq(entries: dict[str, Any]) -> Method:
 
 def gptq(entries: dict[str, Any]) -> Method:
     bits = entries["bits"]
-    version = 2 if entries.get("checkpoint_format") == "gptq_v2" else 1
+    version = 2 if methods.gptq_format(entries) == "gptq_v2" else 1
     parts = ("qweight", "qzeros", "scales", "g_idx")
 
     def shape(index: Index, module: str) -> list[int]:

@@ -515,6 +515,8 @@ FORMATS = {
     "gptq act-order": (4, 32, True, False, in_gptq, GPTQ | dict(bits=4, desc_act=True)),
     "gptq v2": (4, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
                 GPTQ | dict(bits=4, checkpoint_format="gptq_v2")),
+    "gptq v2 by format": (8, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
+                          GPTQ | dict(bits=8, format="gptq_v2")),
     "w4a16": (4, 32, False, True, in_compressed, compressed_config()),
     "w8a16": (8, 32, False, True, in_compressed, compressed_config(8)),
     "w8a16 channel": (8, 256, False, True, in_compressed, compressed_config(8, strategy="channel")),
@@ -601,6 +603,16 @@ def test_compressed_tensors_by_its_package(bits, symmetric, inputs):
     assert torch.equal(found.dequantized(), wanted)
 
 
+def test_zeros_of_compressed_tensors_that_are_not_packed():
+    """Of symmetric weights, or with one scale."""
+    numbers = torch.randint(16, (8, 64))
+    for zeros in (torch.randint(-8, 8, (8, 2)), torch.zeros(8, 2)):
+        found = formulas.compressed(
+            in_words(numbers, 4), torch.ones(8, 2), [8, 64], zeros.to(torch.int8), None)
+        wanted = numbers - 8 - zeros.repeat_interleave(32, 1)
+        assert torch.equal(found.dequantized(), wanted.float())
+
+
 def test_one_scale_for_a_whole_weight():
     numbers = torch.randint(256, (8, 64))
     found = formulas.compressed(in_words(numbers, 8), torch.tensor([0.5]), [8, 64], None, None)
@@ -617,9 +629,11 @@ GROUPS = compressed_config()["config_groups"]["group_0"]
     (dict(quant_method="hqq"), "quant_method='hqq' .*'awq', 'gptq', 'compressed-tensors'"),
     (dict(bits=4), "quant_method=None"),
     (AWQ | dict(version="gemv"), "version='gemv' .* one of .'gemm'."),
+    (AWQ | dict(backend="llm-awq"), "backend='llm-awq'"),
     (AWQ | dict(bits=3), "bits=3"), (AWQ | dict(zero_point=False), "zero_point=False"),
     (GPTQ | dict(bits=3), "bits=3 .* one of .4, 8."), (GPTQ, "bits=None"),
     (GPTQ | dict(bits=4, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
+    (GPTQ | dict(bits=4, format="bitblas"), "checkpoint_format='bitblas'"),
     (GPTQ | dict(bits=4, is_marlin_format=True), "is_marlin_format=True"),
     (GPTQ | dict(bits=4, dynamic={"-:.*": {}}), "dynamic="),
     (compressed_config() | dict(format="float-quantized"), "format='float-quantized'"),
