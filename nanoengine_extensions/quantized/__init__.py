@@ -97,8 +97,8 @@ def opener(runner: ModelRunner, folder: Path) -> Callable[..., Opened]:
         raise rejected("quantization", method, "'int8', 'int4' or None, since the model is not "
                        "quantized")
     if config.load_format == "dummy":
-        raise rejected("load_format", "dummy", f"another one, since the model is quantized "
-                       f"({method}), and random weights are not")
+        raise rejected("the model's quantization_config", entries, "None with "
+                       "load_format='dummy', since random weights are not quantized")
     files = weight_files(folder)
     with naming(f"{folder}: one of its files of weights"):
         open_file = choose_opener(method, entries, folder)
