@@ -50,17 +50,24 @@ NO_WEIGHTS: tuple[Row, ...] = (
 
 # -------------------------------------------------------------------------------- config.json
 
+# methods of quantization
+READ = ("awq", "gptq", "compressed-tensors", "gguf")
+
 Config = dict[str, Any]
 # whether it holds, what it says, and what the model must be
 Kind = tuple[Callable[[Config], Any], str, str]
 
 
 def quantization(config: Config) -> str:
-    """Returns by which method a model is quantized that is not read; "" if there is none. What
-    quantization_config says is checked by the extension `quantized`."""
-    names = ("compression_config", "quantization")
+    """Returns by which method a model is quantized, such as "fp8"; "" if it is not, or by one of
+    which the extension `quantized` says more."""
+    names = ("quantization_config", "compression_config", "quantization")
     found: Any = next((config[name] for name in names if config.get(name)), "")
-    return str(found.get("quant_method", found) if isinstance(found, dict) else found)
+    if not isinstance(found, dict):
+        return str(found)
+    method = str(found.get("quant_method", found))
+    is_read = method in READ and found is config.get("quantization_config")
+    return "" if is_read else f"{method} {found.get('bnb_4bit_quant_type', '')}".strip()
 
 
 def listed(families: Iterable[str]) -> str:
@@ -103,8 +110,9 @@ OTHERS: tuple[Kind, ...] = (
      "a {families} model, or its family be added as docs/recipes.md says"))
 # of one of these
 OWN: tuple[Kind, ...] = (
-    (quantization, "is quantized in another format ({quantization}), which is not read",
-     "the model that was quantized, in bfloat16, float16 or float32"),
+    (quantization, "is quantized (quantization_config: {quantization}), which is not read",
+     "the model that was quantized, in bfloat16, float16 or float32 (quantization='int8' rounds it "
+     "when it is loaded), or its version in GGUF, AWQ or GPTQ"),
     (lambda c: c.get("is_causal", True) is not True,
      "lets its tokens see later ones (is_causal={is_causal}), which is not computed", WRITER),
     (has_empty_window, "has a sliding_window of {sliding_window} tokens",

@@ -25,6 +25,7 @@ import torch
 from nanoengine.config import EngineConfig
 from nanoengine.features import Condition, naming, rejected
 from nanoengine.loader import weight_files
+from nanoengine.model import FAMILIES
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions.quantized import methods
 from nanoengine_extensions.quantized.stored import (
@@ -86,6 +87,9 @@ def opener(runner: ModelRunner, folder: Path) -> Callable[..., Opened]:
     one that is not read.
     """
     config = runner.config
+    if runner.model_config.model_type not in FAMILIES:
+        raise rejected("quantization", config.quantization, f"None for a model that is not one of "
+                       f"{[*FAMILIES]}")
     entries = getattr(runner.model_config, "quantization_config", None) or {}
     if entries:
         methods.check(entries)

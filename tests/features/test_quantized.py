@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -19,7 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.config import EngineConfig
 from nanoengine.loader import checkpoint_tensors
+from nanoengine_extensions import quantized
 from nanoengine_extensions.quantized import formulas, gguf_files, methods
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -623,7 +626,7 @@ GROUPS = compressed_config()["config_groups"]["group_0"]
 
 
 @pytest.mark.parametrize("entries, message", [
-    (dict(quant_method="fp8"), "is quantized as FP8 .* must be the model that was quantized"),
+    (dict(quant_method="fp8"), "quantized as FP8 .* must be the model that was quantized"),
     (dict(quant_method="fbgemm_fp8"), "FP8"), (dict(quant_method="mxfp4"), "MXFP4"),
     (dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"), "NF4"),
     (dict(quant_method="hqq"), "quant_method='hqq' .*'awq', 'gptq', 'compressed-tensors'"),
@@ -646,13 +649,17 @@ GROUPS = compressed_config()["config_groups"]["group_0"]
     (compressed_config() | dict(config_groups=dict(g=GROUPS | dict(
         input_activations=dict(num_bits=8)))), "g.input_activations=")])
 def test_a_format_that_is_refused(make_model, tmp_path, entries, message):
+    """explain.py says it first, if it is there, in the words of the config."""
     source, _ = make_model()
     shutil.copytree(source, folder := tmp_path / "model")
     change_config(folder, quantization_config=entries)
+    instead = "must be .* model that was quantized.*quantization='int8'"
     for options in ({}, dict(load_format="dummy")):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=instead):
             LLM(folder, **OPTIONS, **options)
-    with pytest.raises(ValueError, match="quantization='int8'|the model that was quantized"):
+    with pytest.raises(ValueError, match=message):
+        methods.check(entries)
+    with pytest.raises(ValueError, match=instead):
         methods.check(entries)
 
 
@@ -740,6 +747,13 @@ def test_a_quantization_that_the_model_has_not(make_quantized):
                                 (REAL, "int4", "gguf")):
         with pytest.raises(ValueError, match=f"quantization='{value}' .* None or '{method}', si"):
             LLM(path, quantization=value, **OPTIONS)
+
+
+def test_a_model_of_another_family(tiny):
+    runner = SimpleNamespace(config=EngineConfig(tiny, quantization="int8"),
+                             model_config=transformers.PretrainedConfig())
+    with pytest.raises(ValueError, match="quantization='int8' .* None for a model that is not one"):
+        quantized.opener(runner, Path(tiny))
 
 
 def test_random_weights_are_not_quantized(tiny, make_quantized):
