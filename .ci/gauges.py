@@ -20,13 +20,15 @@ LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
           tokenize.ENDMARKER}
 WIDE = 90
 # the most of each; a feature is a file or a folder of the extensions
-DENSITY = {"width": 43.5, "wide": 0.07, "pairs": 2}
+DENSITY = {"width": 44.3, "wide": 0.07, "pairs": 2}
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1665} | DENSITY, "nanoengine_cpu": {"lines": 1150},
-    "nanoengine_gpu": {"lines": 400}, "bench.py": {"lines": 200}, "lab": {"lines": 710}}
+    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1150},
+    "nanoengine_gpu": {"lines": 400}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
 FEATURE: dict[str, float] = {"lines": 200}
-# several files, none of them with more than 200 lines
-LARGE: dict[str, dict[str, float]] = {"quantized": {"lines": 500}}
+# several files, none of them with more than 200 lines: the formats of quantized files; a model and its
+# check, in place of a hundred architectures
+LARGE: dict[str, dict[str, float]] = {"quantized": {"lines": 500},
+                                      "transformers_models": {"lines": 345}}
 
 
 def source_lines(text: str) -> list[str]:

@@ -31,7 +31,8 @@ from nanoengine_extensions.scores import Score, score  # noqa: E402
 
 FILE = ROOT / "docs" / "reference.md"
 # the engine's own options of which a feature adds values
-MORE_VALUES = {"load_format": "dummy", "attention_backend": "backends"} | dict.fromkeys(
+MORE_VALUES = {"load_format": "dummy", "attention_backend": "backends",
+               "model_impl": "transformers_models"} | dict.fromkeys(
     POLICIES, "policies")
 
 

@@ -114,8 +114,8 @@ def scarce_blocks(workload: Workload, config: Any) -> int:
 
 def main(argv: list[str]) -> None:
     parser = comparison_parser(__doc__, workload="small", repeat=3)
-    block_size = None if torch.cuda.is_available() else 16  # small requests fill several
-    args = parser.parse(argv, trace=True, block_size=block_size)
+    # on a CPU, small requests fill several blocks
+    args = parser.parse(argv, trace=True, block_size=None if torch.cuda.is_available() else 16)
     workload = parser.draw(args)
     num_blocks = args.num_kv_blocks or scarce_blocks(workload, args.engine_config)
     config = replace(args.engine_config, num_kv_blocks=num_blocks)

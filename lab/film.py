@@ -15,11 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoengine.batch import Batch
+from nanoengine.sequence import Batch, Sequence
 from nanoengine.engine import Engine
-from nanoengine.observers import Features
-from nanoengine.sequence import Sequence
-from nanoengine_extensions.metrics import Metrics, RequestMetrics
+from nanoengine_extensions.metrics import RequestMetrics
 from .compare import COMPARISONS, run_until
 from .options import Parser, Workload
 from .simulate import Cost, SimulatedRunner
@@ -61,9 +59,7 @@ def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
     longest = [len(prompt) + most for prompt, most in zip(workload.prompts, workload.max_tokens)]
     camera = Camera(Cost("a step", 1.0, 0.0, 0.0, 0.0), config, max(longest))
     camera.frames = []
-    features = Features()
-    features["Metrics"] = Metrics(lambda: camera.now)
-    engine = camera.engine = Engine(config, camera, features)
+    engine = camera.engine
     lengths = {str(number): length for number, length in enumerate(workload.lengths)}
     for number, prompt in enumerate(workload.prompts):
         run_until(engine, lengths, number * args.gap)

@@ -10,19 +10,16 @@ limit: reading weights, K and V once at the bandwidth of a sum, which only reads
 """
 
 import functools
-import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.batch import Batch, Row
+from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.config import EngineConfig
-from nanoengine.sequence import Sequence
 from .drawing import draw_grid
 from .figures import in_short, write_json
 from .options import Parser, picture
@@ -127,10 +124,10 @@ def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, fl
         batches = steps_between(num_seqs, computed, length, llm.config)
         num_blocks = sum(len(seq.block_table) for seq in batches[0].sequences)
         if num_blocks <= runner.num_kv_blocks and length <= runner.max_model_len:
-            times = np.sum([(seconds_of(lambda: runner.launch(batch).wait(), 5),  # noqa: B023
-                             time_products(runner.model, batch), step_limit(llm, batch, bandwidth))
-                            for batch in batches], axis=0)
-            values = (num_seqs, length, *(1000 * times).tolist())
+            times = zip(*((seconds_of(lambda: runner.launch(batch).wait(), 5),  # noqa: B023
+                           time_products(runner.model, batch), step_limit(llm, batch, bandwidth))
+                          for batch in batches))
+            values = (num_seqs, length, *(1000 * sum(each) for each in times))
             found.append(dict(zip(("batch", "context", "ms", "products_ms", "limit_ms"), values)))
             print(", ".join(f"{k} {in_short([v])}" for k, v in found[-1].items()), flush=True)
     return found
@@ -142,8 +139,7 @@ def main(argv: list[str]) -> None:
         parser.add_argument(f"--{name}", type=int, nargs="+", default=sizes)
     parser.add_argument("--plot", type=picture, help="a picture: a line for each context")
     args = parser.parse(argv)
-    decodes = [(size, length - 1, length)
-               for length, size in itertools.product(args.contexts, args.batches)]
+    decodes = [(size, length - 1, length) for length in args.contexts for size in args.batches]
     with LLM(**vars(args.engine_config) | {"max_num_seqs": max(args.batches)}) as llm:
         steps = time_steps(llm, decodes)
         whole = time_steps(llm, [(1, 0, length) for length in args.prompts])

@@ -128,9 +128,8 @@ class Parser(argparse.ArgumentParser):
 
         # in nano-vllm's order: length and ids of each prompt, then all output lengths
         rng = random.Random(args.engine_config.seed)
-        folder = Path(args.engine_config.model)
         if args.prompts:
-            prompts = read_prompts(args.prompts, load_tokenizer(folder))
+            prompts = read_prompts(args.prompts, load_tokenizer(Path(args.engine_config.model)))
         else:
             prefix = draw_ids(rng, args.prefix_length, args.vocab_size)
             inputs = (args.min_input, args.max_input, args.lengths)

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 
 from nanoengine import LLM
-from nanoengine.batch import Batch
+from nanoengine.sequence import Batch, Sequence
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.observers import Features
 from nanoengine.step_inputs import Launched
-from nanoengine.sequence import Sequence
 from nanoengine_extensions.metrics import Metrics, RequestMetrics, StepRecord, metrics_of
 from .compare import Options, compare, comparison_parser, run_until, run_variant
 from .figures import Figures, figures_of, report, spans
@@ -67,11 +66,12 @@ def measured_cost(config: EngineConfig, workload: Workload) -> Cost:
 
 
 class SimulatedRunner:
-    """Replaces a ModelRunner: `launch` only advances a clock, and every token is 1."""
+    """Replaces a ModelRunner: `launch` only advances a clock, and every token is 1.
+
+    engine: the engine that runs on it.
+    """
 
     backend = "simulated"
-    engine: Any  # set once there is one
-
     def __init__(self, cost: Cost, config: EngineConfig, max_model_len: int) -> None:
         self.cost = cost
         self.now = 0.0
@@ -79,6 +79,9 @@ class SimulatedRunner:
         self.block_bytes = cost.kv_bytes * config.block_size
         self.num_kv_blocks = config.num_kv_blocks or cost.num_slots // config.block_size
         self.host_blocks = range(int(config.swap_space * 2**30 / self.block_bytes))
+        features = Features()
+        features["Metrics"] = Metrics(lambda: self.now)
+        self.engine = Engine(config, self, features)
 
     def launch(self, batch: Batch) -> Launched:
         began = self.now
@@ -112,9 +115,7 @@ def simulate(args: Any, workload: Workload, cost: Cost,
     config = replace(args.engine_config, **changes)
     most = max(map(len, workload.prompts)) + max(workload.max_tokens)
     runner = SimulatedRunner(cost, config, config.max_model_len or most)
-    features = Features()
-    features["Metrics"] = Metrics(lambda: runner.now)
-    engine = runner.engine = Engine(config, runner, features)
+    engine = runner.engine
     gap = 1 / args.rate if args.rate else 0.0
     arrivals = np.random.default_rng(config.seed).exponential(gap, len(workload.prompts)).cumsum()
     lengths = {str(number): length for number, length in enumerate(workload.lengths)}
@@ -145,8 +146,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rate", type=float, help="requests a second; default: all at once")
     parser.add_argument("--reject", action="store_true", help="requests that can't start at once")
     args = parser.parse(argv, device="cpu", block_size=16, max_num_batched_tokens=16384)
-    is_guessing = args.engine_config.speculation != "none"
-    if args.comparison in ("sampling", "speculation") or is_guessing:
+    if args.comparison in ("sampling", "speculation") or args.engine_config.speculation != "none":
         parser.error("a simulation has no tokens to sample or to guess")
     workload = parser.draw(args)
     is_drawn = bool(args.timeline or args.trace)  # otherwise a sample of the steps is enough

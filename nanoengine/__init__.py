@@ -6,8 +6,7 @@ A map, in an order to read it:
     sampling_params.py  how a request is sampled
     config.py           the options of an engine
     requests.py         prompts and parameters, checked, as requests; and the results
-    sequence.py         the tokens of one completion, and its blocks
-    batch.py            one step: the message from scheduler to runner
+    sequence.py         the tokens of one completion, and its blocks; one step, as a message
     engine.py           the one loop that runs steps, plain or running ahead
     scheduler.py        two queues, one batch a step, preemption
     policies.py         two ways to fill a step, as small functions
@@ -19,9 +18,9 @@ A map, in an order to read it:
     attention.py        attention over the paged cache: in plain PyTorch, and with flash-attn
     sampler.py          from logits to tokens
     loader.py           from a folder to a model with its weights
-    features.py         optional features, and whose an option is; errors for bad input
+    features.py         optional features, their options, and the errors for bad input
     observers.py        what an optional feature can do, and when
-    kernels.py          the way to libraries of kernels
+    kernels.py          finds the libraries of fast kernels
     __main__.py         `python -m nanoengine`, by the extensions' terminal.py
 
 The engine needs no other package of this repository.

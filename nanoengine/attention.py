@@ -60,9 +60,9 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
 def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
     """flash-attn 2 (Dao, 2023, arXiv:2307.08691), whose kernels read the paged cache itself.
 
-    Arguments and result are those of `gather_attention`. It reads nothing on the host. The decodes,
-    which come first, have a kernel of their own. It splits the keys of a sequence over the cores of
-    a GPU. Without a window it also reads the keys only once for all heads of a group.
+    Arguments and result are those of `gather_attention`. It reads nothing on the host. Decodes,
+    which come first, use a second kernel. That kernel splits the keys of a sequence over the cores
+    of a GPU, and without a window it reads them only once for all heads of a group.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
     options: Any = dict(causal=True, window_size=(window - 1, 0) if window else (-1, -1))

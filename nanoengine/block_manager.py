@@ -26,8 +26,7 @@ from itertools import takewhile
 
 import xxhash
 
-from nanoengine.batch import Copies
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import Copies, Sequence
 
 BlockHash = tuple[bytes, bytes]
 
@@ -39,7 +38,7 @@ class BlockManager:
     without is blank. Block 0 is never handed out: padded rows of a CUDA graph write there. Every
     operation is O(1) per block.
 
-    hold: how many tokens a sequence has blocks for, at least (a policy: `kv_allocation`).
+    hold: the least number of tokens for which a sequence holds blocks (a policy: `kv_allocation`).
     num_shared_blocks: how many blocks forks have taken over from their parents.
     """
 

@@ -16,9 +16,7 @@ BY_DEVICE: Any = None
 CONDITIONS: list[Condition] = [
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs >= 1,
      "at least max_num_seqs={max_num_seqs}, and this at least 1"),
-    ("block_size", lambda c: c.block_size >= 1, "at least 1"),
-    ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
-     "True for attention_backend={attention_backend!r}")]
+    ("block_size", lambda c: c.block_size >= 1, "at least 1")]
 
 
 @strict
@@ -42,6 +40,8 @@ class EngineConfig:
     seed: the seeds of requests without one are derived from it; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
         "hf" and "safetensors" read safetensors.
+    model_impl: "native": the engine's own model; "transformers": any causal language model of
+        transformers, over the engine's cache; "auto": the engine's own if it has the architecture.
     max_model_len: the most tokens of a prompt and its output together; by default what the model
         and the cache allow.
     max_num_seqs: the most sequences that run at once; by default 256, or fewer where the token
@@ -60,8 +60,8 @@ class EngineConfig:
     attention_backend: a name in the table `BACKENDS` of attention.py: "numba" on a CPU;
         "flash-attn", "triton" or "varlen" on a GPU; "gather" on both; "auto": the fastest that
         works here.
-    kernels: False: plain PyTorch alone, and nothing else than the code of model.py, attention.py
-        and sampler.py runs: slow, but a debugger stops where you read.
+    kernels: False: only the plain PyTorch code of model.py, attention.py and sampler.py runs. It is
+        slow, but a debugger stops on the lines that you read.
     run_ahead: launch a step before the tokens of the step before it are known; the tokens are the
         same.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
@@ -84,9 +84,9 @@ class EngineConfig:
     swap_space: GiB of the host's memory for the pool of "swap", for each rank.
     speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
         the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text goes on as it
-        did before; or a function from a `Sequence` to an iterable of token ids. It works on a CPU,
-        and needs run_ahead=False. How much is guessed depends on the time that steps take, the
-        tokens do not.
+        did before; or a function from a `Sequence` to an iterable of token ids. It works only on a
+        CPU, with run_ahead=False. The times of steps decide how much is guessed, but never the
+        tokens.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
         to the GPU in each step. If several GPUs share the model, it counts for each GPU. On a CPU
         only 0 is accepted.
@@ -106,6 +106,7 @@ class EngineConfig:
     device: str = "auto"
     seed: int = 0
     load_format: str = "auto"
+    model_impl: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = BY_DEVICE
     max_num_batched_tokens: int = BY_DEVICE

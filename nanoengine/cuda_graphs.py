@@ -10,7 +10,8 @@ one, which is called a replay:
 
 A graph fixes the number of sequences and the width of the block tables. There is a graph for a few
 numbers of sequences ("buckets"); a decode step of another number is padded with dummy sequences,
-which read and write block 0. All graphs have tables for `max_model_len` tokens.
+which read and write block 0. Each size has a graph with tables for `max_model_len` tokens. Small
+sizes have further graphs with narrower tables.
 
 What sampling launches depends on the parameters of the requests, and a graph replays a fixed list
 of kernels. So a graph ends with the hidden states, and logits and sampling come after its replay.
@@ -22,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.batch import Batch, Row
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs, StepShape
 
 
@@ -42,28 +42,35 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, runner: Any) -> None:
-        """Records a graph for each size, the largest first: the others fit into its memory."""
+        """Records a graph for each size and width, the largest first: the others fit into its
+        memory."""
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
-            # dummies of one token: the numbers do not matter, only the width of the tables
-            buffer, shape = runner.prepare(padded(Batch(), size), runner.max_model_len)
-            step = StepInputs.from_buffer(buffer.to(runner.device), shape)
-            # a first run loads the kernels
-            runner.hidden_states(step)
-            graph = torch.cuda.CUDAGraph()
-            # other threads, such as NCCL's, may query the device meanwhile
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                hidden = runner.hidden_states(step)
-            self.captured[shape] = graph, step, hidden
+            for num_keys in widths(size, runner.max_model_len):
+                # dummies of one token: the numbers do not matter, only the width of the tables
+                buffer, shape = runner.prepare(padded(Batch(), size), num_keys)
+                step = StepInputs.from_buffer(buffer.to(runner.device), shape)
+                # a first run loads the kernels
+                runner.hidden_states(step)
+                graph = torch.cuda.CUDAGraph()
+                # other threads, such as NCCL's, may query the device meanwhile
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    hidden = runner.hidden_states(step)
+                self.captured[shape] = graph, step, hidden
 
     def can_replay(self, batch: Batch) -> bool:
         """Whether there are graphs, and each sequence computes one token and draws one."""
         return bool(self.captured and max(batch.num_tokens) == 1
                     and [row.source for row in batch.sampled] == [*range(len(batch))])
 
-    def size_for(self, batch: Batch) -> int:
-        """Returns the smallest number of sequences that has a graph and is enough."""
-        return self.sizes[bisect_left(self.sizes, len(batch))]
+    def fit(self, batch: Batch, num_keys: int, longest: int) -> tuple[Batch, int]:
+        """Pads a decode step for the smallest graph that has room for it. Returns the padded step,
+        and the number of keys that the graph's tables hold.
+
+        num_keys: of its longest sequence; longest: of any sequence (`max_model_len`).
+        """
+        size = self.sizes[bisect_left(self.sizes, len(batch))]
+        return padded(batch, size), min(w for w in widths(size, longest) if w >= num_keys)
 
     def replay(self, buffer: Tensor, shape: StepShape) -> tuple[StepInputs, Tensor]:
         """Launches the graph of this shape over the numbers in a buffer.
@@ -74,6 +81,16 @@ class CudaGraphs:
         step.buffer.copy_(buffer, non_blocking=True)
         graph.replay()
         return step, hidden
+
+
+def widths(size: int, longest: int) -> list[int]:
+    """Returns the widths of tables, in keys, of the graphs for `size` sequences. Small sizes
+    also have narrower tables.
+
+    FlashAttention 2 splits the keys of few sequences among the cores of a GPU, in parts that depend
+    on the width of the table: short sequences in a wide table would leave most cores idle.
+    """
+    return [longest, *(width for width in (8192, 2048) if width < longest and size < 32)]
 
 
 def padded(batch: Batch, size: int) -> Batch:

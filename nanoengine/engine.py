@@ -27,14 +27,13 @@ from typing import Any
 
 import torch
 
-from nanoengine.batch import Batch
+from nanoengine.sequence import Batch, Sequence
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.features import extension
 from nanoengine.observers import Feature, Features
 from nanoengine.policies import find_policy
 from nanoengine.scheduler import Scheduler
-from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
 
 
@@ -42,7 +41,7 @@ class Engine:
     """Runs sequences to their end.
 
     runner: a `ModelRunner`, or anything else with its `launch`, its `close` and its sizes.
-    features: are called when something happens.
+    features: the observers, which the engine calls.
     launcher: begins the steps: the runner, or speculation, which adds guesses to a batch and gives
         it to the runner.
 
@@ -107,9 +106,10 @@ class Engine:
     def _has_to_wait_for(self, batch: Batch) -> bool:
         """Whether the next step is launched only when the tokens of this batch are known.
 
-        Running every second step only, a quarter of the sequences costs an eighth of the tokens:
-        about what a device loses by waiting for the host. The device can look up at most
-        `max_num_seqs` pending tokens; when forks begin, there can be more.
+        An awaited sequence runs only in every second step. If a quarter of the sequences are
+        awaited, a step loses an eighth of its tokens. Waiting for the host costs about as much. The
+        device can look up at most `max_num_seqs` pending tokens; when forks begin, there can be
+        more.
         """
         num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)
         return 4 * num_awaited >= len(batch) or len(batch.sampled) > self.config.max_num_seqs

@@ -9,7 +9,7 @@ A feature plugs into the engine in one of four ways:
     a slot         takes the place of one part: the block manager, the runner, the weights, …
     a client       uses public calls only: chats, beam search, scores, vLLM's names
 
-`EngineConfig` and `SamplingParams` have the options of all features; `of` says whose they are. A
+`EngineConfig` and `SamplingParams` have the options of all features; `of` names the feature. A
 feature is imported by name, by `extension`, once it is asked for.
 
 The engine itself refuses what would hang, silently compute the wrong thing, or fail in the middle
@@ -41,8 +41,8 @@ ALWAYS = ("metrics", "texts", "guards", "threads")
 
 @cache
 def optional(module: str) -> Any:
-    """Returns a module that the engine can do without; None if it is not there, or if it cannot be
-    imported, for want of a package: then a line in the log says which."""
+    """Returns a module that the engine can do without; None if it is absent or cannot be imported.
+    A package that it lacks is named in the log."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -52,7 +52,7 @@ def optional(module: str) -> Any:
 
 
 def is_installed(name: str) -> bool:
-    """Whether nanoengine_extensions has this file, and Python the packages that it needs."""
+    """Whether a feature and its packages are installed. It is imported."""
     return optional(f"nanoengine_extensions.{name}") is not None
 
 
@@ -62,8 +62,7 @@ def extension(name: str, asked: str = "") -> Any:
     asked: what needs it, for the message.
     """
     if not is_installed(name):
-        raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py, which is not "
-                         "installed, or lacks a package, which the log then names")
+        raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py and its packages")
     return optional(f"nanoengine_extensions.{name}")
 
 
@@ -71,8 +70,8 @@ def extension(name: str, asked: str = "") -> Any:
 
 
 def of(name: str, default: Any = MISSING) -> Any:
-    """A field of a dataclass that belongs to a feature. Any other value than the default, by itself
-    an empty list, asks for the feature."""
+    """A field of a dataclass that belongs to a feature. A value other than the default asks for the
+    feature. Without a default, it is an empty list."""
     make: Any = list if default is MISSING else MISSING
     return field(default=default, default_factory=make, metadata={"feature": name})
 

@@ -32,8 +32,6 @@ from nanoengine.observers import Features
 from nanoengine.requests import InputProcessor, Params, Request, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 
-Priority = int | list[int] | None
-
 
 class LLM(AbstractContextManager):
     """An engine for offline generation.
@@ -60,12 +58,12 @@ class LLM(AbstractContextManager):
         self.process = self.check_process()
         features = Features([*ALWAYS, *asked_by(config)], config.features)
         folder = find_model(config.model, config)
-        self.model_config = load_config(folder, config.load_format)
+        self.model_config = load_config(folder, config.load_format, config.model_impl)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
         make_runner: type[ModelRunner] = ModelRunner
         if config.tensor_parallel_size > 1:
             make_runner = extension("tensor_parallel").TensorParallelRunner
-        # a size of the model is 0, or needs more memory than is free, or than PyTorch can count
+        # such as a size of 0 in config.json, or a model that does not fit into memory
         with naming(f"{config.model} cannot be run with these options"):
             runner = make_runner(config, self.model_config, folder, features)
         self.engine = Engine(config, runner, features)
@@ -84,7 +82,7 @@ class LLM(AbstractContextManager):
     # ------------------------------------------------------------------------ generating
 
     def generate(self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True,
-                 priority: Priority = None) -> list[RequestOutput]:
+                 priority: int | list[int] | None = None) -> list[RequestOutput]:
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
         prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
@@ -106,7 +104,7 @@ class LLM(AbstractContextManager):
         return [request.output() for request in requests]
 
     def stream(self, prompts: Any, sampling_params: Params = None,
-               priority: Priority = None) -> Iterator[RequestOutput]:
+               priority: int | list[int] | None = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it has new tokens.
 
         `.finished` marks the last output of a request. Dropping the iterator frees its requests.
@@ -136,7 +134,7 @@ class LLM(AbstractContextManager):
     # ------------------------------------------------------------------------------ steps
 
     def add(self, prompts: Any, sampling_params: Params = None,
-            priority: Priority = None) -> list[Request]:
+            priority: int | list[int] | None = None) -> list[Request]:
         """Queues requests for `step` to run; returns them. The arguments are those of `generate`.
 
         A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
@@ -229,9 +227,9 @@ class LLM(AbstractContextManager):
     def turn(self) -> Iterator[None]:
         """Holds the engine for this thread alone, between two steps or for one step.
 
-        A turn first queues the requests that have arrived since the last turn, and ends those that
-        were dropped. If the last turn ended with an error or Ctrl-C, the engine may be
-        inconsistent, so all its requests are ended.
+        A turn first moves the requests that have arrived since the last turn into the engine, and
+        ends those that were dropped. If the last turn ended with an error or Ctrl-C, the engine may
+        be inconsistent, so all its requests are ended.
         """
         self._check_caller()
         with self.lock:
@@ -256,8 +254,9 @@ class LLM(AbstractContextManager):
         if dropped:
             self.engine.abort({request.request_id for request in dropped})
         for request in dropped:
-            self.entered.pop(request.request_id, None)
+            # in this order: Ctrl-C in between would lose it otherwise
             request.end(self.error)
+            self.entered.pop(request.request_id, None)
         self.error = None
 
     # ------------------------------------------------------------------------------ the rest

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import extension, is_installed, naming, rejected
+from nanoengine.features import extension, is_installed, logger, naming, rejected
 from nanoengine.model import FAMILIES, Decoder, rope_table
 
 # the classes of transformers that `Decoder` computes
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
+# the files of a repository that are read, and so downloaded
+FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors", "model-*-of-*.safetensors"]
 # what all families have in config.json; without an entry, transformers assumes these values, too
 USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
@@ -40,15 +42,22 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
     return hub.download(str(model), folder, config, name)
 
 
-def load_config(folder: Path, load_format: str = "dummy") -> PretrainedConfig:
+def load_config(folder: Path, load_format: str = "dummy",
+                model_impl: str = "native") -> PretrainedConfig:
     """Returns the model's config.json, checked, with the head_dim that can be implicit there.
 
     load_format: where the weights come from; "dummy": the folder need not have any.
+    model_impl: "native": a family of model.py; "transformers": any, which transformers computes;
+        "auto": the first if the architecture is of one, else the second.
     """
     if is_installed("explain"):
-        extension("explain").check_folder(folder, ARCHITECTURES, load_format)
+        extension("explain").check_folder(folder, ARCHITECTURES, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        is_own = config.architectures in [None, *([name] for name in ARCHITECTURES)]
+        if model_impl == "transformers" or (model_impl == "auto" and not is_own):
+            asked = f"architectures={config.architectures}"
+            return extension("transformers_models", asked).describe(config)
         if getattr(config, "head_dim", None) is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
         check_supported(config)
@@ -58,6 +67,8 @@ def load_config(folder: Path, load_format: str = "dummy") -> PretrainedConfig:
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
     rope = config.rope_parameters
+    heeds = getattr(FAMILIES.get(config.model_type), "heeds", ())
+    kinds = ["full_attention", "sliding_attention"] if "layer_types" in heeds else []
     checks: tuple[tuple[str, object, list], ...] = (
         ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
         ("num_attention_heads % num_key_value_heads",
@@ -67,8 +78,7 @@ def check_supported(config: PretrainedConfig) -> None:
         ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
         ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
-        *[("layer_types", kind, ["full_attention", "sliding_attention"])
-          for kind in getattr(config, "layer_types", None) or []])
+        *[("layer_types", kind, kinds) for kind in getattr(config, "layer_types", None) or []])
     for name, value, supported in checks:
         if value not in supported:
             raise rejected(f"the model's {name}", value, f"one of {supported}")
@@ -213,10 +223,12 @@ def load_weights(folder: Path, config: PretrainedConfig, model: Decoder,
 def tie(embedding: nn.Embedding, head: nn.Linear, missing: dict[str, Tensor]) -> None:
     """Gives both modules one matrix, whichever of its two names the checkpoint has.
 
-    As in transformers, a checkpoint with two that differ keeps both.
+    As in transformers, a checkpoint with two that differ keeps both, with a warning.
     """
     if missing.pop("embed_tokens.weight", None) is not None:
         embedding.weight = head.weight
     elif (missing.pop("lm_head.weight", None) is not None
           or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
+    else:
+        logger.warning("tie_word_embeddings: lm_head.weight and embed_tokens.weight differ")

@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoengine.attention import BACKENDS, choose_backend, make_caches
-from nanoengine.batch import Batch, Copies
+from nanoengine.sequence import Batch, Copies
 from nanoengine.features import extension, is_installed, rejected
 from nanoengine.config import EngineConfig
-from nanoengine.cuda_graphs import CudaGraphs, padded
+from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
-from nanoengine.model import Decoder, rope_table
+from nanoengine.model import FAMILIES, Decoder, rope_table
 from nanoengine.observers import Features
 from nanoengine.sampler import sample
 from nanoengine.step_inputs import (
@@ -66,7 +66,7 @@ class ModelRunner:
 
         # 1. the model
         self.model = self.load_model(folder)
-        # a forward of the model's own calls a backend
+        # a model whose attention the library does not replace calls a backend itself
         if BACKENDS[self.backend].attend is None and not self.kernels.knows_attention(self.model):
             self.backend = "gather"
         self.is_invariant = self.kernels.optimize(
@@ -81,7 +81,7 @@ class ModelRunner:
         if not 2 <= (config.max_model_len or 2) <= longest:
             blocks = f"{self.num_kv_blocks} blocks of {config.block_size}"
             raise rejected("max_model_len", config.max_model_len or limit,
-                           f"at least 2, at most {longest}: {blocks}, the model's own {limit}")
+                           f"at least 2, or None, at most {longest}: {blocks}, the model's {limit}")
         self.max_model_len = config.max_model_len or longest
         # 3. its memory, and the graphs that use it
         self.allocate(self.num_kv_blocks)
@@ -93,6 +93,8 @@ class ModelRunner:
         """Returns the model; `options` are those of the loader, for several ranks."""
         if self.config.quantization or getattr(self.model_config, "quantization_config", None):
             options["opened"] = extension("quantized", "its quantization").opener(self, folder)
+        if self.model_config.model_type not in FAMILIES:
+            return extension("transformers_models").load(self, folder)
         load = partial(load_model, folder, self.model_config, self.dtype, self.device,
                        self.config.load_format, **options)
         if self.config.cpu_offload_gb:
@@ -123,7 +125,8 @@ class ModelRunner:
     def capture(self) -> None:
         """Records the CUDA graphs of decode steps, if the device can have any."""
         if BACKENDS[self.backend].has_graphs and not self.config.enforce_eager:
-            self.graphs.capture(self)
+            with torch.autocast(self.device, enabled=False):
+                self.graphs.capture(self)
 
     def measure_free_bytes(self) -> int:
         """Returns the bytes for the KV cache: see nanoengine_extensions/memory.py; without it, 1
@@ -139,8 +142,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch, buffer: Tensor, shape: StepShape) -> Launched:
         """Begins a step on this device; the other arguments are what `prepare` returns."""
-        # ignores an autocast of the caller
-        with torch.autocast(self.device, enabled=False):
+        # whatever autocast and current device the caller's thread has
+        with torch.autocast(self.device, enabled=False), torch.cuda.device_of(self.last_sampled):
             step, hidden = self.forward(batch.copies, buffer, shape)
             return self.sample(batch, step, hidden)
 
@@ -151,8 +154,7 @@ class ModelRunner:
         """
         longest_keys = max(longest_keys, *map(sum, zip(batch.starts, batch.num_tokens)))
         if self.graphs.can_replay(batch):
-            batch = padded(batch, self.graphs.size_for(batch))
-            longest_keys = self.max_model_len
+            batch, longest_keys = self.graphs.fit(batch, longest_keys, self.max_model_len)
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
         # they come before the first sequence with several tokens
@@ -182,9 +184,9 @@ class ModelRunner:
         return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
-        """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`.
-
-        With many forks there are more; the memory for this many was measured.
+        """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`, or
+        more with speculation. With many forks there are more rows; the memory for this many was
+        measured.
         """
         size = len(self.last_sampled)
         tokens = torch.empty(len(batch.sampled), dtype=torch.int64, device=hidden.device)
@@ -196,9 +198,9 @@ class ModelRunner:
                                   self.last_sampled, self.features, self.kernels)
             for feature in self.features.values():
                 feature.drawn(rows, logits, tokens[part])
-        # There are more than max_num_seqs only when forks begin, and then the next step waits for
-        # their tokens. In place of NO_TOKEN, the next step computes token 0. Its sequence has ended
-        # by then, so the result is dropped.
+        # More rows than last_sampled has occur only when forks begin, and then the next step waits
+        # for their tokens. In place of NO_TOKEN, the next step computes token 0. Its sequence has
+        # ended by then, so the result is dropped.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

@@ -9,15 +9,13 @@ A feature of your own works like those in nanoengine_extensions:
     llm = LLM(model, features=[Print()])
 """
 
-import threading
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from nanoengine.batch import Batch, Row
-from nanoengine.features import OBSERVERS, extension, is_installed, rejected
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import Batch, Row, Sequence
+from nanoengine.features import OBSERVERS, extension, is_installed
 from nanoengine.step_inputs import Launched
 
 
@@ -42,7 +40,8 @@ class Feature:
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """A copy, which has a few tokens more, stands for a sequence in a row of logits."""
+        """A copy, which has a few tokens more, stands for a sequence in a row of logits. Only
+        speculation makes such copies."""
 
     def scheduled(self, batch: Batch) -> None:
         """A step is decided; it is empty if no sequence can run. A feature may add rows to
@@ -68,26 +67,22 @@ class Feature:
 class Features(dict[str, Feature]):
     """The features of one engine, by the names of their classes, in the order of their calls.
 
-    It has a place for each observer in OBSERVERS, with a `Feature` that does nothing until the
-    observer is asked for; so another thread can go through it meanwhile. A user's own come last.
+    Every observer in OBSERVERS has a place from the start, with a `Feature` that does nothing. So
+    the keys never change while another thread goes through them. A user's own come last.
 
-    Raises ValueError for two of one class, and for what is no `Feature`.
+    files: of the observers to begin with; own: a user's, each of another class.
     """
 
     def __init__(self, files: Iterable[str] = (), own: Iterable[Feature] = ()) -> None:
         super().__init__({name: Feature() for name in OBSERVERS.values()})
-        for feature in own:
-            name = type(feature).__name__
-            if not isinstance(feature, Feature) or name in self:
-                raise rejected("features", feature, f"a Feature with another name than {[*self]}")
-            self[name] = feature
-        self.lock = threading.Lock()
+        self.update({type(feature).__name__: feature for feature in own})
+        self.loaded: dict[str, Feature] = {}
         self.load(files)
 
     def load(self, files: Iterable[str]) -> None:
         """Adds the observers of these files, if they are installed and not there yet."""
         for file in filter(is_installed, OBSERVERS.keys() & {*files}):
             name = OBSERVERS[file]
-            with self.lock:
-                if type(self[name]) is Feature:
-                    self[name] = getattr(extension(file), name)()
+            if type(self[name]) is Feature:
+                # another thread can load it at the same time: both get the first one
+                self[name] = self.loaded.setdefault(name, getattr(extension(file), name)())

@@ -19,8 +19,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from nanoengine.features import (
-    asked_by, extension, is_installed, logger, naming, rejected)
+from nanoengine.features import asked_by, extension, is_installed, logger, naming, rejected
 from nanoengine.config import EngineConfig
 from nanoengine.loader import find_model, load_eos, load_tokenizer
 from nanoengine.observers import Features
@@ -63,11 +62,11 @@ class RequestOutput:
     prompt_token_ids: the tokens of the prompt.
     outputs: a `CompletionOutput` for each completion.
     finished: whether all completions have ended.
-    num_cached_tokens: how many tokens of the prompt the prefix cache had; metrics.py says it.
+    num_cached_tokens: the number of tokens of the prompt in the prefix cache; metrics.py sets it.
     metrics: the timings of this request, a `RequestMetrics`: see nanoengine_extensions/metrics.py.
     index: which of the call's prompts it is, from 0.
-    prompt_logprobs: such a dict for each token of the prompt, None for the first; None if not asked
-        for, and for a request that ended in an error.
+    prompt_logprobs: a dict as in `CompletionOutput.logprobs` for each token of the prompt, None for
+        the first; None if not asked for, and for a request that ended in an error.
     """
 
     request_id: str
@@ -188,8 +187,7 @@ class InputProcessor:
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
         elif (folder / "generation_config.json").is_file():
-            logger.warning("sampling_params=None ignores generation_config.json, for want of "
-                           "nanoengine_extensions/generation_config.py")
+            logger.warning("generation_config.py is missing: generation_config.json is ignored")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
@@ -199,8 +197,7 @@ class InputProcessor:
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
-                           "its folder has none, or `skip_tokenizer_init=True`")
+            raise rejected("tokenizer", None, "given for texts, without `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Any, params: Params, priority: Any = None) -> list[Request]:
@@ -226,9 +223,8 @@ class InputProcessor:
     def check_vocabulary(self, name: str, token_ids: Any) -> None:
         """Raises ValueError for a token id out of the vocabulary."""
         last = self.vocab_size - 1
-        for token_id in token_ids:
-            if not 0 <= token_id <= last:
-                raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
+        if unknown := [token_id for token_id in token_ids if not 0 <= token_id <= last]:
+            raise ValueError(f"{name}: token id {unknown[0]!r} is out of vocabulary, 0 to {last}")
 
     def parse(self, name: str, prompt: Any, params: SamplingParams) -> Parsed:
         """Returns the text and the token ids of a prompt in any form, truncated if asked."""
@@ -260,9 +256,8 @@ class InputProcessor:
         self.features.load(asked_by(params))
         number = next(self.numbers)
         longest = min(len(token_ids) + (params.max_tokens or 2**31), self.max_model_len)
-        ends: dict[int, int | None] = {token: token for token in params.stop_token_ids}
-        if not params.ignore_eos:
-            ends |= self.eos_tokens
+        eos = {} if params.ignore_eos else self.eos_tokens
+        ends = {token: token for token in params.stop_token_ids} | eos
         seed = params.seed
         if seed in (None, -1):
             seed = hash64(self.config.seed, number)

@@ -4,10 +4,11 @@
 
 `StepInputs.draws` has the parameters of each row of logits. They came to the device with the other
 inputs, so that nothing here waits for a GPU. Greedy rows without constraints take the likeliest
-token. All others are sampled as one matrix, in parts that fit a cache. There is no generator state:
-a draw depends only on the seed of its sequence and on its position.
+token. The other rows are sampled in matrices of at most MATRIX_SIZE logits. There is no generator
+state: a draw depends only on the seed of its sequence and on its position.
 
 A library of kernels can have faster functions for `truncate`, `nucleus` and `draw`: see kernels.py.
+With its `draw`, rows that nothing edits or truncates need no matrix.
 """
 
 import math
@@ -42,9 +43,14 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
     rest = [row for row, seq in enumerate(seqs) if seq.params.temperature or seq.edits]
-    # without greedy rows, any numbers of this shape: all of them are overwritten
-    found = draws.top_k.long()
-    if len(rest) < len(seqs):
+    edited = [row for row in rest if seqs[row].edits or seqs[row].params.truncations]
+    # every row is overwritten below
+    found = torch.empty_like(draws.top_k, dtype=torch.int64)
+    if library.draw and len(edited) < len(rest):
+        # from raw logits; greedy rows get the likeliest token, and edited ones another below
+        found = library.draw(logits[:len(seqs)], draws.uniform, draws.temperature)
+        rest = edited
+    elif len(rest) < len(seqs):
         found = likeliest(logits[:len(seqs)], library)
     # rows with the same edits side by side: a matrix gets the edits that some of its rows need
     rest.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
@@ -65,7 +71,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
             scores, part, truncations, top_ks, library)
         places = (library.draw or draw)(weights, part.uniform)
         found[index] = tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
-    return found
+    return found.where(found >= 0, NO_TOKEN)
 
 
 def likeliest(logits: Tensor, library: Kernels = PLAIN) -> Tensor:
@@ -80,7 +86,7 @@ def likeliest(logits: Tensor, library: Kernels = PLAIN) -> Tensor:
 def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     """Shifts each row to a maximum of 0, then divides it by its temperature, in place.
 
-    Greedy rows are divided by 1e-30: only the maximum keeps weight, and float32 has this number.
+    Greedy rows are divided by 1e-30, which float32 can represent: only the maximum keeps a weight.
     """
     scores.sub_(scores.amax(dim=-1, keepdim=True))
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))

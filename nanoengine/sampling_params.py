@@ -42,10 +42,10 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string, or the text of the stop token or EOS, in the
         text.
     ignore_eos: go on after EOS.
-    truncate_prompt_tokens: use only so many tokens of the prompt, the last ones; -1: as many as
-        leave room for max_tokens.
+    truncate_prompt_tokens: keep only so many tokens at the end of the prompt; -1: as many as leave
+        room for max_tokens.
     skip_special_tokens: leave special tokens out of the text.
-    detokenize: turn tokens into text at all; stop strings need it.
+    detokenize: turn tokens into text; stop strings need it.
     logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
         likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
     prompt_logprobs: the same for each token of the prompt except the first, in
@@ -66,7 +66,7 @@ class SamplingParams:
         tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
 
     Temperature, repetition_penalty and biases are clamped in magnitude to 1e-18 … 1e18; 0 stays 0.
-    Those that are declared with `of` belong to an optional feature: see features.py. Raises
+    Fields that are declared with `of` belong to an optional feature: see features.py. Raises
     ValueError for a value out of range, with its name and what is accepted.
     """
 

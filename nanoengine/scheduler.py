@@ -15,12 +15,11 @@ blocks, but no tensor and no text. The policies are functions in policies.py.
 from bisect import insort_left, insort_right
 from collections import deque
 
-from nanoengine.batch import Batch, Row
+from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.block_manager import BlockManager
 from nanoengine.features import naming
 from nanoengine.config import EngineConfig
 from nanoengine.policies import find_policy
-from nanoengine.sequence import Sequence
 
 
 class Scheduler:
@@ -104,7 +103,7 @@ class Scheduler:
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            with naming(f"preemption_victim={self.victim} must return a running sequence"):
+            with naming(f"preemption_victim={self.victim} is none that returns a running sequence"):
                 self.preempt(self.victim(self.running))
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
@@ -118,11 +117,9 @@ class Scheduler:
         num_tokens = stop - start
         if not num_tokens:
             return
-        index = len(batch.sequences)
         if stop == len(seq.token_ids):
             # The parent comes last: its forks must share its blocks before it can finish.
-            for each in (*seq.forks, seq):
-                batch.sampled.append(Row(index, each, stop))
+            batch.sampled += [Row(len(batch), each, stop) for each in (*seq.forks, seq)]
             seq.forks = []
         # a sequence admitted later in this step can share these blocks
         if num_tokens > 1:

@@ -1,6 +1,8 @@
 """`Sequence`: the tokens of one completion, the blocks with their K and V, and its progress.
 
-Plain Python: nothing here knows a tensor, a model or a policy.
+`Batch`: one step of several sequences, as the scheduler decides it and the runner computes it.
+
+Plain Python: nothing here decides or computes anything, or knows a tensor, a model or a policy.
 
     token_ids    Once upon a | time there was | a fox        num_tokens = 8
     computed     ─────────────────────────────▶              num_computed_tokens = 6
@@ -13,7 +15,7 @@ called a decode if one token was left, and a prefill if there were several.
 from array import array
 from dataclasses import dataclass, field, replace
 from struct import pack
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -42,9 +44,9 @@ class Sequence:
     A sequence is waiting while it has no blocks, running while it has some, and finished once it
     has a `finish_reason`.
 
-    token_ids: the prompt, then every generated token. While the step that samples the last token is
-        in flight, the host does not know its value: the token is pending, and stored as -1 - row,
-        where row is its row among those that the step samples. So the next step can already be
+    token_ids: the prompt, then every generated token. A token that a step in flight still samples
+        is pending: the host does not know its value. It is stored as -1 - row; `row` is its place
+        in `Batch.sampled`. So the next step can already be
         scheduled and launched; the device looks the token up (`step_inputs.known_ids`).
     max_num_tokens: with this many tokens the sequence is finished ("length").
     end_tokens: the token ids that end it, each with its `stop_reason`.
@@ -98,3 +100,71 @@ class Sequence:
     def fork(self, **changes: Any) -> "Sequence":
         """Returns a new sequence with the same tokens and parameters."""
         return replace(self, **{"token_ids": self.token_ids[:], **changes})
+
+
+# ----------------------------------------------------------------------------------- one step
+
+
+@dataclass
+class Copies:
+    """The blocks to copy before a step computes. Each dict maps a target to its source.
+
+    The runner performs the copies in the order of these fields. swap_out and swap_in are to and
+    from a pool on the host, if there is one.
+
+    The order matters, since a block that is freed in a step can be handed out again in the same
+    step. Block 5 of a preempted sequence is first copied to the host. Then the copy for its new
+    owner, a fork or a sequence that comes back, is written to it.
+    """
+
+    swap_out: dict[int, int] = field(default_factory=dict)
+    copy_on_write: dict[int, int] = field(default_factory=dict)
+    swap_in: dict[int, int] = field(default_factory=dict)
+
+
+class Row(NamedTuple):
+    """A row of logits, for the token of `seq` at `position`.
+
+    source: the index in the batch of the sequence that computes the token before `position`: `seq`
+        itself, or its parent, if `seq` is a new fork. Features can add rows: for a finished
+        sequence, whose token is dropped, or for a copy of a running one (speculation).
+    """
+
+    source: int
+    seq: Sequence
+    position: int
+
+
+@dataclass(repr=False)
+class Batch:
+    """One step: the whole message from scheduler to runner.
+
+    For sequence i, the step computes `num_tokens[i]` tokens from `starts[i]` on. Both are copies:
+    a batch can still be read after its sequences change.
+
+    budget: how many more tokens the step may compute (set by `Scheduler.build`).
+    sampled: a row for each token to draw; when forks begin (n > 1), several rows have the same
+        source (set by `Scheduler._add_tokens`).
+    copies: the block copies to do first (set by `Scheduler.schedule`).
+    admitted: the sequences that were waiting, each with the number of tokens that the prefix cache
+        had (set by `Scheduler.build`).
+    preempted: the sequences that were preempted since the step before, each with "swap" or
+        "recompute" (set by `Scheduler.schedule`).
+    is_known: whether its tokens are known without a step, from guesses that an earlier step has
+        computed (set by speculation).
+    is_advanced: whether its tokens count as computed (set by `Scheduler.advance`).
+    """
+
+    budget: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    sampled: list[Row] = field(default_factory=list)
+    copies: Copies = field(default_factory=Copies)
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
+    preempted: list[tuple[Sequence, str]] = field(default_factory=list)
+    is_known: bool = False
+    is_advanced: bool = False
+
+    def __len__(self) -> int:
+        return len(self.sequences)

@@ -1,6 +1,7 @@
 """`StepInputs`: from a `Batch`, which is about sequences, to the tensors of one step.
 
-All numbers cross to the device in one buffer, in one asynchronous copy.
+The inputs of the model and the parameters of sampling cross to the device in one buffer, in one
+asynchronous copy. Sampling can send a few row numbers more.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.batch import Batch, Row
+from nanoengine.sequence import Batch, Row
 
 # (dtype, shape, number of 32-bit words) of each array in a buffer
 Layout = tuple[tuple[str, tuple[int, ...], int], ...]

@@ -97,7 +97,9 @@ def is_rms_norm(norm: Any) -> bool:
 def has_known_norms(attention: Any) -> bool:
     norms = attention.q_norm, attention.k_norm
     if all(map(is_rms_norm, norms)):
-        return attention.q_norm.eps == attention.k_norm.eps
+        # OLMo 2 norms all heads together
+        have_size = all(norm.weight.shape == (attention.head_dim,) for norm in norms)
+        return have_size and attention.q_norm.eps == attention.k_norm.eps
     return all(type(norm) is nn.Identity for norm in norms)
 
 

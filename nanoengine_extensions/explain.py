@@ -11,6 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
 from nanoengine.features import naming, rejected
 from nanoengine.loader import weight_files
 
@@ -21,6 +23,8 @@ CONVERTED = ("converted by `AutoModelForCausalLM.from_pretrained(folder).save_pr
              "of transformers")
 MERGED = "merged into its model by `merge_and_unload()` of PEFT, and saved"
 WRITER = "a model that writes text"
+# ends of the names of such classes
+WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 # a name, what it says, and what the model must be: the first row that fits counts
 Row = tuple[str, str, str]
@@ -76,11 +80,6 @@ def listed(families: Iterable[str]) -> str:
     return ", ".join(others) + f" or {last}"
 
 
-def is_multimodal(config: Config) -> bool:
-    parts = ("vision_config", "audio_config", "thinker_config", "mm_vision_tower")
-    return any(config.get(part) for part in parts)
-
-
 def has_empty_window(config: Config) -> bool:
     """Whether its tokens would not even see themselves."""
     is_used = config.get("model_type") == "mistral" or config.get("use_sliding_window")
@@ -99,15 +98,13 @@ OTHERS: tuple[Kind, ...] = (
      'completed there, for example by "architectures": ["LlamaForCausalLM"]'),
     (lambda c: c.get("is_encoder_decoder"), "has an encoder",
      "a model that has a decoder only"),
-    (is_multimodal, "also takes images or sound", "a model of texts only"),
     (lambda c: "modules.json" in c["names"],
      "is a model of sentence-transformers, which makes embeddings", WRITER),
-    (lambda c: c.get("auto_map"), "has code of its own, which is not run",
-     "a {families} model"),
-    (lambda c: not c["architecture"].endswith(("ForCausalLM", "LMHeadModel")),
-     "does not write text", WRITER),
-    (lambda c: True, "is not computed by the engine",
-     "a {families} model, or its family be added as docs/recipes.md says"))
+    (lambda c: c.get("auto_map") and c.get("model_type") not in CONFIG_MAPPING_NAMES,
+     "has code of its own, which is not run", "a model that transformers computes without it"),
+    (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
+    (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
+     "a {families} model, or model_impl='transformers' given"))
 # of one of these
 OWN: tuple[Kind, ...] = (
     (quantization, "is quantized (quantization_config: {quantization}), which is not read",
@@ -129,10 +126,12 @@ def check_file(name: str, path: Path) -> None:
         raise refusal(name, path, [path.name], A_FILE)
 
 
-def check_folder(folder: Path, families: Iterable[str], load_format: str) -> None:
-    """Raises ValueError for a folder without a model of one of these families.
+def check_folder(folder: Path, families: Iterable[str], load_format: str,
+                 model_impl: str) -> None:
+    """Raises ValueError for a folder without a model that can be run.
 
-    load_format: "dummy": the folder need not have weights.
+    families: that the engine has itself. load_format: "dummy": the folder need not have weights.
+    model_impl: "native": only a model of these families can be run.
     """
     with naming(folder):
         names = sorted(path.name for path in folder.iterdir())
@@ -151,6 +150,7 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str) -> Non
     architectures = config.get("architectures")
     first = str([*architectures, ""][0] or "") if isinstance(architectures, list) else ""
     known = config | {"architecture": first, "names": names, "families": listed(families),
+                      "model_impl": model_impl,
                       "architectures": architectures, "quantization": quantization(config)}
     kinds = OWN if first in families else OTHERS
     for _, what, instead in [kind for kind in kinds if kind[0](known)]:

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanoengine.batch import Batch
+from nanoengine.sequence import Batch, Sequence
 from nanoengine.engine import Engine
 from nanoengine.observers import Feature
 from nanoengine.step_inputs import Launched
 from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
-from nanoengine.sequence import Sequence
 
 # Messages go to stderr, or to the user's own handlers if there are any.
 # logging.getLogger("nanoengine").setLevel("ERROR") silences them.
@@ -199,7 +198,9 @@ class Metrics(Feature):
     def timestamp(self) -> Any:
         """Returns the time; on a GPU an event after all work that is queued."""
         if self.engine.config.device == "cuda":
-            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+            # of the engine's GPU, which need not be the current one of this thread
+            stream = torch.cuda.current_stream(self.engine.runner.last_sampled.device)
+            return stream.record_event(torch.cuda.Event(enable_timing=True))
         return self.clock()
 
     def log_room(self, config: Any, runner: Any) -> None:

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
+from torch.nn import functional as F
 
 from nanoengine.features import Condition
 from nanoengine.loader import place_on
 from nanoengine.model import Decoder
 
 
+# bytes, as PyTorch's memory of a GPU: where a weight lies can decide how a product is computed
+ALIGNMENT = 512
 CONDITIONS: list[Condition] = [
     ("cpu_offload_gb", lambda c: c.device != "cpu", "0 on a CPU")]
 
@@ -75,6 +77,16 @@ def choose_layers(layers: nn.ModuleList, num_bytes: float) -> list[nn.Module]:
     return [layer for layer, turn, next_turn in zip(layers, turns, turns[1:]) if next_turn > turn]
 
 
+def padded(weights: Tensor) -> Tensor:
+    """Returns all numbers of a tensor, and zeros up to a multiple of the alignment."""
+    return F.pad(weights.flatten(), (0, -weights.numel() % (ALIGNMENT // weights.itemsize)))
+
+
+def pack(layer: nn.Module) -> Tensor:
+    """Returns the weights of a layer, each of them aligned."""
+    return torch.cat([padded(parameter) for parameter in layer.parameters()])
+
+
 class Offload:
     """Copies the weights of layers from the host before each layer computes.
 
@@ -82,7 +94,7 @@ class Offload:
     """
 
     def __init__(self, model: nn.Module, layers: list[nn.Module], device: str) -> None:
-        self.weights = [pin(parameters_to_vector(layer.parameters())) for layer in layers]
+        self.weights = [pin(pack(layer)) for layer in layers]
         self.buffers = [torch.empty_like(weights, device=device) for weights in self.weights[:2]]
         self.stream = torch.cuda.Stream()
         model.register_forward_pre_hook(lambda *_: self.fetch(0))
@@ -92,9 +104,9 @@ class Offload:
 
     def move_in(self, layer: nn.Module, buffer: Tensor) -> None:
         """Makes the parameters of a layer views of the buffer, in the order of its weights."""
-        sizes = [parameter.numel() for parameter in layer.parameters()]
-        parts = iter(buffer.split(sizes))
-        replace_parameters(layer, lambda parameter: next(parts).view_as(parameter))
+        parts = iter(buffer.split([len(padded(each)) for each in layer.parameters()]))
+        replace_parameters(
+            layer, lambda parameter: next(parts)[:parameter.numel()].view_as(parameter))
 
     def turn(self, number: int) -> None:
         """Makes a layer wait for its weights, and starts the copy of the next layer's."""

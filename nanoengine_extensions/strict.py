@@ -22,7 +22,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_
 from pydantic_core import ValidationError
 from torch import nn
 
-from nanoengine.features import extension, is_installed, rejected
+from nanoengine.features import (
+    OBSERVERS, Condition, check, extension, is_installed, rejected)
 
 STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -73,6 +74,7 @@ RULES: dict[str, Any] = {
                        BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))],
     "device": Literal["auto", "cpu", "cuda"],
     "load_format": Literal["auto", "safetensors", "hf", "dummy"],
+    "model_impl": Literal["auto", "native", "transformers"],
     "max_model_len": Annotated[Annotated[Int, Field(ge=2)] | None,
                                BeforeValidator(lambda v: None if v == -1 else v)],
     "max_num_seqs": Size | None,
@@ -94,6 +96,24 @@ OWN_RULES: dict[str, Any] = {
         "seed": Annotated[Int | None, AfterValidator(lambda v: None if v == -1 else v)]},
     "EngineConfig": {"seed": Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)]},
     "BeamSearchParams": {"max_tokens": Count}}
+
+
+# what concerns several options, as in `features.check`
+CONDITIONS: dict[str, list[Condition]] = {
+    "EngineConfig": [
+        ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
+         "True for attention_backend={attention_backend!r}"),
+        ("features", lambda c: are_features(c.features),
+         "a list of Features with names of their own")]}
+
+
+def are_features(given: list[Any]) -> bool:
+    """Whether these are features, each with another name than those of the engine."""
+    # now, as this module is imported while the options are defined
+    from nanoengine.observers import Feature
+    names = [type(each).__name__ for each in given]
+    is_new = len({*names, *OBSERVERS.values()}) == len(names) + len(OBSERVERS)
+    return is_new and all(isinstance(each, Feature) for each in given)
 
 
 @cache
@@ -141,6 +161,7 @@ def checked_options(kind: Any) -> Any:
     def __post_init__(self: Any) -> None:
         vars(self).update(values_of(self))
         complete_it(self)
+        check(self, CONDITIONS.get(kind.__name__, []))
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         # during __init__ some fields are missing

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoengine.batch import Batch, Copies
+from nanoengine.sequence import Batch, Copies
 from nanoengine.features import Condition, rejected
 from nanoengine.config import EngineConfig
-from nanoengine.model import Decoder
+from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features
 from nanoengine.step_inputs import Launched, StepShape
@@ -113,6 +113,8 @@ CONDITIONS: list[Condition] = [
 
 def shard(config: PretrainedConfig, size: int) -> PretrainedConfig:
     """Returns the config of each of `size` ranks. Raises ValueError for sizes it cannot divide."""
+    if config.model_type not in FAMILIES:
+        raise rejected("tensor_parallel_size", size, "1 for a model that transformers computes")
     part = copy.deepcopy(config)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         whole = getattr(config, name)
@@ -168,10 +170,9 @@ class RankRunner(ModelRunner):
         buffer = torch.from_numpy(numbers)
         buffer = buffer.pin_memory() if self.device == "cuda" else buffer
         _, hidden = self.forward(copies, buffer, shape)
-        for part in hidden.split(self.config.max_num_seqs):
-            # skips an empty chunk, for which rank 0 computes no logits
-            if len(part):
-                self.model.lm_head(part)
+        # an empty chunk gets no logits, as on rank 0
+        for part in filter(len, hidden.split(self.config.max_num_seqs)):
+            self.model.lm_head(part)
         # from rank 0
         self.group.finish(self.group.backend.broadcast([self.last_sampled]))
 
@@ -191,8 +192,7 @@ class TensorParallelRunner(RankRunner):
         # a script's own functions and classes cannot be sent
         options = {name: value for name, value in vars(config).items()
                    if not callable(value) and name != "features"}
-        self.ranks = Ranks(size)
-        with self.ranks:
+        with Ranks(size) as self.ranks:
             self.ranks.send(options, part, folder)
             super().__init__(config, part, folder, features, self.ranks)
         # also when the script ends; NCCL waits for graphs that use its communicator

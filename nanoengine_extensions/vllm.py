@@ -23,7 +23,7 @@ WITHOUT_EFFECT = {*"""async_scheduling attention_config backend chat_template_co
     disable_cascade_attn disable_custom_all_reduce disable_fallback disable_log_requests
     disable_log_stats enable_chunked_prefill enable_log_requests enable_sleep_mode extra_args
     flat_logprobs guided_decoding_backend hf_token kernel_config limit_mm_per_prompt
-    long_prefill_token_threshold max_seq_len_to_capture model_impl num_scheduler_steps
+    long_prefill_token_threshold max_seq_len_to_capture num_scheduler_steps
     optimization_level output_kind performance_mode prefix_caching_hash_algo served_model_name
     skip_clone spaces_between_special_tokens trust_remote_code use_tqdm_on_load
     use_v2_block_manager""".split()}

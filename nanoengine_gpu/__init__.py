@@ -4,7 +4,7 @@
     paged_attention(…)      attention over keys and values that lie in blocks
     rms_norm(…), swiglu(…), store_heads(…)
                             the other kernels, as functions of tensors
-    nucleus(…), draw(…)     sampling: the largest weights of each row, and one token by its weights
+    nucleus(…), draw(…)     sampling: the largest weights of each row, and one token of each row
 
 To read: norms.py, then attention.py; modules.py puts them into a model. Importing this package
 raises ImportError where Triton is not installed. With TRITON_INTERPRET=1, set before the import,

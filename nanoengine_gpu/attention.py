@@ -16,7 +16,6 @@ The grid depends on the shape of a step and not on its numbers, and nothing is r
 CUDA graphs can capture it.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -40,8 +39,7 @@ TILES = {
 def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, num_seqs, num_tokens,
                      width, window, scale, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
                      GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-                     QUERIES: tl.constexpr, ROWS: tl.constexpr, IS_INTERPRETED: tl.constexpr,
-                     KEYS: tl.constexpr):
+                     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """A program has a split of a tile, for one head of keys.
 
     out: (splits, T, heads, head_dim); sums: (splits, T, heads), log2 of the sums of weights; None
@@ -111,9 +109,8 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
         shrink = tl.exp2(largest - shift)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(values + numbers, is_number, 0.0)
-        weighted = weighted * shrink[:, None]
-        rounded = weights.to(dtype).to(factor)
-        weighted = tl.dot(rounded, v.to(factor), weighted, input_precision="ieee")
+        weighted = tl.dot(weights.to(dtype).to(factor), v.to(factor),
+                          weighted * shrink[:, None], input_precision="ieee")
         largest = new_largest
 
     # 5. The result. A split in which a row sees no key counts nothing: its sum is 2 ** -inf.
@@ -125,13 +122,17 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
         tl.store(sums + places, largest + tl.log2(total), is_row)
 
 
-@triton.jit(do_not_specialize=["num_heads"])
-def join_kernel(parts, sums, out, num_heads, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+# the interpreter differs in a few things
+IS_INTERPRETED = tl.constexpr(not isinstance(attention_kernel, triton.JITFunction))
+
+
+@triton.jit
+def join_kernel(parts, sums, out, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
                 SPLITS: tl.constexpr):
-    """A program joins the splits of one head of one query. num_heads: of all queries together"""
+    """A program joins the splits of one head of one query."""
     head = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
-    places = tl.arange(0, SPLITS).to(tl.int64) * num_heads + head
+    places = tl.arange(0, SPLITS).to(tl.int64) * tl.num_programs(0) + head
     sum_of_split = tl.load(sums + places)
     weights = tl.exp2(sum_of_split - tl.max(sum_of_split, 0))
     is_column = columns < HEAD_DIM
@@ -172,20 +173,17 @@ def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any)
     splits = num_splits(tiles * kv_heads, step.longest_keys, query.device)
 
     out = query.new_empty(query.shape)
-    parts, sums = out, None
-    if splits > 1:
-        parts = query.new_empty(splits, *query.shape, dtype=torch.float32)
-        sums = query.new_empty(splits, num_tokens, num_heads, dtype=torch.float32)
+    parts = query.new_empty(splits, *query.shape, dtype=torch.float32) if splits > 1 else out
+    sums = parts.new_empty(parts.shape[:-1]) if splits > 1 else None
     attention_kernel[(tiles, kv_heads, splits)](
         query.contiguous(), *cache, parts, sums, step.query_starts, step.lengths,
         step.block_tables, num_seqs, num_tokens, step.block_tables.stride(0), window or 2**30,
-        math.log2(math.e) / math.sqrt(head_dim), block_size, kv_heads, group, head_dim, columns,
-        queries, rows, query.device.type == "cpu", keys,
-        num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+        # log2(e), as the kernel computes powers of 2
+        1.4426950408889634 / head_dim**0.5, block_size, kv_heads, group, head_dim, columns,
+        queries, rows, keys, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
     if splits > 1:
-        join_kernel[(num_tokens * num_heads,)](
-            parts, sums, out, num_tokens * num_heads, head_dim, columns, splits,
-            num_warps=4, enable_fp_fusion=True)
+        join_kernel[num_tokens * num_heads,](
+            parts, sums, out, head_dim, columns, splits, enable_fp_fusion=True)
     return out
 
 
@@ -200,6 +198,5 @@ def num_splits(programs: int, longest_keys: int, device: torch.device) -> int:
 
 def num_cores(device: torch.device) -> int:
     """Returns how many multiprocessors a GPU has; for a CPU, whose kernels are interpreted, 8."""
-    if device.type == "cpu":
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 8

@@ -44,8 +44,7 @@ def optimize(model: nn.Module, has_attention: bool = False) -> bool:
 
 def replace_forward(module: nn.Module, kind: type[nn.Module]) -> None:
     """Makes the module's class a subclass of its own, with the forward of `kind`."""
-    own = type(module)
-    module.__class__ = type(own.__name__, (kind, own), {})
+    module.__class__ = type(type(module).__name__, (kind, type(module)), {})
 
 
 def is_rms_norm(norm: Any) -> bool:
@@ -59,9 +58,8 @@ def is_rms_norm(norm: Any) -> bool:
 
 def has_known_norms(attention: Any) -> bool:
     norms = attention.q_norm, attention.k_norm
-    if all(isinstance(norm, RMSNorm) for norm in norms):
-        return attention.q_norm.eps == attention.k_norm.eps
-    return all(type(norm) is nn.Identity for norm in norms)
+    are_known = all(isinstance(norm, RMSNorm) or type(norm) is nn.Identity for norm in norms)
+    return are_known and len({getattr(norm, "eps", None) for norm in norms}) == 1
 
 
 def is_known(layer: Any) -> bool:

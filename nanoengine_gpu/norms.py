@@ -21,10 +21,9 @@ from torch import Tensor
 @triton.jit
 def norm_kernel(x, delta, weight, total, out, size, eps, BLOCK: tl.constexpr):
     """A program has one row. Without a sum, delta is None and total is not written."""
-    row = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, BLOCK)
     is_used = columns < size
-    places = row + columns
+    places = tl.program_id(0).to(tl.int64) * size + columns
     numbers = tl.load(x + places, is_used, 0.0).to(tl.float32)
     if delta is not None:
         numbers += tl.load(delta + places, is_used, 0.0).to(tl.float32)
@@ -65,9 +64,8 @@ def swiglu_kernel(gate_up, out, size, BLOCK: tl.constexpr):
     gates = gate_up + row * size * 2 + columns
     gate = tl.load(gates, is_used, 0.0).to(tl.float32)
     up = tl.load(gates + size, is_used, 0.0).to(tl.float32)
-    dtype: tl.constexpr = out.dtype.element_ty
-    activated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row * size + columns, (activated * up).to(dtype), is_used)
+    activated = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * size + columns, activated * up, is_used)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

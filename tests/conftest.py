@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import transformers  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine.engine import Engine  # noqa: E402
-from nanoengine.features import ALWAYS
+from nanoengine.features import ALWAYS, is_installed, optional  # noqa: E402
 from nanoengine.observers import Features  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,13 +35,72 @@ ROOT = Path(__file__).resolve().parent.parent
 # What takes longest comes first, so that both processes have work to the end. Kernels that several
 # files need are compiled in one of the first two, which have no shape in common.
 SLOWEST = ["test_gpu_path", "test_paged_attention", "test_engine", "test_lab", "test_ray_data",
-           "test_batch_invariant", "test_docs", "test_scheduler", "test_bench", "test_model",
-           "test_sampler", "test_requests"]
+           "test_tensor_parallel", "test_batch_invariant", "test_speculation", "test_llm",
+           "test_docs", "test_scheduler", "test_deletable", "test_bench", "test_model",
+           "test_structured_outputs", "test_offload", "test_scores", "test_vllm", "test_metrics",
+           "test_swapping", "test_sampler", "test_requests"]
 
 
 def pytest_collection_modifyitems(items: list) -> None:
     places = {name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+# ------------------------------------------------------------------- features that are deleted
+
+
+def is_deleted(feature: str) -> bool:
+    """Whether its file is gone. One that cannot be imported is not deleted: it is broken."""
+    folder = ROOT / "nanoengine_extensions"
+    return not any((folder / file).exists() for file in (f"{feature}.py", f"{feature}/__init__.py"))
+
+
+def deleted_feature(error: object) -> str:
+    """The name of the deleted feature that an error names; empty for every other error."""
+    found = re.search(r"(?:needs nanoengine_extensions/|No module named 'nanoengine_extensions\.|"
+                      r"cannot import name ')(\w+)(?:\.py, which is not|'|\.)", str(error))
+    return found[1] if found and is_deleted(found[1]) else ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """A file that imports a deleted feature is skipped."""
+    report = yield
+    if report.failed and (name := deleted_feature(report.longrepr)):
+        report.outcome = "skipped"
+        report.longrepr = str(collector.path), 0, f"Skipped: {name} is deleted"
+    return report
+
+
+def for_feature(name: str, *parameters: tuple) -> list:
+    """Parameters of a test that are only there with a feature."""
+    return [pytest.param(*each, marks=pytest.mark.needs(name)) for each in parameters]
+
+
+def skip_for_a_deleted_feature():
+    try:
+        return (yield)
+    except (ValueError, ImportError, AssertionError) as error:
+        if name := deleted_feature(error):
+            pytest.skip(f"{name} is deleted")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """Fixtures can ask for a deleted feature, as tests can. A test of what a feature does unasked
+    is marked with its name."""
+    for marker in item.iter_markers("needs"):
+        for name in marker.args:
+            if is_deleted(name):
+                pytest.skip(f"{name} is deleted")
+    return (yield from skip_for_a_deleted_feature())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test that asks for a deleted feature is skipped: the error names it."""
+    return (yield from skip_for_a_deleted_feature())
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +267,12 @@ def generate(llm, prompts, params=GREEDY) -> list:
     return outputs
 
 
+def overtaking(base: str = "prefill-first", max_waiting: int = 0) -> object:
+    """The policy of this name, for tests of all policies; if it is deleted, its base alone."""
+    policies = optional("nanoengine_extensions.policies")
+    return policies.overtaking(base, max_waiting) if policies else base
+
+
 def use_policies(llm: LLM, **changes) -> None:
     """Gives a loaded model an engine with other policies."""
     runner = llm.engine.runner
@@ -227,14 +293,19 @@ def token_ids(outputs) -> list[list[int]]:
 
 def check_idle(llm) -> None:
     """Nothing is queued, no step is in flight, and all blocks are free."""
-    metrics = llm.metrics()
-    assert metrics["num_requests_waiting"] == metrics["num_requests_running"] == 0
     assert not llm.active and not llm.engine.has_unfinished()
     scheduler = llm.engine.scheduler
-    num_blocks = scheduler.block_manager.num_blocks
-    assert metrics["num_blocks_used"] == 0 and metrics["num_blocks_free"] == num_blocks
-    assert metrics["num_host_blocks_used"] == metrics["num_requests_swapped"] == 0
+    manager = scheduler.block_manager
+    assert not scheduler.waiting and not scheduler.running
+    assert manager.num_free_blocks == manager.num_blocks
+    assert not getattr(manager, "host_tables", None)
     check_blocks(scheduler)
+    if is_installed("metrics"):
+        metrics = llm.metrics()
+        assert metrics["num_requests_waiting"] == metrics["num_requests_running"] == 0
+        assert metrics["num_blocks_used"] == 0
+        assert metrics["num_blocks_free"] == manager.num_blocks
+        assert metrics["num_host_blocks_used"] == metrics["num_requests_swapped"] == 0
 
 
 def packages_imported_by(file: Path) -> set[str]:

@@ -22,6 +22,8 @@ the line of nanoengine that broke it:
 - Work of two streams on the same memory needs one that waits for the other. A graph holds the work
   of streams that wait for the captured one, and that one has to wait for theirs in the end.
 - flash-attn and PyTorch's varlen kernel take only some types, shapes and strides.
+- Each thread has a current device, and an event or a kernel of Triton goes there. `gpu.use_thread`
+  begins a thread of the test, with any current device.
 - The kernels of nanoengine_gpu are one launch each, and compute what PyTorch's operators would.
 
 Products, norms and attention are summed in float64. So a row has the same bits whatever rows are
@@ -39,6 +41,7 @@ import importlib.machinery
 import math
 import os
 import sys
+import threading
 import types
 import weakref
 from collections import Counter
@@ -193,6 +196,8 @@ IN_CACHE: dict[str, tuple[set[int], Callable[..., int]]] = {
     "varlen_kernel": ({1, 2}, lambda query, keys, values, starts, lengths, *_: int(lengths.sum())),
     "triton_kernel": ({1}, lambda query, cache, lengths, *_: int(lengths.sum())),
     "heads_kernel": ({5}, lambda qkv, *_: len(qkv))}
+# the tokens of a group, see nanoengine_gpu/sampling.py
+GROUP = 4096
 # they look up as many numbers of their first argument as they return, or write as many as they get
 LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
 SCATTERS = ("aten::index_put_", "aten::_index_put_impl_")
@@ -212,6 +217,9 @@ def moved_bytes(function: Any, arguments: Any, result: Any) -> int:
     if name in SCATTERS:
         written = [arguments[2]]
     looked_up = written if name in LOOKUPS else []
+    if name == "pick_kernel":
+        # one group of tokens of each row
+        read = [*read[1:], read[0][:, :GROUP]]
     num_bytes = sum(tensor.nbytes for tensor in [*read, *written, *looked_up])
     if name in IN_CACHE:
         cache = arguments[min(skipped)]
@@ -291,6 +299,7 @@ class FakeGpu:
         # of the main stream, when the capture of a graph began
         self.capture_began = 0
         self.intercept = Intercept(self)
+        self.of_thread = threading.local()
 
     def reset_counters(self) -> None:
         self.host_reads: Counter[str] = Counter()
@@ -470,6 +479,53 @@ class FakeGpu:
         finally:
             self.stream = before
 
+    # ------------------------------------------------------------------ the current device
+
+    def current_device(self) -> int:
+        """That of this thread; all tensors are on device 0."""
+        return getattr(self.of_thread, "device", 0)
+
+    def exchange_device(self, device: int) -> int:
+        """What `torch.cuda._exchange_device` does: a negative number changes nothing."""
+        before = self.current_device()
+        if device < 0:
+            return -1
+        self.of_thread.device = device
+        return before
+
+    def set_device(self, device: Any) -> None:
+        self.exchange_device(torch.device("cuda", device).index)
+
+    def check_device(self, what: str) -> None:
+        if self.current_device() != 0:
+            raise GpuError(f"{what} at {place()} goes to cuda:{self.current_device()}, the current "
+                           "device of this thread, and its tensors are on cuda:0")
+
+    def current_stream(self, device: Any = None) -> "FakeStream":
+        if device is None:
+            self.check_device("the current stream")
+        return self.stream
+
+    def use_thread(self, function: Callable[[], Any], device: int = 0) -> Any:
+        """Calls a function in another thread, with a current device; returns its result."""
+        results: list[Any] = []
+
+        def call() -> None:
+            self.set_device(device)
+            # a dispatch mode belongs to a thread, too
+            with self.intercept:
+                try:
+                    results.append(function())
+                except BaseException as error:
+                    results.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        if isinstance(results[0], BaseException):
+            raise results[0]
+        return results[0]
+
     # ---------------------------------------------------------------- between the two memories
 
     def copy(self, operator: Any, source: Tensor, options: Any) -> Tensor:
@@ -626,6 +682,8 @@ class FakeEvent:
 
     def record(self, stream: Any = None) -> None:
         gpu = active_gpu()
+        if stream is None:
+            gpu.check_device("an event")
         self.number = gpu.num_transfers
         self.time = gpu.num_launched + gpu.num_replays
 
@@ -665,7 +723,7 @@ class FakeStream:
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = event or FakeEvent()
-        event.record()
+        event.record(self)
         return event
 
     def synchronize(self) -> None:
@@ -951,10 +1009,27 @@ def triton_kernel(query: Tensor, cache: Tensor, lengths: Tensor, starts: Tensor,
                            query.shape[-1] ** -0.5)
 
 
+def weights_of(numbers: Tensor, temperature: Tensor | None) -> Tensor:
+    if temperature is None:
+        return numbers
+    return sampler.scale(numbers.to(torch.float32, copy=True), temperature).exp_()
+
+
+def sums_kernel(numbers: Tensor, largest: Any, temperature: Any) -> Tensor:
+    groups = weights_of(numbers, temperature).double().split(GROUP, dim=1)
+    return torch.stack([group.sum(dim=1) for group in groups], dim=1)
+
+
+def pick_kernel(numbers: Tensor, largest: Any, temperature: Any, uniform: Tensor,
+                sums: Tensor) -> Tensor:
+    return sampler.draw(weights_of(numbers, temperature), uniform)
+
+
 def library_functions() -> dict[tuple[str, str], Any]:
     """What stands there instead of a function of the library, by the module that calls it, and its
     name. What the library does around its kernels is not emulated: its own tests interpret it."""
     def launch(kernel: Any, *arguments: Any) -> Any:
+        active_gpu().check_device(f"the kernel {kernel.__name__}")
         return active_gpu().launch(kernel, arguments, {})
 
     def rms_norm(x: Any, weight: Any, eps: float, delta: Any = None) -> Any:
@@ -979,8 +1054,10 @@ def library_functions() -> dict[tuple[str, str], Any]:
     def nucleus(weights: Any, needed: Any) -> Any:
         return launch(sampler.nucleus, weights, needed)
 
-    def draw(weights: Any, uniform: Any) -> Any:
-        return launch(sampler.draw, weights, uniform)
+    def draw(numbers: Any, uniform: Any, temperature: Any = None) -> Any:
+        largest = numbers.amax(dim=1).float() if temperature is not None else None
+        sums = launch(sums_kernel, numbers, largest, temperature)
+        return launch(pick_kernel, numbers, largest, temperature, uniform, sums)
 
     in_modules = dict(rms_norm=rms_norm, swiglu=swiglu, store_heads=store_heads)
     of_engine = dict(paged_attention=attend, nucleus=nucleus, draw=draw)
@@ -1014,12 +1091,15 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "cudart", lambda: cudart),
         (torch.cuda, "check_error", check_error),
-        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "current_device", gpu.current_device),
+        (torch.cuda, "set_device", gpu.set_device),
+        (torch.cuda, "_exchange_device", gpu.exchange_device),
+        (torch.cuda, "_maybe_exchange_device", gpu.exchange_device),
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.num_bytes, gpu.num_bytes)),
         (torch.cuda, "synchronize", gpu.synchronize),
-        (torch.cuda, "current_stream", lambda device=None: gpu.stream),
+        (torch.cuda, "current_stream", gpu.current_stream),
         (torch.cuda, "stream", gpu.use_stream),
         (torch.cuda, "Stream", FakeStream),
         (torch.cuda, "Event", FakeEvent),

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 from nanoengine.features import OBSERVERS, asked_by
-from nanoengine_extensions.constraints import Constraints
-from nanoengine_extensions.logits_processors import Processors
-from nanoengine_extensions.structured_outputs import Grammars
+from nanoengine.observers import Features
 
-FEATURES = {"Constraints": Constraints(), "Grammars": Grammars(), "Processors": Processors()}
+EDITORS = ("constraints", "structured_outputs", "logits_processors")
+# those of them that are not deleted
+FEATURES = Features(EDITORS)
 
 
 def constrain(seq, end_tokens, tokenizer, vocab_size) -> None:

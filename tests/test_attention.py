@@ -19,8 +19,9 @@ from nanoengine.features import optional
 from nanoengine.model import Attention
 from nanoengine.step_inputs import Draws, StepInputs, StepShape, to_buffer
 from nanoengine_cpu import optimize
-from nanoengine_extensions import backends
-from nanoengine_extensions.guards import warn_of_slower_attention
+
+# adds rows to the table, if it is there
+optional("nanoengine_extensions.backends")
 
 
 def make_layer(kv_heads, group_size, head_dim, window, norms):
@@ -44,7 +45,8 @@ SHAPES = [(2, 1, 32, 16, None), (1, 2, 64, 128, 7), (2, 4, 80, 5, None), (1, 8, 
     ([1, 1, 9, 1, 40, 2], True), ([3, 1, 2, 5, 1, 1], True), ([1] * 6, False), ([1] * 6, True)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window", SHAPES)
-@pytest.mark.parametrize("backend", ["gather", "flash-attn", "varlen"])
+@pytest.mark.parametrize("backend", [
+    name for name in ("gather", "flash-attn", "varlen") if name in BACKENDS])
 def test_against_plain_torch(backend, kv_heads, group_size, head_dim, block_size, window, dtype,
                              num_tokens, has_norms, stand_ins):
     torch.manual_seed(0)
@@ -199,6 +201,7 @@ def triton(monkeypatch):
     def set_library(is_there):
         library = SimpleNamespace(paged_attention=len if is_there else None)
         known = seams.kernels("cpu")
+        backends = pytest.importorskip("nanoengine_extensions.backends")
         for module in (attention, backends):
             monkeypatch.setattr(
                 module, "kernels", lambda device: library if device == "cuda" else known)
@@ -238,13 +241,11 @@ def test_the_choice_of_a_backend(
             choose_backend("auto", device, dtype, 16)
 
 
-@pytest.mark.parametrize("content, message", [
-    ("raise ImportError('undefined symbol: of a torch')", "undefined symbol: of a torch"),
-    ("import no_such_package", "No module named 'no_such_package'"),
-    # flash-attn 4 is a package of this name, and has other functions
-    ("", "module 'flash_attn' has no attribute 'flash_attn_with_kvcache'")])
+# flash-attn 4 is a package of this name, and has other functions
+@pytest.mark.parametrize("content", [
+    "raise ImportError('undefined symbol: of a torch')", "import no_such_package", ""])
 def test_a_package_that_cannot_be_used_falls_through_to_the_next_backend(
-        monkeypatch, caplog, tmp_path, triton, content, message):
+        monkeypatch, tmp_path, triton, content):
     triton(False)
     (tmp_path / "flash_attn.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
@@ -252,9 +253,6 @@ def test_a_package_that_cannot_be_used_falls_through_to_the_next_backend(
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.0"))
     optional.cache_clear()
     assert choose_backend("auto", "cuda", torch.bfloat16, 256) == "varlen"
-    runner = SimpleNamespace(device="cuda", dtype=torch.bfloat16, backend="varlen")
-    warn_of_slower_attention(runner)
-    assert f"flash-attn is not used: {message}" in caplog.messages
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     with pytest.raises(ValueError, match="attention_backend='flash-attn'"):
         choose_backend("flash-attn", "cuda", torch.bfloat16, 256)

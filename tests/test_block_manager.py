@@ -10,7 +10,6 @@ from conftest import check_blocks
 from nanoengine import block_manager
 from nanoengine.block_manager import BlockManager
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.swapping import SwappingBlockManager
 
 
 def make(token_ids: list[int]) -> Sequence:
@@ -254,62 +253,6 @@ def test_a_fork_of_whole_blocks_copies_nothing():
     check(manager, [parent, child])
 
 
-def test_a_swapped_sequence_comes_back_with_the_blocks_that_the_cache_has_and_copies_the_rest():
-    manager = SwappingBlockManager(4, 4, num_host_blocks=3)
-    seq = compute(manager, make(range(10)))
-    seq.token_ids.append(10)
-    old_table = list(seq.block_table)
-    assert manager.preempt(seq) == "swap"
-    seq.num_preempted_tokens = 10
-    host_blocks = manager.host_tables[seq]
-    assert manager.take_copies().swap_out == dict(zip(host_blocks, old_table))
-    assert not seq.is_running and seq.num_computed_tokens == 0 and not manager.free_host_blocks
-    filler = compute(manager, make(range(50, 58)))  # takes both blanks, not the cached two
-    assert not allocate(manager, seq)
-    manager.deallocate(filler)
-    manager.forget(list(manager.blocks_by_hash))
-    run_once(manager, range(5))  # the first of the two full blocks is found, the second is not
-    assert allocate(manager, seq) and seq.num_computed_tokens == 10
-    assert manager.take_copies().swap_in == dict(zip(list(seq.block_table)[1:], host_blocks[1:]))
-    assert sorted(manager.free_host_blocks) == [0, 1, 2] and not manager.host_tables
-    check(manager, [seq])
-
-
-def test_blocks_that_were_cached_are_used_again_before_those_that_never_were_used():
-    manager = BlockManager(9, 4)
-    run_once(manager, range(10))
-    assert list(manager.free) == [3, 4, 5, 6, 7, 8, 9, 2, 1] and len(manager.hash_of_block) == 2
-    manager.forget(list(manager.blocks_by_hash))
-    assert set(list(manager.free)[:3]) == {1, 2, 3} and not manager.hash_of_block
-    check(manager, [])
-
-
-def test_the_host_blocks_that_a_step_reads_are_free_from_the_next_step_on():
-    manager = SwappingBlockManager(2, 4, num_host_blocks=1)
-    def preempt(token_ids: list[int]) -> str:
-        return manager.preempt(compute(manager, make(token_ids)))
-
-    seq = compute(manager, make([1, 2]))
-    assert manager.preempt(seq) == "swap"
-    assert preempt([3, 4]) == "recompute", "the pool is full"
-    manager.take_copies()
-    assert allocate(manager, seq) and preempt([3, 4]) == "recompute"
-    assert manager.take_copies().swap_out == {}
-    manager.deallocate(seq)
-    new = make([5, 6])
-    assert allocate(manager, new) and manager.preempt(new) == "recompute", "nothing is computed"
-    assert preempt([3, 4]) == "swap"
-
-
-def test_what_is_swapped_out_before_its_copy_is_made_is_read_from_where_it_is():
-    manager = SwappingBlockManager(2, 4, num_host_blocks=1)
-    parent = compute(manager, make([1, 2]))
-    child = parent.fork()
-    assert fork(manager, parent, child)
-    assert manager.preempt(child) == "swap"
-    assert manager.take_copies().swap_out == {0: parent.block_table[0]}
-
-
 def test_resetting_forgets_hashes_but_not_blocks_in_use():
     manager = BlockManager(10, 4)
     run_once(manager, range(9))
@@ -328,4 +271,3 @@ def test_without_prefix_caching_nothing_is_found():
     again = compute(manager, make(range(9)))
     assert not manager.hash_of_block and again.num_computed_tokens == 9
     check(manager, [again])
-

@@ -6,15 +6,16 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, packages_imported_by
 
 FOLDER = ROOT / "nanoengine_extensions"
 # a file each, or a folder
 FILES = {path.stem: path for path in sorted(FOLDER.iterdir())
          if path.suffix in (".py", "") and path.stem not in ("__init__", "__pycache__")}
+TESTS = ROOT / "tests" / "features"
 
 # what asks for each feature, and checks that it works
-CASES = {
+ALL_CASES = {
     "backends": "LLM(model, attention_backend='varlen', **options)",
     "beam_search": "from nanoengine import BeamSearchParams as B; assert len("
                    "llm.beam_search([[5, 6]], B(beam_width=2, max_tokens=3))[0].sequences) == 2",
@@ -51,6 +52,8 @@ CASES = {
                 "    runpy.run_module('nanoengine', run_name='__main__')",
     "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Threads'",
     "texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
+    "transformers_models": "with_option = LLM(model, model_impl='transformers', **options); "
+                           "assert run(with_option).token_ids == tokens; with_option.close()",
     "truncation": "assert run(llm, truncate_prompt_tokens=1).token_ids",
     "vllm": "import nanoengine_extensions.vllm"}
 # what says no where everything is there, and in which words
@@ -73,9 +76,14 @@ WITHOUT = {
     "strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
     "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Feature'",
     "vllm": "import nanoengine_extensions"}
+# what is deleted for good has no case any more
+CASES = {name: case for name, case in ALL_CASES.items()
+         if {name, *NEEDS.get(name, ())} <= {*FILES}}
 # those that every engine has
-ALWAYS = {"containers", "explain", "generation_config", "guards", "metrics", "strict", "texts",
-          "threads"}
+ALWAYS = {*FILES} & {"containers", "explain", "generation_config", "guards", "metrics", "strict",
+                     "texts", "threads"}
+if "strict" not in FILES:
+    ALWAYS -= {"containers"}  # it asks how much memory is left
 # those whose case starts a process: they are asked for where they, or nothing, are deleted
 SLOW = ["tensor_parallel"]
 
@@ -174,7 +182,19 @@ def found(tiny, bundled, tmp_path_factory) -> dict:
 
 
 def test_each_has_a_case():
-    assert [*FILES] == sorted(CASES)
+    assert {*FILES} <= {*ALL_CASES}
+
+
+def test_each_has_tests_under_its_name():
+    """In tests/features, a file or a folder; they are deleted with it."""
+    assert {path.stem for path in TESTS.glob("test_*")} == {f"test_{name}" for name in FILES}
+
+
+def test_no_test_imports_those_of_a_feature():
+    """Not even those of another feature do: what several need lies in files of its own."""
+    of_features = {path.stem for path in TESTS.glob("test_*")} | {TESTS.name}
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not packages_imported_by(path) & of_features, path
 
 
 @pytest.mark.parametrize("deleted", ["nothing", *FILES])
@@ -189,3 +209,22 @@ def test_only_what_is_asked_for_is_imported(found):
         # an unknown keyword can be one of vLLM's; the terminal gives no number of blocks
         known = {"strict": {"vllm"}, "terminal": {"memory"}}.get(feature, set())
         assert {*others} - known == {feature, *NEEDS.get(feature, ())} - ALWAYS, feature
+
+
+@pytest.mark.needs("logprobs", "constraints")
+def test_no_extension_is_imported_before_it_is_asked_for(bundled):
+    """But for what checks every call and observes every step."""
+    script = """if True:
+        import sys
+        from nanoengine import LLM, SamplingParams
+        def extensions():
+            return {name for name in sys.modules if name.startswith("nanoengine_")
+                    and not name.startswith("nanoengine_cpu") and "." in name}
+        with LLM(MODEL) as llm:
+            llm.generate("12 + 34 =", use_tqdm=False)
+            assert extensions() == {f"nanoengine_extensions.{name}" for name in ALWAYS}
+            llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
+        asked_for = ALWAYS | {"logprobs", "constraints"}
+        assert extensions() == {f"nanoengine_extensions.{name}" for name in asked_for}"""
+    script = script.replace("MODEL", repr(bundled)).replace("ALWAYS", repr(ALWAYS | {"memory"}))
+    subprocess.run([sys.executable, "-c", script], check=True)

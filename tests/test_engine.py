@@ -14,6 +14,7 @@ from conftest import (
     check_blocks,
     check_idle,
     generate,
+    overtaking,
     random_prompts,
     token_ids,
     use_policies,
@@ -27,7 +28,6 @@ from nanoengine.model_runner import ModelRunner
 from nanoengine.step_inputs import Launched
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.metrics import Metrics, metrics_of
-from nanoengine_extensions.policies import overtaking
 
 # ------------------------------------------------------- the engine over a made-up runner
 
@@ -334,6 +334,7 @@ def test_a_token_in_flight_of_a_sequence_that_was_ended_does_not_count():
     assert metrics_of(engine).gauges()["generation_tokens"] == num_tokens
 
 
+@pytest.mark.needs("guards")
 def test_an_engine_takes_its_sizes_from_the_runner():
     engine = make_engine()
     assert metrics_of(engine).gauges()["num_blocks_free"] == 14
@@ -557,29 +558,6 @@ def test_samples_of_one_prompt_share_its_blocks(make_llm):
     assert len(outputs[0].outputs) == 16 and outputs[0].metrics.num_decoded_tokens == 19
 
 
-def test_a_trace_has_every_step(make_llm):
-    prompts = random_prompts([40, 20, 30])
-    with make_llm(trace=True, num_kv_blocks=7, preemption_mode="swap",
-                  max_num_batched_tokens=16) as llm:
-        outputs = generate(llm, prompts, SamplingParams(max_tokens=20, ignore_eos=True))
-        trace, metrics = llm.trace, llm.metrics()
-    assert len(trace) == metrics["num_steps"]
-    batches = [record.batch for record in trace]
-    assert sum(sum(batch.num_tokens) for batch in batches) == metrics["computed_tokens"]
-    preempted = [mode for batch in batches for _, mode in batch.preempted]
-    assert preempted == ["swap"] * metrics["swap_preemptions"] != []
-    assert sum(output.metrics.num_preemptions for output in outputs) == len(preempted)
-    for record, after in zip(trace, trace[1:]):
-        assert record.started < record.began < record.done <= record.ended
-        assert record.ended <= after.started
-        then = record.metrics
-        assert then["num_blocks_used"] + then["num_blocks_free"] == 7
-        assert then["internal_waste"] < 16 * max(1, then["num_requests_running"])
-    with make_llm() as llm:
-        generate(llm, prompts)
-        assert llm.trace == []
-
-
 def test_bfloat16_does_not_depend_on_chunks_and_preemptions_beyond_near_ties(make_llm):
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=5)
     results = []
@@ -591,13 +569,6 @@ def test_bfloat16_does_not_depend_on_chunks_and_preemptions_beyond_near_ties(mak
             if a != b:
                 assert a in right.logprobs[position] and b in left.logprobs[position]
                 break
-
-
-def test_cached_tokens_are_reported(make_llm):
-    prompt = random_prompts([17])[0]
-    with make_llm() as llm:
-        assert [generate(llm, [prompt])[0].num_cached_tokens for _ in range(2)] == [0, 16]
-        assert generate(llm, [prompt[:16]])[0].num_cached_tokens == 0
 
 
 # -------------------------------------------------------------------------- interruptions

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import check_idle, generate, random_prompts, token_ids
+from conftest import check_idle, for_feature, generate, random_prompts, token_ids
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.observers import Feature
@@ -294,7 +294,8 @@ class Twice(Feature):
 
 @pytest.mark.parametrize("features", [
     [Twice(), Twice()], [Twice], [3], [type("Metrics", (Feature,), {})()],
-    [Twice(), type("Twice", (Feature,), {})()], Twice(), "metrics"], ids=[*"1234567"])
+    [Twice(), type("Twice", (Feature,), {})()], "metrics", *for_feature("strict", (Twice(),))],
+    ids=[*"1234567"])
 def test_what_is_no_list_of_features_with_names_of_their_own(features):
     with pytest.raises(ValueError, match="^features=.* is not accepted: it must be a"):
         LLM("none", features=features)

@@ -7,28 +7,24 @@ purpose show that the tests can fail.
 
 import dataclasses
 import gc
-import json
 import math
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import check_idle, random_prompts
+from conftest import check_idle, overtaking, random_prompts
 from fake_gpu import (
-    HAS_TRITON, FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache, splits_of_keys, storage_of)
+    HAS_TRITON, FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache, splits_of_keys)
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.attention import BACKENDS
+from nanoengine.cuda_graphs import widths
 from nanoengine.model_runner import ModelRunner
 from nanoengine.step_inputs import Launched, StepInputs
-from nanoengine_extensions import backends
-from nanoengine_extensions.offload import Offload, choose_layers
-from nanoengine_extensions.policies import overtaking
 
 Patch = pytest.MonkeyPatch
 
@@ -215,24 +211,82 @@ def test_every_batch_size(engines, tiny, batch_size):
     check_no_host_reads(engine.gpu)
 
 
-@pytest.mark.parametrize("prompts", [[129, 300], [64] * 8])
-def test_varlen_keeps_the_keys_of_each_sequence_in_one_piece(tiny, monkeypatch, prompts):
-    """PyTorch 2.13 would split those of several sequences, and lose results."""
-    needs("varlen")
-    assert splits_of_keys(2 * 16, 300, 300, 128) > 1 and splits_of_keys(33 * 16, 1, 4000, 128) == 1
-    engine = make_engine(tiny, attention_backend="varlen", enforce_eager=True)
-    engine.generate(random_prompts(prompts), GREEDY)
-    if torch.__version__ >= "2.13":
-        monkeypatch.setattr(backends, "splits_of", lambda *arguments: {})
-        with pytest.raises(GpuError, match="the keys of several sequences are split"):
-            engine.generate(random_prompts([390, 300, 350]), GREEDY)
-
-
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 5])
 def test_odd_sizes_of_graphs(engines, tiny, max_num_seqs):
     engine = engines.get(tiny, run_ahead=True, max_num_seqs=max_num_seqs)
     check_same(engine.generate(PROMPTS, BOTH), engines.reference(tiny, "both", PROMPTS, BOTH))
     check_no_host_reads(engine.gpu)
+
+
+@pytest.mark.parametrize("num_seqs, num_keys, wide, now", [
+    (1, 1000, 8, 1), (1, 4000, 11, 2), (4, 1000, 8, 2), (4, 4000, 32, 10), (24, 4000, 32, 16),
+    (32, 1000, 8, 8)])
+def test_short_sequences_have_narrow_tables(num_seqs, num_keys, wide, now):
+    """How many blocks of 128 keys a core of an H100 reads in turn, with 8 heads of keys and the
+    40,960 tokens of Qwen3: flash-attn splits the keys by the width of the table."""
+    def in_turn(width: int) -> int:
+        num_splits = splits_of_keys(8 * num_seqs, 1, width, 128)
+        return min(-(-width // (128 * num_splits)), -(-num_keys // 128))
+
+    chosen = min(width for width in widths(num_seqs, 40_960) if width >= num_keys)
+    assert in_turn(40_960) == wide and in_turn(chosen) == now
+
+
+@pytest.fixture(scope="module")
+def patient(make_model) -> str:
+    """The folder of a model for long sequences."""
+    return make_model(num_hidden_layers=1, max_position_embeddings=9000)[0]
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_graphs_of_all_widths_give_the_same_tokens(engines, patient, run_ahead):
+    """A sequence grows from one width to the next, beside short ones."""
+    options = dict(max_model_len=9000, max_num_batched_tokens=4096, num_kv_blocks=120)
+    prompts = random_prompts([2044, 3, 30, 8190])
+    params = [SamplingParams(seed=n, temperature=0.7 * (n % 2), max_tokens=9) for n in range(4)]
+    engine = engines.get(patient, run_ahead=run_ahead, max_num_seqs=3, **options)
+    graphs = engine.llm.engine.runner.graphs
+    assert len(graphs.captured) == 3 * len(graphs.sizes)
+    used = []
+
+    def replay(buffer: torch.Tensor, shape: Any) -> Any:
+        used.append(shape.longest_keys)
+        return type(graphs).replay(graphs, buffer, shape)
+
+    with Patch.context() as patch:
+        patch.setattr(graphs, "replay", replay)
+        outputs = engine.generate(prompts, params)
+    check_same(outputs, engines.reference(patient, "widths", prompts, params, **options))
+    check_no_host_reads(engine.gpu)
+    assert {*used} == {2048, 8192, 9000}
+
+
+def test_an_autocast_of_the_caller_changes_nothing(engines, tiny):
+    """Neither when an engine is made nor when it is used."""
+    expected = engines.reference(tiny, "both", PROMPTS, BOTH)
+    for num_kv_blocks in (60, None):
+        with FakeGpu():
+            with torch.autocast("cuda", torch.float16), LLM(
+                    tiny, device="cuda", **SMALL | dict(num_kv_blocks=num_kv_blocks)) as llm:
+                assert llm.engine.runner.graphs.captured
+                check_same(llm.generate(PROMPTS, BOTH, use_tqdm=False), expected)
+
+
+@pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), dict(trace=True)], ids=str)
+def test_a_thread_with_another_current_device(engines, tiny, options):
+    """It gets what it would get with the engine's own, and keeps its current device."""
+    def call() -> list:
+        outputs = llm.generate(PROMPTS, BOTH, use_tqdm=False)
+        assert torch.cuda.current_device() == 1
+        return outputs
+
+    with FakeGpu() as gpu, LLM(tiny, device="cuda", **SMALL | options) as llm:
+        check_same(gpu.use_thread(call, device=1), engines.reference(tiny, "both", PROMPTS, BOTH))
+        if "trace" in options:
+            assert all(step.began.elapsed_time(step.done) > 0 for step in llm.trace)
+        # it can tell
+        with pytest.raises(GpuError, match="goes to cuda:1, the current device of this thread"):
+            gpu.use_thread(lambda: torch.cuda.current_stream().record_event(), device=1)
 
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -517,119 +571,6 @@ def test_nan_ends_the_request_that_drew_it_and_no_other(engines, broken, enforce
     for completion in completions:
         has_failed = completion.finish_reason == "error"
         assert has_failed == (max(completion.token_ids[:4]) >= 250)
-
-
-# ------------------------------------------------------------------ weights that stay on the host
-
-
-@pytest.fixture(scope="module")
-def deep(make_model):
-    return make_model(num_hidden_layers=5)[0]
-
-
-def layer_bytes(folder: str) -> int:
-    """Of the weights of one layer in bfloat16."""
-    tensors = load_file(f"{folder}/model.safetensors")
-    return sum(2 * each.numel() for name, each in tensors.items() if ".layers.0." in name)
-
-
-@pytest.mark.parametrize("count, chosen", [
-    (0, []), (1, [4]), (2, [2, 4]), (3, [1, 3, 4]), (4, [1, 2, 3, 4]), (5, [0, 1, 2, 3, 4])])
-def test_layers_on_the_host_are_spread(count, chosen):
-    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(5))
-    # whole layers, and not less than was asked for
-    for num_bytes in (64 * count, 64 * count - 63 if count else 0):
-        assert choose_layers(layers, num_bytes) == [layers[index] for index in chosen]
-    assert choose_layers(layers, 1e30) == [*layers]
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("num_layers", [0.1, 2, 3, 4, 1000])
-def test_weights_on_the_host(engines, deep, num_layers, enforce_eager):
-    """The same tokens, with nothing that waits, and with so much less on the device."""
-    gibibytes = num_layers * layer_bytes(deep) / 2**30
-    engine = engines.get(deep, cpu_offload_gb=gibibytes, enforce_eager=enforce_eager)
-    outputs = engine.generate(PROMPTS, BOTH)
-    check_same(outputs, engines.reference(deep, "both", PROMPTS, BOTH))
-    check_no_host_reads(engine.gpu)
-    model = engine.llm.engine.runner.model
-    storages = {storage_of(each.memory): each.memory.untyped_storage().nbytes()
-                for each in model.layers.parameters()}
-    count = min(5, math.ceil(num_layers))
-    num_rooms = min(2, count)
-    assert sum(storages.values()) == layer_bytes(deep) * (5 - count + num_rooms)
-
-
-def test_float32_weights_on_the_host_are_as_on_a_cpu(engines, deep):
-    engine = engines.get(deep, cpu_offload_gb=1.0, **EXACT)
-    outputs = engine.generate(PROMPTS, GREEDY)
-    expected = engines.get(deep, device="cpu", **EXACT).generate(PROMPTS, GREEDY)
-    assert tokens_of(outputs) == tokens_of(expected)
-
-
-def test_more_than_the_memory_of_the_host_or_of_the_gpu(deep, tmp_path):
-    """Layers of 3 GiB, a thousand of them, are refused before one is made."""
-    content = json.loads(Path(deep, "config.json").read_text())
-    content |= dict(hidden_size=2**14, intermediate_size=2**15, num_hidden_layers=1000)
-    content.pop("layer_types", None)
-    Path(tmp_path, "config.json").write_text(json.dumps(content))
-    options = SMALL | dict(device="cuda", load_format="dummy", skip_tokenizer_init=True)
-    for gibibytes, device in ((0, "cuda"), (3, "cuda"), (2000, "cpu")):
-        message = f"model=.* GiB of weights.* smaller: device '{device}' has .* GiB"
-        with FakeGpu(), pytest.raises(ValueError, match=message):
-            LLM(tmp_path, cpu_offload_gb=gibibytes, **options)
-
-
-def do_not_wait_for_weights(patch: Patch) -> None:
-    patch.setattr(Offload, "turn", lambda self, number: self.fetch(number + 1))
-
-
-def do_not_wait_for_the_room(patch: Patch) -> None:
-    def fetch(self: Offload, number: int) -> None:
-        if number < len(self.weights):
-            with torch.cuda.stream(self.stream):
-                self.buffers[number % 2].copy_(self.weights[number], non_blocking=True)
-
-    patch.setattr(Offload, "fetch", fetch)
-
-
-def fetch_the_next_step(patch: Patch) -> None:
-    """In a graph, nothing waits for the last copy."""
-    fetch = Offload.fetch
-
-    def fetch_in_turn(self: Offload, number: int) -> None:
-        fetch(self, number % len(self.weights))
-
-    patch.setattr(Offload, "fetch", fetch_in_turn)
-
-
-def use_one_room(patch: Patch) -> None:
-    init = Offload.__init__
-
-    def init_with_one_room(self: Offload, model: Any, layers: list, device: str) -> None:
-        init(self, model, layers, device)
-        self.buffers = self.buffers[:1] * 2
-        for layer in layers:
-            self.move_in(layer, self.buffers[0])
-
-    patch.setattr(Offload, "__init__", init_with_one_room)
-
-
-@pytest.mark.parametrize("enforce_eager, fault, found", [
-    (True, do_not_wait_for_weights, "does not wait for another stream"),
-    (False, do_not_wait_for_weights, "does not wait for another stream"),
-    (True, do_not_wait_for_the_room, "does not wait for another stream"),
-    (False, do_not_wait_for_the_room, "does not wait for another stream|graph does not hold"),
-    (False, fetch_the_next_step, "capture ended before"),
-    (True, use_one_room, "does not wait for another stream")])
-def test_faults_with_weights_on_the_host_are_found(
-        engines, deep, monkeypatch, enforce_eager, fault, found):
-    fault(monkeypatch)
-    four_layers = 4 * layer_bytes(deep) / 2**30
-    # what is found while the engine is made is the cause of a ValueError
-    with pytest.raises((GpuError, ValueError), match=found):
-        engine = make_engine(deep, cpu_offload_gb=four_layers, enforce_eager=enforce_eager)
-        engine.generate(PROMPTS, BOTH)
 
 
 # ---------------------------------------------------------------------- faults, put in on purpose

@@ -1,13 +1,9 @@
 """The engine as its users see it: text in, text out, strict with input, hard to break."""
 
-import dataclasses
 import gc
 import itertools
 import logging
 import math
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.model_runner import ModelRunner
-from nanoengine_extensions.metrics import metrics_of
 
 
 def test_the_bundled_model_is_right(llm):
@@ -25,15 +20,6 @@ def test_the_bundled_model_is_right(llm):
     texts = [output.outputs[0].text for output in
              generate(llm, questions, SamplingParams(temperature=0, max_tokens=40))]
     assert texts == [" 132", " a b d e", " 17 18 19 20 21 22 23", " ball fox red"]
-
-
-def test_chat(llm):
-    conversations = [[{"role": "user", "content": text}] for text in ("12 + 34", "sort c b a")]
-    outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
-    assert [output.outputs[0].text for output in outputs] == ["46", "a b c"]
-    assert outputs[0].prompt == "<|im_start|>user\n12 + 34<|im_end|>\n<|im_start|>assistant\n"
-    assert outputs[0].prompt_token_ids.count(1) == 2, "special tokens are taken from the template"
-    assert token_ids(llm.chat(conversations[1], GREEDY, use_tqdm=False)) == token_ids(outputs[1:])
 
 
 def test_ends(llm):
@@ -63,20 +49,6 @@ def test_ends(llm):
     assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == ([2], "stop", 2)
 
 
-def test_stop_strings_end_the_generation(llm):
-    def run(**params):
-        return generate(llm, "Once upon a time", SamplingParams(
-            temperature=0, max_tokens=60, **params))[0].outputs[0]
-
-    full = run().text
-    stop = full[20:26]
-    cut = run(stop=[stop, "never in there"])
-    assert cut.text == full[:full.index(stop)]
-    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
-    assert run(stop=stop, include_stop_str_in_output=True).text == cut.text + stop
-    assert len(cut.token_ids) < 60
-
-
 def test_max_model_len(bundled):
     with LLM(bundled, max_model_len=20) as llm:
         output = generate(llm, "Once upon a time", SamplingParams(max_tokens=None, ignore_eos=True))
@@ -84,46 +56,6 @@ def test_max_model_len(bundled):
         assert output[0].outputs[0].finish_reason == "length"
         output = generate(llm, [[5] * 19], SamplingParams(max_tokens=30, ignore_eos=True))
         assert len(token_ids(output)[0]) == 1
-
-
-def test_logprobs(llm):
-    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3)
-    completion = generate(llm, "Once upon a time", params)[0].outputs[0]
-    assert len(completion.logprobs) == len(completion.token_ids) == 5
-    for token_id, at in zip(completion.token_ids, completion.logprobs):
-        assert len(at) == 3 and at[token_id].rank == 1
-    assert completion.cumulative_logprob == pytest.approx(
-        sum(at[i].logprob for i, at in zip(completion.token_ids, completion.logprobs)))
-    decoded = [at[i].decoded_token for i, at in zip(completion.token_ids, completion.logprobs)]
-    assert "".join(decoded) == completion.text
-    assert generate(llm, "Once")[0].outputs[0].cumulative_logprob is None
-
-
-def test_chat_takes_what_the_template_takes(llm):
-    messages = [{"role": "user", "content": "12 + 34"}]
-    template = ("{% for m in messages %}{{ m.content }} ={% endfor %}{% if loud %}!{% endif %}"
-                "{% if tools %}{{ tools | length }}{% endif %}")
-
-    def prompt(conversation=messages, **options):
-        return llm.chat(conversation, GREEDY, use_tqdm=False, **options)[0].prompt
-
-    assert prompt(chat_template=template) == "12 + 34 ="
-    assert prompt(chat_template=template, chat_template_kwargs={"loud": True}) == "12 + 34 =!"
-    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    assert prompt(chat_template=template, tools=[tool]) == "12 + 34 =1"
-    assert prompt(add_generation_prompt=False) == "<|im_start|>user\n12 + 34<|im_end|>\n"
-    begun = [*messages, {"role": "assistant", "content": "4"}]
-    assert prompt(begun, continue_final_message=True, add_generation_prompt=False) == (
-        "<|im_start|>user\n12 + 34<|im_end|>\n<|im_start|>assistant\n4")
-    with pytest.raises(ValueError, match="continue_final_message=True .* add_generation_prompt"):
-        prompt(continue_final_message=True)
-    for bad in (dict(chat_template="{{ 1 / 0 }}"), dict(chat_template="{% if %}")):
-        with pytest.raises(ValueError, match="messages: |chat_template: "):
-            llm.chat(messages, GREEDY, **bad)
-    with pytest.raises(ValueError, match="chat_template_kwargs=.* without 'tokenize'"):
-        prompt(chat_template_kwargs={"tokenize": True})
-    answers = llm.chat([messages] * 2, GREEDY, False, priority=[0, 1])
-    assert token_ids(answers) == 2 * token_ids(llm.chat(messages, GREEDY, False))
 
 
 def test_streams_say_whose_text_it_is(llm):
@@ -162,81 +94,13 @@ def test_the_default_device_of_the_user_does_not_count(bundled, options, is_earl
     assert found[0] == found[1]
 
 
-def test_the_progress_bar_shows_tokens_per_second(llm, capsys):
-    llm.generate(["Once upon a time"] * 3, GREEDY)
-    last = capsys.readouterr().err.split("\r")[-1]
-    assert "3/3" in last
-    found = re.search(r"(\d+) output tokens/s", last)
-    assert found and int(found[1]) > 0
-
-
-def test_weights_that_are_not_in_huge_pages_are_told(make_llm, caplog, monkeypatch):
-    """Small ones do not matter, and other systems do not tell."""
-    with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
-        assert not any("huge" in message for message in caplog.messages)
-        metrics = metrics_of(llm.engine)
-        monkeypatch.setattr(Path, "read_text", lambda path: "AnonHugePages:  0 kB")
-        metrics.log_pages(2**40)
-        assert caplog.messages[-1].startswith("0% of the weights are in huge pages")
-        caplog.clear()
-        monkeypatch.setattr(Path, "read_text", lambda path: f"AnonHugePages:  {2**30} kB")
-        metrics.log_pages(2**40)
-        monkeypatch.setattr(Path, "read_text", lambda path: "AnonHugePages:  0 kB")
-        metrics.log_pages(2**20)
-        monkeypatch.setattr(Path, "read_text", missing)
-        metrics.log_pages(2**40)
-        assert not caplog.messages
-
-
-def missing(path) -> str:
-    raise FileNotFoundError(path)
-
-
-def test_what_is_logged(make_llm, caplog):
-    with caplog.at_level(logging.INFO, logger="nanoengine"):
-        with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
-            assert caplog.messages[-1].endswith(
-                "8 KV blocks of 16 tokens hold 2.0 requests of 64 tokens at once")
-            params = SamplingParams(max_tokens=30, ignore_eos=True)
-            for _ in range(2):
-                generate(llm, random_prompts([30] * 4), params)
-            assert llm.metrics()["num_preemptions"] > 1
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1, "of several preemptions the first is reported"
-    assert "num_kv_blocks" in warnings[0].getMessage()
-
-
-def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
-    """Each setting has a process of its own, a fork of one that has imported what takes long."""
-    logger = "logging.getLogger('nanoengine')"
-    settings = {
-        "": 1, f"{logger}.setLevel('ERROR')": 0, "logging.basicConfig(level='INFO')": 1,
-        "logging.basicConfig(level='ERROR')": 1, f"{logger}.addHandler(logging.StreamHandler())": 1,
-        f"import nanoengine; {logger}.addHandler(logging.NullHandler())": 0}
-    script = f"""if True:
-        import logging, os, sys
-        import numba, pydantic, torch, transformers
-        for setting in {[*settings]!r}:
-            if os.fork() == 0:
-                exec(setting)
-                from nanoengine import LLM
-                LLM({tiny!r}, num_kv_blocks=4)
-                os._exit(0)
-            assert os.wait()[1] == 0
-            print("the next one", file=sys.stderr)"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
-                            check=True)
-    *logs, rest = result.stderr.split("the next one\n")
-    assert not rest, result.stderr
-    assert [log.count("KV blocks of") for log in logs] == [*settings.values()], logs
-
-
 def test_prompts_as_typed_dicts(llm):
     ids = llm.get_tokenizer().encode("47 + 85 =")
     prompts = [dict(prompt="47 + 85 ="), dict(prompt_token_ids=ids)]
     assert len({tuple(ids) for ids in token_ids(generate(llm, prompts))}) == 1
 
 
+@pytest.mark.needs("strict")
 def test_without_a_tokenizer_by_choice(bundled):
     """As in a test of vLLM's own."""
     params = SamplingParams(prompt_logprobs=True, detokenize=True)
@@ -249,83 +113,7 @@ def test_without_a_tokenizer_by_choice(bundled):
         assert output.prompt_logprobs[1][2].decoded_token is None
 
 
-# -------------------------------------------------------------------------- prompt logprobs
-
-
-@pytest.fixture(scope="module")
-def scored_model(make_model):
-    return make_model(num_hidden_layers=2)
-
-
-def scores_of(model, prompt) -> torch.Tensor:
-    """Log-probabilities that transformers gives behind each token of a prompt."""
-    with torch.inference_mode():
-        return model(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
-
-
-@pytest.mark.parametrize("options", [
-    dict(), dict(run_ahead=True), dict(max_num_batched_tokens=40, max_num_seqs=7),
-    dict(scheduling="mixed", max_num_batched_tokens=24, max_num_seqs=5),
-    dict(num_kv_blocks=8, preemption_mode="swap", max_num_seqs=6), dict(num_kv_blocks=8)])
-def test_prompt_logprobs_are_those_of_transformers(scored_model, options):
-    """In chunks, beside others, preempted, with the prompt in the prefix cache."""
-    folder, model = scored_model
-    prompts = random_prompts([40, 1, 2, 33, 40], seed=4)
-    prompts[4] = prompts[0][:35] + prompts[4][:5]
-    params = [SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True,
-                             prompt_logprobs=count) for count in (2, 3, 0, None, -1)]
-    with LLM(folder, dtype="float32", block_size=16, **options) as llm:
-        for _ in range(2):
-            outputs = generate(llm, prompts, params)
-            for prompt, each, output in zip(prompts, params, outputs):
-                if each.prompt_logprobs is None:
-                    assert output.prompt_logprobs is None
-                    continue
-                assert output.num_cached_tokens == 0 or len(prompt) == 1
-                first, *found = output.prompt_logprobs
-                assert first is None and len(found) == len(prompt) - 1
-                expected = scores_of(model, prompt)
-                for at, row, token_id in zip(found, expected, prompt[1:]):
-                    count = 320 if each.prompt_logprobs == -1 else each.prompt_logprobs
-                    likeliest = row.topk(count).indices.tolist()
-                    likeliest = list(dict.fromkeys([token_id, *likeliest]))
-                    assert len(at) == len(likeliest)
-                    for ours, theirs in zip(at, likeliest):
-                        # two that float32 can hardly tell apart may change places
-                        assert ours == theirs or abs(row[ours] - row[theirs]) < 1e-5
-                    assert at[token_id].rank == 1 + int((row > row[token_id]).sum())
-                    for other, entry in at.items():
-                        assert entry.logprob == pytest.approx(row[other].item(), abs=2e-4)
-        plain = [dataclasses.replace(each, prompt_logprobs=None) for each in params]
-        assert token_ids(generate(llm, prompts, plain)) == token_ids(outputs)
-
-
-def test_prompt_logprobs_have_text_and_come_with_every_output(llm):
-    params = SamplingParams(n=2, seed=1, max_tokens=5, prompt_logprobs=1, logprobs=0)
-    outputs = list(llm.stream(["Once upon a time", "a"], params))
-    for output in outputs:
-        tokens = [output.prompt_token_ids[0]]
-        for token_id, at in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:]):
-            assert token_id in at and 1 <= len(at) <= 2
-            tokens.append(at[token_id].decoded_token)
-        text = llm.get_tokenizer().decode(tokens[0]) + "".join(tokens[1:])
-        assert text == output.prompt
-    (again,) = generate(llm, ["Once upon a time"], params)
-    assert again.prompt_logprobs == outputs[0].prompt_logprobs and again.num_cached_tokens == 0
-
-
-def test_bad_words(llm):
-    def run(**params):
-        params = SamplingParams(temperature=0, max_tokens=12, **params)
-        return generate(llm, "Once upon a time", params)[0].outputs[0]
-
-    words = " ".join(run().text.split()[2:4])
-    banned = llm.get_tokenizer().encode(" " + words)
-    newline = llm.get_tokenizer().encode("\n")
-    assert run(allowed_token_ids=[*newline, 5], bad_words=["\n"]).token_ids == [5] * 12
-    for bad_words, is_there in ([], True), ([words], False), (["x y z"], True):
-        ids = run(bad_words=bad_words).token_ids
-        assert is_there == any(ids[i:i + len(banned)] == banned for i in range(len(ids)))
+# ------------------------------------------------------------------------------- streams
 
 
 def test_streaming(llm):
@@ -355,6 +143,7 @@ def test_abandoning_a_stream_frees_its_requests(llm, num_read):
     generate(llm, "Once upon a time")
 
 
+@pytest.mark.needs("strict")
 def test_out_of_memory_at_start_says_what_helps(bundled, monkeypatch):
     def exhausted(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. 2.00 GiB is free.")
@@ -362,31 +151,6 @@ def test_out_of_memory_at_start_says_what_helps(bundled, monkeypatch):
     monkeypatch.setattr(ModelRunner, "allocate", exhausted)
     with pytest.raises(ValueError, match="2.00 GiB is free. Lower max_num_batched_tokens"):
         LLM(bundled)
-
-
-def test_metrics_and_close(bundled):
-    with LLM(bundled, dtype="float32", num_kv_blocks=64) as llm:
-        before = llm.metrics()
-        assert before.pop("attention_backend") == "numba"
-        assert all(isinstance(value, (int, float)) for value in before.values())
-        params = SamplingParams(max_tokens=7, ignore_eos=True)
-        outputs = generate(llm, ["Once upon a time"] * 3, params)
-        after = llm.metrics()
-        assert set(before) < set(after) and before["num_steps"] == before["swapped_bytes"] == 0
-        assert after["generation_tokens"] == 21
-        assert after["prompt_tokens"] == sum(len(o.prompt_token_ids) for o in outputs)
-        assert after["num_steps"] == 7 and after["computed_tokens"] == after["prompt_tokens"] + 18
-        times = outputs[0].metrics
-        assert (times.arrival_time <= times.first_scheduled_time <= times.first_token_time
-                <= times.finished_time)
-        assert 0 <= times.queue_time <= times.time_to_first_token <= times.end_to_end_time
-        assert times.time_per_output_token * 6 == pytest.approx(
-            times.end_to_end_time - times.time_to_first_token)
-        assert after["mean_batch"] == 3 and after["max_blocks_used"] > 0
-    with pytest.raises(RuntimeError, match="closed"):
-        llm.generate("a")
-    assert llm.metrics() == after, "they can still be read"
-    llm.close()
 
 
 def test_several_completions_end_each_by_itself(llm):
@@ -403,23 +167,6 @@ def test_several_completions_end_each_by_itself(llm):
         assert len(completion.logprobs) == len(completion.token_ids)
         assert (completion.stop_reason == " and") == (len(
             completion.token_ids) < 40 and completion.token_ids[-1] not in llm.inputs.eos_tokens)
-
-
-def test_own_processors(llm):
-    def only_seven(input_ids, scores):
-        assert input_ids.shape[0] == scores.shape[0] == 1
-        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([7]), 0.0)
-
-    params = SamplingParams(max_tokens=3, logits_processors=[only_seven])
-    assert token_ids(generate(llm, "a", params)) == [[7, 7, 7]]
-
-
-def test_the_metrics_of_an_output_are_a_value(llm):
-    stream = llm.stream("Once upon a time", GREEDY)
-    first = next(stream).metrics
-    before = vars(first).copy()
-    last = [*stream][-1].metrics
-    assert vars(first) == before and last.num_decoded_tokens == 11 > first.num_decoded_tokens == 0
 
 
 # ------------------------------------------------------------------ logits that are not finite
@@ -486,25 +233,6 @@ def test_nan_is_not_found_in_the_prefix_cache(broken, options, max_tokens):
                 assert index != 1 or completion.token_ids == expected
 
 
-def test_prompt_logprobs_around_nan_do_not_depend_on_the_chunks(make_model):
-    """The kernel spreads a NaN over neighbours in its step: no log-probabilities are given then."""
-    folder, _ = make_model(num_hidden_layers=2, tie_word_embeddings=False)
-    tensors = load_file(Path(folder) / "model.safetensors")
-    tensors["model.embed_tokens.weight"][300] = math.nan
-    save_file(tensors, Path(folder) / "model.safetensors")
-    prompts = [[5, 6, 7, 8, 9, 10, 300, 11], [5, 6, 7, 8, 9, 10, 11, 300], [5, 6, 7, 8, 9, 10, 11]]
-    params = SamplingParams(max_tokens=3, prompt_logprobs=1, n=2, seed=1)
-    found = []
-    for budget in (2048, 4):
-        with LLM(folder, dtype="float32", max_num_batched_tokens=budget, num_kv_blocks=8) as llm:
-            *bad, good = generate(llm, prompts, params)
-            assert [output.prompt_logprobs for output in bad] == [None, None]
-            assert all(c.finish_reason == "error" for output in bad for c in output.outputs)
-            found.append([[*each] for each in good.prompt_logprobs[1:]])
-            assert not any(output.prompt_logprobs for output in llm.stream(prompts[:2], params))
-    assert found[0] == found[1] and len(found[0]) == 6
-
-
 def test_a_completion_that_meets_nan_keeps_what_it_has(broken):
     """In a stream too, whose last output of the request says so."""
     bias = [None, {300: 1e9}]
@@ -519,36 +247,6 @@ def test_a_completion_that_meets_nan_keeps_what_it_has(broken):
     assert (len(good.token_ids), good.finish_reason) == (9, "length")
     assert (bad.token_ids, bad.finish_reason, len(bad.logprobs)) == ([300], "error", 1)
     assert bad.stop_reason.startswith("request 1: its logits") and last["1"].finished
-
-
-def test_a_processor_that_returns_nan_at_its_third_token(llm):
-    def poison(input_ids, scores):
-        return scores * math.nan if input_ids.shape[1] == num_prompt_tokens + 2 else scores
-
-    (expected,) = generate(llm, "Once upon a time")
-    num_prompt_tokens = len(expected.prompt_token_ids)
-    params = SamplingParams(temperature=0, max_tokens=12, logits_processors=[poison])
-    good, bad = generate(llm, ["Once upon a time"] * 2, [GREEDY, params])
-    assert good.outputs == expected.outputs
-    (completion,) = bad.outputs
-    assert completion.token_ids == expected.outputs[0].token_ids[:2]
-    assert expected.outputs[0].text.startswith(completion.text) and len(completion.text) > 1
-    assert completion.finish_reason == "error" and "processors" in completion.stop_reason
-
-
-@pytest.mark.parametrize("error", [GeneratorExit, StopIteration, KeyboardInterrupt])
-def test_what_a_processor_raises_is_not_taken_for_the_end(llm, error):
-    def raise_it(input_ids, scores):
-        raise error
-
-    params = SamplingParams(max_tokens=3, logits_processors=[raise_it])
-    expected = ValueError if issubclass(error, Exception) else (error, RuntimeError)
-    with pytest.raises(expected):
-        llm.generate(["a", "b"], [GREEDY, params], use_tqdm=False)
-    check_idle(llm)
-    with pytest.raises(expected):
-        list(llm.stream(["a", "b"], [GREEDY, params]))
-    check_idle(llm)
 
 
 # ------------------------------------------------------------------------- running ahead
@@ -596,6 +294,7 @@ def test_streams_run_ahead(bundled):
 # ----------------------------------------------------------------------------- requests
 
 
+@pytest.mark.needs("strict")
 def test_priorities(make_llm):
     prompts = random_prompts([5] * 6)
     with make_llm(max_num_seqs=1, scheduling_policy="priority") as llm:
@@ -667,22 +366,3 @@ def test_calls_within_a_stream_share_its_steps(llm):
     with pytest.raises(ValueError, match="prompts"):
         llm.add([[10**6]])
     check_idle(llm)
-
-
-def test_no_extension_is_imported_before_it_is_asked_for(bundled):
-    """But for what checks every call and observes every step."""
-    script = """if True:
-        import sys
-        from nanoengine import LLM, SamplingParams
-        def extensions():
-            return {name for name in sys.modules if name.startswith("nanoengine_")
-                    and not name.startswith("nanoengine_cpu") and "." in name}
-        with LLM(MODEL) as llm:
-            llm.generate("12 + 34 =", use_tqdm=False)
-            always = {"strict", "metrics", "texts", "guards", "threads", "explain", "memory",
-                      "generation_config", "containers"}
-            assert extensions() == {f"nanoengine_extensions.{name}" for name in always}
-            llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
-        asked_for = always | {"logprobs", "constraints"}
-        assert extensions() == {f"nanoengine_extensions.{name}" for name in asked_for}"""
-    subprocess.run([sys.executable, "-c", script.replace("MODEL", repr(bundled))], check=True)

@@ -41,6 +41,7 @@ print(json.dumps([found, llm.engine.runner.backend, messages]))
 """
 
 
+@pytest.mark.needs("strict", "swapping", "chat", "structured_outputs")
 @pytest.mark.parametrize("missing", [
     [*PACKAGES], *[pytest.param([name], marks=pytest.mark.slow) for name in PACKAGES]], ids=str)
 def test_a_missing_package(tiny, missing):

@@ -4,9 +4,9 @@ import random
 import threading
 
 import pytest
+from conftest import overtaking
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.policies import overtaking
 
 TEXTS = ["47 + 85 =", "sort d b e a =", "count 17 to 23 =", "Once upon a time", "The little dog"]
 # each is added to some of the requests

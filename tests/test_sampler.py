@@ -1,22 +1,17 @@
-"""Frequencies, supports, penalties and logprobs of the sampler, on logits made by hand."""
+"""Frequencies and supports of the sampler, on logits made by hand."""
 
 import itertools
 import math
 import random
-import re
 
 import pytest
 import torch
+from feature_helpers import FEATURES, constrain
 
-from feature_helpers import FEATURES, apply, constrain
-
-from nanoengine import kernels, sampler
-from nanoengine.batch import Row
-from nanoengine import SamplingParams
-from nanoengine.sequence import NO_TOKEN, Sequence, hash64
+from nanoengine import SamplingParams, kernels, sampler
+from nanoengine.sequence import NO_TOKEN, Row, Sequence, hash64
+from nanoengine.observers import Features
 from nanoengine.step_inputs import Draws
-from nanoengine_extensions import constraints
-from nanoengine_extensions.logprobs import Logprobs
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 
@@ -40,8 +35,7 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
 
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, seqs: list[Sequence]) -> list:
     rows = [Row(index, seq, seq.num_tokens) for index, seq in enumerate(seqs)]
-    feature = Logprobs()
-    feature.drawn(rows, logits, tokens)
+    Features(["logprobs"])["Logprobs"].drawn(rows, logits, tokens)
     return [seq.kept["logprobs"][seq.num_tokens].read() if "logprobs" in seq.kept else None
             for seq in seqs]
 
@@ -200,66 +194,7 @@ def test_rows_that_need_nothing_pay_nothing(monkeypatch):
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
-# -------------------------------------------------------------------------------- processors
-
-
-def edit(logits: list[float], **options) -> list[float]:
-    seq = make(**options)
-    plain = make()
-    for seqs in ([seq], [plain, seq, plain]):
-        scores = torch.tensor([logits] * len(seqs))
-        apply(scores, seqs, NONE_PENDING)
-        assert all(row.tolist() == logits for row, each in zip(scores, seqs) if each is plain)
-    return scores[1].tolist()
-
-
-def test_penalties():
-    logits = [2.0, 2.0, -2.0, 2.0, 2.0]
-    output = dict(prompt=[1, 2], output=[3, 3, 2])
-    assert edit(logits, **output, repetition_penalty=2.0) == [2.0, 1.0, -4.0, 1.0, 2.0]
-    assert edit(logits, **output, presence_penalty=0.5) == [2.0, 2.0, -2.5, 1.5, 2.0]
-    assert edit(logits, **output, frequency_penalty=0.5) == [2.0, 2.0, -2.5, 1.0, 2.0]
-
-
-def test_bias_allowed_tokens_and_min_tokens():
-    inf = math.inf
-    assert edit([0.0, 1.0, 2.0], logit_bias={1: 4.5, 2: -1.0}) == [0.0, 5.5, 1.0]
-    assert edit([0.0, 1.0, 2.0], allowed_token_ids=[0, 2]) == [0.0, -inf, 2.0]
-    masked = dict(min_tokens=2, end_tokens=[2])
-    assert edit([0.0, 1.0, 2.0], output=[1], **masked) == [0.0, 1.0, -inf]
-    assert edit([0.0, 1.0, 2.0], output=[1, 1], **masked) == [0.0, 1.0, 2.0]
-
-
-def test_own_processors_come_last_and_see_all_tokens():
-    seen = []
-
-    def own(input_ids, scores):
-        seen.append((input_ids.tolist(), scores.tolist()))
-        return scores.roll(1, dims=1)
-
-    seq = make(output=[4], logit_bias={0: 9.0}, logits_processors=[own], temperature=0)
-    logits = torch.tensor([[0.0, 1.0, 2.0]])
-    assert sample(logits, [seq])[0] == [1]
-    assert seen == [([[1, 2, 3, 4]], [[9.0, 1.0, 2.0]])]
-    assert logits.tolist() == [[0.0, 1.0, 2.0]], "the raw logits are left alone"
-
-
-def give(*results):
-    """A processor that gives these results in turn."""
-    results = itertools.cycle(results)
-    return lambda input_ids, scores: next(results)
-
-
-@pytest.mark.parametrize("temperature", [0, 1.0])
-@pytest.mark.parametrize("options, found", [
-    (dict(allowed_token_ids=[2], min_tokens=1, end_tokens=[2]), NO_TOKEN),
-    (dict(logits_processors=[give(torch.full((1, 5), math.nan))]), NO_TOKEN),
-    (dict(logits_processors=[give(torch.full((1, 5), -math.inf))]), NO_TOKEN),
-])
-def test_a_row_whose_processors_leave_nothing_has_no_token(options, found, temperature):
-    rows = [make(temperature=temperature), make(temperature=temperature, **options), make()]
-    expected = sample(torch.zeros(3, 5), [rows[0], rows[0], rows[2]])[0]
-    assert sample(torch.zeros(3, 5), rows)[0] == [expected[0], found, expected[2]]
+# ------------------------------------------------------------------- rows that differ
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -278,110 +213,6 @@ def test_a_row_that_is_not_finite_has_no_token_and_the_others_have_theirs(bad, d
             rows = [make(**kind), make(**kind)]
             expected = sample(logits, rows)[0]
             assert sample(broken, rows)[0] == [expected[0], NO_TOKEN], (kind, positions)
-
-
-@pytest.mark.parametrize("options, expected", [
-    (dict(logit_bias={7: 1e39}, allowed_token_ids=[5]), {5}),
-    (dict(logit_bias={5: -1e39}, allowed_token_ids=[5]), {5}),
-    (dict(temperature=1e39, allowed_token_ids=[5, 6]), {5, 6}),
-    (dict(temperature=5e-324, allowed_token_ids=[5]), {5}),
-    (dict(repetition_penalty=1e-50, allowed_token_ids=[1, 5]), {1}),
-    (dict(repetition_penalty=1e300, allowed_token_ids=[1]), {1}),
-    (dict(repetition_penalty=1e300, logit_bias={1: -1e300}, allowed_token_ids=[1]), {1}),
-    (dict(temperature=1e30, top_p=1e-17), set(range(20))),
-    (dict(top_p=5e-324), {3}), (dict(top_p=5e-324, min_p=1.0, top_k=1), {3}),
-    (dict(min_p=5e-324, temperature=1e300), set(range(20))),
-    (dict(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e39), set(range(20))),
-])
-def test_every_number_that_is_accepted_can_be_sampled(options, expected):
-    torch.manual_seed(0)
-    for scale in (0, 1.0, 1e4):
-        logits = torch.randn(1, 20) * scale
-        logits[0, 1] = scale
-        logits[0, 3] = logits.max() + 1
-        for seed in range(20):
-            (token,), _ = sample(logits, [make(prompt=[1], output=[2], seed=seed, **options)])
-            assert token in expected or scale != 1.0 and 0 <= token < 20
-
-
-@pytest.mark.parametrize("result", [
-    torch.zeros(20), torch.zeros(1, 19), torch.zeros(1, 1), torch.zeros(2, 20), torch.tensor(0.0),
-    torch.zeros(1, 20, device="meta"), torch.zeros(1, 20).to_sparse(),
-    torch.zeros(1, 20, dtype=torch.int64), torch.ones(1, 20, dtype=torch.bool), None, [[0.0] * 20]])
-def test_a_result_of_another_shape_or_kind_is_an_error_that_names_the_request(result):
-    for processors in ([give(result)], [give(result), give(torch.zeros(1, 20))]):
-        seq = make(logits_processors=processors)
-        assert sample(torch.zeros(1, 20), [seq])[0] == [NO_TOKEN]
-        assert re.match(r"request 7: .* not floats of shape \(1, 20\)", str(seq.error))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_result_of_another_precision_counts(dtype):
-    forced = torch.tensor([[0.0, 5.0, -math.inf, math.inf]], dtype=dtype)
-    assert sample(torch.zeros(1, 4), [make(logits_processors=[give(forced)], seed=1)])[0] == [3]
-    chosen = torch.full((1, 4), -math.inf, dtype=dtype).index_fill(1, torch.tensor([2]), 1.5)
-    assert sample(torch.zeros(1, 4), [make(logits_processors=[give(chosen)], seed=1)])[0] == [2]
-
-
-def test_a_processor_gets_copies():
-    """It may keep them, and they don't change. It may overwrite them: the engine's own stay."""
-    kept = []
-
-    def keep(input_ids, scores):
-        kept.append((input_ids, scores))
-        return scores
-
-    def overwrite(input_ids, scores):
-        input_ids.zero_()
-        return scores.fill_(-1)
-
-    processors = [keep, overwrite, keep, overwrite]
-    logits = torch.tensor([[0.0, 1.0, 2.0]])
-    for _ in range(2):
-        sample(logits, [make(logits_processors=processors, temperature=0.5, top_k=2)])
-    assert logits.tolist() == [[0, 1, 2]]
-    assert [scores.tolist() for _, scores in kept] == [[[0, 1, 2]], [[-1, -1, -1]]] * 2
-    assert all(input_ids.tolist() == [[1, 2, 3]] for input_ids, _ in kept)
-
-
-# ----------------------------------------------------------------------------------- logprobs
-
-
-def test_logprobs_are_those_of_the_raw_logits():
-    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
-    expected = logits[0].log_softmax(-1)
-    seq = make(temperature=0, logprobs=2, logit_bias={0: 50.0})
-    tokens, (found,) = sample(logits, [seq])
-    assert tokens == [0] and list(found) == [0, 1, 3]
-    assert [found[i].rank for i in (0, 1, 3)] == [4, 1, 2]
-    for token_id, entry in found.items():
-        assert entry.logprob == pytest.approx(expected[token_id].item(), abs=1e-6)
-    assert list(sample(logits, [make(temperature=0, logprobs=0)])[1][0]) == [1]
-    assert sorted(sample(logits, [make(temperature=0, logprobs=-1)])[1][0]) == [0, 1, 2, 3]
-    assert sample(logits, [make(temperature=0)])[1] == [None]
-
-
-@pytest.mark.parametrize("token", range(5))
-@pytest.mark.parametrize("count", [-1, 0, 1, 2, 3, 5])
-def test_ranks_are_one_to_k_with_ties_too(token, count):
-    logits = torch.tensor([5.0, 5.0, 5.0, 1.0, 0.0])
-    k = 5 if count == -1 else count
-    likeliest = logits.double().log_softmax(-1).topk(k).indices.tolist()
-    (found,) = logprobs(logits[None], torch.tensor([token]), [make(logprobs=count)])
-    assert [*found] == list(dict.fromkeys([token, *likeliest]))
-    assert [found[token_id].rank for token_id in likeliest] == [*range(1, k + 1)]
-    assert token in likeliest or found[token].rank == {0: 3, 1: 3, 2: 3, 3: 4, 4: 5}[token]
-
-
-@pytest.mark.parametrize("temperature", [0, 0.5, 3.0])
-def test_an_infinite_score_forces_a_token(temperature):
-    def force(input_ids, scores):
-        scores[0, 7] = math.inf
-        return scores
-
-    for options in (dict(logits_processors=[force]), dict(logit_bias={7: 1e39})):
-        seq = make(temperature=temperature, **options)
-        assert sample(torch.randn(1, 20), [seq])[0] == [7]
 
 
 def test_a_greedy_row_with_a_top_k_truncates_no_other():
@@ -458,10 +289,3 @@ def test_rows_that_need_different_edits_are_sampled_as_alone(monkeypatch, size):
     alone = [sample(logits[row:row + 1], [seq])[0][0] for row, seq in enumerate(seqs)]
     assert sample(logits, seqs)[0] == alone
     assert sampler.max_rows(logits) == max(1, size // 1000)
-
-
-def test_penalties_know_a_pending_token():
-    seq = make(output=[3, -1 - 1], presence_penalty=1.0, frequency_penalty=0.5)
-    scores = torch.zeros(1, 5)
-    constraints.penalize(scores, [seq], torch.tensor([4, 3], dtype=torch.int32))
-    assert scores.tolist() == [[0, 0, 0, -2.0, 0]]

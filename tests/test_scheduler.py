@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import check_blocks
+from conftest import check_blocks, overtaking
 
 from nanoengine import SamplingParams
-from nanoengine.batch import Batch, Copies
+from nanoengine.sequence import NO_TOKEN, Batch, Copies, Sequence
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, make_block_manager
@@ -26,13 +26,10 @@ from nanoengine.observers import Features
 from nanoengine.requests import Request
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.scheduler import Scheduler
-from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way
 from nanoengine_extensions.guards import Guards
 from nanoengine_extensions.logprobs import Logprobs, RowLogprobs
 from nanoengine_extensions.metrics import Metrics
-from nanoengine_extensions.policies import overtaking
-from nanoengine_extensions.swapping import SwappingBlockManager
 
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
@@ -42,8 +39,6 @@ POLICIES = {
     "preemption_mode": ["recompute", "swap"], "preemption_victim": list(VICTIMS),
     "scheduling_policy": ["fcfs", "priority"]}
 ORDER_OF_COPIES = ("swap_out", "copy_on_write", "swap_in")
-OTHER_ORDERS = [order for order in itertools.permutations(ORDER_OF_COPIES)
-                if order != ORDER_OF_COPIES]
 
 
 def next_token(token_ids: list[int], seq: Sequence) -> int:
@@ -529,48 +524,6 @@ def test_the_blocks_of_a_sequence_that_fails_are_forgotten(max_tokens):
     assert {tokens for _, tokens in manager.blocks_by_hash} == {array("i", [1] * 128).tobytes()}
 
 
-@pytest.mark.parametrize("order", OTHER_ORDERS, ids=", ".join)
-def test_copies_in_any_other_order_break_some_workload(order):
-    with pytest.raises(AssertionError, match="reads another's K and V"):
-        for seed in range(800):
-            run_workload(seed, order, preemption_mode="swap")
-
-
-def test_a_step_with_copies_that_no_other_order_does_right():
-    """Block 1 of a victim goes to the host, then to a fork that copies block 2; its parent ends,
-    so block 2 goes to a sequence that comes back."""
-    manager = SwappingBlockManager(2, 2, False, num_host_blocks=2)
-    back, victim, parent, child = (make_sequence([1], 9) for _ in range(4))
-
-    def compute(seq: Sequence) -> None:
-        manager.allocate(seq)
-        seq.num_computed_tokens = 1
-
-    compute(back)
-    manager.preempt(back)
-    before = manager.take_copies()
-    compute(victim)
-    compute(parent)
-    manager.preempt(victim)
-    manager.allocate(child, parent)
-    manager.deallocate(parent)
-    manager.allocate(back)
-    copies = manager.take_copies()
-
-    def is_right(order: tuple[str, ...]) -> bool:
-        cache = ShadowCache(2, order, slots={2: "back"})
-        cache.copy(before)
-        cache.slots = {2: "victim", 4: "parent"}
-        cache.copy(copies)
-        host_slot = manager.host_tables[victim][0] * 2
-        return (cache.slots[2] == "parent" and cache.slots[4] == "back"
-                and cache.host_slots[host_slot] == "victim")
-
-    assert (list(child.block_table), list(back.block_table)) == ([1], [2])
-    assert tuple(vars(copies)) == ORDER_OF_COPIES
-    assert is_right(ORDER_OF_COPIES) and not any(is_right(order) for order in OTHER_ORDERS)
-
-
 def run_to_end(scheduler: Scheduler) -> None:
     cache = ShadowCache(scheduler.block_manager.block_size)
     while scheduler.has_unfinished():
@@ -745,6 +698,7 @@ def test_only_sequences_that_hold_too_little_are_preempted_for_want_of_blocks(
                             **options) != []
 
 
+@pytest.mark.needs("policies")
 def test_only_overtaking_makes_a_sequence_give_way_that_holds_all_it_needs_and_only_once():
     for max_waiting, preempted in ((9, []), (0, [0, 1]), (1, [0, 1]), (2, [])):
         assert run_reserved([20, 7, 7], kv_allocation="reserve", scheduling=overtaking(

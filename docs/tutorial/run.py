@@ -5,7 +5,7 @@
 
 The fences of a chapter are of these kinds. `tests/test_docs.py` checks them all.
 
-    <!-- from nanoengine/batch.py -->   a quote: the next fence is in that file, except for lines
+    <!-- from nanoengine/engine.py -->  a quote: the next fence is in that file, except for lines
                                         that are left out, where it has `...` or a comment `# …`
     ```python                           a snippet: it runs after those before it
     ```output                           what the snippet right before it prints

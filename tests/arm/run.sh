@@ -76,7 +76,7 @@ print('an', platform.machine(), 'with bfloat16')"
 on_arm -m pytest -q -c /opt/code/pyproject.toml --rootdir /opt/code -o addopts= \
     -p no:cacheprovider \
     -k "not (huge_pages or other_cpus or long_rows or 16384 or 1008 or 1024)" \
-    /opt/code/tests/cpu/test_memory.py /opt/code/tests/cpu/test_products.py
+    /opt/code/tests/cpu/test_cpu_memory.py /opt/code/tests/cpu/test_products.py
 
 # --- the same greedy tokens as on the host
 PYTHONPATH=$code "$python" "$code/tests/arm/tokens.py" > "$folder/tokens.host"

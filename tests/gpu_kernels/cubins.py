@@ -34,7 +34,7 @@ GPUS = {80: (65_536, 2048, 164 * 1024, 163 * 1024, 32),
         120: (65_536, 1536, 100 * 1024, 99 * 1024, 24)}
 NAMES = {80: "A100", 90: "H100", 120: "RTX 5090"}
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-         torch.int32: "*i32", torch.int64: "*i64"}
+         torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 class Model(NamedTuple):
@@ -194,11 +194,15 @@ def kernels_of(model: Model, dtype: torch.dtype) -> dict[str, Launch]:
     return found
 
 
-def kernels_of_sampling() -> dict[str, Launch]:
-    """Returns the launch that all models share."""
-    launches = launches_of(lambda: sampling.nucleus(
-        torch.empty(256, 151_936), torch.empty(256, 1, dtype=torch.float64)))
-    return {"radix": launches[0]}
+def kernels_of_sampling(dtype: torch.dtype) -> dict[str, Launch]:
+    """Returns the launches that all models share; draws are from logits of a dtype."""
+    def run() -> None:
+        numbers = torch.empty(2, 256, dtype=torch.float64)
+        sampling.draw(torch.empty(256, 151_936, dtype=dtype), *numbers)
+        if dtype == torch.float32:
+            sampling.nucleus(torch.empty(256, 151_936), numbers[0, :, None])
+
+    return dict(zip(("draw, sums", "draw, pick", "radix"), launches_of(run)))
 
 
 def rows(chosen: list[str]) -> Iterator[str]:
@@ -208,7 +212,8 @@ def rows(chosen: list[str]) -> Iterator[str]:
     all_launches = {(name, dtype): kernels_of(model, dtype)
                     for name, model in (MODELS | OTHERS).items()
                     for dtype in (torch.bfloat16, torch.float32)}
-    all_launches["any", torch.float32] = kernels_of_sampling()
+    for dtype in (torch.bfloat16, torch.float32):
+        all_launches["any", dtype] = kernels_of_sampling(dtype)
     if unknown := {*chosen} - {name for name, _ in all_launches}:
         sys.exit(f"{unknown} is not known: it can be {[*MODELS, *OTHERS, 'any']}")
     for (model_name, dtype), launches in all_launches.items():
@@ -242,7 +247,8 @@ registers, threads and shared memory; *occupancy*: which share of its threads th
 computes prompts (4 of 2,048 tokens), a chunk of 8,192 tokens beside 255 decodes (*mixed*), decodes
 (256 sequences) and decodes with split keys (one sequence); *join* adds the splits up. *Norm*
 includes the residual sum, and *heads* are norm (Qwen3), rotation and the storing of K and V.
-*Radix* is the kernel of top-p sampling, for 151,936 tokens.
+*Radix* is the kernel of top-p sampling, and *draw* adds weights up and picks tokens, for
+256 rows of 151,936 logits.
 
 | model | dtype | kernel | GPU | threads | registers | spilled | shared | programs | occupancy |
 | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |

@@ -14,12 +14,17 @@ import pytest
 import torch
 import transformers
 import triton.language as tl
+from feature_helpers import FEATURES, constrain
 from triton.runtime import interpreter
 
+import nanoengine_gpu
+from nanoengine import SamplingParams, sampler
 from nanoengine import model as plain
-from nanoengine import sampler
 from nanoengine.attention import gather_attention
+from nanoengine.sequence import NO_TOKEN, Row, Sequence
+from nanoengine.kernels import Kernels
 from nanoengine.loader import load_model
+from nanoengine.step_inputs import Draws, draws_of
 from nanoengine_gpu import (
     attention, draw, nucleus, optimize, paged_attention, rms_norm, store_heads, swiglu)
 
@@ -32,6 +37,9 @@ CLOSE = {torch.float32: dict(rtol=2e-6, atol=2e-6), torch.bfloat16: dict(rtol=1.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"),
               pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(),
                                  reason="needs TRITON_INTERPRET=1, or a CUDA device")]
+if DEVICE == "cuda":
+    # conftest.py would hide the GPU from Triton, too
+    pytestmark.append(pytest.mark.gpu)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -393,6 +401,108 @@ def test_nucleus_does_not_depend_on_the_order_of_sums():
 
 def test_nucleus_of_no_rows():
     assert nucleus(torch.zeros(0, 64), torch.zeros(0, 1).double()).shape == (0, 64)
+
+
+def weights_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return sampler.scale(logits.to(torch.float32, copy=True), temperature).exp_()
+
+
+@pytest.mark.parametrize("is_logits", [False, True], ids=["weights", "logits"])
+@DTYPES
+@pytest.mark.parametrize("size", [151_936, 32_000, 4_097, 4_096, 320, 257, 1])
+def test_a_draw_is_the_engine_s_own(size, dtype, is_logits):
+    torch.manual_seed(size)
+    rows = 18 if size > 100_000 else 40
+    logits = (torch.randn(rows, size) * 3).to(dtype)
+    uniform = torch.rand(rows, dtype=torch.float64)
+    uniform[::10] = 0
+    # the largest number below 1, and 1, are taken as 1 - 2**-52
+    uniform[3::10], uniform[4::10] = 1 - 2.0**-53, 1
+    logits[7, size // 2] = torch.nan
+    logits[8, 0] = torch.inf
+    logits[9] = -torch.inf
+    logits[11, 3:] = -torch.inf
+    logits[12, :-1] = -torch.inf
+    # many of the largest, and many of each number
+    logits[13] = 0
+    logits[14] = logits[14].round()
+    temperature = torch.linspace(2, 0.05, rows, dtype=torch.float64)
+    # greedy rows
+    temperature[15:17] = 0
+    uniform[15:17] = 0
+    weights = weights_of(logits, temperature)
+    found = draw(logits, uniform, temperature) if is_logits else draw(weights, uniform)
+    expected = sampler.draw(weights, uniform)
+    # where the number is nearly 1, weights can be behind it that no sum of float64 notices
+    at_end = (uniform > 0.9999) & (expected >= 0)
+    assert found.dtype == torch.int64 and torch.equal(found[~at_end], expected[~at_end])
+    for of_row, place in zip(weights[at_end].double(), found[at_end]):
+        assert of_row[place] > 0 and of_row[place + 1:].sum() < 1e-15 * of_row.sum()
+    assert (found[7:10] == -1).all() and found[12] == size - 1 and found.max() < size
+    assert torch.equal(found[15:17], logits[15:17].argmax(dim=1))
+
+
+def test_a_draw_without_any_weight():
+    weights = torch.zeros(2, 256)
+    weights[1, 5] = torch.nan
+    assert draw(weights, torch.rand(2, dtype=torch.float64)).tolist() == [-1, -1]
+    assert draw(weights[:0], torch.rand(0, dtype=torch.float64)).tolist() == []
+
+
+@pytest.mark.parametrize("size", [640, 10_000])
+def test_a_token_with_weight_is_drawn_whatever_the_number(size):
+    weights = torch.zeros(50, size)
+    places = torch.arange(50) * (size // 50)
+    weights[torch.arange(50), places] = torch.rand(50) + 1e-3
+    for number in (0.0, 0.3, 1 - 2.0**-52, 1.0):
+        uniform = torch.full((50,), number, dtype=torch.float64)
+        assert torch.equal(draw(weights, uniform), places)
+        # the temperature of greedy rows leaves no other token any weight
+        logits = weights.where(weights > 0, -torch.inf)
+        assert torch.equal(draw(logits, uniform, torch.zeros(50).double()), places)
+
+
+def test_rows_of_a_draw_do_not_depend_on_each_other():
+    logits = torch.randn(9, 5000).bfloat16()
+    uniform, temperature = torch.rand(2, 9, dtype=torch.float64)
+    together = draw(logits, uniform, temperature)
+    for row in range(9):
+        part = slice(row, row + 1)
+        assert together[row] == draw(logits[part], uniform[part], temperature[part])
+    # of other strides
+    assert torch.equal(draw(logits.T.contiguous().T, uniform, temperature), together)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {}, "warm": dict(temperature=1.4), "greedy": dict(temperature=0.0),
+    "top_k": dict(top_k=9), "top_p": dict(top_p=0.8), "min_p": dict(min_p=0.05),
+    "bias": dict(logit_bias={5: 3.0}), "greedy bias": dict(temperature=0.0, logit_bias={5: 30.0}),
+    "penalty": dict(repetition_penalty=1.5)}
+
+
+@pytest.mark.parametrize("kinds", [
+    ["plain"] * 5, ["greedy"] * 3, ["top_p"] * 4, ["plain", "greedy"] * 3, [*KINDS] * 2,
+    ["greedy", "bias", "top_k"]], ids=lambda kinds: f"{len(kinds)} {kinds[0]}")
+@DTYPES
+def test_rows_of_all_kinds_side_by_side(kinds, dtype):
+    """Each gets the token that it gets alone without the library; and one that is not finite gets
+    none, and takes it from no other."""
+    seqs = [Sequence(str(n), [1, 2, 3, 40 + n], 3, 99, SamplingParams(**KINDS[kind]), seed=n)
+            for n, kind in enumerate(kinds)]
+    for seq in seqs:
+        constrain(seq, [], None, 500)
+    logits = (torch.randn(len(seqs) + 2, 500) * 3).to(dtype)
+    draws = Draws(*torch.tensor([draws_of(Row(0, seq, 4)) for seq in seqs]).double().T.contiguous())
+    others = torch.zeros(1, dtype=torch.int32), FEATURES
+    expected = torch.cat([
+        sampler.sample(logits[n:n + 1], draws.of(slice(n, n + 1)), [seq], *others)
+        for n, seq in enumerate(seqs)])
+    library = Kernels(**nanoengine_gpu.KERNELS)
+    assert torch.equal(sampler.sample(logits, draws, seqs, *others, library), expected)
+    for broken in range(0, len(seqs), 2):
+        logits[broken, 77] = torch.nan if broken % 4 else torch.inf
+        expected[broken] = NO_TOKEN
+    assert torch.equal(sampler.sample(logits, draws, seqs, *others, library), expected)
 
 
 # ---------------------------------------------------------------------------------- modules

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,14 @@ def run(script: str) -> list:
 @pytest.mark.parametrize("model, dtype, kernel, arch", [
     ("Qwen3-0.6B", "bfloat16", "heads", 90), ("Llama-3-8B", "bfloat16", "attention, decode", 80),
     ("Mistral-7B", "bfloat16", "attention, prompt", 120), ("Qwen2.5-7B", "float32", "norm", 90),
-    ("head_dim 256", "float32", "attention, split", 90), (None, "float32", "radix", 120)])
+    ("head_dim 256", "float32", "attention, split", 90), (None, "float32", "radix", 120),
+    (None, "bfloat16", "draw, sums", 80), (None, "bfloat16", "draw, pick", 90)])
 def test_a_kernel_compiles_and_spills_nothing(model, dtype, kernel, arch):
     (figures,) = run(f"""if True:
         import cubins, json, torch
         model = (cubins.MODELS | cubins.OTHERS).get({model!r})
         launches = (cubins.kernels_of(model, torch.{dtype}) if model
-                    else cubins.kernels_of_sampling())
+                    else cubins.kernels_of_sampling(torch.{dtype}))
         print(json.dumps(cubins.compiled(launches[{kernel!r}], {arch})))""")
     assert figures["spilled"] == 0 and figures["programs"] >= 1 and 16 <= figures["registers"]
 
@@ -50,11 +52,19 @@ def test_the_table_has_all_kernels_and_none_spills():
                "attention, decode", "attention, split"}
     of_rows = {(row["model"], row["dtype"], row["GPU"], row["kernel"]) for row in rows}
     assert of_rows >= {("any", "float32", gpu, "radix") for gpu in ("sm_80", "sm_90", "sm_120")}
+    assert of_rows >= {("any", dtype, gpu, f"draw, {name}") for name in ("sums", "pick")
+                       for dtype in ("bfloat16", "float32") for gpu in ("sm_80", "sm_90", "sm_120")}
+    # what is said of it holds for this release of the compiler
+    assert f"Triton {version('triton')} has compiled" in table
     assert of_rows >= {
         (model, dtype, gpu, kernel) for kernel in kernels for dtype in ("bfloat16", "float32")
         for model in ("Qwen3-0.6B", "Llama-3-8B", "Qwen2.5-7B", "Mistral-7B")
         for gpu in ("sm_80", "sm_90", "sm_120")}
     assert {row["spilled"] for row in rows} == {"0"}
+    # which releases the README speaks of
+    release = ".".join(version("triton").split(".")[:2])
+    readme = (Path(__file__).parents[2] / "nanoengine_gpu" / "README.md").read_text()
+    assert f"With Triton {release}\nno kernel spills registers" in readme
     # a program of the newest consumer GPUs has the least shared memory
     assert max(int(row["shared"].replace(",", "")) for row in rows) <= 99 * 1024
 
@@ -96,7 +106,10 @@ def test_no_step_compiles_a_kernel_again():
             slots = torch.zeros(2 * tokens + 2, dtype=torch.int64)[offset % 2:][:tokens]
             norms.store_heads(torch.zeros(tokens, 8, 64, dtype=torch.bfloat16), None, None, 0.0,
                               torch.zeros(2, tokens, 1, 32), cache, slots)
-            sampling.nucleus(torch.zeros(seqs, 64), torch.zeros(seqs, 1, dtype=torch.float64))
+            numbers = torch.zeros(2 * seqs + 2, dtype=torch.float64)[offset % 2:][:2 * seqs]
+            sampling.nucleus(torch.zeros(seqs, 64), numbers[:seqs, None])
+            for temperature in (None, numbers[seqs:]):
+                sampling.draw(torch.zeros(seqs, 64), numbers[:seqs], temperature)
         for seqs, width, offset in ((1, 1, 0), (2, 7, 1), (16, 16, 2), (17, 32, 3), (48, 3, 4)):
             run(seqs, seqs, width, offset, 1)
         print(json.dumps(sorted(name for name, _ in compiled)))
@@ -104,7 +117,8 @@ def test_no_step_compiles_a_kernel_again():
             run(40 + seqs, seqs, width, offset, 41)
         print(json.dumps(sorted(name for name, _ in compiled)))""")
     decodes, all_steps = ([name.rpartition(".")[2] for name in names] for names in counts)
-    once = ["attention_kernel", "heads_kernel", "join_kernel", "norm_kernel", "radix_kernel",
-            "swiglu_kernel"]
+    # draws have two launches each, by weights and by logits
+    once = ["attention_kernel", *["draw_kernel"] * 4, "heads_kernel", "join_kernel", "norm_kernel",
+            "radix_kernel", "swiglu_kernel"]
     assert decodes == once
     assert all_steps == ["attention_kernel", *once]

@@ -16,6 +16,16 @@ pytestmark = pytest.mark.slow
 TESTS = Path(__file__).with_name("interpreted.py")
 
 
+def test_on_a_gpu_all_are_tests_for_a_gpu():
+    """From any other test, conftest.py hides the GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider",
+               "--collect-only", "-m", "gpu", TESTS]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    printed = subprocess.check_output(command, env=environment, text=True)
+    (line,) = [line for line in printed.splitlines() if "collected" in line]
+    assert int(line.split()[0]) > 100 and "deselected" not in line
+
+
 @pytest.mark.parametrize("names", ["attention", "not attention"])
 def test_in_the_interpreter(names):
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k",

@@ -14,7 +14,7 @@ from conftest import ROOT, check_blocks
 
 sys.path.insert(0, str(ROOT))
 
-from lab import film  # noqa: E402
+from lab import film, simulate  # noqa: E402
 
 COMMANDS = re.findall(r"python -m lab\.film (.* -o (docs/films/.*\.html))",
                       (ROOT / "docs" / "policies.md").read_text())
@@ -32,13 +32,13 @@ def read(file) -> dict:
 def engines(monkeypatch) -> list:
     """The engines that are filmed. The blocks of each are checked at every frame."""
     found = []
-    make, frame_of = film.Engine, film.frame_of
+    make, frame_of = simulate.Engine, film.frame_of
 
     def checked(engine, batch):
         check_blocks(engine.scheduler)
         return frame_of(engine, batch)
 
-    monkeypatch.setattr(film, "Engine", lambda *args, **options: (
+    monkeypatch.setattr(simulate, "Engine", lambda *args, **options: (
         found.append(make(*args, **options)) or found[-1]))
     monkeypatch.setattr(film, "frame_of", checked)
     return found

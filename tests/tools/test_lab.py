@@ -18,7 +18,6 @@ from lab import compare, drawing, figures, film, limits, options, simulate  # no
 from nanoengine import BeamSearchParams, LLM, SamplingParams  # noqa: E402
 from nanoengine.config import EngineConfig  # noqa: E402
 from nanoengine.model_runner import ModelRunner  # noqa: E402
-from nanoengine_extensions.speculation import Speculation  # noqa: E402
 
 COMMANDS = {"bench.py": bench, "-m lab.compare": compare, "-m lab.simulate": simulate,
             "-m lab.limits": limits, "-m lab.film": film}
@@ -114,6 +113,7 @@ def test_what_the_figures_of_a_run_are(tmp_path, steps_as_seconds, comparison):
 
 def test_right_guesses_are_tokens_of_decodes(tmp_path, steps_as_seconds, monkeypatch):
     """All guesses are right: each step of a decode then brings several tokens."""
+    from nanoengine_extensions.speculation import Speculation
     monkeypatch.setattr(Speculation, "_worthwhile", lambda self, asked, batch: {
         seq: found[0] for seq, found in asked.items()})
     prompts = tmp_path / "prompts.txt"

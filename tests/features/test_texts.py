@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import check_idle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -217,15 +218,15 @@ def test_replacement_characters_that_the_model_writes(kind):
 
 @pytest.mark.parametrize("kind", ["ByteLevel", "ByteFallback"])
 @pytest.mark.parametrize("stop, kept", [
-    ("\ufffd", "a"), ("\ufffdb", "a\ufffd"), ("\ufffd" * 3, "a"), (["b", "a\ufffd"], "")])
+    (["\ufffd"], "a"), (["\ufffdb"], "a\ufffd"), (["\ufffd" * 3], "a"), (["b", "a\ufffd"], "")])
 def test_stop_strings_with_replacement_characters(kind, stop, kept):
     tokenizer = fffd_tokenizer(kind)
     a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
     for way in spellings(tokenizer, kind):
-        count = 3 if stop == "\ufffd" * 3 else 2
+        count = 3 if stop == ["\ufffd" * 3] else 2
         ids = [a, *way * count, b, a]
         texts, output, found = generate(tokenizer, ids, prompt="a", stop=stop)
-        assert (output.text, found) == (kept, stop if isinstance(stop, str) else stop[1])
+        assert (output.text, found) == (kept, stop[-1])
         assert all(map(kept.startswith, texts)), "nothing streamed is taken back"
 
 
@@ -345,14 +346,14 @@ def test_a_stop_string_begins_with_a_space_after_special_tokens():
     tokenizer = spaced_tokenizer(DECODERS["one space is cut"])
     cat, dog = (256 + WORDS.index(word) for word in ("▁cat", "dog"))
     prompt_ids = [cat, *tokenizer.all_special_ids * 3]
-    seq = Sequence("0", prompt_ids[:], len(prompt_ids), 100, SamplingParams(stop=" catd"))
+    seq = Sequence("0", prompt_ids[:], len(prompt_ids), 100, SamplingParams(stop=[" catd"]))
     completion = Completion(seq, tokenizer)
     for token_id in (dog, cat):
         seq.token_ids.append(token_id)
         assert completion.update() is None
     seq.token_ids.append(dog)
     assert completion.update() == " catd" and completion.text == "dog"
-    seq = Sequence("0", prompt_ids[:], len(prompt_ids), 100, SamplingParams(stop=" cat"))
+    seq = Sequence("0", prompt_ids[:], len(prompt_ids), 100, SamplingParams(stop=[" cat"]))
     completion = Completion(seq, tokenizer)
     seq.token_ids.append(cat)
     assert completion.update() == " cat" and completion.text == ""
@@ -374,7 +375,7 @@ def test_special_tokens_without_end_take_no_more_time_with_each_token():
 
 
 @pytest.mark.parametrize("stop, expected, reason", [
-    ("wor", "hello ", "wor"),
+    (["wor"], "hello ", "wor"),
     (["xyz", "lo w"], "hel", "lo w"),
     (["world", "lo w"], "hel", "lo w"),
     (["o"], "hell", "o"),
@@ -459,10 +460,10 @@ def test_special_tokens_and_the_token_that_ended_it(byte_tokenizer):
 
 
 def test_what_may_become_a_long_stop_string_is_held_back_from_the_start(byte_tokenizer):
-    texts, output, _ = generate(byte_tokenizer, "hello world", stop="lo world, and more")
+    texts, output, _ = generate(byte_tokenizer, "hello world", stop=["lo world, and more"])
     assert output.text == "hello world"
     assert texts[:-1] == [""] * 10 and texts[-1] == "hello world"
-    texts, output, _ = generate(byte_tokenizer, "hello world", stop="lo world")
+    texts, output, _ = generate(byte_tokenizer, "hello world", stop=["lo world"])
     assert output.text == "hel"
     assert all("hel".startswith(text) for text in texts)
 
@@ -506,3 +507,19 @@ def test_a_request_is_finished_with_its_last_completion(byte_tokenizer):
     assert (output.request_id, output.prompt) == ("7", "the prompt")
     assert output.prompt_token_ids == prompt
     assert [(each.index, each.text) for each in output.outputs] == [(0, "ab"), (1, "c")]
+
+
+def test_stop_strings_end_the_generation(llm):
+    def run(**params):
+        params = SamplingParams(temperature=0, max_tokens=60, **params)
+        (output,) = llm.generate("Once upon a time", params, use_tqdm=False)
+        check_idle(llm)
+        return output.outputs[0]
+
+    full = run().text
+    stop = full[20:26]
+    cut = run(stop=[stop, "never in there"])
+    assert cut.text == full[:full.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert run(stop=[stop], include_stop_str_in_output=True).text == cut.text + stop
+    assert len(cut.token_ids) < 60

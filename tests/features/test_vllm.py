@@ -46,7 +46,8 @@ SCRIPT = """if True:
     from nanoengine_extensions.vllm import LLM, SamplingParams
     prompts = ["Hello, my name is", "The future of AI is"]
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
-    llm = LLM(model=MODEL, trust_remote_code=False, enforce_eager=True)
+    llm = LLM(model=MODEL, trust_remote_code=False, enforce_eager=True,
+              num_gpu_blocks_override=64)
     outputs = llm.generate(prompts, sampling_params)
     for output in outputs:
         prompt = output.prompt
@@ -82,6 +83,7 @@ def test_it_changes_nothing_of_the_engines_own():
 # -------------------------------------------------------------------------------- keywords
 
 
+@pytest.mark.needs("strict")
 def test_keywords_that_change_nothing_are_accepted(tiny):
     for value in (None, False, 0, {}, [], "auto"):
         assert without(dict.fromkeys(OFF - SIZES, value) | dict(seed=3)) == dict(seed=3)
@@ -112,6 +114,7 @@ def test_a_number_turns_on_as_true_does(tiny, name):
         LLM(tiny, **{name: number})
 
 
+@pytest.mark.needs("strict")
 @pytest.mark.parametrize("name, value, accepted", [
     ("pipeline_parallel_size", 2, "this engine has nothing like it"),
     ("enable_lora", True, "this engine has nothing like it"),
@@ -133,6 +136,7 @@ def test_bad_keywords(bundled, name, value, accepted):
     assert name in str(error.value) or name in RENAMED
 
 
+@pytest.mark.needs("generation_config")
 def test_generation_config_of_vllm_gives_neutral_defaults(bundled):
     with LLM(bundled, num_kv_blocks=16, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == nanoengine.SamplingParams()
@@ -165,6 +169,7 @@ def test_keywords_of_calls(llm):
 # ------------------------------------------------------------------- parameters and prompts
 
 
+@pytest.mark.needs("strict")
 def test_sampling_params():
     params = SamplingParams.from_optional(n=2, temperature=None, stop=None, max_tokens=5)
     assert params == SamplingParams(n=2, max_tokens=5)
@@ -229,6 +234,7 @@ def test_max_logprobs_is_a_limit(tiny):
                         generate(llm, [[1, 2], [3]], params)
 
 
+@pytest.mark.needs("generation_config")
 def test_keywords_that_set_others(bundled):
     changes = {"temperature": 0.25, "max_new_tokens": 5}
     with LLM(bundled, num_gpu_blocks_override=11, override_generation_config=changes,
@@ -244,6 +250,7 @@ def test_keywords_that_set_others(bundled):
             temperature=0.25, max_tokens=5)
 
 
+@pytest.mark.needs("strict")
 def test_prompts_by_their_former_name(llm):
     ids = [llm.get_tokenizer().encode(text) for text in ("Once", "47 + 85 =")]
     assert token_ids(llm.generate(prompt_token_ids=ids, sampling_params=GREEDY)) == token_ids(
@@ -319,6 +326,7 @@ def test_structured_outputs(llm):
                 assert completion.text.isdigit() and completion.finish_reason == "stop"
 
 
+@pytest.mark.needs("strict")
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
 def test_a_grammar_that_is_none(name):
     for wanted in ({}, {"json": None}, {"backend": "xgrammar"}):

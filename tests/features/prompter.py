@@ -1,7 +1,7 @@
 """A model that writes given texts, at the cost of a real one: to measure speculation.
 
-    python tests/prompter.py                                # the texts below, with and without
-    python tests/prompter.py --tokenizer tokenizer.json --runs 5 --folder /tmp/prompter
+    python tests/features/prompter.py                 # the texts below, with and without
+    python tests/features/prompter.py --tokenizer tokenizer.json --runs 5 --folder /tmp/prompter
 
 Speculation pays as often as guesses are right, and random weights write nothing that resembles a
 text. A prompter has the shape of any Qwen3 model, and computes all of it, but what it writes is
@@ -38,7 +38,7 @@ from tokenizers import Tokenizer
 from nanoengine import LLM, SamplingParams
 from nanoengine_extensions.speculation import PromptLookup
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXTS = Path(__file__).parent / "texts"
 # the numbers of a code, and how many pairs of a head tell the distance
 CODE, PAIRS = 128, 16

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import check_idle, random_prompts
+from conftest import check_idle, for_feature, random_prompts
 from safetensors.torch import load_file, save_file
-from test_logprobs import KINDS, sentencepiece
+from pieces import KINDS, sentencepiece
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
@@ -226,8 +226,9 @@ def test_forms(llm):
     ("The", [[5], [867]], r"continuations\[1\]: token id 867 is out of vocabulary, 0 to 866"),
     ("The", [[-1]], r"continuations\[0\]: token id -1 is out of vocabulary"),
     ("", ["a"], "the prompt of continuations has 0 tokens"),
-    (5, ["a"], "prompts=5 is not accepted"), (None, ["a"], "prompts=None is not accepted"),
-    ("The", ["\ud800"], r"continuations\[0\]=")])
+    ("The", ["\ud800"], r"continuations\[0\]="),
+    *for_feature("strict", (5, ["a"], "prompts=5 is not accepted"),
+                 (None, ["a"], "prompts=None is not accepted"))])
 def test_what_is_refused(llm, prompts, continuations, message):
     before = llm.metrics()
     with pytest.raises(ValueError, match=message):

@@ -358,18 +358,6 @@ def test_more_threads_than_numba_has(tiny_llm):
     assert token_ids(generate(tiny_llm, [[1, 2, 3]])) == expected
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
-def test_a_call_leaves_no_threads_of_its_own_behind(tiny_llm):
-    generate(tiny_llm, [[1, 2, 3]])
-    before = len(os.listdir("/proc/self/task"))
-    for _ in range(3):
-        in_thread(generate, tiny_llm, [[1, 2, 3]])
-        generate(tiny_llm, [[1, 2, 3]])
-    assert len(os.listdir("/proc/self/task")) == before
-    torch.ones(10**6).exp()
-    assert len(os.listdir("/proc/self/task")) > before, "a team is made when it is needed again"
-
-
 FORK = """
 import os
 from nanoengine import LLM

@@ -1,7 +1,5 @@
-"""Constraints: token ids that a model does not know, and processors that fail.
-
-What constraints do to logits is tested in test_sampler.py.
-"""
+"""Constraints: token ids that a model does not know, the words that are forbidden, and what all of
+them do to logits."""
 
 import dataclasses
 import math
@@ -13,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from feature_helpers import apply, constrain, forbidden
-from conftest import GREEDY, check_idle, generate, random_prompts, token_ids, use_policies
-from test_logprobs import KINDS, sentencepiece
+from conftest import check_idle, generate, random_prompts, token_ids, use_policies
+from pieces import KINDS, sentencepiece
+from test_sampler import make as make_row
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
@@ -291,102 +290,58 @@ def test_a_step_looks_at_new_tokens_only(tiny_llm, monkeypatch):
         assert alone == [[ids] for ids in right]
 
 
-# ----------------------------------------------------------------------------------- processors
-
-
-def run(llm, prompts: list, params: list[SamplingParams]) -> list:
-    """Adds requests by hand and runs them to their end."""
-    requests = llm.add(prompts, params)
-    while llm.engine.has_unfinished():
-        llm.step()
-    check_idle(llm)
-    return requests
-
-
-def fail_with(error: BaseException):
-    def failing(input_ids, scores):
-        if input_ids.shape[1] > 5:
-            raise error
-        return scores
-    return failing
-
-
 @pytest.fixture(scope="module")
 def tiny_llm(make_llm):
     with make_llm(num_kv_blocks=128, max_num_seqs=8) as llm:
         yield llm
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("error", [
-    ZeroDivisionError(), AssertionError(), RuntimeError("reused"), StopIteration()])
-def test_a_processor_that_raises_ends_its_own_request(tiny_llm, error, run_ahead):
-    use_policies(tiny_llm, run_ahead=run_ahead)
-    prompts = random_prompts([3, 4, 3, 4, 5], seed=9)
-    plain = [GREEDY, *[SamplingParams(seed=number, n=2) for number in range(4)]]
-    expected = [output.outputs for output in generate(tiny_llm, prompts, plain)]
-    params = plain[:]
-    failing = fail_with(error)
-    params[1] = SamplingParams(seed=0, n=2, logits_processors=[failing])
-    params[3] = SamplingParams(logits_processors=[fail_with(KeyError("other"))], seed=1)
-    outputs = [request.output() for request in run(tiny_llm, prompts, params)]
-    for number in (0, 2, 4):
-        assert [completion.token_ids for completion in outputs[number].outputs] == [
-            completion.token_ids for completion in expected[number]]
-    request_id = outputs[1].request_id
-    for found, wanted in zip(outputs[1].outputs, expected[1]):
-        assert found.finish_reason == "error" and found.token_ids == wanted.token_ids[:2]
-        assert found.stop_reason.startswith(f"request {request_id}: its logits processor {failing}")
-        assert str(error) in found.stop_reason and type(error).__name__ in found.stop_reason + str(
-            error and repr(error))
-    assert "KeyError('other')" in repr(outputs[3].outputs[0].stop_reason) or (
-        "other" in outputs[3].outputs[0].stop_reason)
+# ------------------------------------------------------------------------------- on logits
 
 
-def test_the_error_of_a_processor_has_its_cause(tiny_llm):
-    use_policies(tiny_llm)
-    for error in (ZeroDivisionError("x"), AssertionError()):
-        params = SamplingParams(logits_processors=[lambda _, scores: scores, fail_with(error)])
-        (request,) = run(tiny_llm, random_prompts([3]), params)
-        assert isinstance(request.seq.error, ValueError)
-        assert request.seq.error.__cause__ is error
-        assert str(request.seq.error) == request.seq.stop_reason
-        assert request.seq.stop_reason.endswith(str(error) or repr(error))
+def edit(logits: list[float], **options) -> list[float]:
+    seq = make_row(**options)
+    plain = make_row()
+    for seqs in ([seq], [plain, seq, plain]):
+        scores = torch.tensor([logits] * len(seqs))
+        apply(scores, seqs, NONE_PENDING)
+        assert all(row.tolist() == logits for row, each in zip(scores, seqs) if each is plain)
+    return scores[1].tolist()
 
 
-@pytest.mark.parametrize("result", [
-    torch.zeros(320), torch.zeros(1, 319), torch.zeros(2, 320), torch.tensor(0.0),
-    torch.zeros(1, 320, device="meta"), torch.zeros(1, 320).to_sparse(),
-    torch.zeros(1, 320, dtype=torch.int64), None, [[0.0] * 320]])
-def test_a_result_of_another_shape_or_kind_ends_its_own_request(tiny_llm, result):
-    use_policies(tiny_llm)
-    prompts = random_prompts([3, 4])
-    expected = token_ids(generate(tiny_llm, prompts))
-    for processors in ([lambda *_: result], [lambda *_: result, lambda _, scores: scores]):
-        params = [GREEDY, SamplingParams(logits_processors=processors)]
-        good, bad = run(tiny_llm, prompts, params)
-        assert good.output().outputs[0].token_ids == expected[0]
-        assert bad.seq.finish_reason == "error" and not bad.output().outputs[0].token_ids
-        assert isinstance(bad.seq.error.__cause__, TypeError)
-        assert "and not floats of shape (1, 320)" in bad.seq.stop_reason
+def test_penalties():
+    logits = [2.0, 2.0, -2.0, 2.0, 2.0]
+    output = dict(prompt=[1, 2], output=[3, 3, 2])
+    assert edit(logits, **output, repetition_penalty=2.0) == [2.0, 1.0, -4.0, 1.0, 2.0]
+    assert edit(logits, **output, presence_penalty=0.5) == [2.0, 2.0, -2.5, 1.5, 2.0]
+    assert edit(logits, **output, frequency_penalty=0.5) == [2.0, 2.0, -2.5, 1.0, 2.0]
 
 
-def test_a_processor_that_leaves_no_token_is_no_error_of_its_own(tiny_llm):
-    use_policies(tiny_llm)
-    nothing = SamplingParams(logits_processors=[lambda _, scores: scores - math.inf])
-    (request,) = run(tiny_llm, random_prompts([3]), [nothing])
-    assert request.seq.finish_reason == "error" and request.seq.error is None
+def test_bias_allowed_tokens_and_min_tokens():
+    inf = math.inf
+    assert edit([0.0, 1.0, 2.0], logit_bias={1: 4.5, 2: -1.0}) == [0.0, 5.5, 1.0]
+    assert edit([0.0, 1.0, 2.0], allowed_token_ids=[0, 2]) == [0.0, -inf, 2.0]
+    masked = dict(min_tokens=2, end_tokens=[2])
+    assert edit([0.0, 1.0, 2.0], output=[1], **masked) == [0.0, 1.0, -inf]
+    assert edit([0.0, 1.0, 2.0], output=[1, 1], **masked) == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_what_is_no_exception_breaks_the_step(tiny_llm, error):
-    prompts = random_prompts([3, 4])
-    expected = token_ids(generate(tiny_llm, prompts))
-    params = [GREEDY, SamplingParams(logits_processors=[fail_with(error())])]
-    requests = tiny_llm.add(prompts, params)
-    with pytest.raises(error):
-        while tiny_llm.engine.has_unfinished():
-            tiny_llm.step()
-    assert token_ids(generate(tiny_llm, prompts)) == expected
-    check_idle(tiny_llm)
-    assert {request.seq.finish_reason for request in requests} == {"abort"}
+def test_penalties_know_a_pending_token():
+    seq = make_row(output=[3, -1 - 1], presence_penalty=1.0, frequency_penalty=0.5)
+    scores = torch.zeros(1, 5)
+    constraints.penalize(scores, [seq], torch.tensor([4, 3], dtype=torch.int32))
+    assert scores.tolist() == [[0, 0, 0, -2.0, 0]]
+
+
+def test_bad_words(llm):
+    def run(**params):
+        params = SamplingParams(temperature=0, max_tokens=12, **params)
+        return generate(llm, "Once upon a time", params)[0].outputs[0]
+
+    words = " ".join(run().text.split()[2:4])
+    banned = llm.get_tokenizer().encode(" " + words)
+    newline = llm.get_tokenizer().encode("\n")
+    assert run(allowed_token_ids=[*newline, 5], bad_words=["\n"]).token_ids == [5] * 12
+    for bad_words, is_there in ([], True), ([words], False), (["x y z"], True):
+        ids = run(bad_words=bad_words).token_ids
+        assert is_there == any(ids[i:i + len(banned)] == banned for i in range(len(ids)))

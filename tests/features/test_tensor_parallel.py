@@ -105,13 +105,20 @@ def two_ranks(tiny):
         yield llm
 
 
-def test_after_an_error_of_a_request_the_ranks_still_agree(two_ranks):
+@pytest.fixture(scope="module")
+def lasting_ranks(tiny):
+    """For tests after which the ranks are as they were."""
+    with LLM(tiny, tensor_parallel_size=2, **SMALL) as llm:
+        yield llm
+
+
+def test_after_an_error_of_a_request_the_ranks_still_agree(lasting_ranks):
     def fail(input_ids, scores):
         raise KeyError("on purpose")
 
     def generate(params):
         return [output.outputs[0].token_ids
-                for output in two_ranks.generate(PROMPTS, params, use_tqdm=False)]
+                for output in lasting_ranks.generate(PROMPTS, params, use_tqdm=False)]
 
     expected = generate(GREEDY)
     with pytest.raises(ValueError, match="request .* its logits processor .*on purpose"):
@@ -119,20 +126,20 @@ def test_after_an_error_of_a_request_the_ranks_still_agree(two_ranks):
     assert generate(GREEDY) == expected
 
 
-def test_ctrl_c_while_tokens_are_waited_for(two_ranks, monkeypatch):
+def test_ctrl_c_while_tokens_are_waited_for(lasting_ranks, monkeypatch):
     def interrupt(launched):
         signal.raise_signal(signal.SIGINT)
         return wait(launched)
 
     # also if pytest runs in the background, where a shell has Ctrl-C ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    expected = two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+    expected = lasting_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
     wait = Launched.wait
     monkeypatch.setattr(Launched, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+        lasting_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
     monkeypatch.setattr(Launched, "wait", wait)
-    again = two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+    again = lasting_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [o.outputs for o in again] == [o.outputs for o in expected]
 
 

@@ -1,7 +1,7 @@
 """JSON schemas against jsonschema: does every text of their grammars fit?
 
-    python -m tests.random_schemas 1000                         # this many random schemas
-    python -m tests.random_schemas JSON-Schema-Test-Suite/tests/draft2020-12
+    python tests/features/random_schemas.py 1000             # this many random schemas
+    python tests/features/random_schemas.py JSON-Schema-Test-Suite/tests/draft2020-12
 
 The second form needs a copy of github.com/json-schema-org/JSON-Schema-Test-Suite. Nothing is
 fetched. Each schema is refused, right or wrong: it is wrong if a random walk through its masks ends

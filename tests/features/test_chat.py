@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import GREEDY, check_idle, token_ids
 from transformers import AutoTokenizer
 
 from nanoengine import LLM
@@ -461,3 +462,72 @@ def test_what_is_dropped_is_said(prompt, caplog):
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     prompt([{"role": "user", "content": "12 + 34"}], ITEMS, tools=[tool])
     assert caplog.messages == ["tools are dropped: the chat template knows none"]
+
+
+# -------------------------------------------------------------------------- through the engine
+
+
+def test_chat(llm):
+    conversations = [[{"role": "user", "content": text}] for text in ("12 + 34", "sort c b a")]
+    outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == ["46", "a b c"]
+    assert outputs[0].prompt == "<|im_start|>user\n12 + 34<|im_end|>\n<|im_start|>assistant\n"
+    assert outputs[0].prompt_token_ids.count(1) == 2, "special tokens are taken from the template"
+    assert token_ids(llm.chat(conversations[1], GREEDY, use_tqdm=False)) == token_ids(outputs[1:])
+
+
+def test_chat_takes_what_the_template_takes(llm):
+    messages = [{"role": "user", "content": "12 + 34"}]
+    template = ("{% for m in messages %}{{ m.content }} ={% endfor %}{% if loud %}!{% endif %}"
+                "{% if tools %}{{ tools | length }}{% endif %}")
+
+    def prompt(conversation=messages, **options):
+        return llm.chat(conversation, GREEDY, use_tqdm=False, **options)[0].prompt
+
+    assert prompt(chat_template=template) == "12 + 34 ="
+    assert prompt(chat_template=template, chat_template_kwargs={"loud": True}) == "12 + 34 =!"
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert prompt(chat_template=template, tools=[tool]) == "12 + 34 =1"
+    assert prompt(add_generation_prompt=False) == "<|im_start|>user\n12 + 34<|im_end|>\n"
+    begun = [*messages, {"role": "assistant", "content": "4"}]
+    assert prompt(begun, continue_final_message=True, add_generation_prompt=False) == (
+        "<|im_start|>user\n12 + 34<|im_end|>\n<|im_start|>assistant\n4")
+    with pytest.raises(ValueError, match="continue_final_message=True .* add_generation_prompt"):
+        prompt(continue_final_message=True)
+    for bad in (dict(chat_template="{{ 1 / 0 }}"), dict(chat_template="{% if %}")):
+        with pytest.raises(ValueError, match="messages: |chat_template: "):
+            llm.chat(messages, GREEDY, **bad)
+    with pytest.raises(ValueError, match="chat_template_kwargs=.* without 'tokenize'"):
+        prompt(chat_template_kwargs={"tokenize": True})
+    answers = llm.chat([messages] * 2, GREEDY, False, priority=[0, 1])
+    assert token_ids(answers) == 2 * token_ids(llm.chat(messages, GREEDY, False))
+
+
+@pytest.mark.parametrize("content, text", [
+    ("12 + 34", "12 + 34"),
+    ([{"type": "text", "text": "12 + 34"}], "12 + 34"),
+    ([{"type": "text", "text": "12"}, {"type": "input_text", "text": "34"}, "5"], "12\n34\n5"),
+    ([], ""), (None, "")])
+def test_text_parts_are_joined(llm, content, text):
+    message = {"role": "user", "content": content}
+    (prompt,) = render(llm.inputs, [message])
+    assert prompt["prompt"] == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert message == {"role": "user", "content": content}, "the user's message is left alone"
+    assert render(llm.inputs, [{"role": "user"}]) == render(
+        llm.inputs, [{"role": "user", "content": ""}])
+
+
+@pytest.mark.parametrize("messages, message", [
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": "…"}]}], "image_url"),
+    ([{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
+    ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "content="),
+    ([{"role": "user", "content": [{"type": "text"}]}], "content="),
+    ([{"role": "user", "content": 5}], "content=5"), ([5], "messages="), ([[5]], "messages="),
+    ([{"role": "user", "content": {"type": "text", "text": "a"}}, "b"], "messages="),
+    ([{"content": "hello"}], "messages=.*role"), ([[]], "messages="),
+    ([[{"role": "user", "content": "a"}], []], "messages="),
+    ([], "messages="), ("hello", "messages="), (None, "messages=")])
+def test_other_conversations_are_refused_by_name(llm, messages, message):
+    with pytest.raises(ValueError, match=message):
+        llm.chat(messages, GREEDY)
+    check_idle(llm)

@@ -1,44 +1,20 @@
-"""`logprobs`: the texts of single tokens, parts of prompts, and streams.
-
-The numbers are tested in test_llm.py and test_model.py.
-"""
+"""`logprobs`: the numbers, the texts of single tokens, parts of prompts, and streams."""
 
 import copy
 import dataclasses
+import math
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import generate, random_prompts
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from conftest import generate, random_prompts, token_ids
+from safetensors.torch import load_file, save_file
+from pieces import KINDS, PIECES, sentencepiece
+from test_sampler import logprobs, make, sample
+from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
 from nanoengine_extensions.logprobs import RowLogprobs, text_of
-
-PIECES = ["▁", "▁▁", "▁cat", "cat", "▁.", ".", "日", "▁日", "\n", "▁<b>", "a▁b"]
-
-
-def sentencepiece(kind: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with pieces, and a token for each byte, as Llama 2 or Mistral has."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
-    tokenizer = Tokenizer(models.BPE(
-        {word: place for place, word in enumerate(words)}, [], unk_token="<unk>",
-        byte_fallback=True))
-    if kind == "Metaspace":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-        tokenizer.decoder = decoders.Sequence([
-            decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
-    else:
-        tokenizer.normalizer = normalizers.Sequence([
-            normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        strip = [decoders.Strip(" ", 1, 0)] if kind == "stripped" else []
-        tokenizer.decoder = decoders.Sequence([
-            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
-KINDS = ["Metaspace", "stripped", "whole"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +60,7 @@ def test_a_literal_marker_is_no_space(bundled):
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def llm(request, make_model, tmp_path_factory):
+def spaced_llm(request, make_model, tmp_path_factory):
     tokenizer = sentencepiece(request.param)
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer.save_pretrained(folder)
@@ -94,10 +70,10 @@ def llm(request, make_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-def test_texts_through_the_engine(llm, run_ahead, monkeypatch):
+def test_texts_through_the_engine(spaced_llm, run_ahead, monkeypatch):
     """All entries of a position have a text of their own, and the sampled ones add up."""
-    monkeypatch.setitem(vars(llm.config), "run_ahead", run_ahead)
-    ids = llm.get_tokenizer().convert_tokens_to_ids(
+    monkeypatch.setitem(vars(spaced_llm.config), "run_ahead", run_ahead)
+    ids = spaced_llm.get_tokenizer().convert_tokens_to_ids(
         ["▁cat", "▁日", *(f"<0x{byte:02X}>" for byte in "日".encode()), "cat", "▁", "▁cat"])
 
     def force(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -106,7 +82,7 @@ def test_texts_through_the_engine(llm, run_ahead, monkeypatch):
 
     params = SamplingParams(temperature=0, max_tokens=len(ids), ignore_eos=True, logprobs=-1,
                             logits_processors=[force])
-    (output,) = generate(llm, [[1, 5, 9]], params)
+    (output,) = generate(spaced_llm, [[1, 5, 9]], params)
     completion = output.outputs[0]
     texts = [found[token_id].decoded_token for token_id, found in zip(ids, completion.logprobs)]
     assert texts == [" cat", " 日", "", "", "日", "cat", " ", " cat"]
@@ -116,7 +92,7 @@ def test_texts_through_the_engine(llm, run_ahead, monkeypatch):
         assert first.count(text) == 1
     # a prompt's own tokens
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    (output,) = generate(llm, [[1, *ids]], params)
+    (output,) = generate(spaced_llm, [[1, *ids]], params)
     found = [at[token_id].decoded_token
              for token_id, at in zip(ids, output.prompt_logprobs[1:])]
     assert found == texts
@@ -146,6 +122,7 @@ def test_prompt_logprobs_from_a_token_on(make_llm, options):
             assert plain.prompt_logprobs is None
 
 
+@pytest.mark.needs("strict")
 def test_a_start_that_is_not_in_the_prompt(make_llm):
     with make_llm(num_kv_blocks=8) as llm:
         with pytest.raises(ValueError, match="prompt_logprobs_start=4 is not accepted: it must be "
@@ -220,3 +197,129 @@ def test_those_of_a_prompt_while_it_is_computed(make_llm):
             assert found == [None, *known, *[None] * (39 - len(known))]
             assert known == right.prompt_logprobs[1:len(known) + 1]
     assert num_known == [16, 32, 39, 39]
+
+
+# ------------------------------------------------------------------------------ on logits
+
+
+def test_logprobs_are_those_of_the_raw_logits():
+    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
+    expected = logits[0].log_softmax(-1)
+    seq = make(temperature=0, logprobs=2, logit_bias={0: 50.0})
+    tokens, (found,) = sample(logits, [seq])
+    assert tokens == [0] and list(found) == [0, 1, 3]
+    assert [found[i].rank for i in (0, 1, 3)] == [4, 1, 2]
+    for token_id, entry in found.items():
+        assert entry.logprob == pytest.approx(expected[token_id].item(), abs=1e-6)
+    assert list(sample(logits, [make(temperature=0, logprobs=0)])[1][0]) == [1]
+    assert sorted(sample(logits, [make(temperature=0, logprobs=-1)])[1][0]) == [0, 1, 2, 3]
+    assert sample(logits, [make(temperature=0)])[1] == [None]
+
+
+@pytest.mark.parametrize("token", range(5))
+@pytest.mark.parametrize("count", [-1, 0, 1, 2, 3, 5])
+def test_ranks_are_one_to_k_with_ties_too(token, count):
+    logits = torch.tensor([5.0, 5.0, 5.0, 1.0, 0.0])
+    k = 5 if count == -1 else count
+    likeliest = logits.double().log_softmax(-1).topk(k).indices.tolist()
+    (found,) = logprobs(logits[None], torch.tensor([token]), [make(logprobs=count)])
+    assert [*found] == list(dict.fromkeys([token, *likeliest]))
+    assert [found[token_id].rank for token_id in likeliest] == [*range(1, k + 1)]
+    assert token in likeliest or found[token].rank == {0: 3, 1: 3, 2: 3, 3: 4, 4: 5}[token]
+
+
+# --------------------------------------------------------------------- through the engine
+
+
+def test_logprobs(llm):
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3)
+    completion = generate(llm, "Once upon a time", params)[0].outputs[0]
+    assert len(completion.logprobs) == len(completion.token_ids) == 5
+    for token_id, at in zip(completion.token_ids, completion.logprobs):
+        assert len(at) == 3 and at[token_id].rank == 1
+    assert completion.cumulative_logprob == pytest.approx(
+        sum(at[i].logprob for i, at in zip(completion.token_ids, completion.logprobs)))
+    decoded = [at[i].decoded_token for i, at in zip(completion.token_ids, completion.logprobs)]
+    assert "".join(decoded) == completion.text
+    assert generate(llm, "Once")[0].outputs[0].cumulative_logprob is None
+
+
+@pytest.fixture(scope="module")
+def scored_model(make_model):
+    return make_model(num_hidden_layers=2)
+
+
+def scores_of(model, prompt) -> torch.Tensor:
+    """Log-probabilities that transformers gives behind each token of a prompt."""
+    with torch.inference_mode():
+        return model(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(run_ahead=True), dict(max_num_batched_tokens=40, max_num_seqs=7),
+    dict(scheduling="mixed", max_num_batched_tokens=24, max_num_seqs=5),
+    dict(num_kv_blocks=8, preemption_mode="swap", max_num_seqs=6), dict(num_kv_blocks=8)])
+def test_prompt_logprobs_are_those_of_transformers(scored_model, options):
+    """In chunks, beside others, preempted, with the prompt in the prefix cache."""
+    folder, model = scored_model
+    prompts = random_prompts([40, 1, 2, 33, 40], seed=4)
+    prompts[4] = prompts[0][:35] + prompts[4][:5]
+    params = [SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True,
+                             prompt_logprobs=count) for count in (2, 3, 0, None, -1)]
+    with LLM(folder, dtype="float32", block_size=16, **options) as llm:
+        for _ in range(2):
+            outputs = generate(llm, prompts, params)
+            for prompt, each, output in zip(prompts, params, outputs):
+                if each.prompt_logprobs is None:
+                    assert output.prompt_logprobs is None
+                    continue
+                assert output.num_cached_tokens == 0 or len(prompt) == 1
+                first, *found = output.prompt_logprobs
+                assert first is None and len(found) == len(prompt) - 1
+                expected = scores_of(model, prompt)
+                for at, row, token_id in zip(found, expected, prompt[1:]):
+                    count = 320 if each.prompt_logprobs == -1 else each.prompt_logprobs
+                    likeliest = row.topk(count).indices.tolist()
+                    likeliest = list(dict.fromkeys([token_id, *likeliest]))
+                    assert len(at) == len(likeliest)
+                    for ours, theirs in zip(at, likeliest):
+                        # two that float32 can hardly tell apart may change places
+                        assert ours == theirs or abs(row[ours] - row[theirs]) < 1e-5
+                    assert at[token_id].rank == 1 + int((row > row[token_id]).sum())
+                    for other, entry in at.items():
+                        assert entry.logprob == pytest.approx(row[other].item(), abs=2e-4)
+        plain = [dataclasses.replace(each, prompt_logprobs=None) for each in params]
+        assert token_ids(generate(llm, prompts, plain)) == token_ids(outputs)
+
+
+def test_prompt_logprobs_have_text_and_come_with_every_output(llm):
+    params = SamplingParams(n=2, seed=1, max_tokens=5, prompt_logprobs=1, logprobs=0)
+    outputs = list(llm.stream(["Once upon a time", "a"], params))
+    for output in outputs:
+        tokens = [output.prompt_token_ids[0]]
+        for token_id, at in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:]):
+            assert token_id in at and 1 <= len(at) <= 2
+            tokens.append(at[token_id].decoded_token)
+        text = llm.get_tokenizer().decode(tokens[0]) + "".join(tokens[1:])
+        assert text == output.prompt
+    (again,) = generate(llm, ["Once upon a time"], params)
+    assert again.prompt_logprobs == outputs[0].prompt_logprobs and again.num_cached_tokens == 0
+
+
+def test_prompt_logprobs_around_nan_do_not_depend_on_the_chunks(make_model):
+    """The kernel spreads a NaN over neighbours in its step: no log-probabilities are given then."""
+    folder, _ = make_model(num_hidden_layers=2, tie_word_embeddings=False)
+    tensors = load_file(Path(folder) / "model.safetensors")
+    tensors["model.embed_tokens.weight"][300] = math.nan
+    save_file(tensors, Path(folder) / "model.safetensors")
+    prompts = [[5, 6, 7, 8, 9, 10, 300, 11], [5, 6, 7, 8, 9, 10, 11, 300], [5, 6, 7, 8, 9, 10, 11]]
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1, n=2, seed=1)
+    found = []
+    for budget in (2048, 4):
+        with LLM(folder, dtype="float32", max_num_batched_tokens=budget, num_kv_blocks=8) as llm:
+            *bad, good = generate(llm, prompts, params)
+            assert [output.prompt_logprobs for output in bad] == [None, None]
+            assert all(c.finish_reason == "error" for output in bad for c in output.outputs)
+            found.append([[*each] for each in good.prompt_logprobs[1:]])
+            assert not any(output.prompt_logprobs for output in llm.stream(prompts[:2], params))
+    assert found[0] == found[1] and len(found[0]) == 6

@@ -1,0 +1,291 @@
+"""Models that the engine does not have itself: transformers computes them, over the engine's cache.
+
+transformers lets a library register an attention function of its own. So one step is one row of
+tokens with their positions, from any number of sequences. All that computes each token by itself,
+from the embedding to the logits, stays what transformers does. Only the attention function needs
+to know which token belongs to which sequence, and the engine has one that does:
+
+    transformers   embedding ── norm, q, k, v ─┐        ┌─ MLP ── … ── norm ── head
+    the engine                        K and V to the cache, attention
+
+    describe   what the engine has to know of a model, from its config.json (`load_config` calls it)
+    load       the model (`ModelRunner.load_model` calls it); check.py says whether it can run so
+
+The calls of the attention function are the same in each step, so they have numbers: call 5 has
+layer 5 of the cache. A call is a module with the forward of the engine's own `Attention`, behind
+its projection. So a library of kernels that knows the one also makes the other fast.
+"""
+
+import copy
+import logging
+import math
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from nanoengine.features import extension, is_installed, rejected
+from nanoengine.model import Attention
+from nanoengine.step_inputs import StepInputs
+from nanoengine_extensions.transformers_models.check import Mask, NotComputed, Recorded, check_model
+
+# the kinds of layers whose state is K and V of tokens
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+# from the original length on, their angles depend on the longest sequence of a step
+BY_LENGTH = ("dynamic", "longrope")
+# .attend: what computes the attention of the model that this thread runs
+current = threading.local()
+
+
+def attend(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
+    """The attention function that transformers calls."""
+    return current.attend(*arguments, **options), None
+
+
+AttentionInterface.register("nanoengine", attend)
+AttentionMaskInterface.register("nanoengine", Mask)
+
+
+# -------------------------------------------------------------------------------- attention
+
+
+class Call(Attention):
+    """A call of the attention function.
+
+    The forward is that of the engine's own attention, with projections that do nothing, and no head
+    norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
+    """
+
+    def __init__(self, recorded: Recorded, kv_heads: int, head_dim: int) -> None:
+        nn.Module.__init__(self)
+        self.recorded = recorded
+        self.window = recorded.window
+        self.head_dim = head_dim
+        self.num_heads = [recorded.query[1], kv_heads, kv_heads]
+        self.num_repeats = kv_heads // recorded.key[1]
+        # backends scale by 1 / sqrt(head_dim)
+        self.factor = recorded.scale * math.sqrt(head_dim)
+        nothing: Any = nn.Identity()
+        # libraries read from it how many heads there are
+        nothing.in_features = recorded.query[1] * head_dim
+        self.qkv_proj = self.q_norm = self.k_norm = self.o_proj = nothing
+
+    def in_cache(self, x: Tensor) -> Tensor:
+        """Pads heads, from (1, heads, T, head_dim) to (T, heads, head_dim) of the cache."""
+        missing = self.head_dim - x.shape[3]
+        return (F.pad(x, (0, missing)) if missing else x)[0].transpose(0, 1)
+
+    def attend(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
+               key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """From (1, heads, T, head_dim) each to (1, T, heads, head_dim of the values).
+
+        angles: rotate nothing. module, options: whose attention it is, and what else it gives
+        """
+        if self.factor != 1:
+            query = query * self.factor
+        if self.num_repeats > 1:
+            key, value = (each.repeat_interleave(self.num_repeats, 1) for each in (key, value))
+        qkv = torch.cat([self.in_cache(each) for each in (query, key, value)], dim=1)
+        out = self(qkv.flatten(1), angles, step, slice(None))
+        return out.view(1, len(out), -1, self.head_dim)[..., :value.shape[3]]
+
+
+class OtherCall(Call):
+    """A call that is more than causal attention in a window: with a soft cap (Gemma 2), with sinks
+    (gpt-oss), with another mask. transformers computes it, from keys that are gathered."""
+
+    def attend(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
+               key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        eager: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        pair = [self.in_cache(each.repeat_interleave(self.num_repeats, 1)) for each in (key, value)]
+        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(pair)
+        out = []
+        starts = step.query_starts.tolist()
+        for seq, length in enumerate(step.lengths.tolist()):
+            gathered = self.cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length]
+            # (1, heads, keys, head_dim)
+            keys, values = gathered[:, None, :, ::self.num_repeats].transpose(2, 3)
+            places = torch.arange(length, device=query.device)
+            # 256 queries at a time, as in `gather_attention`
+            for first in range(starts[seq], starts[seq + 1], 256):
+                part = slice(first, min(first + 256, starts[seq + 1]))
+                positions = step.positions[part, None].long()
+                is_seen = self.recorded.mask(0, 0, positions, places) & (places <= positions)
+                mask = query.new_zeros(1, 1, *is_seen.shape)
+                mask.masked_fill_(~is_seen, torch.finfo(mask.dtype).min)
+                out.append(eager(module, query[:, :, part], keys[..., :key.shape[3]],
+                                 values[..., :value.shape[3]], mask, **options)[0])
+        return torch.cat(out, dim=1)
+
+    # so that no library takes it for the engine's own
+    forward = attend  # type: ignore[assignment]
+
+
+# -------------------------------------------------------------------------------- the model
+
+
+class Given(nn.Module):
+    """In place of all layers: returns what they returned, with the hidden states of some rows."""
+
+    output: Any
+    # some models call the decoder of their decoder
+    decoder = property(lambda self: self)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.output
+
+
+class Model(nn.Module):
+    """A model of transformers, with the interface of the engine's `Decoder`.
+
+    causal: transformers' model, with its head.
+    calls: one for each call of the attention function in a step; `check_model` sets them.
+    """
+
+    layers: Any
+    head: Any
+
+    def __init__(self, causal: Any) -> None:
+        super().__init__()
+        self.calls: Any = nn.ModuleList()
+        # libraries take rows for invariant only in a decoder that they know
+        self.embed_tokens = causal.get_input_embeddings()
+        self.given = Given()
+        name, layers = next((name, child) for name, child in causal.named_children()
+                            if isinstance(child, PreTrainedModel))
+        # The same model, of which only what follows the layers computes: scales and soft caps of
+        # logits, too. Both are hidden from libraries, which would take modules for those of a
+        # `Decoder` by their names.
+        head = copy.copy(causal)
+        head._modules = {**causal._modules, name: self.given}
+        vars(self).update(layers=getattr(layers, "decoder", layers), head=head)
+
+    def bind(self, rope: Tensor, caches: Tensor, backend: Callable[..., Tensor] | None) -> None:
+        """Gives the calls their memory. The model has angles of its own."""
+        for call, cache in zip(self.calls, caches):
+            call.backend = backend
+            call.cache = cache
+
+    def compute(self, token_ids: Tensor, positions: Tensor, attend: Callable) -> Tensor:
+        """Returns the hidden states of all tokens. attend: in place of the attention function."""
+        current.attend = attend
+        self.given.output = self.layers(
+            input_ids=token_ids[None].long(), position_ids=positions[None].long(),
+            attention_mask=torch.ones_like(token_ids)[None], use_cache=False)
+        # it would keep the cache of a closed engine alive
+        current.attend = None
+        return self.given.output.last_hidden_state[0]
+
+    def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
+        """As `Decoder.forward`."""
+        half = self.calls[0].head_dim // 2
+        # cos and sin
+        angles = torch.zeros(2, len(token_ids), 1, half, device=token_ids.device)
+        angles[0] = 1
+        calls = iter(self.calls)
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+                   **options: Any) -> Tensor:
+            return next(calls).attend(step, angles, module, query, key, value, options)
+
+        hidden = self.compute(token_ids, step.positions, attend)
+        if next(calls, None):
+            raise RuntimeError("the model called attention less often than when it was loaded")
+        return hidden[step.logits_indices]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        self.given.output.last_hidden_state = hidden[None]
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        return self.head(input_ids=ids, use_cache=False).logits[0]
+
+
+# ---------------------------------------------------------------------------------- loading
+
+
+def refused(config: PretrainedConfig, reason: object) -> ValueError:
+    return ValueError(f"the model's architectures={config.architectures} with model_type="
+                      f"{config.model_type!r} is not accepted, since {reason}: it must be one that "
+                      "docs/models.md lists")
+
+
+def describe(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns what the engine has to know of a model. `load` adds the shape of its KV cache.
+
+    Raises ValueError for layers whose state is not K and V of tokens.
+    """
+    text = config.get_text_config(decoder=True)
+    others = sorted({*(getattr(text, "layer_types", None) or ())} - ATTENTION)
+    if others:
+        raise refused(config, f"its layers of kind {others} keep what is not in a KV cache")
+    longest = getattr(text, "max_position_embeddings", None) or 2048
+    rope = getattr(text, "rope_parameters", None) or {}
+    for each in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        original = each.get("original_max_position_embeddings") or longest
+        if each.get("rope_type") in BY_LENGTH and original < longest:
+            longest = original
+            logging.getLogger("nanoengine").warning(
+                f"max_model_len is at most {longest}: beyond it, "
+                f"rope_type={each['rope_type']!r} depends on the longest sequence of a step")
+    described = PretrainedConfig()
+    # the table of these angles is not used
+    vars(described).update(original=config, max_position_embeddings=longest,
+                           rope_parameters={"rope_type": "default", "rope_theta": 1.0},
+                           vocab_size=text.vocab_size,
+                           eos_token_id=getattr(text, "eos_token_id", None))
+    return described
+
+
+def load_causal(runner: Any, folder: Path) -> Any:
+    """Returns transformers' own model."""
+    config = runner.model_config.original
+    kind: Any = getattr(transformers, str(config.architectures[0]), None)
+    if not hasattr(kind, "generate"):
+        raise NotComputed(f"transformers has no architectures={config.architectures} for texts")
+    options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")
+    if is_installed("strict"):
+        with torch.device("meta"):
+            sizes = kind._from_config(copy.deepcopy(config), **options)
+        extension("strict").check_memory(sizes, runner.device)
+    if runner.config.load_format == "dummy":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            causal = kind._from_config(config, **options)
+    else:
+        causal, found = kind.from_pretrained(
+            folder, config=config, local_files_only=True, use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True, **options)
+        if found["missing_keys"]:
+            raise NotComputed(f"its safetensors lack {sorted(found['missing_keys'])[:3]}")
+        if found["unexpected_keys"]:
+            logging.getLogger("nanoengine").warning(
+                f"transformers does not use {sorted(found['unexpected_keys'])[:3]} and others")
+    # fp8 and mxfp4 are unpacked where there is no GPU for them
+    if hasattr(causal, "hf_quantizer"):
+        raise NotComputed("its weights stay quantized")
+    return causal.eval().requires_grad_(False).to(runner.device)
+
+
+def load(runner: Any, folder: Path) -> Model:
+    """Returns the model. Raises ValueError for one that does not compute the same in steps."""
+    if runner.config.cpu_offload_gb:
+        raise rejected("cpu_offload_gb", runner.config.cpu_offload_gb,
+                       "0 for a model that transformers computes")
+    # not all forwards can be captured
+    runner.graphs.sizes.clear()
+    try:
+        with torch.inference_mode():
+            causal = load_causal(runner, folder)
+            model = Model(causal)
+            check_model(runner, model, causal, Call, OtherCall)
+    except Exception as error:
+        kind = "" if isinstance(error, NotComputed) else f"{type(error).__name__}: "
+        raise refused(runner.model_config.original, f"{kind}{error}") from error
+    return model

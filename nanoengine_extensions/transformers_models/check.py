@@ -1,0 +1,262 @@
+"""Whether a model of transformers computes the same in the engine's steps as by itself.
+
+    record   runs a few tokens, and notes each call of the attention function; refuses what
+             attention over a paged cache cannot do, and models that count their tokens
+    compare  runs two prompts in chunks and decodes, side by side, and compares all logits with
+             those of transformers alone: in float32, in which right models differ by 1e-6 and wrong
+             ones by 5e-3 or more; and then as the engine runs it, in its dtype and with its kernels
+
+What is computed in another way is refused, and never run.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import DynamicCache
+
+from nanoengine.attention import BACKENDS, make_caches
+from nanoengine.sequence import Batch, Row, Sequence
+from nanoengine.step_inputs import StepInputs
+
+# options of a call that do not make it more than causal attention in a window
+PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
+         "output_router_logits", "cache_position", "position_embeddings"}
+# functions that count, and functions that only move rows of their first argument
+COUNTING = {"arange", "cumsum"}
+MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
+# functions that look at a tensor, or at a part of it: `each.dtype` is a `__get__`
+VIEWING = {"__get__", "__getitem__", "transpose", "unbind", "chunk", "split", "view", "t"}
+HALVES = (torch.half, torch.bfloat16)
+# by how much logits may differ, relative to their norm: in float32, and in the engine's dtype, in
+# which a right model can choose another expert
+MOST_IN_FLOAT32, MOST = 1e-3, 0.5
+# how many tokens are recorded: no other size of a model is likely to be the same
+NUM_RECORDED = 19
+# the chunks of each step: (prompt, its first token, after its last token)
+STEPS = ([(0, 0, 4)], [(0, 4, 7), (1, 0, 9)], [(0, 7, 8), (1, 9, 11)], [(0, 8, 11)])
+
+
+class NotComputed(ValueError):
+    """Why a model is refused."""
+
+
+class Mask:
+    """In place of a mask: transformers' function of the positions of queries and keys."""
+
+    def __init__(self, mask_function: Callable, **options: Any) -> None:
+        self.function = mask_function
+
+    # some models cut their masks to the number of keys
+    def __getitem__(self, index: Any) -> "Mask":
+        return self
+
+
+class Recorded(NamedTuple):
+    """A call of the attention function, the same in all steps.
+
+    query, key, value: (1, heads, tokens, head_dim) of each. scale: of the scores. mask: see `Mask`.
+    window: how many keys a query sees; None for all. is_plain: whether it is causal attention in
+    this window, and nothing else.
+    """
+
+    query: torch.Size
+    key: torch.Size
+    value: torch.Size
+    scale: float
+    mask: Callable
+    window: int | None
+    is_plain: bool
+
+
+# --------------------------------------------------------------------------------- recording
+
+
+def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
+    """Returns the calls of the attention function in a step of these tokens.
+
+    longest: the most tokens of a sequence
+    """
+    calls: list[Recorded] = []
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+               scaling: float | None = None, **options: Any) -> Tensor:
+        if options.get("is_causal") is False or not getattr(module, "is_causal", True):
+            raise NotComputed("it has attention that is not causal")
+        if query.shape[2] != key.shape[2] or not isinstance(attention_mask, Mask):
+            raise NotComputed("its attention is not over all tokens so far, or has its own mask")
+        mask = attention_mask.function
+        window, is_window = window_of(mask, longest)
+        is_plain = all(options[name] is None for name in options.keys() - PLAIN)
+        scale = query.shape[3]**-0.5 if scaling is None else scaling
+        calls.append(Recorded(query.shape, key.shape, value.shape, scale, mask, window,
+                              is_window and is_plain))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    with Watch(len(token_ids)) as watch:
+        model.compute(token_ids, positions, attend)
+    if not calls:
+        raise NotComputed("it does not let a library compute its attention")
+    if watch.has_counted:
+        raise NotComputed("it counts positions by itself")
+    return calls
+
+
+class Watch(TorchFunctionMode):
+    """Notices a model that counts its tokens: it would take their places in a step for positions.
+
+    No check of a few tokens finds that in Llama 4, where it matters from position 8,192 on. Counts
+    may be indices of rows of the step, as where tokens are sorted by their experts. They must not
+    become numbers of a computation, or indices of a table of positions.
+
+    num_tokens: of the step
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.num_tokens = num_tokens
+        self.has_counted = False
+        # by their ids; they are kept, so that no other object gets one
+        self.counts: dict[int, Tensor] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if self.counts.keys() & map(id, tree_leaves((args, kwargs))):
+            # what is written to has counts, too
+            self.follow(name, args[0], args[0] if name == "__setitem__" else result)
+        elif name in COUNTING and result.shape[-1:] == (self.num_tokens,):
+            self.counts[id(result)] = result
+        return result
+
+    def follow(self, name: str, table: Any, written: Any) -> None:
+        """Keeps integers that counts became; notices numbers of a computation."""
+        is_step = isinstance(table, Tensor) and table.shape[:1] == (self.num_tokens,)
+        moves_rows = name in MOVING and is_step and id(table) not in self.counts
+        for each in tree_leaves(written):
+            if isinstance(each, Tensor) and not each.is_floating_point():
+                self.counts[id(each)] = each
+            elif isinstance(each, Tensor) and not moves_rows:
+                self.has_counted = True
+
+
+@lru_cache(maxsize=4)
+def window_of(mask: Callable, length: int) -> tuple[int | None, bool]:
+    """Returns the window of a mask, None for all keys, and whether it is no other mask."""
+    keys = torch.arange(length)
+
+    def seen(query: int) -> Tensor:
+        return mask(0, 0, torch.tensor([[query]]), keys[None]).expand(1, length)[0]
+
+    window = int(seen(length - 1).sum())
+    queries = {0, window - 1, window, 2 * window + 1, length // 3, length - 1}
+    is_window = all(torch.equal(seen(query), (keys <= query) & (keys > query - window))
+                    for query in queries if query < length)
+    return None if window == length else window, is_window
+
+
+# ---------------------------------------------------------------------------------- checking
+
+
+def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) -> None:
+    """Gives a model its calls and fast products. Raises NotComputed if it is not computed right.
+
+    causal: transformers' model with its head; plain, other: the classes of calls.
+    """
+    described = runner.model_config
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(described.vocab_size, (2, 11), generator=generator).to(runner.device)
+    with InFloat32():
+        wanted = causal(input_ids=ids, use_cache=False).logits
+        causal.set_attn_implementation("nanoengine")
+        calls = record(model, ids.flatten()[:NUM_RECORDED], described.max_position_embeddings)
+        check_windows(model, calls, described.max_position_embeddings)
+        kv_heads = math.lcm(*(call.key[1] for call in calls))
+        head_dim = max(max(call.key[3], call.value[3]) for call in calls)
+        # the kernel for a CPU needs an even number
+        head_dim += head_dim % 2
+        vars(described).update(
+            num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
+        model.calls.extend((plain if call.is_plain else other)(call, kv_heads, head_dim)
+                           for call in calls)
+        compare(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
+    linears = [each for each in causal.modules() if type(each) is nn.Linear]
+    runner.kernels.optimize(nn.ModuleList(linears), has_attention=False)
+    backend = runner.backend
+    # the choice that the runner makes afterwards, too
+    if BACKENDS[backend].attend is None and not runner.kernels.knows_attention(model):
+        backend = "gather"
+    runner.kernels.optimize(model, has_attention=BACKENDS[backend].attend is None)
+    token_bytes = compare(runner, model, ids, wanted, backend, runner.dtype, MOST)
+    logging.getLogger("nanoengine").info(
+        f"transformers computes the model, without CUDA graphs: a token takes {token_bytes} "
+        f"bytes of the KV cache, {kv_heads} heads of {head_dim} in each of {len(calls)} calls")
+
+
+def check_windows(model: Any, calls: list[Recorded], longest: int) -> None:
+    """Raises NotComputed if transformers' own cache keeps fewer keys than its layers see: then
+    `generate` and a forward give different tokens, as in Moshi."""
+    windows = {call.window if call.is_plain else longest for call in calls}
+    for layer in DynamicCache(config=model.layers.config).layers:
+        window = getattr(layer, "sliding_window", longest)
+        if window < longest and window not in windows and longest not in windows:
+            raise NotComputed(f"transformers contradicts itself: its cache keeps {window} tokens, "
+                              "its attention sees all")
+
+
+class InFloat32(TorchFunctionMode):
+    """Lets a model compute in float32: each function gets weights that are converted for it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in VIEWING:
+            result = function(*args, **(kwargs or {}))
+            return torch.float32 if any(result is each for each in HALVES) else result
+        args, kwargs = tree_map(widened, (args, kwargs or {}))
+        return tree_map(widened, function(*args, **kwargs))
+
+
+def widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
+
+
+def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
+            dtype: torch.dtype, most: float) -> int:
+    """Runs two prompts in STEPS, and compares their logits. Returns the bytes of a token's K and V.
+
+    ids: (2, tokens); wanted: their logits, (2, tokens, vocab_size)
+    most: by how much logits may differ, relative to their norm
+    """
+    size = runner.config.block_size
+    length = ids.shape[1]
+    num_blocks = 2 * -(-length // size)
+    caches = make_caches(
+        runner.model_config, num_blocks + 1, size, dtype, runner.device, backend)
+    model.bind(caches, caches, BACKENDS[backend].attend)
+    seqs = [Sequence("", row, length, length) for row in ids.tolist()]
+    for number, seq in enumerate(seqs):
+        # the blocks of both, in turn, from the last one on
+        seq.block_table.extend(range(num_blocks - number, 0, -2))
+    for parts in STEPS:
+        which, starts, stops = zip(*parts)
+        rows = [Row(row, seqs[i], place + 1) for row, (i, start, stop) in enumerate(parts)
+                for place in range(start, stop)]
+        batch = Batch(sequences=[seqs[i] for i in which], starts=[*starts], sampled=rows,
+                      num_tokens=[stop - start for _, start, stop in parts])
+        buffer, shape = runner.prepare(batch)
+        step = StepInputs.from_buffer(buffer.to(runner.device), shape)
+        logits = model.lm_head(model(step.token_ids, step)).float()
+        right = torch.cat([wanted[i, start:stop] for i, start, stop in parts])
+        error = float((logits - right).norm() / right.norm())
+        if not error < most:
+            raise NotComputed(
+                f"its logits in a step differ from those of transformers by {error:.2g}")
+    return caches.nbytes // ((num_blocks + 1) * size)

@@ -1,0 +1,112 @@
+"""What a folder or a file is that is no model, and what to do."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nanoengine import LLM
+
+
+@pytest.fixture
+def copy(tiny, tmp_path) -> Path:
+    """A copy of the tiny model, to be damaged."""
+    return Path(shutil.copytree(tiny, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("name, message", [
+    ("pytorch_model.bin", r"its weights in pytorch_model.bin, .*: it must be converted by `Auto"),
+    ("pytorch_model-00001-of-00002.bin", "its weights in pytorch_model-00001-of-00002.bin, "),
+    ("weights.safetensors", "in weights.safetensors, .*: it must be a folder with model.safet"),
+    ("adapter_model.safetensors", "only an adapter .*: it must be merged into its model"),
+    ("adapter_model.bin", "only an adapter .*: it must be merged into its model"),
+    ("consolidated.safetensors", "in its maker's own format: it must be its version for"),
+    ("consolidated.00.pth", "in its maker's own format: it must be its version for"),
+    ("tf_model.h5", "TensorFlow: it must be the original"),
+    ("flax_model.msgpack", "Flax: it must be the original"),
+    ("model.onnx", "ONNX: it must be the original"),
+    ("training_args.bin", "lacks its weights: it must be downloaded again")])
+def test_weights_that_are_not_read(copy, name, message):
+    (copy / "model.safetensors").rename(copy / name)
+    with pytest.raises(ValueError, match="^" + re.escape(f"model={str(copy)!r} ")):
+        LLM(str(copy), num_kv_blocks=8)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(copy), num_kv_blocks=8)
+
+
+def test_a_note_of_git_lfs(copy):
+    (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid 5")
+    with pytest.raises(ValueError, match="note of Git LFS .*: it must be completed by `git lfs"):
+        LLM(str(copy), num_kv_blocks=8)
+
+
+@pytest.mark.parametrize("names, message", [
+    ([], "is an empty folder: it must be one with a model"),
+    (["a.txt"], "has no config.json: it must be a folder that save_pretrained"),
+    (["adapter_config.json", "adapter_model.safetensors"], "an adapter .*: it must be merged"),
+    (["model_index.json", "unet/config.json"], "of diffusers, .*: it must be a model that writes"),
+    (["modules.json", "0_Transformer/config.json"], "of sentence-transformers, .* writes text"),
+    (["consolidated.00.pth", "params.json"], "its maker's own format: it must be its version for"),
+    (["checkpoint-5/config.json"], "it must be one of these, such as .*/checkpoint-5"),
+    (["snapshots/ab/config.json", "blobs/1"], "it must be one of these, such as .*/snapshots/ab")])
+def test_a_folder_without_a_config(tmp_path, names, message):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=re.escape(f"model={str(tmp_path)!r} ") + f".*{message}"):
+        LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize("name, message", [
+    ("model.safetensors", "is a file: it must be the folder /"),
+    ("config.json", "is a file: it must be the folder /")])
+def test_a_file_in_place_of_a_folder(tmp_path, bundled, name, message):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"^model='{tmp_path / name}' {message}"):
+        LLM(tmp_path / name)
+    with pytest.raises(ValueError, match=f"^tokenizer='{tmp_path / name}' {message}"):
+        LLM(bundled, tokenizer=str(tmp_path / name))
+
+
+@pytest.mark.parametrize("entries, message", [
+    (dict(architectures=["BertModel"], model_type="bert"), "does not write text .* writes text$"),
+    (dict(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True), "has an encoder"),
+    (dict(architectures=["ChatGLMModel"], auto_map=dict(AutoConfig="a.B")), "has code of its own"),
+    (dict(model_type="llama"), "has no architectures .* must be completed there"),
+    *[(dict(architectures=["LlamaForCausalLM"], quantization_config=dict(quant_method=method)),
+       f"quantization_config: {method}.*must be the model that was quantized")
+      for method in ("fp8", "mxfp4", "bitsandbytes", "hqq")],
+    (dict(architectures=["LlamaForCausalLM"], quantization=dict(group_size=64, bits=4)),
+     "'bits': 4.* must be the model that was quantized"),
+    (dict(architectures=["LlamaForCausalLM"], compression_config=dict(quant_method="awq")),
+     "awq.* must be the model that was quantized"),
+    (dict(architectures=["Qwen2ForCausalLM"], is_causal=False), "see later ones .* writes text$"),
+    (dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),
+     "sliding_window of 0 tokens: it must be a model with at least 1$"),
+    (dict(architectures=["LlamaForCausalLM"], rope_parameters=dict(full=dict(rope_theta=5))),
+     "different rope_parameters .* same in all$")])
+def test_a_model_of_another_kind(tmp_path, entries, message):
+    """transformers is not even asked, whose errors would be about some attribute."""
+    folder = tmp_path / "{braces} in a name"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match="^" + re.escape(f"model={str(folder)!r} ") + ".* must be"):
+        LLM(folder, load_format="dummy")
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, load_format="dummy")
+
+
+def test_a_model_of_sentence_transformers(tmp_path):
+    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    with pytest.raises(ValueError, match="sentence-transformers, .* must be a model that writes"):
+        LLM(tmp_path)
+
+
+def test_entries_that_would_need_terabytes(copy):
+    """Without this file, transformers makes a list of all labels."""
+    (copy / "config.json").write_text('{"model_type": "qwen3", "num_labels": 1099511627776}')
+    with pytest.raises(ValueError, match="num_labels"):
+        LLM(str(copy))

@@ -1,0 +1,62 @@
+"""What an engine cannot guarantee, and policies that would hang it."""
+
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import GREEDY, check_idle, generate, random_prompts
+
+from nanoengine_extensions.guards import warn_of_slower_attention
+
+PROMPTS = random_prompts([40, 7, 33, 18, 25, 12], seed=5)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("policy", [
+    lambda scheduler: None, lambda scheduler: scheduler.build([], admit=False),
+    lambda scheduler: scheduler.build([*scheduler.running], admit=False)])
+def test_a_policy_that_runs_nothing_ends_the_call(make_llm, policy, run_ahead):
+    with make_llm(num_kv_blocks=8, scheduling=policy, run_ahead=run_ahead) as llm:
+        with pytest.raises(RuntimeError, match="scheduling=<function .* runs nothing, although"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        check_idle(llm)
+
+
+def test_a_policy_that_forgets_a_running_sequence_ends_the_call(make_llm):
+    def never_decode(scheduler):
+        begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
+        return scheduler.build(begun, admit=True)
+
+    with make_llm(scheduling=never_decode) as llm:
+        with pytest.raises(RuntimeError, match="0 sequences wait"):
+            llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+        check_idle(llm)
+
+
+@pytest.mark.parametrize("options, is_warned", [
+    (dict(dtype="float16"), True), (dict(dtype="float16", attention_backend="gather"), False),
+    (dict(kernels=False), False), (dict(), False)])
+def test_slow_attention_is_told_where_it_was_not_asked_for(make_llm, caplog, options, is_warned):
+    with caplog.at_level(logging.WARNING), make_llm(num_kv_blocks=8, **options) as llm:
+        generate(llm, PROMPTS[1:2])
+    found = [message for message in caplog.messages if message.startswith("slow attention for ")]
+    assert len(found) == is_warned
+
+
+@pytest.mark.parametrize("content, message", [
+    ("raise ImportError('undefined symbol: of a torch')", "undefined symbol: of a torch"),
+    ("import no_such_package", "No module named 'no_such_package'"),
+    # flash-attn 4 is a package of this name, and has other functions
+    ("", "module 'flash_attn' has no attribute 'flash_attn_with_kvcache'")])
+def test_it_is_told_why_flash_attn_is_not_used(monkeypatch, caplog, tmp_path, content, message):
+    (tmp_path / "flash_attn.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    for dtype, expected in ((torch.bfloat16, [f"flash-attn is not used: {message}"]),
+                            (torch.float32, [])):
+        caplog.clear()
+        warn_of_slower_attention(SimpleNamespace(device="cuda", dtype=dtype, backend="triton"))
+        assert caplog.messages == expected
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)

@@ -1,0 +1,238 @@
+"""A user's own functions on logits: what they see, what they may return, and what they raise."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from conftest import (
+    GREEDY, check_idle, generate, random_prompts, token_ids, use_policies)
+from test_sampler import make, sample
+
+from nanoengine import SamplingParams
+from nanoengine.sequence import NO_TOKEN
+
+
+def test_own_processors_come_last_and_see_all_tokens():
+    seen = []
+
+    def own(input_ids, scores):
+        seen.append((input_ids.tolist(), scores.tolist()))
+        return scores.roll(1, dims=1)
+
+    seq = make(output=[4], logit_bias={0: 9.0}, logits_processors=[own], temperature=0)
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    assert sample(logits, [seq])[0] == [1]
+    assert seen == [([[1, 2, 3, 4]], [[9.0, 1.0, 2.0]])]
+    assert logits.tolist() == [[0.0, 1.0, 2.0]], "the raw logits are left alone"
+
+
+def give(*results):
+    """A processor that gives these results in turn."""
+    results = itertools.cycle(results)
+    return lambda input_ids, scores: next(results)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("options, found", [
+    (dict(allowed_token_ids=[2], min_tokens=1, end_tokens=[2]), NO_TOKEN),
+    (dict(logits_processors=[give(torch.full((1, 5), math.nan))]), NO_TOKEN),
+    (dict(logits_processors=[give(torch.full((1, 5), -math.inf))]), NO_TOKEN),
+])
+def test_a_row_whose_processors_leave_nothing_has_no_token(options, found, temperature):
+    rows = [make(temperature=temperature), make(temperature=temperature, **options), make()]
+    expected = sample(torch.zeros(3, 5), [rows[0], rows[0], rows[2]])[0]
+    assert sample(torch.zeros(3, 5), rows)[0] == [expected[0], found, expected[2]]
+
+
+@pytest.mark.parametrize("result", [
+    torch.zeros(20), torch.zeros(1, 19), torch.zeros(1, 1), torch.zeros(2, 20), torch.tensor(0.0),
+    torch.zeros(1, 20, device="meta"), torch.zeros(1, 20).to_sparse(),
+    torch.zeros(1, 20, dtype=torch.int64), torch.ones(1, 20, dtype=torch.bool), None, [[0.0] * 20]])
+def test_a_result_of_another_shape_or_kind_is_an_error_that_names_the_request(result):
+    for processors in ([give(result)], [give(result), give(torch.zeros(1, 20))]):
+        seq = make(logits_processors=processors)
+        assert sample(torch.zeros(1, 20), [seq])[0] == [NO_TOKEN]
+        assert re.match(r"request 7: .* not floats of shape \(1, 20\)", str(seq.error))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_result_of_another_precision_counts(dtype):
+    forced = torch.tensor([[0.0, 5.0, -math.inf, math.inf]], dtype=dtype)
+    assert sample(torch.zeros(1, 4), [make(logits_processors=[give(forced)], seed=1)])[0] == [3]
+    chosen = torch.full((1, 4), -math.inf, dtype=dtype).index_fill(1, torch.tensor([2]), 1.5)
+    assert sample(torch.zeros(1, 4), [make(logits_processors=[give(chosen)], seed=1)])[0] == [2]
+
+
+def test_a_processor_gets_copies():
+    """It may keep them, and they don't change. It may overwrite them: the engine's own stay."""
+    kept = []
+
+    def keep(input_ids, scores):
+        kept.append((input_ids, scores))
+        return scores
+
+    def overwrite(input_ids, scores):
+        input_ids.zero_()
+        return scores.fill_(-1)
+
+    processors = [keep, overwrite, keep, overwrite]
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    for _ in range(2):
+        sample(logits, [make(logits_processors=processors, temperature=0.5, top_k=2)])
+    assert logits.tolist() == [[0, 1, 2]]
+    assert [scores.tolist() for _, scores in kept] == [[[0, 1, 2]], [[-1, -1, -1]]] * 2
+    assert all(input_ids.tolist() == [[1, 2, 3]] for input_ids, _ in kept)
+
+
+@pytest.mark.needs("strict")
+@pytest.mark.parametrize("temperature", [0, 0.5, 3.0])
+def test_an_infinite_score_forces_a_token(temperature):
+    def force(input_ids, scores):
+        scores[0, 7] = math.inf
+        return scores
+
+    for options in (dict(logits_processors=[force]), dict(logit_bias={7: 1e39})):
+        seq = make(temperature=temperature, **options)
+        assert sample(torch.randn(1, 20), [seq])[0] == [7]
+
+
+def test_own_processors(llm):
+    def only_seven(input_ids, scores):
+        assert input_ids.shape[0] == scores.shape[0] == 1
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([7]), 0.0)
+
+    params = SamplingParams(max_tokens=3, logits_processors=[only_seven])
+    assert token_ids(generate(llm, "a", params)) == [[7, 7, 7]]
+
+
+def test_a_processor_that_returns_nan_at_its_third_token(llm):
+    def poison(input_ids, scores):
+        return scores * math.nan if input_ids.shape[1] == num_prompt_tokens + 2 else scores
+
+    (expected,) = generate(llm, "Once upon a time")
+    num_prompt_tokens = len(expected.prompt_token_ids)
+    params = SamplingParams(temperature=0, max_tokens=12, logits_processors=[poison])
+    good, bad = generate(llm, ["Once upon a time"] * 2, [GREEDY, params])
+    assert good.outputs == expected.outputs
+    (completion,) = bad.outputs
+    assert completion.token_ids == expected.outputs[0].token_ids[:2]
+    assert expected.outputs[0].text.startswith(completion.text) and len(completion.text) > 1
+    assert completion.finish_reason == "error" and "processors" in completion.stop_reason
+
+
+@pytest.mark.parametrize("error", [GeneratorExit, StopIteration, KeyboardInterrupt])
+def test_what_a_processor_raises_is_not_taken_for_the_end(llm, error):
+    def raise_it(input_ids, scores):
+        raise error
+
+    params = SamplingParams(max_tokens=3, logits_processors=[raise_it])
+    expected = ValueError if issubclass(error, Exception) else (error, RuntimeError)
+    with pytest.raises(expected):
+        llm.generate(["a", "b"], [GREEDY, params], use_tqdm=False)
+    check_idle(llm)
+    with pytest.raises(expected):
+        list(llm.stream(["a", "b"], [GREEDY, params]))
+    check_idle(llm)
+
+
+# ----------------------------------------------------------------- beside other requests
+
+
+@pytest.fixture(scope="module")
+def tiny_llm(make_llm):
+    with make_llm(num_kv_blocks=128, max_num_seqs=8) as llm:
+        yield llm
+
+
+def run(llm, prompts: list, params: list[SamplingParams]) -> list:
+    """Adds requests by hand and runs them to their end."""
+    requests = llm.add(prompts, params)
+    while llm.engine.has_unfinished():
+        llm.step()
+    check_idle(llm)
+    return requests
+
+
+def fail_with(error: BaseException):
+    def failing(input_ids, scores):
+        if input_ids.shape[1] > 5:
+            raise error
+        return scores
+    return failing
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("error", [
+    ZeroDivisionError(), AssertionError(), RuntimeError("reused"), StopIteration()])
+def test_a_processor_that_raises_ends_its_own_request(tiny_llm, error, run_ahead):
+    use_policies(tiny_llm, run_ahead=run_ahead)
+    prompts = random_prompts([3, 4, 3, 4, 5], seed=9)
+    plain = [GREEDY, *[SamplingParams(seed=number, n=2) for number in range(4)]]
+    expected = [output.outputs for output in generate(tiny_llm, prompts, plain)]
+    params = plain[:]
+    failing = fail_with(error)
+    params[1] = SamplingParams(seed=0, n=2, logits_processors=[failing])
+    params[3] = SamplingParams(logits_processors=[fail_with(KeyError("other"))], seed=1)
+    outputs = [request.output() for request in run(tiny_llm, prompts, params)]
+    for number in (0, 2, 4):
+        assert [completion.token_ids for completion in outputs[number].outputs] == [
+            completion.token_ids for completion in expected[number]]
+    request_id = outputs[1].request_id
+    for found, wanted in zip(outputs[1].outputs, expected[1]):
+        assert found.finish_reason == "error" and found.token_ids == wanted.token_ids[:2]
+        assert found.stop_reason.startswith(f"request {request_id}: its logits processor {failing}")
+        assert str(error) in found.stop_reason and type(error).__name__ in found.stop_reason + str(
+            error and repr(error))
+    assert "KeyError('other')" in repr(outputs[3].outputs[0].stop_reason) or (
+        "other" in outputs[3].outputs[0].stop_reason)
+
+
+def test_the_error_of_a_processor_has_its_cause(tiny_llm):
+    use_policies(tiny_llm)
+    for error in (ZeroDivisionError("x"), AssertionError()):
+        params = SamplingParams(logits_processors=[lambda _, scores: scores, fail_with(error)])
+        (request,) = run(tiny_llm, random_prompts([3]), params)
+        assert isinstance(request.seq.error, ValueError)
+        assert request.seq.error.__cause__ is error
+        assert str(request.seq.error) == request.seq.stop_reason
+        assert request.seq.stop_reason.endswith(str(error) or repr(error))
+
+
+@pytest.mark.parametrize("result", [
+    torch.zeros(320), torch.zeros(1, 319), torch.zeros(2, 320), torch.tensor(0.0),
+    torch.zeros(1, 320, device="meta"), torch.zeros(1, 320).to_sparse(),
+    torch.zeros(1, 320, dtype=torch.int64), None, [[0.0] * 320]])
+def test_a_result_of_another_shape_or_kind_ends_its_own_request(tiny_llm, result):
+    use_policies(tiny_llm)
+    prompts = random_prompts([3, 4])
+    expected = token_ids(generate(tiny_llm, prompts))
+    for processors in ([lambda *_: result], [lambda *_: result, lambda _, scores: scores]):
+        params = [GREEDY, SamplingParams(logits_processors=processors)]
+        good, bad = run(tiny_llm, prompts, params)
+        assert good.output().outputs[0].token_ids == expected[0]
+        assert bad.seq.finish_reason == "error" and not bad.output().outputs[0].token_ids
+        assert isinstance(bad.seq.error.__cause__, TypeError)
+        assert "and not floats of shape (1, 320)" in bad.seq.stop_reason
+
+
+def test_a_processor_that_leaves_no_token_is_no_error_of_its_own(tiny_llm):
+    use_policies(tiny_llm)
+    nothing = SamplingParams(logits_processors=[lambda _, scores: scores - math.inf])
+    (request,) = run(tiny_llm, random_prompts([3]), [nothing])
+    assert request.seq.finish_reason == "error" and request.seq.error is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_is_no_exception_breaks_the_step(tiny_llm, error):
+    prompts = random_prompts([3, 4])
+    expected = token_ids(generate(tiny_llm, prompts))
+    params = [GREEDY, SamplingParams(logits_processors=[fail_with(error())])]
+    requests = tiny_llm.add(prompts, params)
+    with pytest.raises(error):
+        while tiny_llm.engine.has_unfinished():
+            tiny_llm.step()
+    assert token_ids(generate(tiny_llm, prompts)) == expected
+    check_idle(tiny_llm)
+    assert {request.seq.finish_reason for request in requests} == {"abort"}

@@ -1,0 +1,384 @@
+"""Models of transformers over the engine's cache: tokens as `model.generate` gives them, under each
+schedule; and what is refused, each for its reason. `tests/models/compare.py` runs all others."""
+
+import gc
+import json
+import logging
+import shutil
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "models"))
+
+import architectures  # noqa: E402
+import compare  # noqa: E402
+from fake_gpu import FakeGpu  # noqa: E402
+
+from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
+from nanoengine.model import Decoder  # noqa: E402
+from nanoengine_extensions.transformers_models import check  # noqa: E402
+
+GREEDY = compare.GREEDY
+# of each kind: windows, soft caps, sinks, no positions, learned positions, other angles, experts,
+# one expert each, latent attention, shared keys and values, scales, loops, several calls of a
+# layer, images, norms after the attention, upcast scores
+RUNNING = [
+    "mistral", "cohere2", "gemma2", "gpt_oss", "smollm3", "gpt2", "opt", "gpt_neox", "phi",
+    "stablelm", "starcoder2", "mixtral", "qwen3_moe", "olmoe", "mixtral top-1", "deepseek_v3",
+    "deepseek_v2 yarn", "gemma4_text", "granite", "hrm_text", "diffllama", "mimo_v2_flash",
+    "gemma3 images", "mistral3 images", "qwen3_vl images", "phi3", "olmo2", "glm4", "gpt2 upcast",
+    "llama partial", "llama gelu", "llama4 chunks", "dbrx"]
+IS_SLOW = {"gemma2", "gpt_oss", "mimo_v2_flash", "llama4 chunks"}
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """The folder of a tiny model, by its name in architectures.py."""
+    made: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in made:
+            # transformers before 5.24 lacks some
+            if name not in [*architectures.ARCHITECTURES, *architectures.VARIANTS]:
+                pytest.skip(f"no {name} in transformers {transformers.__version__}")
+            made[name] = tmp_path_factory.mktemp("model")
+            architectures.make(name, made[name])
+        return made[name]
+
+    return find
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, **compare.OPTIONS | options)
+
+
+def changed(folder: Path, target: Path, **entries: Any) -> Path:
+    """A copy of a model, with other entries in its config.json."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | entries))
+    return target
+
+
+def tokens(outputs: list[Any]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+# ------------------------------------------------------------------------------------ tokens
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_tokens_are_those_of_transformers(folder_of, name):
+    kind, what = compare.compare(folder_of(name))
+    assert (kind, what) == ("right", "slow attention" if name in IS_SLOW else "")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma2", "gpt_oss", "dbrx", "deepseek_v3"])
+def test_bfloat16_is_checked_in_float32(folder_of, name, monkeypatch):
+    errors = []
+    compared = check.compare
+
+    def spy(runner, model, ids, wanted, backend, dtype, most):
+        assert wanted.dtype == torch.float32
+        errors.append((dtype, most))
+        compared(runner, model, ids, wanted, backend, dtype, most)
+
+    monkeypatch.setattr(check, "compare", spy)
+    with make_llm(folder_of(name), dtype="bfloat16") as llm:
+        assert errors == [(torch.float32, 1e-3), (torch.bfloat16, 0.5)]
+        weights = {each.dtype for each in llm.engine.runner.model.embed_tokens.parameters()}
+        assert weights == {torch.bfloat16}
+        assert len(tokens(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False))[0][0]) == 24
+
+
+PROMPTS = compare.random_prompts((3, 21, 37, 11, 50))
+PROMPTS.append(PROMPTS[4][:33])
+DRAWN = SamplingParams(temperature=1.0, top_p=0.95, n=3, seed=7, max_tokens=12, ignore_eos=True)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "plain": {}, "chunks": dict(max_num_batched_tokens=9), "ahead": dict(run_ahead=True),
+    "mixed": dict(max_num_batched_tokens=8, scheduling="mixed"),
+    "recompute": dict(num_kv_blocks=7, max_model_len=90),
+    "swap": dict(num_kv_blocks=7, max_model_len=90, preemption_mode="swap", swap_space=0.01),
+    "gather": dict(attention_backend="gather", block_size=8),
+    "speculation": dict(speculation="prompt-lookup")}
+
+
+@pytest.mark.parametrize("name", ["cohere2", "gpt_oss", "deepseek_v3"])
+def test_schedules(folder_of, name):
+    """Greedy tokens are those of transformers; others are the same under all schedules."""
+    reference = compare.load_reference(folder_of(name))
+    expected = [[compare.expected_tokens(reference, prompt)] for prompt in PROMPTS]
+    drawn = []
+    for schedule, options in SCHEDULES.items():
+        with make_llm(folder_of(name), **dict(block_size=16) | options) as llm:
+            assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected, schedule
+            counts = llm.metrics()
+            preempted = sum(value for key, value in counts.items() if "preempt" in key)
+            assert bool(preempted) == (schedule in ("recompute", "swap")), counts
+            # from the prefix cache, and alone
+            outputs = llm.generate(PROMPTS[4:5], GREEDY, use_tqdm=False)
+            assert tokens(outputs) == expected[4:5] and outputs[0].num_cached_tokens
+            drawn.append(tokens(llm.generate(PROMPTS[:2], DRAWN, use_tqdm=False)))
+    assert drawn.count(drawn[0]) == len(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_prompt_logprobs_and_beams(folder_of, name):
+    reference = compare.load_reference(folder_of(name))
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    found = []
+    for options in ({}, dict(max_num_batched_tokens=9)):
+        with make_llm(folder_of(name), **options) as llm:
+            for output in llm.generate(PROMPTS, params, use_tqdm=False):
+                prompt = output.prompt_token_ids
+                with torch.inference_mode():
+                    logits = reference(torch.tensor([prompt]), use_cache=False).logits[0].double()
+                right = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+                given = [at[token].logprob for at, token in
+                         zip(output.prompt_logprobs[1:], prompt[1:])]
+                assert torch.allclose(torch.tensor(given).double(), right, atol=1e-3)
+            outputs = llm.beam_search([{"prompt_token_ids": PROMPTS[1]}], beams)
+            found.append([(beam.tokens, beam.cum_logprob) for beam in outputs[0].sequences])
+    assert [each for each, _ in found[0]] == [each for each, _ in found[1]]
+    best, score = found[0][0]
+    with torch.inference_mode():
+        logits = reference(torch.tensor([best]), use_cache=False).logits[0].double()
+    added = logits.log_softmax(-1)[range(20, len(best) - 1), best[21:]]
+    assert score == pytest.approx(float(added.sum()), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["cohere2", "gemma2"])
+@pytest.mark.parametrize("options", [
+    dict(attention_backend="gather", block_size=16),
+    dict(attention_backend="flash-attn", dtype="bfloat16")], ids=["gather", "flash-attn"])
+def test_a_gpu(folder_of, name, options):
+    """On a GPU that is not there: with flash-attn, soft caps are gathered, and nothing else."""
+    # a fake tensor cannot take the data of another one
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        with FakeGpu():
+            llm = make_llm(folder_of(name), device="cuda", max_model_len=200, **options)
+            assert not llm.engine.runner.graphs.captured
+            assert llm.engine.runner.backend == options["attention_backend"]
+            found = tokens(llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False))
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    if "dtype" not in options:
+        reference = compare.load_reference(folder_of(name))
+        assert found == [[compare.expected_tokens(reference, prompt)] for prompt in PROMPTS[:3]]
+
+
+# -------------------------------------------------------------------------- which one computes
+
+
+def test_own_families_stay_native(tiny):
+    with LLM(tiny, dtype="float32", num_kv_blocks=24) as llm:
+        assert isinstance(llm.engine.runner.model, Decoder)
+        expected = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    with LLM(tiny, dtype="float32", num_kv_blocks=24, model_impl="transformers") as llm:
+        assert not isinstance(llm.engine.runner.model, Decoder)
+        output = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0]
+        assert output.token_ids == expected
+    with pytest.raises(ValueError, match="model_impl='vllm' is not accepted"):
+        LLM(tiny, model_impl="vllm")
+
+
+def test_auto_takes_an_architecture_that_is_not_native(folder_of):
+    with make_llm(folder_of("gpt2"), model_impl="auto") as llm:
+        assert not isinstance(llm.engine.runner.model, Decoder)
+    with pytest.raises(ValueError, match="is not computed by the engine itself .* model_impl='tr"):
+        make_llm(folder_of("gpt2"), model_impl="native")
+
+
+def test_auto_takes_no_damaged_config(folder_of, tmp_path):
+    """What the engine refuses of its own families, it does not give to transformers."""
+    broken = changed(folder_of("llama gelu"), tmp_path)
+    with pytest.raises(ValueError, match="the model's hidden_act='gelu' is not accepted"):
+        make_llm(broken, model_impl="auto")
+
+
+def test_its_rows_are_not_taken_for_invariant(folder_of):
+    with pytest.raises(ValueError, match="batch_invariant=True is not accepted"):
+        make_llm(folder_of("gpt2"), batch_invariant=True)
+
+
+# ---------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name, reason", [
+    ("lfm2 conv", r"its layers of kind \['conv'\] keep what is not in a KV cache"),
+    ("qwen3_next", r"its layers of kind \['linear_attention'\] keep"),
+    ("deepseek_v32", r"its layers of kind \['indexed_attention'\] keep"),
+    ("bart", "it counts positions by itself"), ("roberta", "its logits in a step differ"),
+    ("falcon", "it does not let a library compute its attention"),
+    ("xlm", "it does not let a library compute its attention"),
+    ("moshi", "transformers contradicts itself: its cache keeps 8 tokens"),
+    ("llama4_text", "it counts positions by itself")])
+def test_what_is_not_computed_the_same_is_refused(folder_of, name, reason):
+    with pytest.raises(ValueError, match=f"model_type='.*' is not accepted, since {reason}.*: it "
+                                         "must be one that docs/models.md lists$"):
+        make_llm(folder_of(name))
+
+
+def test_llama_4_is_refused_though_no_short_check_finds_it(folder_of, tmp_path):
+    """Its queries grow from position 8,192 on, by their places in a row of tokens."""
+    folder = changed(folder_of("llama4_text"), tmp_path, floor_scale=8192)
+    with pytest.raises(ValueError, match="it counts positions by itself"):
+        make_llm(folder)
+
+
+def test_moshi_with_a_window_that_holds_all_tokens_runs(folder_of):
+    assert compare.compare(folder_of("moshi wide")) == ("right", "")
+
+
+@pytest.mark.parametrize("entries, message", [
+    (dict(is_encoder_decoder=True), "encoder"),
+    (dict(auto_map={"AutoConfig": "a.B"}, model_type="unknown"), "has code of its own"),
+    (dict(architectures=["GPT2ForTokenClassification"]), "does not write text"),
+    (dict(architectures=["NoneForCausalLM"]), "transformers has no architectures"),
+    (dict(architectures=None), "has no architectures")])
+def test_other_kinds_of_models(folder_of, tmp_path, entries, message):
+    with pytest.raises(ValueError, match=message):
+        make_llm(changed(folder_of("gpt2"), tmp_path, **entries))
+
+
+def test_code_of_a_model_is_not_run_where_transformers_has_its_own(folder_of, tmp_path):
+    """Phi-3's config.json names code on the hub, which transformers does not need."""
+    entries = {"auto_map": {"AutoConfig": "configuration.Other", "AutoModelForCausalLM": "m.O"}}
+    folder = changed(folder_of("phi3"), tmp_path, **entries)
+    assert compare.compare(folder) == ("right", "")
+
+
+def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
+    folder = changed(folder_of("gpt2"), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    name = next(each for each in weights if each.endswith("ln_1.weight"))
+    save_file(weights | {"transformer.more.weight": weights[name].clone()},
+              folder / "model.safetensors", metadata={"format": "pt"})
+    with make_llm(folder):
+        assert "transformers does not use ['transformer.more.weight']" in caplog.text
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"its safetensors lack .*{name}"):
+        make_llm(folder)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(tensor_parallel_size=2), "tensor_parallel_size=2 is not accepted: it must be 1 for a "),
+    (dict(cpu_offload_gb=1), "cpu_offload_gb"),
+    (dict(attention_backend="numba"), "attention_backend='numba' is not accepted")])
+def test_options_that_need_an_own_model(folder_of, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_llm(folder_of("gemma2"), **options)
+
+
+def test_a_model_that_does_not_fit(folder_of, tmp_path):
+    folder = changed(folder_of("gpt2"), tmp_path, n_embd=2**18, n_inner=2**20)
+    with pytest.raises(ValueError, match=r"GiB of weights' is not accepted: it must be smaller"):
+        make_llm(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_a_closed_engine_frees_its_memory(folder_of, name):
+    llm = make_llm(folder_of(name))
+    llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    model = llm.engine.runner.model
+    left = [weakref.ref(each) for each in (model, model.layers, model.calls[0].cache)]
+    del model
+    llm.close()
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
+
+
+@pytest.mark.parametrize("name, longest", [("phi3 longrope", 40), ("llama dynamic", 512)])
+def test_angles_that_depend_on_the_longest_sequence(folder_of, caplog, name, longest):
+    with make_llm(folder_of(name)) as llm:
+        assert llm.inputs.max_model_len == longest
+        assert ("max_model_len is at most 40" in caplog.text) == (longest == 40)
+    with pytest.raises(ValueError, match=f"max_model_len={longest + 1} is not accepted"):
+        make_llm(folder_of(name), max_model_len=longest + 1)
+
+
+@pytest.mark.parametrize("change", ["window", "scale", "kv"])
+def test_the_check_finds_what_is_computed_wrong(folder_of, monkeypatch, change):
+    """A wrong window, scale, or order of heads, in one call of the first layer."""
+    record = check.record
+
+    def wrong(*arguments):
+        first, *others = record(*arguments)
+        changes = {"window": dict(window=4), "scale": dict(scale=first.scale * 1.1),
+                   "kv": dict(scale=-first.scale)}[change]
+        return [first._replace(**changes), *others]
+
+    monkeypatch.setattr(check, "record", wrong)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ValueError, match="its logits in a step differ from those of transf"):
+            make_llm(folder_of("qwen3_moe"), dtype=dtype)
+
+
+# ---------------------------------------------------------------------------- counted tokens
+
+
+def has_counted(function) -> bool:
+    with check.Watch(19) as watch:
+        function(torch.ones(19, 4))
+    return watch.has_counted
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: x * torch.arange(19)[:, None],
+    lambda x: x + (torch.arange(19) + 1.0)[:, None],
+    lambda x: torch.arange(19, dtype=torch.float32).cos(),
+    lambda x: torch.ones(100, 4)[torch.arange(19)],
+    lambda x: torch.nn.functional.embedding(torch.arange(19), torch.ones(100, 4)),
+    lambda x: torch.where(torch.arange(19) > 8, 1.0, 2.0),
+    lambda x: x.masked_fill((torch.arange(19) > 8)[:, None], 0.0),
+    lambda x: torch.ones(1, 19, dtype=torch.int64).cumsum(-1).float(),
+    lambda x: x * torch.ones(19, dtype=torch.int64).cumsum(0).view(19, 1)])
+def test_positions_that_are_counted(function):
+    assert has_counted(function)
+
+
+def sorted_and_back(x):
+    order = torch.randperm(19)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(19)
+    assert torch.equal(x[order][inverse], x)
+
+
+@pytest.mark.parametrize("function", [
+    sorted_and_back, lambda x: x[torch.arange(19)], lambda x: x * torch.arange(4),
+    lambda x: x.index_select(0, torch.arange(19)), lambda x: x[torch.arange(19).flip(0)],
+    lambda x: x.new_zeros(19, 4).index_add_(0, torch.arange(19), x)])
+def test_rows_that_are_only_moved(function):
+    assert not has_counted(function)
+
+
+# ------------------------------------------------------------------------------------- masks
+
+
+@pytest.mark.parametrize("mask, found", [
+    (lambda b, h, q, k: k <= q, (None, True)),
+    (lambda b, h, q, k: (k <= q) & (k > q - 8), (8, True)),
+    (lambda b, h, q, k: (k <= q) & (k > q - 100), (None, True)),
+    (lambda b, h, q, k: (k <= q) & (k // 8 == q // 8), (4, False)),
+    (lambda b, h, q, k: (k <= q) & ((k > q - 8) | (k < 2)), (10, False)),
+    (lambda b, h, q, k: (k <= q + 1) & (k > q - 8), (8, False))])
+def test_windows_are_found_by_what_a_mask_says(mask, found):
+    assert check.window_of(mask, 100) == found
+
+
+def test_how_much_a_token_takes_is_said(folder_of, caplog):
+    """Latent attention runs uncompressed: 3 layers of 4 heads of 24 numbers, for K and for V."""
+    with caplog.at_level(logging.INFO), make_llm(
+            folder_of("deepseek_v3"), attention_backend="gather"):
+        assert f"a token takes {3 * 2 * 4 * 24 * 4} bytes" in caplog.text

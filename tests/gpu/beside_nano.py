@@ -1,0 +1,176 @@
+"""nano-vllm's own benchmark, by nano-vllm and by nanoengine, on the same weights and one card.
+
+    python3 tests/gpu/beside_nano.py make                  # random weights of Qwen3-0.6B's shape
+    python3 tests/gpu/beside_nano.py ours [--repeat 2] [--run-ahead 0] [--backend triton] …
+    python3 tests/gpu/beside_nano.py nano [--repeat 2]
+
+It finds nano-vllm (github.com/GeeeekExplorer/nano-vllm) in the folder .nano of the repository.
+
+256 prompts of 100 to 1024 random tokens, 100 to 1024 new ones each, temperature 0.6, EOS ignored
+(its bench.py, seed 0). A warm-up with other lengths comes first. A repetition has other tokens, so
+that no prefix cache helps. Neither engine makes text. REHEARSAL=1: a tiny model on a CPU, eager.
+"""
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+DRY = bool(os.environ.get("REHEARSAL"))
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path("/tmp/rehearsal_model" if DRY else "/tmp/model_of_0.6b")
+DEVICE = "cpu" if DRY else "cuda"
+DTYPE = torch.bfloat16
+
+
+def make() -> None:
+    """Writes config.json and model.safetensors, with the names of transformers' checkpoints."""
+    from safetensors.torch import save_file
+    config = json.loads((ROOT / "models/qwen3-0.6b/config.json").read_text())
+    if DRY:
+        config |= dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, head_dim=32,
+                       num_attention_heads=4, num_key_value_heads=2, vocab_size=10_001)
+    # both names: nano-vllm reads `config.dtype`
+    config["dtype"] = config["torch_dtype"] = str(DTYPE).removeprefix("torch.")
+    size, inner, dim = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = (dim * config[name] for name in ("num_attention_heads", "num_key_value_heads"))
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def drawn(*shape):
+        numbers = torch.empty(shape, dtype=torch.float32, device=DEVICE)
+        return numbers.uniform_(-0.03, 0.03, generator=generator).to("cpu", DTYPE)
+
+    tensors = {"model.embed_tokens.weight": drawn(config["vocab_size"], size)}
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in {
+                "self_attn.q_proj": (queries, size), "self_attn.k_proj": (keys, size),
+                "self_attn.v_proj": (keys, size), "self_attn.o_proj": (size, queries),
+                "mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size),
+                "mlp.down_proj": (size, inner)}.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = drawn(*shape)
+        for name, length in {"input_layernorm": size, "post_attention_layernorm": size,
+                             "self_attn.q_norm": dim, "self_attn.k_norm": dim}.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(length, dtype=DTYPE)
+    tensors["model.norm.weight"] = torch.ones(size, dtype=DTYPE)
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / "config.json").write_text(json.dumps(config))
+    save_file(tensors, FOLDER / "model.safetensors", metadata={"format": "pt"})
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    print(f"== {num_bytes / 2**20:,.0f} MiB of weights")
+
+
+def workload(args, number: int) -> tuple[list[list[int]], list[int]]:
+    """In the order of nano-vllm's bench.py; a repetition moves all token ids by some."""
+    rng = random.Random(0)
+    most_in, most_out = (40, 40) if DRY else (1024, 1024)
+    least = 10 if DRY else 100
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(least, most_in))]
+               for _ in range(args.num_seqs)]
+    lengths = [(not DRY and args.output) or rng.randint(least, most_out) for _ in prompts]
+    return [[(token + 17 * number) % 10_001 for token in prompt] for prompt in prompts], lengths
+
+
+def warm_up(number: int) -> tuple[list[list[int]], list[int]]:
+    """Several prompts at once, of other numbers, so that torch.compile sees that shapes change."""
+    rng = random.Random(1 + number)
+    lengths = ([3, 9, 17, 8] if DRY else [700, 100, 333, 1000, 512, 64, 901, 257])[number:]
+    prompts = [[rng.randint(0, 10000) for _ in range(length)] for length in lengths]
+    return prompts, [8] * len(lengths)
+
+
+def run_ours(args) -> None:
+    from nanoengine import LLM, SamplingParams
+    backend = "auto" if DRY else args.backend
+    options = dict(enforce_eager=bool(args.eager), attention_backend=backend)
+    if args.run_ahead is not None:
+        options["run_ahead"] = bool(args.run_ahead)
+    began = time.perf_counter()
+    llm = LLM(FOLDER, max_model_len=200 if DRY else args.max_model_len, device=DEVICE,
+              **options)
+    print(f"made in {time.perf_counter() - began:.1f} s: {llm.metrics()['attention_backend']}, "
+          f"{llm.engine.runner.num_kv_blocks} blocks, "
+          f"{len(llm.engine.runner.graphs.captured)} graphs", flush=True)
+
+    def generate(prompts, lengths):
+        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in lengths]
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params,
+                               use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+    measure(args, generate)
+    if DEVICE == "cuda":
+        print(f"GPU memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB reserved at most")
+
+
+def run_nano(args) -> None:
+    """nano-vllm as it is, but for what this machine does not have."""
+    sys.path.insert(0, str(ROOT / ".nano"))
+    import transformers
+    import torch.distributed as dist
+    # 1. no network: a store in this process in place of tcp://localhost:2333
+    init = dist.init_process_group
+    kind = "gloo" if DRY else "nccl"
+    dist.init_process_group = lambda *_, world_size, rank, **others: init(
+        kind, store=dist.HashStore(), world_size=world_size, rank=rank)
+    # 2. no tokenizer: prompts are token ids, and text costs it no time
+    transformers.AutoTokenizer.from_pretrained = lambda *_, **others: SimpleNamespace(
+        eos_token_id=151_645, decode=lambda ids: "", encode=lambda text: [1])
+    if DRY:
+        import nano_on_cpu  # noqa: F401
+    from nanovllm import LLM, SamplingParams
+    began = time.perf_counter()
+    llm = LLM(str(FOLDER), enforce_eager=DRY or bool(args.eager),
+              max_model_len=200 if DRY else 4096)
+    config = llm.model_runner.config
+    assert config.hf_config.dtype == DTYPE, config.hf_config.dtype
+    print(f"made in {time.perf_counter() - began:.1f} s: {config.num_kvcache_blocks} blocks, "
+          f"{len(getattr(llm.model_runner, 'graphs', ()))} graphs", flush=True)
+
+    def generate(prompts, lengths):
+        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in lengths]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [len(output["token_ids"]) for output in outputs]
+    measure(args, generate)
+
+
+def measure(args, generate) -> None:
+    for number in range(3):
+        generate(*warm_up(number))
+    rates = []
+    for number in range(args.repeat):
+        prompts, lengths = workload(args, number)
+        began = time.perf_counter()
+        found = generate(prompts, lengths)
+        seconds = time.perf_counter() - began
+        assert found == lengths, "not all tokens were generated"
+        rates.append(sum(lengths) / seconds)
+        print(f"{sum(map(len, prompts)):,} tokens in, {sum(lengths):,} out, {seconds:.2f} s, "
+              f"{rates[-1]:.1f} tokens/s", flush=True)
+    print(f"== {max(rates):.1f} output tokens/s, the best of {len(rates)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("make", "ours", "nano"))
+    parser.add_argument("--num-seqs", type=int, default=6 if DRY else 256)
+    parser.add_argument("--output", type=int, default=0)
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--max-model-len", type=int, default=4096, help="of ours")
+    parser.add_argument("--run-ahead", type=int)
+    parser.add_argument("--eager", type=int, default=0)
+    parser.add_argument("--backend", default="auto")
+    args = parser.parse_args()
+    if args.what == "make":
+        make()
+        return
+    if not (FOLDER / "model.safetensors").exists():
+        make()
+    (run_ours if args.what == "ours" else run_nano)(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Policies from outside: a function or a table entry of one's own."""
+
+from collections import Counter
+
+import pytest
+from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
+
+from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
+
+PROMPTS = random_prompts([40, 7, 33, 18, 25, 12], seed=5)
+
+FEW_BLOCKS = dict(num_kv_blocks=9, max_num_seqs=6)
+
+TABLES = {"scheduling": BATCHING, "preemption_victim": VICTIMS, "kv_allocation": KV_ALLOCATION}
+
+
+@pytest.fixture(scope="module")
+def expected(make_llm):
+    with make_llm() as llm:
+        return token_ids(generate(llm, PROMPTS))
+
+
+class Own:
+    """A policy of each kind, as a user might write it, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def scheduling(self, scheduler):
+        """One prompt at a time, between two decodes."""
+        self.calls["scheduling"] += 1
+        waiting = scheduler.waiting
+        later = [waiting.pop() for _ in range(len(waiting) - 1)]
+        batch = scheduler.build([*scheduler.running], admit=True)
+        waiting.extend(reversed(later))
+        return batch
+
+    def preemption_victim(self, running):
+        self.calls["preemption_victim"] += 1
+        return running[0]
+
+    def kv_allocation(self, seq, max_model_len):
+        self.calls["kv_allocation"] += 1
+        return seq.num_prompt_tokens + 4
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_function_of_ones_own(make_llm, expected, name):
+    own = Own()
+    with make_llm(**FEW_BLOCKS, **{name: getattr(own, name)}) as llm:
+        assert token_ids(generate(llm, PROMPTS)) == expected
+        assert llm.metrics()["num_preemptions"] > 0
+    assert own.calls[name] > 0
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_entry_of_ones_own(make_llm, expected, monkeypatch, name):
+    own = Own()
+    monkeypatch.setitem(TABLES[name], "own", getattr(own, name))
+    with make_llm(**FEW_BLOCKS, **{name: "own"}) as llm:
+        assert token_ids(generate(llm, PROMPTS)) == expected
+    assert own.calls[name] > 0
+
+
+@pytest.mark.parametrize("num_tokens", [10**6, 10**12])
+def test_an_allocation_of_more_than_there_is_reserves_all(make_llm, expected, num_tokens):
+    with make_llm(**FEW_BLOCKS, kv_allocation=lambda seq, max_model_len: num_tokens) as llm:
+        assert token_ids(generate(llm, PROMPTS)) == expected
+        assert llm.metrics()["mean_batch"] == 1 and llm.metrics()["num_preemptions"] == 0
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("value", ["fair", 7, ["youngest"], {}, ("mixed",), b"mixed"])
+def test_what_is_neither_a_name_nor_a_function(make_llm, name, value):
+    with pytest.raises(ValueError) as error:
+        make_llm(**{name: value})
+    assert name in str(error.value) and "or a function" in str(error.value)
+    assert all(repr(known) in str(error.value) for known in TABLES[name])
+
+
+def test_a_function_that_fails_ends_the_call_and_leaves_an_engine(make_llm, expected):
+    broken = True
+
+    def sometimes(running):
+        return None if broken else running[-1]
+
+    with make_llm(**FEW_BLOCKS, preemption_victim=sometimes) as llm:
+        with pytest.raises(ValueError):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        broken = False
+        assert token_ids(generate(llm, PROMPTS)) == expected
+
+
+@pytest.mark.parametrize("victim", [None, "youngest", 3])
+def test_a_victim_that_does_not_run_is_named(make_llm, victim):
+    with make_llm(**FEW_BLOCKS, preemption_victim=lambda running: victim) as llm:
+        with pytest.raises(ValueError, match="preemption_victim=.*one that returns a running"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        check_idle(llm)
