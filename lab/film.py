@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoengine.sequence import Batch, Sequence
 from nanoengine.engine import Engine
+from nanoengine.sequence import Batch, Sequence
 from nanoengine_extensions.metrics import RequestMetrics
 from .compare import COMPARISONS, run_until
 from .options import Parser, Workload

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.config import EngineConfig
+from nanoengine.sequence import Batch, Row, Sequence
 from .drawing import draw_grid
 from .figures import in_short, write_json
 from .options import Parser, picture

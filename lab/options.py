@@ -15,9 +15,9 @@ from typing import Any, NoReturn, get_type_hints
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.features import ALWAYS
-from nanoengine.observers import Features
 from nanoengine.loader import find_model, load_config, load_tokenizer
 from nanoengine.model_runner import choose_device
+from nanoengine.observers import Features
 
 ROOT = Path(__file__).resolve().parent.parent
 # models without weights

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from nanoengine import LLM
-from nanoengine.sequence import Batch, Sequence
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.observers import Features
+from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
 from nanoengine_extensions.metrics import Metrics, RequestMetrics, StepRecord, metrics_of
 from .compare import Options, compare, comparison_parser, run_until, run_variant

@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
-from nanoengine.sequence import Batch, Sequence
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.features import extension
 from nanoengine.observers import Feature, Features
 from nanoengine.policies import find_policy
 from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
 
 

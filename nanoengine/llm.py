@@ -22,9 +22,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoengine.features import ALWAYS, asked_by, extension, is_installed, naming, rejected
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.features import ALWAYS, asked_by, extension, is_installed, naming, rejected
 from nanoengine.kernels import kernels
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.features import OBSERVERS, extension, is_installed
+from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import Launched
 
 

@@ -8,8 +8,8 @@ policy of your own that runs nothing would hang the engine: guards.py there noti
 from collections.abc import Callable
 from typing import Any
 
-from nanoengine.sequence import Batch, Sequence
 from nanoengine.features import extension, rejected
+from nanoengine.sequence import Batch, Sequence
 
 
 def prefill_first(scheduler: Any) -> Batch:

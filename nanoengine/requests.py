@@ -19,8 +19,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from nanoengine.features import asked_by, extension, is_installed, logger, naming, rejected
 from nanoengine.config import EngineConfig
+from nanoengine.features import asked_by, extension, is_installed, logger, naming, rejected
 from nanoengine.loader import find_model, load_eos, load_tokenizer
 from nanoengine.observers import Features
 from nanoengine.sampling_params import SamplingParams
@@ -197,7 +197,8 @@ class InputProcessor:
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, without `skip_tokenizer_init=True`")
+            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
+                           "there is none in its folder, or `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Any, params: Params, priority: Any = None) -> list[Request]:

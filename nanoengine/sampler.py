@@ -66,9 +66,8 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
                 feature.edit(scores, chosen, last_sampled)
         part = draws.of(index)
         scale(scores, part.temperature)
-        top_ks = [seq.params.top_k for seq in chosen]
         tokens, weights = (library.truncate or truncate)(
-            scores, part, truncations, top_ks, library)
+            scores, part, truncations, [seq.params.top_k for seq in chosen], library)
         places = (library.draw or draw)(weights, part.uniform)
         found[index] = tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
     return found.where(found >= 0, NO_TOKEN)

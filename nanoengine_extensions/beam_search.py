@@ -22,13 +22,13 @@ from heapq import nlargest
 from typing import Any
 from weakref import WeakValueDictionary
 
-from nanoengine.sequence import Batch, Sequence
 from nanoengine.features import rejected, strict
 from nanoengine.llm import LLM
 from nanoengine.observers import Feature
 from nanoengine.requests import Request
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
 
 

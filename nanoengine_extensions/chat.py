@@ -6,7 +6,6 @@ finds in its syntax tree.
 """
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import lru_cache
@@ -17,11 +16,9 @@ from jinja2 import nodes
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from nanoengine.features import naming, rejected
+from nanoengine.features import logger, naming, rejected
 from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, Params, RequestOutput
-
-logger = logging.getLogger("nanoengine")
 
 
 def chat(llm: LLM, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,

@@ -4,10 +4,9 @@
 """
 
 import json
-import logging
 from pathlib import Path
 
-from nanoengine.features import is_installed, naming, rejected
+from nanoengine.features import is_installed, logger, naming, rejected
 from nanoengine.sampling_params import SamplingParams
 
 # the entries of generation_config.json that are used, as in vLLM, with our names
@@ -29,8 +28,7 @@ def load_defaults(folder: Path) -> SamplingParams:
         ignored = [name for name in given.keys() - GENERATION_ENTRIES.keys()
                    if HARMLESS.get(name, False) not in (given[name], None)]
         if ignored:
-            logging.getLogger("nanoengine").warning(
-                f"{file}: {sorted(ignored)} have no effect here")
+            logger.warning(f"{file}: {sorted(ignored)} have no effect here")
         eos = given.get("eos_token_id", [])
         if not all(type(token_id) is int for token_id in (eos if isinstance(eos, list) else [eos])):
             raise rejected("eos_token_id", eos, "a token id, or a list of them")

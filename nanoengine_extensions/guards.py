@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from nanoengine.sequence import Batch, Sequence
-from nanoengine.features import logger, rejected
 from nanoengine.engine import Engine
+from nanoengine.features import logger, rejected
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import Batch, Sequence
 
 
 class Guards(Feature):

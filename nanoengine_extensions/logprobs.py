@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.features import Condition, rejected
 from nanoengine.observers import Feature
 from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
 from nanoengine.sampler import max_rows
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import send
 
 CONDITIONS: list[Condition] = [

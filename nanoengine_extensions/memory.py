@@ -10,10 +10,10 @@ from dataclasses import fields
 import psutil
 import torch
 
-from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.features import OBSERVERS, asked_by, extension, is_installed
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import Batch, Row, Sequence
 
 # parameters with which a step needs the most memory
 MOST = {"min_p": 0.1, "top_p": 0.9, "presence_penalty": 1.0, "logit_bias": {0: 1.0}, "logprobs": 20}

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanoengine.sequence import Batch, Sequence
 from nanoengine.engine import Engine
 from nanoengine.observers import Feature
-from nanoengine.step_inputs import Launched
 from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
+from nanoengine.sequence import Batch, Sequence
+from nanoengine.step_inputs import Launched
 
 # Messages go to stderr, or to the user's own handlers if there are any.
 # logging.getLogger("nanoengine").setLevel("ERROR") silences them.

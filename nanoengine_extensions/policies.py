@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from nanoengine.sequence import Batch, Sequence
 from nanoengine.features import naming, rejected
 from nanoengine.observers import Feature
 from nanoengine.policies import BATCHING, KV_ALLOCATION, ORDERS, VICTIMS, find_policy
 from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import Batch, Sequence
 
 
 def highest(rank: Callable[[Any], float]) -> Callable[[Any], Any]:

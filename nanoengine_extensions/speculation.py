@@ -44,12 +44,12 @@ from typing import Any
 
 import torch
 
-from nanoengine.sequence import NO_TOKEN, Batch, Copies, Row, Sequence
-from nanoengine.features import Condition, naming
 from nanoengine.config import EngineConfig
+from nanoengine.features import Condition, naming
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features
 from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import NO_TOKEN, Batch, Copies, Row, Sequence
 from nanoengine.step_inputs import Launched
 
 Guesses = dict[Sequence, list[int]]

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import torch
 
-from nanoengine.sequence import Copies, Sequence
 from nanoengine.block_manager import BlockManager
-from nanoengine.features import extension, is_installed, rejected
 from nanoengine.config import EngineConfig
+from nanoengine.features import extension, is_installed, rejected
+from nanoengine.sequence import Copies, Sequence
 
 
 def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:

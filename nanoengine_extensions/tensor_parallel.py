@@ -33,12 +33,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoengine.sequence import Batch, Copies
-from nanoengine.features import Condition, rejected
 from nanoengine.config import EngineConfig
+from nanoengine.features import Condition, rejected
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features
+from nanoengine.sequence import Batch, Copies
 from nanoengine.step_inputs import Launched, StepShape
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from nanoengine.features import Condition
 from nanoengine.engine import Engine
+from nanoengine.features import Condition
 from nanoengine.observers import Feature, Launched
 from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sequence import Sequence

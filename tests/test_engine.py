@@ -23,10 +23,10 @@ from conftest import (
 from nanoengine import BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.observers import Features
 from nanoengine.model_runner import ModelRunner
-from nanoengine.step_inputs import Launched
+from nanoengine.observers import Features
 from nanoengine.sequence import Sequence
+from nanoengine.step_inputs import Launched
 from nanoengine_extensions.metrics import Metrics, metrics_of
 
 # ------------------------------------------------------- the engine over a made-up runner

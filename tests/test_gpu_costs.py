@@ -16,9 +16,9 @@ from conftest import random_prompts
 from fake_gpu import HAS_TRITON, FakeGpu
 
 from nanoengine import LLM, SamplingParams, sampler
-from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.cuda_graphs import padded
 from nanoengine.kernels import kernels
+from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import Draws, draws_of
 from nanoengine_extensions import dummy
 from nanoengine_extensions.tensor_parallel import RankRunner

@@ -12,11 +12,11 @@ from conftest import random_prompts
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
-from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.loader import context_length, load_config
 from nanoengine.model_runner import ModelRunner, choose_device, choose_dtype
+from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
 from nanoengine_cpu import memory
 

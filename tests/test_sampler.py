@@ -9,8 +9,8 @@ import torch
 from feature_helpers import FEATURES, constrain
 
 from nanoengine import SamplingParams, kernels, sampler
-from nanoengine.sequence import NO_TOKEN, Row, Sequence, hash64
 from nanoengine.observers import Features
+from nanoengine.sequence import NO_TOKEN, Row, Sequence, hash64
 from nanoengine.step_inputs import Draws
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)

@@ -18,14 +18,14 @@ import torch
 from conftest import check_blocks, overtaking
 
 from nanoengine import SamplingParams
-from nanoengine.sequence import NO_TOKEN, Batch, Copies, Sequence
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, make_block_manager
 from nanoengine.observers import Features
-from nanoengine.requests import Request
 from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
+from nanoengine.requests import Request
 from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import NO_TOKEN, Batch, Copies, Sequence
 from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way
 from nanoengine_extensions.guards import Guards
 from nanoengine_extensions.logprobs import Logprobs, RowLogprobs

@@ -17,7 +17,6 @@ its projection. So a library of kernels that knows the one also makes the other 
 """
 
 import copy
-import logging
 import math
 import sys
 import threading
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from nanoengine.features import extension, is_installed, rejected
+from nanoengine.features import extension, is_installed, logger, rejected
 from nanoengine.model import Attention
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.check import Mask, NotComputed, Recorded, check_model
@@ -231,7 +230,7 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
         original = each.get("original_max_position_embeddings") or longest
         if each.get("rope_type") in BY_LENGTH and original < longest:
             longest = original
-            logging.getLogger("nanoengine").warning(
+            logger.warning(
                 f"max_model_len is at most {longest}: beyond it, "
                 f"rope_type={each['rope_type']!r} depends on the longest sequence of a step")
     described = PretrainedConfig()
@@ -265,7 +264,7 @@ def load_causal(runner: Any, folder: Path) -> Any:
         if found["missing_keys"]:
             raise NotComputed(f"its safetensors lack {sorted(found['missing_keys'])[:3]}")
         if found["unexpected_keys"]:
-            logging.getLogger("nanoengine").warning(
+            logger.warning(
                 f"transformers does not use {sorted(found['unexpected_keys'])[:3]} and others")
     # fp8 and mxfp4 are unpacked where there is no GPU for them
     if hasattr(causal, "hf_quantizer"):

@@ -9,7 +9,6 @@
 What is computed in another way is refused, and never run.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from functools import lru_cache
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
+from nanoengine.features import logger
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 
@@ -196,7 +196,7 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
         backend = "gather"
     runner.kernels.optimize(model, has_attention=BACKENDS[backend].attend is None)
     token_bytes = compare(runner, model, ids, wanted, backend, runner.dtype, MOST)
-    logging.getLogger("nanoengine").info(
+    logger.info(
         f"transformers computes the model, without CUDA graphs: a token takes {token_bytes} "
         f"bytes of the KV cache, {kv_heads} heads of {head_dim} in each of {len(calls)} calls")
 

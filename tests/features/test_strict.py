@@ -11,8 +11,8 @@ from conftest import GREEDY
 from test_sampler import make as make_row, sample
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
-from nanoengine.features import naming
 from nanoengine.config import EngineConfig
+from nanoengine.features import naming
 from nanoengine_extensions import vllm
 from nanoengine_extensions.chat import render
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanoengine.requests import Request
 from nanoengine import SamplingParams
+from nanoengine.requests import Request
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.logprobs import Logprobs, RowLogprobs, text_of
 from nanoengine_extensions.texts import Text, Texts, stop_finder

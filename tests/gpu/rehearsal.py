@@ -21,10 +21,10 @@ def pytest_configure(config) -> None:
     from fake_gpu import FakeGpu
     from nanoengine.sequence import Batch
     from nanoengine.cuda_graphs import padded
-    from nanoengine_extensions import dummy, gpu_memory
+    from nanoengine_extensions import dummy, memory
     torch.cuda.set_sync_debug_mode = lambda mode: None
     # the largest step would take a CPU half a minute
-    gpu_memory.largest_batch = lambda runner: padded(Batch(), runner.config.max_num_seqs)
+    memory.largest_batch = lambda runner: padded(Batch(), runner.config.max_num_seqs)
     dummy.fill = fill
     config.fake_gpu = FakeGpu(num_bytes=2**29)
     config.fake_gpu.__enter__()

@@ -21,9 +21,9 @@ import nanoengine_gpu
 from nanoengine import SamplingParams, sampler
 from nanoengine import model as plain
 from nanoengine.attention import gather_attention
-from nanoengine.sequence import NO_TOKEN, Row, Sequence
 from nanoengine.kernels import Kernels
 from nanoengine.loader import load_model
+from nanoengine.sequence import NO_TOKEN, Row, Sequence
 from nanoengine.step_inputs import Draws, draws_of
 from nanoengine_gpu import (
     attention, draw, nucleus, optimize, paged_attention, rms_norm, store_heads, swiglu)
