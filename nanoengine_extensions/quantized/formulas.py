@@ -23,17 +23,39 @@ ROWS = 256
 
 
 class Grouped(NamedTuple):
-    """A weight in groups of inputs.
+    """A weight in groups of inputs: (number - zero) * scale + low.
 
-    numbers: (outputs, inputs), whole numbers.
-    scales, zeros: (outputs, groups); no zeros: all are 0.
+    numbers: (outputs, inputs), whole numbers of so many bits; in int8 they have a sign.
+    scales, zeros, lows: (outputs, groups); no zeros, no lows: all are 0.
     groups: the group of each input; None: neighbours, in equal parts.
+    above: what scales, and lows, are multiplied by: (outputs, groups of 256 inputs) each.
     """
 
     numbers: Tensor
     scales: Tensor
     zeros: Tensor | None = None
     groups: Tensor | None = None
+    bits: int = 8
+    lows: Tensor | None = None
+    above: tuple[Tensor, ...] = ()
+
+    def group_size(self) -> int:
+        """How many neighbours are a group; 0 if the inputs of a group are not neighbours."""
+        inputs = self.numbers.shape[1]
+        if self.groups is None:
+            size, left = divmod(inputs, self.scales.shape[1])
+            return 0 if left else size
+        size = int((self.groups == 0).sum())
+        return size if size and torch.equal(self.groups, torch.arange(inputs) // size) else 0
+
+    def zero(self) -> tuple[Tensor | int, Tensor]:
+        """Returns the zeros, or the one of all groups, and the numbers, from 0 on."""
+        middle = 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
+        numbers = (self.numbers + middle).to(torch.uint8) if middle else self.numbers
+        if self.zeros is None:
+            return middle, numbers
+        first = int(self.zeros.flatten()[0])
+        return (first if (self.zeros == first).all() else self.zeros), numbers
 
     def dequantized(self) -> Tensor:
         """Returns the weight in float32. A product of a number and a scale in 16 bits is exact."""
@@ -63,7 +85,7 @@ def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Grouped:
     numbers, zeros = (
         unpack(words, 4, 1).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
         for words in (qweight, qzeros))
-    return Grouped(numbers, scales.T, zeros)
+    return Grouped(numbers, scales.T, zeros, bits=4)
 
 
 def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int,
@@ -76,7 +98,7 @@ def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, 
     zeros = unpack(qzeros, bits, 1).T
     if version == 1:
         zeros = zeros + 1 & 2**bits - 1
-    return Grouped(unpack(qweight, bits, 0).T, scales.T, zeros, g_idx)
+    return Grouped(unpack(qweight, bits, 0).T, scales.T, zeros, g_idx, bits)
 
 
 def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | None,
@@ -96,7 +118,7 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
         middles = unpack(zeros, bits, 0)[:outputs]
     elif zeros is not None:
         middles = middles + zeros
-    return Grouped(numbers, scale, middles.expand(scale.shape), g_idx)
+    return Grouped(numbers, scale, middles.expand(scale.shape), g_idx, bits)
 
 
 def rounded(weight: Tensor, bits: int) -> Grouped:
@@ -112,4 +134,4 @@ def rounded(weight: Tensor, bits: int) -> Grouped:
     most = 2 ** (bits - 1)
     numbers = (x * inverse[:, :, None]).round().clamp(-most, most - 1)
     return Grouped(numbers.flatten(1)[:, :inputs].to(torch.int8), scales,
-                   groups=torch.arange(inputs) // GROUP)
+                   groups=torch.arange(inputs) // GROUP, bits=bits)
