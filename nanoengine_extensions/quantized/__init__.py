@@ -32,6 +32,7 @@ from nanoengine_extensions.quantized.stored import (
     METHODS, Index, Opened, open_quantized, open_rounded)
 
 BITS = {"int8": 8, "int4": 4}
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 KNOWN = (*METHODS, "gguf")
 CONDITIONS: list[Condition] = [
     ("quantization", lambda c: c.quantization in (*BITS, *KNOWN),
@@ -80,8 +81,9 @@ def only_file(path: Path) -> Path:
     return files[0]
 
 
-def opener(runner: ModelRunner, folder: Path) -> Callable[..., Opened]:
-    """Returns a function that takes the place of `safe_open` for a model's files.
+def slots(runner: ModelRunner, folder: Path) -> dict[str, Callable]:
+    """Returns arguments of `loader.load_model`: one that takes the place of `safe_open` for a
+    model's files, and if weights stay packed, two that do not allocate and fill them otherwise.
 
     Raises ValueError for a model that is quantized in another way than `quantization` says, or in
     one that is not read.
@@ -107,8 +109,32 @@ def opener(runner: ModelRunner, folder: Path) -> Callable[..., Opened]:
     with naming(f"{folder}: one of its files of weights"):
         open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
-    log_costs(files, opened.values(), runner.dtype)
-    return lambda file, framework: opened[file]
+    found: dict[str, Callable] = {"opened": lambda file, framework: opened[file]}
+    if not stays_packed(runner):
+        log_costs(files, opened.values(), runner.dtype)
+        return found
+    from nanoengine_extensions.quantized.modules import Loading
+    loading = Loading(runner.dtype, runner.model_config.tie_word_embeddings and tie(opened))
+    return found | {"place": loading.place, "read": loading.read}
+
+
+def stays_packed(runner: ModelRunner) -> bool:
+    """Whether there are kernels for packed weights: those for a CPU, in one process."""
+    return (runner.device == "cpu" and runner.kernels.empty_cache is not None
+            and runner.config.tensor_parallel_size == 1
+            and runner.dtype in (torch.bfloat16, torch.float32))
+
+
+def tie(opened: dict[Path, Opened]) -> bool:
+    """Gives an embedding that is the only matrix of both the name of the head. Returns whether
+    there is only one."""
+    for tensors in opened.values():
+        if any(name.removeprefix("model.") == HEAD for name in tensors):
+            return not any(EMBEDDING in name for each in opened.values() for name in each)
+    for tensors in opened.values():
+        for name in [name for name in tensors if name.removeprefix("model.") == EMBEDDING]:
+            tensors[HEAD] = tensors.pop(name)
+    return True
 
 
 def choose_opener(method: str, entries: dict[str, Any],

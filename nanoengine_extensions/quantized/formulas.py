@@ -70,8 +70,18 @@ class Grouped(NamedTuple):
             part = weight[rows].copy_(self.numbers[rows])
             if self.zeros is not None:
                 part -= self.zeros[rows].float()[:, groups]
-            part *= self.scales[rows].float()[:, groups]
+            part *= self.floats(self.scales, 0, rows)[:, groups]
+            if self.lows is not None:
+                part += self.floats(self.lows, 1, rows)[:, groups]
         return weight
+
+    def floats(self, numbers: Tensor, which: int, rows: slice) -> Tensor:
+        """Returns some rows of scales (0) or lows (1) in float32."""
+        found = numbers[rows].float()
+        if self.above:
+            above = self.above[which][rows].float()
+            found *= above.repeat_interleave(found.shape[1] // above.shape[1], 1)
+        return found
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
@@ -127,11 +137,15 @@ def rounded(weight: Tensor, bits: int) -> Grouped:
     As in Q8_0 and Q4_0 of llama.cpp, the largest of a group becomes 127 or -127, with 4 bits -8.
     """
     inputs = weight.shape[1]
-    x = F.pad(weight.float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
-    largest = x.gather(2, x.abs().argmax(2, keepdim=True))[:, :, 0]
-    scales = (largest.abs() / 127 if bits == 8 else largest / -8).half()
-    inverse = torch.where(scales == 0, 0, 1 / scales.float())
+    numbers = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight), -(-inputs // GROUP), dtype=torch.float16)
     most = 2 ** (bits - 1)
-    numbers = (x * inverse[:, :, None]).round().clamp(-most, most - 1)
-    return Grouped(numbers.flatten(1)[:, :inputs].to(torch.int8), scales,
-                   groups=torch.arange(inputs) // GROUP, bits=bits)
+    # some rows at a time, as there are copies of them
+    for part, to, scale in zip(*(each.split(ROWS) for each in (weight, numbers, scales))):
+        x = F.pad(part.float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+        largest = x.gather(2, x.abs().argmax(2, keepdim=True))[:, :, 0]
+        scale.copy_(largest.abs() / 127 if bits == 8 else largest / -8)
+        inverse = torch.where(scale == 0, 0, 1 / scale.float())
+        found = (x * inverse[:, :, None]).round().clamp(-most, most - 1)
+        to.copy_(found.flatten(1)[:, :inputs])
+    return Grouped(numbers, scales, groups=torch.arange(inputs) // GROUP, bits=bits)

@@ -2,15 +2,15 @@
 
     blk.0.attn_q.weight   Q4_K, (outputs, bytes of a row)   ->   layers.0.self_attn.q_proj.weight
 
-The `gguf` package reads the header and dequantizes; transformers makes the tokenizer. Types whose
-numbers are not whole numbers times a scale are refused.
+The `gguf` package reads the header; transformers makes the tokenizer; gguf_numbers.py knows the
+types of matrices. Types whose numbers are not whole numbers times a scale are refused.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine.features import rejected
+from nanoengine_extensions.quantized import gguf_numbers
+from nanoengine_extensions.quantized.formulas import Grouped
 from nanoengine_extensions.quantized.stored import Opened, Stored
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
-         "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = (*FLOATS, *gguf_numbers.SIZES)
 # by `general.architecture`
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
                  "qwen3": "Qwen3ForCausalLM"}
@@ -36,8 +38,6 @@ LAYER_NAMES = {
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj"}
-# rows whose weights are dequantized at a time
-ROWS = 1024
 # where tensors lie in the files, in the folder that `write_folder` fills
 TABLE = "tensors.json"
 # Llama 3's ways to cut a text, by `tokenizer.ggml.pre`: as llama.cpp knows, BOS comes first, and a
@@ -239,7 +239,7 @@ def write(file: Path, content: dict[str, Any]) -> None:
 
 
 def open_gguf(folder: Path, heads: dict[str, int], file: Path) -> Opened:
-    """Returns the tensors of a file, dequantized when they are read.
+    """Returns the tensors of a file.
 
     folder: the one that `write_folder` has filled; heads: by which rows of a projection were
     reordered.
@@ -248,31 +248,25 @@ def open_gguf(folder: Path, heads: dict[str, int], file: Path) -> Opened:
     # to read a header again takes seconds
     table = json.loads((folder / TABLE).read_text())[str(file)]
     for name, (kind, shape, offset, num_bytes) in table.items():
-        read = partial(read_tensor, file, kind, shape, offset, num_bytes)
-        for part, count in heads.items():
-            if f".{part}." in name:
-                read = partial(unpermuted, read, count)
+        own = next((count for part, count in heads.items() if f".{part}." in name), 0)
+        read = partial(read_tensor, file, kind, shape, offset, num_bytes, own)
         # `rope_table` computes them
         if name != "rope_freqs.weight":
             opened[name] = Stored(kind, shape, read)
     return opened
 
 
-def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int) -> Tensor:
-    """Reads a tensor in float32. The file is not mapped: its pages would count as memory."""
-    raw = np.fromfile(file, np.uint8, num_bytes, offset=offset)
-    weight = torch.empty(shape).view(-1, shape[-1])
-    rows = raw.reshape(len(weight), -1)
-    if kind in ("F32", "F16"):
-        rows = rows.view(np.float32 if kind == "F32" else np.float16)
-    for part, stored in zip(weight.split(ROWS), torch.from_numpy(rows).split(ROWS)):
-        dequantized = gguf.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind])
-        part.copy_(torch.from_numpy(dequantized))
-    return weight.view(shape)
+def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int,
+                heads: int) -> Tensor | Grouped:
+    """Reads a tensor. The file is not mapped: its pages would count as memory.
 
-
-def unpermuted(read: Callable[[], Tensor], heads: int) -> Tensor:
-    """Returns rows in transformers' order: in each head, all first numbers of a pair, then all
-    second ones."""
-    rows = read()
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    heads: if not 0, rows are put in transformers' order: in each head, all first numbers of a pair,
+        then all second ones.
+    """
+    raw = torch.from_numpy(np.fromfile(file, np.uint8, num_bytes, offset=offset))
+    rows = raw.view(-1, num_bytes // prod(shape[:-1]))
+    if heads:
+        rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    if kind in gguf_numbers.SIZES:
+        return gguf_numbers.grouped(rows, kind)
+    return rows.view(FLOATS[kind]).float().view(shape)

@@ -1,7 +1,8 @@
 """Quantized tensors as `safe_open` would give them, if they were not quantized.
 
 `loader.load_weights` opens each file of weights, and asks for its names and for one tensor at a
-time. What is here answers the same calls, and dequantizes when a tensor is read.
+time. What is here answers the same calls, and dequantizes when a tensor is read. `Stored.load` gives
+numbers and scales as they are.
 """
 
 from collections.abc import Callable
@@ -14,19 +15,25 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanoengine_extensions.quantized import formulas, methods
+from nanoengine_extensions.quantized.formulas import Grouped
 
 
 class Stored:
     """A tensor of a file, in the form of `safe_open(…).get_slice(name)`.
 
     kind: what it is stored as, for messages.
-    read: returns it whole, in floating point.
+    load: returns it whole, in floating point or as numbers and scales.
     """
 
-    def __init__(self, kind: str, shape: list[int], read: Callable[[], Tensor]) -> None:
+    def __init__(self, kind: str, shape: list[int], load: Callable[[], Tensor | Grouped]) -> None:
         self.kind = kind
         self.shape = shape
-        self.read = read
+        self.load = load
+
+    def read(self) -> Tensor:
+        """Returns it whole, in floating point."""
+        found = self.load()
+        return found.dequantized() if isinstance(found, Grouped) else found
 
     def get_dtype(self) -> str:
         return self.kind
@@ -77,7 +84,7 @@ class Method(NamedTuple):
 
     parts: tuple[str, ...]
     shape: Callable[[Index, str], list[int]]
-    read: Callable[[Index, str], Tensor]
+    read: Callable[[Index, str], Grouped]
 
 
 def awq(entries: dict[str, Any]) -> Method:
@@ -87,9 +94,9 @@ def awq(entries: dict[str, Any]) -> Method:
         inputs, words = index.slice_of(f"{module}.qweight").get_shape()
         return [8 * words, inputs]
 
-    def read(index: Index, module: str) -> Tensor:
+    def read(index: Index, module: str) -> Grouped:
         tensors = (index.read(f"{module}.{part}") for part in parts)
-        return formulas.awq(*tensors).dequantized()
+        return formulas.awq(*tensors)
 
     return Method(parts, shape, read)
 
@@ -103,10 +110,10 @@ def gptq(entries: dict[str, Any]) -> Method:
         words, outputs = index.slice_of(f"{module}.qweight").get_shape()
         return [outputs, words * 32 // bits]
 
-    def read(index: Index, module: str) -> Tensor:
+    def read(index: Index, module: str) -> Grouped:
         words, zeros, scales = (index.read(f"{module}.{part}") for part in parts[:3])
         groups = index.find(f"{module}.g_idx")
-        return formulas.gptq(words, zeros, scales, groups, bits, version).dequantized()
+        return formulas.gptq(words, zeros, scales, groups, bits, version)
 
     return Method(parts, shape, read)
 
@@ -117,11 +124,10 @@ def compressed(entries: dict[str, Any]) -> Method:
     def shape(index: Index, module: str) -> list[int]:
         return index.read(f"{module}.weight_shape").tolist()
 
-    def read(index: Index, module: str) -> Tensor:
+    def read(index: Index, module: str) -> Grouped:
         packed, scale = (index.read(f"{module}.{part}") for part in parts[:2])
         zeros, groups = (index.find(f"{module}.{part}") for part in parts[3:])
-        return formulas.compressed(
-            packed, scale, shape(index, module), zeros, groups).dequantized()
+        return formulas.compressed(packed, scale, shape(index, module), zeros, groups)
 
     return Method(parts, shape, read)
 
@@ -145,14 +151,12 @@ def open_quantized(index: Index, method: Method, file: Path) -> Opened:
 def open_rounded(bits: int, file: Path) -> Opened:
     """Returns the tensors of a file of safetensors, the matrices rounded to so many bits."""
 
-    def read(tensor: Stored) -> Tensor:
+    def read(tensor: Stored) -> Tensor | Grouped:
         # vectors, of norms and biases, are few numbers
         weight = tensor.read()
         if weight.ndim != 2 or not weight.is_floating_point():
             return weight
-        # some rows at a time, as there are copies of them
-        parts = weight.split(1024)
-        return torch.cat([formulas.rounded(part, bits).dequantized() for part in parts])
+        return formulas.rounded(weight, bits)
 
     opened = plain(file)
     return Opened({name: Stored(tensor.kind, tensor.shape, partial(read, tensor))
