@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +263,7 @@ def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes:
         then all second ones.
     """
     raw = torch.from_numpy(np.fromfile(file, np.uint8, num_bytes, offset=offset))
-    rows = raw.view(-1, num_bytes // prod(shape[:-1]))
+    rows = raw.view(shape[0], -1)
     if heads:
         rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     if kind in gguf_numbers.SIZES:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoengine_cpu.compiling import bits_of_number
+from nanoengine_cpu.compiling import bits_of_number, warn_once
 from nanoengine_cpu.modules import GatedMLP, PackedLinear, kind_of
 from nanoengine_cpu.products import BLOCKS, MOST_WORDS
 from nanoengine_cpu.vectors import LANES
@@ -144,13 +144,11 @@ class Loading:
     """Replaces modules of one model, then packs their weights.
 
     is_tied: whether the files have one matrix, for the head, that is the embedding, too.
-    num_plain: how many matrices have no packed form, and are dequantized.
     """
 
     def __init__(self, dtype: torch.dtype, is_tied: bool) -> None:
         self.dtype = dtype
         self.is_tied = is_tied
-        self.num_plain = 0
         # by the parameter: its module, the class that this had, and what is loaded of it
         self.modules: dict[int, tuple[Any, type, dict[int, Tensor]]] = {}
 
@@ -184,6 +182,10 @@ class Loading:
         found = tensor.load()
         packed_part = packed.pack(found, self.dtype) if isinstance(found, Grouped) else None
         if packed_part is None:
+            if isinstance(found, Grouped):
+                warn_once("quantized weights of some matrices are dequantized when they are loaded, "
+                          "since kernels know no act-order, no scales of more than 15 bits, and "
+                          "groups of 16, 32, 64 or 128 inputs, or of multiples of these")
             packed_part = tensor.read().to(self.dtype)
         parts[target.storage_offset() // target.shape[1]] = packed_part
         rows = [*getattr(module, "parts", {own: module._parameters["weight"].shape[0]}).values()]
@@ -202,7 +204,6 @@ class Loading:
                 return module.keep(parts, rows, self.dtype)
             module._parameters["weight"] = without_weight(self.dtype)
             return module.register_buffer("part_0", parts[0], persistent=False)
-        self.num_plain += 1
         for other, other_own, _ in self.modules.values():
             if vars(other).get("head") is module:
                 other.__class__ = other_own

@@ -753,7 +753,7 @@ def test_a_model_of_another_family(tiny):
     runner = SimpleNamespace(config=EngineConfig(tiny, quantization="int8"),
                              model_config=transformers.PretrainedConfig())
     with pytest.raises(ValueError, match="quantization='int8' .* None for a model that is not one"):
-        quantized.opener(runner, Path(tiny))
+        quantized.slots(runner, Path(tiny))
 
 
 def test_random_weights_are_not_quantized(tiny, make_quantized):
