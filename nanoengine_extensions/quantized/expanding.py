@@ -1,20 +1,23 @@
 """16 words of packed numbers become weights: in LLVM's language, for kernel.py.
 
 Numbers become floating point without a conversion: u is put into the mantissa of 1, which gives
-f = 1 + u / unit, and (u - zero) * scale = f * (unit * scale) - (unit + zero) * scale. Scales have so
-few bits that the last product is exact, and a fused multiply-add rounds once: as the definition.
+f = 1 + u / unit, and (u - zero) * scale = f * (unit * scale) - (unit + zero) * scale. Scales have
+so few bits that the last product is exact, and a fused multiply-add rounds once: as by definition.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from nanoengine_cpu.vectors import (
-    FLOATS, HALVES, LANES, WORDS, call, has, instruction, multiply_add, same, vector)
+    FLOATS, HALVES, LANES, WORDS, call, fill, has, inlined, instruction, multiply_add, same, store,
+    vector)
+from nanoengine_extensions.quantized.packed import FLOAT, NESTED
 
 # the mantissa of 1 holds numbers of 4 bits from bit 16 on, of 8 bits from bit 15 on
 FIRST = {4: 16, 8: 15}
@@ -103,7 +106,7 @@ def expanded(builder: Any, data: Any, place: Any, scales: Any, bits: int, has_lo
     return [rounded(builder, *pair) for pair in zip(found[::2], found[1::2])]
 
 
-def multiplied(builder: Any, weights: Any, x: Any, total: Any, per_word: int) -> Any:
+def multiplied(builder, weights, x, total, per_word):
     """As `add_products`, with numbers of a row that LLVM can read on the way."""
     if per_word == 1:
         return multiply_add(builder, x, weights, total)
@@ -158,3 +161,51 @@ def store_expanded(builder, lines, to, pitch, data, place, scales, bits, has_low
     for k, each in enumerate(expanded(builder, data, place, scales, bits, has_lows, per_word)):
         at = builder.add(to, builder.mul(pitch, pitch.type(k)))
         builder.store(each, at_vector(builder, lines, at), align=64)
+
+
+# ---------------------------------------------------------------------- scales
+
+
+@inlined()
+def open_half(numbers, scales, to, per_word):
+    """Stores 16 numbers as vectors have their outputs: those of bfloat16 have two inputs of 8."""
+    store(scales, to, doubled(numbers, 0) if per_word == 2 else numbers)
+    store(scales, to + SCALES // 2, doubled(numbers, 1) if per_word == 2 else numbers)
+
+
+@inlined()
+def open_scales(data, at, above, kind, block_size, per_word, scales):
+    """Reads the scales of a group of a block.
+
+    at: where its record begins; above: where the scales of its 256 inputs begin, in float16
+    """
+    storage, has_zeros, has_lows, zero, unit = kind
+    size = 2
+    if storage == FLOAT:
+        size = 4
+    elif storage == NESTED:
+        size = 1
+    lows = at + block_size * size
+    zeros = lows + block_size * size * has_lows
+    low, offset = fill(np.float32(0)), fill(np.float32(zero))
+    for c in range(0, block_size, LANES):
+        if storage == FLOAT:
+            scale = load_floats(data, at + c * size)
+        elif storage == NESTED:
+            scale = load_bytes(data, at + c) * load_halves(data, above + 2 * c)
+        else:
+            scale = load_halves(data, at + c * size)
+        if has_lows:
+            if storage == FLOAT:
+                low = load_floats(data, lows + c * size)
+            elif storage == NESTED:
+                low = load_bytes(data, lows + c) * load_halves(data, above + 2 * (block_size + c))
+            else:
+                low = load_halves(data, lows + c * size)
+            open_half(low, scales, SCALES // LANES * c + 2 * LANES, per_word)
+        if has_zeros:
+            # they are stored minus 128
+            offset = load_bytes(data, zeros + c) + fill(np.float32(128))
+        added = scale * (fill(np.float32(-unit)) - offset)
+        open_half(scale * fill(np.float32(unit)), scales, SCALES // LANES * c, per_word)
+        open_half(added, scales, SCALES // LANES * c + LANES, per_word)

@@ -21,10 +21,10 @@ from nanoengine_cpu.products import (
 from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine_cpu.vectors import (
-    DTYPES, LANES, array_at, copy_rows, fill, has, inlined, load, numbers_at, stack, store)
+    DTYPES, LANES, array_at, copy_rows, has, inlined, numbers_at, stack)
 from nanoengine_extensions.quantized.expanding import (
-    SCALES, add_expanded, doubled, load_bytes, load_floats, load_halves, store_expanded)
-from nanoengine_extensions.quantized.packed import FLOAT, HEADER, NESTED
+    SCALES, add_expanded, open_scales, store_expanded)
+from nanoengine_extensions.quantized.packed import HEADER
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
@@ -50,54 +50,10 @@ def part_of(parts, number):
 
 
 @inlined()
-def open_half(numbers, scales, to, per_word):
-    """Stores 16 numbers as vectors have their outputs: those of bfloat16 have two inputs of 8."""
-    store(scales, to, doubled(numbers, 0) if per_word == 2 else numbers)
-    store(scales, to + SCALES // 2, doubled(numbers, 1) if per_word == 2 else numbers)
-
-
-@inlined()
-def open_scales(data, at, above, kind, block_size, per_word, scales):
-    """Reads the scales of a group of a block.
-
-    at: where its record begins; above: where the scales of its 256 inputs begin, in float16
-    """
-    storage, has_zeros, has_lows, zero, unit = kind
-    size = 2
-    if storage == FLOAT:
-        size = 4
-    elif storage == NESTED:
-        size = 1
-    lows = at + block_size * size
-    zeros = lows + block_size * size * has_lows
-    low, offset = fill(np.float32(0)), fill(np.float32(zero))
-    for c in range(0, block_size, LANES):
-        if storage == FLOAT:
-            scale = load_floats(data, at + c * size)
-        elif storage == NESTED:
-            scale = load_bytes(data, at + c) * load_halves(data, above + 2 * c)
-        else:
-            scale = load_halves(data, at + c * size)
-        if has_lows:
-            if storage == FLOAT:
-                low = load_floats(data, lows + c * size)
-            elif storage == NESTED:
-                low = load_bytes(data, lows + c) * load_halves(data, above + 2 * (block_size + c))
-            else:
-                low = load_halves(data, lows + c * size)
-            open_half(low, scales, SCALES // LANES * c + 2 * LANES, per_word)
-        if has_zeros:
-            # they are stored minus 128
-            offset = load_bytes(data, zeros + c) + fill(np.float32(128))
-        added = scale * (fill(np.float32(-unit)) - offset)
-        open_half(scale * fill(np.float32(unit)), scales, SCALES // LANES * c, per_word)
-        open_half(added, scales, SCALES // LANES * c + LANES, per_word)
-
-
-@inlined()
 def expand_groups(part, number, first, depth, lines, block_size, bits, has_lows, per_word):
     """Expands words `first` to `first` + `depth` of a block."""
-    (_, group, record, head, storage, has_zeros, _, zero, nested, begin, size) = numbers_at(part, 11)
+    (_, group, record, head, storage, has_zeros, _, zero, nested, begin,
+     size) = numbers_at(part, 11)
     at = part + 8 * HEADER + number * size
     data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
     scales = array_at(stack(OPEN), OPEN, np.float32)
@@ -113,12 +69,15 @@ def expand_groups(part, number, first, depth, lines, block_size, bits, has_lows,
             for c in range(0, block_size, LANES):
                 store_expanded(lines, to + c, block_size, words, packed + c,
                                scales[SCALES // LANES * c:], bits, has_lows, per_word)
+    # where the next words lie, and how many of them a word of a row needs
+    return at + begin + (first + depth) // step * record, block_size * bits // 16
 
 
 @inlined()
 def add_groups(part, number, rows, line, size_of_row, sums, bits, has_lows, per_word, count):
     """Adds products of `count` rows, a constant, with a whole block of 64 outputs to their sums."""
-    (_, group, record, head, storage, has_zeros, _, zero, nested, begin, size) = numbers_at(part, 11)
+    (_, group, record, head, storage, has_zeros, _, zero, nested, begin,
+     size) = numbers_at(part, 11)
     at = part + 8 * HEADER + number * size
     data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
     scales = array_at(stack(OPEN), OPEN, np.float32)
@@ -132,8 +91,9 @@ def add_groups(part, number, rows, line, size_of_row, sums, bits, has_lows, per_
         for c in range(0, BLOCK, across * LANES):
             # registers: all places are constants
             held = stack(HELD)
+            room = array_at(held, HELD, np.float32)
             for i in range(across):
-                copy_rows(sums[c + i * LANES:], BLOCK, array_at(held, HELD, np.float32)[i * count * LANES:], LANES, count, 1)
+                copy_rows(sums[c + i * LANES:], BLOCK, room[i * count * LANES:], LANES, count, 1)
             own = scales[SCALES // LANES * c:]
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
@@ -148,7 +108,10 @@ def add_groups(part, number, rows, line, size_of_row, sums, bits, has_lows, per_
                     add_expanded(here, line, words, packed + 3 * LANES, own[3 * SCALES:], held,
                                  3 * count * LANES, bits, has_lows, per_word, count)
             for i in range(across):
-                copy_rows(array_at(held, HELD, np.float32)[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
+                copy_rows(room[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
+
+
+# numbers of 4 or 8 bits, with lows or without: for each a function is compiled
 
 
 @inlined()
@@ -156,13 +119,11 @@ def expand(part, number, first, depth, lines, block_size, per_word):
     bits, _, _, _, _, _, has_lows = numbers_at(part, 7)
     if bits == 8:
         if has_lows:
-            expand_groups(part, number, first, depth, lines, block_size, 8, True, per_word)
-        else:
-            expand_groups(part, number, first, depth, lines, block_size, 8, False, per_word)
-    elif has_lows:
-        expand_groups(part, number, first, depth, lines, block_size, 4, True, per_word)
-    else:
-        expand_groups(part, number, first, depth, lines, block_size, 4, False, per_word)
+            return expand_groups(part, number, first, depth, lines, block_size, 8, True, per_word)
+        return expand_groups(part, number, first, depth, lines, block_size, 8, False, per_word)
+    if has_lows:
+        return expand_groups(part, number, first, depth, lines, block_size, 4, True, per_word)
+    return expand_groups(part, number, first, depth, lines, block_size, 4, False, per_word)
 
 
 @inlined()
@@ -204,7 +165,7 @@ def product(dtype: torch.dtype) -> Callable:
         turns = -(-rows // (min(MOST_ROWS, PART // words) // unit * unit))
         most = -(-rows // turns // unit) * unit
         line = words + LANES
-        tasks, slices = turns * blocks, -(-words // most_depth)
+        tasks = turns * blocks
 
         norm = array_at(norm_at, words * per_word, uint)
         x = array_at(x_at, rows * words, np.float32)
@@ -244,9 +205,13 @@ def product(dtype: torch.dtype) -> Callable:
                     continue
                 for first in range(0, words, most_depth):
                     depth = min(most_depth, words - first)
-                    expand(part, number, first, depth, lines, block_size, per_word)
-                    piece = 0, depth, 0, 0
+                    after, asked = expand(
+                        part, number, first, depth, lines, block_size, per_word)
+                    # each step of the rows asks for a share of the next slice
+                    asked = -(-asked // -(-size // stride))
+                    ahead = (after - np.int64(lines.ctypes.data)) // 4
                     for r in range(0, size, stride):
+                        piece = 0, depth, ahead + r // stride * asked * depth, asked
                         left, here, rest = copy[r * line + first:], sums[half, r:], size - r
                         if on_tiles:
                             below = LANES if rest > LANES else 0

@@ -123,7 +123,8 @@ class QuantizedEmbedding(nn.Embedding):
     def __setattr__(self, name: str, value: Any) -> None:
         """Its weight stays what it was loaded as: that of the head, if both are tied."""
         if name == "weight":
-            self._parameters[name] = without_weight(self._parameters[name].dtype)
+            own: Any = self._parameters[name]
+            self._parameters[name] = without_weight(own.dtype)
         else:
             super().__setattr__(name, value)
 
@@ -158,7 +159,8 @@ class Loading:
             if hasattr(module, "gate_up_proj") and kind_of(module) is GatedMLP:
                 vars(module.gate_up_proj).update(halves=2, is_fused=True)
         embedding: Any = model.embed_tokens
-        taken = {module: QuantizedLinear for module in model.modules()
+        linears: Any = model.modules()
+        taken = {module: QuantizedLinear for module in linears
                  if kind_of(module) is PackedLinear
                  and module.in_features * self.dtype.itemsize <= 4 * MOST_WORDS}
         taken |= {embedding: QuantizedEmbedding}
@@ -183,9 +185,9 @@ class Loading:
         packed_part = packed.pack(found, self.dtype) if isinstance(found, Grouped) else None
         if packed_part is None:
             if isinstance(found, Grouped):
-                warn_once("quantized weights of some matrices are dequantized when they are loaded, "
-                          "since kernels know no act-order, no scales of more than 15 bits, and "
-                          "groups of 16, 32, 64 or 128 inputs, or of multiples of these")
+                warn_once("quantized weights of some matrices are dequantized when they are "
+                          "loaded, since kernels know no act-order, no scales of more than 15 "
+                          "bits, and groups of 16, 32, 64 or 128 inputs, or of multiples of these")
             packed_part = tensor.read().to(self.dtype)
         parts[target.storage_offset() // target.shape[1]] = packed_part
         rows = [*getattr(module, "parts", {own: module._parameters["weight"].shape[0]}).values()]

@@ -159,10 +159,9 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
         scales *= find(above, 0, 2, torch.float16).repeat_interleave(form.nested, 1)
         if lows is not None:
             lows *= find(above, 2 * block, 2, torch.float16).repeat_interleave(form.nested, 1)
-    zero = form.zero
     if form.has_zeros:
-        zero = find(records, size * block * (1 + form.has_lows), 1, torch.int8) + 128
-    weight -= zero
+        weight -= find(records, size * block * (1 + form.has_lows), 1, torch.int8) + 128
+    weight -= form.zero
     weight *= scales
     if lows is not None:
         weight += lows

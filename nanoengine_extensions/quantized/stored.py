@@ -1,8 +1,8 @@
 """Quantized tensors as `safe_open` would give them, if they were not quantized.
 
 `loader.load_weights` opens each file of weights, and asks for its names and for one tensor at a
-time. What is here answers the same calls, and dequantizes when a tensor is read. `Stored.load` gives
-numbers and scales as they are.
+time. What is here answers the same calls, and dequantizes when a tensor is read. `Stored.load`
+gives numbers and scales as they are.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 

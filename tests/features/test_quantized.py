@@ -1,13 +1,17 @@
 """Quantized models: weights to the bit as the formats define them, tokens as transformers generates
 them with these weights, and what is refused, each for its reason."""
 
+import copy
 import json
 import logging
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -23,7 +27,12 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.loader import checkpoint_tensors
 from nanoengine_extensions import quantized
-from nanoengine_extensions.quantized import formulas, gguf_files, methods
+from nanoengine_cpu import compiling
+from nanoengine_cpu.compiling import Program
+from nanoengine_cpu.modules import PackedLinear
+from nanoengine_extensions.quantized import (
+    formulas, gguf_files, gguf_numbers, methods, modules, packed)
+from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = random_prompts([3, 40])
@@ -776,11 +785,17 @@ def test_without_its_package_a_gguf_is_refused(monkeypatch):
 def test_the_log_says_what_it_costs(tiny, caplog):
     size = (Path(tiny) / "model.safetensors").stat().st_size
     count = sum(tensor.numel() for tensor in load_file(Path(tiny) / "model.safetensors").values())
-    with caplog.at_level(logging.WARNING, "nanoengine"):
-        LLM(tiny, quantization="int8", **OPTIONS | dict(dtype="bfloat16")).close()
-    lines = [line for line in caplog.messages if "dequantized" in line]
-    assert lines == [f"quantized weights are dequantized when they are loaded: {size / 2**20:.1f} "
-                     f"MiB of files become {2 * count / 2**20:.1f} MiB of bfloat16"]
+    options = OPTIONS | dict(dtype="bfloat16", quantization="int8")
+    cases = (dict(kernels=False), True), (dict(dtype="float16"), True), ({}, False)
+    for others, is_said in cases:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "nanoengine"):
+            LLM(tiny, **options | others).close()
+        dtype = others.get("dtype", "bfloat16")
+        lines = [line for line in caplog.messages if "dequantized" in line]
+        assert lines == is_said * [
+            f"quantized weights are dequantized when they are loaded: {size / 2**20:.1f} MiB of "
+            f"files become {2 * count / 2**20:.1f} MiB of {dtype}"]
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq act-order", "gguf", "int4"])
@@ -807,3 +822,323 @@ def test_on_a_gpu(make_quantized, tiny, name, options):
     with FakeGpu():
         found = generated(path, device="cuda", attention_backend="gather", **asked, **options)
     assert found == plain
+
+
+# ------------------------------------------------------------- weights that stay packed, on a CPU
+
+
+def linears_of(llm) -> list[QuantizedLinear]:
+    """Those whose weights are packed."""
+    return [module for module in llm.engine.runner.model.modules()
+            if isinstance(module, QuantizedLinear) and module.is_quantized]
+
+
+# of each: bits, inputs of a group, how scales are stored, lows, a zero for each group, a sign
+PACKED = {
+    "Q8_0": (8, 32, "half", False, False, True), "Q4_0": (4, 32, "half", False, False, True),
+    "Q4_1": (4, 32, "half", True, False, False), "Q5_1": (8, 32, "half", True, False, False),
+    "Q4_K": (4, 32, "nested", True, False, False), "Q5_K": (8, 32, "nested", True, False, False),
+    "Q6_K": (8, 16, "nested", False, False, True), "Q3_K": (4, 16, "nested", False, False, True),
+    "AWQ": (4, 128, "half", False, True, False), "in bfloat16": (8, 64, "wide", False, True, False),
+    "a row": (4, 512, "wide", False, False, True)}
+
+
+def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
+         has_zeros: bool, has_sign: bool) -> formulas.Grouped:
+    numbers = torch.randint(2**bits, (outputs, inputs))
+    if has_sign:
+        numbers -= 2 ** (bits - 1)
+    size = outputs, inputs // group
+
+    def scales():
+        if storage == "nested":
+            return torch.randint(-128, 128, size, dtype=torch.int8)
+        return (torch.randn(size) * 0.01).to(torch.half if storage == "half" else torch.bfloat16)
+
+    above = [(torch.randn(outputs, inputs // 256) * 1e-4).half() for _ in range(1 + has_lows)]
+    zeros = torch.randint(2**bits, size, dtype=torch.uint8) if has_zeros else None
+    return formulas.Grouped(
+        numbers.to(torch.int8 if has_sign else torch.uint8), scales(), zeros, None, bits,
+        scales() if has_lows else None, tuple(above) if storage == "nested" else ())
+
+
+def linear_of(weights: list[formulas.Grouped], dtype: torch.dtype, halves: int, bias: Tensor | None,
+              kind: type) -> Any:
+    """A linear with these weights one below the other: packed, or dequantized."""
+    rows = [len(weight.numbers) for weight in weights]
+    linear: Any = torch.nn.Linear(weights[0].numbers.shape[1], sum(rows), bias is not None)
+    linear.__class__ = kind
+    linear.requires_grad_(False)
+    linear.halves = halves
+    if bias is not None:
+        linear.bias = torch.nn.Parameter(bias.to(dtype), False)
+    if kind is QuantizedLinear:
+        linear.keep([packed.pack(weight, dtype) for weight in weights], rows, dtype)
+    else:
+        whole = torch.cat([weight.dequantized() for weight in weights]).to(dtype)
+        linear.weight = torch.nn.Parameter(whole, False)
+        linear.pack()
+    return linear
+
+
+def compare_products(weights, dtype, num_rows, halves=1, bias=None) -> None:
+    """With a norm, a residual and SwiGLU, each row has the bits of the dequantized weight."""
+    linears = [linear_of(weights, dtype, halves, bias, kind)
+               for kind in (QuantizedLinear, PackedLinear)]
+    assert torch.equal(linears[0].weight, linears[1].weight)
+    inputs, outputs = linears[0].in_features, linears[0].out_features // halves
+    norm = torch.nn.RMSNorm(inputs, 1e-6, dtype=dtype)
+    torch.nn.init.normal_(norm.weight, 1.0, 0.2)
+    for count in num_rows:
+        x, residual = torch.randn(count, inputs).to(dtype), torch.randn(count, outputs).to(dtype)
+        for with_more in (True, False):
+            found = []
+            for linear in linears:
+                out = torch.full((count, outputs), torch.nan, dtype=dtype)
+                rows = torch.nn.functional.pad(x, (0, linear.padding))
+                Program(linear.call(
+                    rows.data_ptr(), residual.data_ptr() if with_more else 0, out.data_ptr(),
+                    count, norm if with_more and not linear.padding else None)).run()
+                found.append(out)
+            assert found[0].isfinite().all() and torch.equal(*found), (count, with_more)
+
+
+def rows_to_compare() -> list:
+    return [(1, 2, 3, 5, 7, 40),
+            pytest.param((*range(1, 41), 64, 100, 512), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("num_rows", rows_to_compare(), ids=["few", "all"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", PACKED)
+def test_products_have_the_bits_of_dequantized_weights(name, dtype, num_rows):
+    weight = draw(192, 512, *PACKED[name])
+    compare_products([weight], dtype, num_rows, bias=torch.randn(192))
+
+
+@pytest.mark.parametrize("num_rows", rows_to_compare(), ids=["few", "all"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("inputs", [512, 1280])
+def test_products_of_several_parts(dtype, num_rows, inputs):
+    """Of one format each: queries, keys and values; gates and ups, which need no whole blocks."""
+    names = ["Q4_K", "Q6_K", "Q4_0"]
+    weights = [draw(rows, inputs, *PACKED[name]) for rows, name in zip((128, 64, 70), names)]
+    compare_products(weights, dtype, num_rows)
+    weights = [draw(100, inputs, *PACKED[name]) for name in names[:2]]
+    compare_products(weights, dtype, num_rows, halves=2, bias=torch.randn(200))
+
+
+@pytest.mark.parametrize("inputs", [96, 100, 1000])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_of_inputs_that_fill_no_vector(inputs, bits):
+    weight = formulas.rounded(torch.randn(70, inputs), bits)
+    for dtype in (torch.bfloat16, torch.float32):
+        compare_products([weight], dtype, (1, 3, 9))
+
+
+def products_of_another_cpu() -> None:
+    """Called in processes of their own."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for name in PACKED:
+            compare_products([draw(192, 512, *PACKED[name])], dtype, (1, 4, 6, 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, features", [("haswell", "+avx,+avx2,+fma"), (
+    "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd")])
+def test_products_on_other_cpus(name, features, tmp_path):
+    tests = ROOT / "tests"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name,
+                   "PYTHONPATH": f"{ROOT}{os.pathsep}{tests}", "NUMBA_CPU_FEATURES": features}
+    script = "from features.test_quantized import *; products_of_another_cpu(); print('equal')"
+    found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+    assert found.split() == ["equal"]
+
+
+@pytest.mark.parametrize("kind", gguf_numbers.SIZES)
+def test_a_packed_weight_of_gguf(kind):
+    """To the bit as its own package dequantizes it, whatever the bytes are."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (70, 512 // block, size), dtype=np.uint8)
+    for place in SCALES.get(kind, ((0, 2) if kind[-1] == "1" else (0,), 0))[0]:
+        scales = rng.standard_normal(raw.shape[:2] + (1,)) * 1e-3
+        raw[:, :, place:place + 2] = scales.astype(np.float16).view(np.uint8)
+    rows = raw.reshape(70, -1)
+    wanted = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]).copy())
+    found = gguf_numbers.grouped(torch.from_numpy(rows), kind)
+    assert torch.equal(found.dequantized(), wanted)
+    for dtype in (torch.bfloat16, torch.float32):
+        part = packed.pack(found, dtype)
+        assert torch.equal(packed.rows_of(part, torch.arange(70), 512, dtype), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "act-order" not in name])
+def test_every_format_of_safetensors_stays_packed(make_quantized, name):
+    folder, model = make_quantized(name)
+    with LLM(folder, **OPTIONS) as llm:
+        assert len(linears_of(llm)) == 8 and llm.engine.runner.is_invariant
+        for linear in linears_of(llm):
+            assert not [*linear.parameters()][0].numel()
+        layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
+        assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
+        ups = torch.cat([own.mlp.gate_proj.weight, own.mlp.up_proj.weight])
+        assert torch.equal(layer.mlp.gate_up_proj.weight, ups)
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "w4a16 act-order"])
+def test_what_has_no_packed_form(make_quantized, caplog, name):
+    """It is dequantized, and fast as other weights are; a line says so, once."""
+    folder, model = make_quantized(name)
+    compiling.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING), LLM(folder, **OPTIONS) as llm:
+        assert not linears_of(llm) and llm.engine.runner.is_invariant
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
+    assert [line for line in caplog.messages if "no act-order" in line] == [
+        "quantized weights of some matrices are dequantized when they are loaded, since kernels "
+        "know no act-order, no scales of more than 15 bits, and groups of 16, 32, 64 or 128 "
+        "inputs, or of multiples of these"]
+
+
+def test_scales_of_many_bits_have_no_packed_form():
+    weight = draw(64, 64, *PACKED["Q8_0"])
+    third = weight._replace(scales=weight.scales.float() / 3)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert packed.pack(third, dtype) is None
+        assert packed.pack(weight._replace(scales=weight.scales.float()), dtype) is not None
+    assert packed.pack(draw(64, 96, 8, 24, "half", False, False, True), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("kinds", [["Q4_K", "Q6_K"], ["Q8_0", "F16", "Q4_1"]])
+def test_mixed_parts_of_gguf(make_gguf, kinds):
+    """Each part keeps its format; one with a part in floating point is dequantized."""
+    path, model = make_gguf(kinds, "Llama")
+    with LLM(path, **OPTIONS) as llm:
+        count = len(linears_of(llm))
+        assert count == 9 if "F16" not in kinds else 0 < count < 9
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
+
+
+# ways to run the same requests
+SCHEDULES = [dict(), dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1),
+             dict(num_kv_blocks=9, max_model_len=96), dict(enable_prefix_caching=False)]
+
+
+def logprobs_of(model, **options) -> list:
+    """Of all tokens of requests, of which two begin alike, in two calls."""
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=5)
+    prompts = random_prompts([3, 50, 40, 21])
+    prompts.append(prompts[1][:40] + [5, 6, 7])
+    with LLM(model, **OPTIONS | dict(dtype="bfloat16") | options) as llm:
+        outputs = [*llm.generate(prompts, params, use_tqdm=False),
+                   *llm.generate(prompts[::-1], params, use_tqdm=False)[::-1]]
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "Q4_K_M", "awq"])
+def test_a_whole_model_has_the_bits_of_the_dequantized_one(
+        bundled, make_quantized, monkeypatch, name):
+    """However its requests are run."""
+    model, options = bundled, dict(quantization=name)
+    if name == "Q4_K_M":
+        model, options = REAL, {}
+    elif name == "awq":
+        model, options = make_quantized("awq")[0], {}
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized, "stays_packed", lambda runner: False)
+        wanted = logprobs_of(model, **options)
+    assert wanted[:5] == wanted[5:]
+    for schedule in SCHEDULES:
+        assert logprobs_of(model, **options, **schedule) == wanted, schedule
+
+
+def num_bytes(model: torch.nn.Module) -> int:
+    return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("quantization, bits", [("int8", 8.5), ("int4", 4.5)])
+def test_the_memory_of_a_model(bundled, quantization, bits):
+    """Packed numbers and scales, once for a head that is the embedding, too."""
+    options = OPTIONS | dict(dtype="bfloat16")
+    with LLM(bundled, **options) as llm:
+        plain = llm.engine.runner.model
+        count = sum(linear.in_features * linear.out_features for linear in plain.modules()
+                    if isinstance(linear, torch.nn.Linear))
+    with LLM(bundled, quantization=quantization, **options) as llm:
+        model = llm.engine.runner.model
+        assert model.embed_tokens.head is model.lm_head
+        assert num_bytes(model) < 1.05 * count * bits / 8
+        assert all(weight.ndim < 2 or not weight.numel() for weight in model.parameters())
+
+
+def test_the_memory_of_a_gguf():
+    with LLM(REAL, **OPTIONS | dict(dtype="bfloat16")) as llm:
+        stored = sum(tensor.n_bytes for tensor in gguf.GGUFReader(REAL).tensors)
+        # numbers of 6 bits take 8
+        assert num_bytes(llm.engine.runner.model) < 1.25 * stored
+
+
+def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
+    """While it is loaded."""
+    sizes = []
+    pack = packed.pack
+    monkeypatch.setattr(packed, "pack", lambda weight, dtype: (
+        sizes.append(sum(each.numel() for each in model.parameters() if not each.is_meta)),
+        pack(weight, dtype))[1])
+    place = modules.Loading.place
+
+    def remember(self, placed, device):
+        nonlocal model
+        model = placed
+        place(self, placed, device)
+    model: Any = None
+    monkeypatch.setattr(modules.Loading, "place", remember)
+    with LLM(bundled, quantization="int8", **OPTIONS) as llm:
+        vectors = sum(each.numel() for each in llm.engine.runner.model.parameters()
+                      if each.ndim == 1)
+    assert len(sizes) > 20 and {*sizes} == {vectors}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("has_both", [True, False])
+def test_the_embedding_of_a_packed_model(make_model, is_tied, has_both, caplog):
+    """The head's, or its own; files can have it under one name, or twice."""
+    folder, model = make_model(tie_word_embeddings=is_tied, seed=int(is_tied))
+    file = Path(folder) / "model.safetensors"
+    tensors = load_file(file)
+    if is_tied and has_both:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    elif is_tied:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file, {"format": "pt"})
+    wanted = formulas.rounded(model.model.embed_tokens.weight.detach(), 8).dequantized()
+    with LLM(folder, quantization="int8", **OPTIONS) as llm:
+        embedding = llm.engine.runner.model.embed_tokens
+        ids = torch.tensor([[3, 300], [3, 0]])
+        assert torch.equal(embedding(ids), wanted[ids])
+        assert torch.equal(embedding.weight, wanted)
+        found = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    assert "differ" not in caplog.text
+    assert found == generated(folder, quantization="int8", kernels=False)
+
+
+def test_a_packed_linear_is_a_linear(bundled):
+    """Its weight can be read, saved, copied and set."""
+    with LLM(bundled, quantization="int4", **OPTIONS) as llm:
+        model = llm.engine.runner.model
+        linear = model.layers[0].mlp.down_proj
+        weight, state = linear.weight, model.state_dict()
+        assert torch.equal(state["layers.0.mlp.down_proj.weight"], weight) and linear.is_quantized
+        x = torch.randn(3, linear.in_features)
+        torch.testing.assert_close(linear(x), x @ weight.T)
+        again = copy.deepcopy(linear)
+        assert torch.equal(again(x), linear(x))
+        # with gradients, PyTorch computes it
+        x.requires_grad_(True)
+        linear(x).sum().backward()
+        torch.testing.assert_close(x.grad, weight.sum(0).expand(3, -1))
+        before = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        linear.weight = torch.nn.Parameter(torch.zeros_like(weight), False)
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) != before
+        linear.weight = torch.nn.Parameter(weight, False)
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == before
