@@ -2,11 +2,13 @@
 the weights of any model when they are loaded.
 
 A weight *is* its dequantized value in the dtype of the model: what is generated equals what
-transformers generates with these values, on every device. The weights are dequantized when they
-are loaded, so that they take the memory of the dtype; a line in the log says how much.
+transformers generates with these values, on every device. On a CPU with its kernels, the numbers
+stay packed, and are expanded within products (modules.py, packed.py, kernel.py). Elsewhere the
+weights are dequantized when they are loaded, so that they take the memory of the dtype; a line in
+the log says how much.
 
-It plugs in where a model is found (`loader.find_model`), and where its files are opened
-(`ModelRunner.load_model`). gguf_files.py needs a package: `pip install ".[gguf]"`.
+It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
+files are read (`ModelRunner.load_model`). gguf_files.py needs a package: `pip install ".[gguf]"`.
 """
 
 import atexit
@@ -54,6 +56,9 @@ def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
         from nanoengine_extensions.quantized import gguf_files
     with naming(f"{name}={str(path)!r}"):
         beside = path if path.is_dir() else None
+        # made by this function before
+        if beside and not [*path.glob("*.gguf")]:
+            return path
         # made by this function, or completed by its user
         has_config = beside and (beside / "config.json").is_file()
         if name == "tokenizer" and (has_config or [*path.glob("tokenizer*")]):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
-from nanoengine.loader import checkpoint_tensors
+from nanoengine.loader import checkpoint_tensors, find_model
 from nanoengine_extensions import quantized
 from nanoengine_cpu import compiling
 from nanoengine_cpu.compiling import Program
@@ -296,6 +296,13 @@ def test_a_file_that_is_no_gguf(tmp_path, bundled):
     (tmp_path / "b.gguf").write_text("another")
     with pytest.raises(ValueError, match="several models: .* must be the path of one of a.gguf, b"):
         LLM(tmp_path)
+
+
+def test_the_folder_of_a_gguf_is_a_model(bundled):
+    """As `bench.py` gives it to several engines."""
+    folder = find_model(REAL, EngineConfig(REAL))
+    assert find_model(folder, EngineConfig(folder)) == folder
+    assert generated(folder) == generated(REAL)
 
 
 def test_a_truncated_gguf(make_gguf):
