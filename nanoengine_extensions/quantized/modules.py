@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from nanoengine_cpu.compiling import bits_of_number, warn_once
 from nanoengine_cpu.modules import GatedMLP, PackedLinear, kind_of
 from nanoengine_cpu.products import BLOCKS, MOST_WORDS
-from nanoengine_cpu.vectors import LANES
 from nanoengine_extensions.quantized import kernel, packed
 from nanoengine_extensions.quantized.formulas import Grouped
 from nanoengine_extensions.quantized.stored import Stored
@@ -70,9 +69,7 @@ class QuantizedLinear(PackedLinear):
         for number, part in enumerate(parts):
             self.register_buffer(f"part_{number}", part, persistent=False)
         self.part_rows = rows
-        depth = LANES * 4 // dtype.itemsize
-        form = packed.form_of(parts[0])
-        self.padding = -self.in_features % max(depth, form.group)
+        self.padding = packed.padding(self.in_features, packed.form_of(parts[0]).group, dtype)
         # it is compiled now, and not when it is first needed
         self.kernel = kernel.product(dtype)
         self._parameters["weight"] = without_weight(dtype)
@@ -199,18 +196,23 @@ class Loading:
     def finish(self, module: Any, own: type, parts: list[Tensor], rows: list[int]) -> None:
         """Gives a module its packed parts; dequantizes them where there is no kernel for them."""
         is_linear = isinstance(module, QuantizedLinear)
+        inputs = module._parameters["weight"].shape[1]
         block = BLOCKS[self.dtype] if is_linear and module.halves == 1 else 1
-        is_whole = not any(count % block for count in rows[:-1])
-        if is_whole and all(part.ndim == 1 for part in parts):
-            if is_linear:
-                return module.keep(parts, rows, self.dtype)
+        are_packed = all(part.ndim == 1 for part in parts)
+        # the blocks of a part follow those of the last one, and all have the same inputs
+        fit = are_packed and not any(count % block for count in rows[:-1]) and len({
+            packed.padding(inputs, packed.form_of(part).group, self.dtype) for part in parts}) == 1
+        if fit and is_linear:
+            return module.keep(parts, rows, self.dtype)
+        if fit:
             module._parameters["weight"] = without_weight(self.dtype)
             return module.register_buffer("part_0", parts[0], persistent=False)
         for other, other_own, _ in self.modules.values():
             if vars(other).get("head") is module:
                 other.__class__ = other_own
+                del vars(other)["head"]
         weight = torch.cat([
-            part if part.ndim == 2 else dequantized([part], [count], module.in_features, self.dtype)
+            part if part.ndim == 2 else dequantized([part], [count], inputs, self.dtype)
             for part, count in zip(parts, rows)])
         for name in ("halves", "is_fused"):
             vars(module).pop(name, None)

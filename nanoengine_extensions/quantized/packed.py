@@ -66,6 +66,11 @@ def in_order(numbers: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5, 6).flatten(2, 3)
 
 
+def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
+    """Returns how many inputs are added: to whole groups, and to whole vectors of words."""
+    return -inputs % max(group, LANES * 4 // dtype.itemsize)
+
+
 def pack(weight: Grouped, dtype: torch.dtype) -> Tensor | None:
     """Returns a weight as bytes, or None if there is no such form of it."""
     block = BLOCKS[dtype]
@@ -81,7 +86,7 @@ def pack(weight: Grouped, dtype: torch.dtype) -> Tensor | None:
             return None
     if not group:
         return None
-    more = -inputs % max(group, LANES * 4 // dtype.itemsize), -outputs % block
+    more = padding(inputs, group, dtype), -outputs % block
 
     def in_blocks(x: Tensor, columns: int) -> Tensor:
         """(outputs, columns) to bytes: (blocks, columns, those of a block)."""

@@ -935,6 +935,19 @@ def test_products_of_several_parts(dtype, num_rows, inputs):
     compare_products(weights, dtype, num_rows, halves=2, bias=torch.randn(200))
 
 
+def test_parts_that_do_not_fit_each_other(make_gguf):
+    """Their outputs fill no blocks, or their groups pad the inputs differently: dequantized."""
+    options = dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=256, head_dim=96)
+    path, model = make_gguf(["Q8_0"], "Qwen3", **options)
+    with LLM(path, **OPTIONS) as llm:
+        names = {name for name, module in llm.engine.runner.model.named_modules()
+                 if module in linears_of(llm)}
+        assert "layers.0.self_attn.qkv_proj" not in names and "layers.0.self_attn.o_proj" in names
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
+    assert packed.padding(320, 128, torch.bfloat16) == 64
+    assert packed.padding(320, 32, torch.bfloat16) == 0
+
+
 @pytest.mark.parametrize("inputs", [96, 100, 1000])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_products_of_inputs_that_fill_no_vector(inputs, bits):
