@@ -48,14 +48,16 @@ class Grouped(NamedTuple):
         size = int((self.groups == 0).sum())
         return size if size and torch.equal(self.groups, torch.arange(inputs) // size) else 0
 
-    def zero(self) -> tuple[Tensor | int, Tensor]:
-        """Returns the zeros, or the one of all groups, and the numbers, from 0 on."""
-        middle = 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
-        numbers = (self.numbers + middle).to(torch.uint8) if middle else self.numbers
+    def middle(self) -> int:
+        """What makes all numbers positive, if it is added."""
+        return 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
+
+    def zero(self) -> Tensor | int:
+        """Returns the zeros, or the one of all groups, of the positive numbers."""
         if self.zeros is None:
-            return middle, numbers
+            return self.middle()
         first = int(self.zeros.flatten()[0])
-        return (first if (self.zeros == first).all() else self.zeros), numbers
+        return first if (self.zeros == first).all() else self.zeros
 
     def dequantized(self) -> Tensor:
         """Returns the weight in float32. A product of a number and a scale in 16 bits is exact."""

@@ -94,7 +94,7 @@ def pack(weight: Grouped, dtype: torch.dtype) -> Tensor | None:
         return x.transpose(1, 2).contiguous().view(torch.uint8)
 
     groups = (inputs + more[0]) // group
-    zero, numbers = weight.zero()
+    zero = weight.zero()
     heads = [scales] if lows is None else [scales, lows.to(scales.dtype)]
     if isinstance(zero, Tensor):
         heads.append((zero.to(torch.int16) - 128).to(torch.int8))
@@ -115,9 +115,10 @@ def pack(weight: Grouped, dtype: torch.dtype) -> Tensor | None:
     records = written[:, begin:].unflatten(1, (groups, record))
     records[:, :, :head] = torch.cat(heads, 2)
     # some blocks at a time, as there are copies of them
-    for part, to in zip(F.pad(numbers, (0, more[0], 0, more[1])).split(32 * block),
-                        records[:, :, head:].split(32)):
-        x = in_order(part, group, dtype).unflatten(2, (-1, 32 // weight.bits)).movedim(3, -1)
+    for part, to in zip(weight.numbers.split(32 * block), records[:, :, head:].split(32)):
+        x = (part.to(torch.int16) + weight.middle()).to(torch.uint8)
+        x = in_order(F.pad(x, (0, more[0], 0, -len(x) % block)), group, dtype)
+        x = x.unflatten(2, (-1, 32 // weight.bits)).movedim(3, -1)
         if weight.bits == 4:
             x = x[..., ::2] | x[..., 1::2] << 4
         to.copy_(x.flatten(2))
