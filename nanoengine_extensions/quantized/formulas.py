@@ -65,7 +65,7 @@ class Grouped(NamedTuple):
         if groups is None:
             size = -(-self.numbers.shape[1] // self.scales.shape[1])
             groups = torch.arange(self.numbers.shape[1]) // size
-        weight = torch.empty(self.numbers.shape)
+        weight = torch.empty(self.numbers.shape, dtype=torch.float32)
         # some rows at a time, which stay in the cache
         for start in range(0, len(weight), ROWS):
             rows = slice(start, start + ROWS)

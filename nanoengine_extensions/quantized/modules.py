@@ -23,16 +23,23 @@ ROWS = 1024
 END = 2**40
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Returns what a parameter and its parts have in common, also where views know no base."""
+    return tensor.untyped_storage()._cdata
+
+
 def without_weight(dtype: torch.dtype) -> nn.Parameter:
     """What is left of the weight of a module whose weight is packed: its dtype."""
-    return nn.Parameter(torch.empty(0, 0, 0, dtype=dtype), requires_grad=False)
+    empty = torch.empty(0, 0, 0, dtype=dtype, device="cpu")
+    return nn.Parameter(empty, requires_grad=False)
 
 
 def dequantized(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype) -> Tensor:
     """Returns the rows of some packed parts, as one matrix in `dtype`."""
-    weight = torch.empty(sum(rows), inputs, dtype=dtype)
+    weight = torch.empty(sum(rows), inputs, dtype=dtype, device="cpu")
     for part, to in zip(parts, weight.split(rows)):
-        for ids, out in zip(torch.arange(len(to)).split(ROWS), to.split(ROWS)):
+        ids_of_part = torch.arange(len(to), device="cpu")
+        for ids, out in zip(ids_of_part.split(ROWS), to.split(ROWS)):
             out.copy_(packed.rows_of(part, ids, inputs, dtype))
     return weight
 
@@ -87,7 +94,8 @@ class QuantizedLinear(PackedLinear):
         dtype = self._parameters["weight"].dtype
         words = (self.in_features + self.padding) * dtype.itemsize // 4
         if self.packed_bias is None:
-            bias = torch.zeros(self.out_features) if self.bias is None else self.bias.float()
+            none = torch.zeros(self.out_features, dtype=torch.float32, device="cpu")
+            bias = none if self.bias is None else self.bias.float()
             more = -self.out_features // self.halves % BLOCKS[dtype]
             bias = F.pad(bias.unflatten(0, (self.halves, -1)), (0, more))
             self.packed_bias = bias.flatten()
@@ -115,7 +123,8 @@ class QuantizedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
-        return nn.Parameter(self(torch.arange(self.num_embeddings)), requires_grad=False)
+        ids = torch.arange(self.num_embeddings, device="cpu")
+        return nn.Parameter(self(ids), requires_grad=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Its weight stays what it was loaded as: that of the head, if both are tied."""
@@ -147,7 +156,7 @@ class Loading:
     def __init__(self, dtype: torch.dtype, is_tied: bool) -> None:
         self.dtype = dtype
         self.is_tied = is_tied
-        # by the parameter: its module, the class that this had, and what is loaded of it
+        # by the storage of the parameter: its module, the class that this had, and what is loaded of it
         self.modules: dict[int, tuple[Any, type, dict[int, Tensor]]] = {}
 
     def place(self, model: nn.Module, device: str) -> None:
@@ -167,7 +176,7 @@ class Loading:
             # in its place: the weight comes first
             module._parameters = {"weight": weight} | module._parameters
             own = type(module)
-            self.modules[id(weight)] = module, own, {}
+            self.modules[storage_of(weight)] = module, own, {}
             module.__class__ = type(own.__name__, (kind, own), {})
         if self.is_tied:
             # no module of the embedding: it has its own place in the model
@@ -177,7 +186,7 @@ class Loading:
         """Reads a tensor of a file. If it is packed, all that is returned is its shape."""
         if not target.is_meta:
             return tensor[:]
-        module, own, parts = self.modules[id(target._base)]
+        module, own, parts = self.modules[storage_of(target)]
         found = tensor.load()
         packed_part = packed.pack(found, self.dtype) if isinstance(found, Grouped) else None
         if packed_part is None:

@@ -13,6 +13,7 @@ In bfloat16, the words of 16 outputs have both numbers of 8 outputs in turn with
 8, as products take them (`nanoengine_cpu/products.py`).
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -133,29 +134,36 @@ def blocks_of(packed: Tensor) -> int:
     return (len(packed) - 8 * HEADER) // form_of(packed).size
 
 
+@functools.cache
+def places(bits: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns in which byte after a head, and from which bit on, the number of an output and an
+    input of a group is: (outputs of a block, inputs) each."""
+    block = BLOCKS[dtype]
+    order = in_order(torch.arange(block * group, device="cpu").view(block, -1), group, dtype)
+    which = order.flatten().argsort().view(block, -1)
+    vector, each = which // block, 32 // bits
+    word = vector // each * block + which % block
+    place = 4 * word + vector % each * bits // 8
+    return place, (vector * bits % 8).to(torch.uint8)
+
+
 def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
     """Returns rows of a weight, (ids, inputs), in float32. dtype: for which it was packed."""
     form, block = form_of(packed), BLOCKS[dtype]
     blocks, own = ids // block, ids % block
     data = packed[8 * HEADER:].view(-1, form.size)
     records = data[:, form.begin:].unflatten(1, (-1, form.record))
-    groups = torch.arange(records.shape[1])
+    groups = torch.arange(records.shape[1], device="cpu")
     size = (2, 4, 1)[form.storage]
     kind = (torch.float16, torch.float32, torch.int8)[form.storage]
 
     def find(records: Tensor, first: int, size: int, kind: torch.dtype) -> Tensor:
-        places = first + size * own[:, None] + torch.arange(size)
-        rows = torch.arange(records.shape[1])[None, :, None]
-        return records[blocks[:, None, None], rows, places[:, None]].view(kind).float()
+        at = first + size * own[:, None] + torch.arange(size, device="cpu")
+        rows = groups[None, :records.shape[1], None]
+        return records[blocks[:, None, None], rows, at[:, None]].view(kind).float()
 
-    # where the number of an output and an input is: in order, the other way round
-    order = in_order(torch.arange(block * form.group).view(block, -1), form.group, dtype)
-    vectors, others = order.flatten().argsort().view(block, -1), block
-    each = 32 // form.bits
-    number = vectors // others
-    words = number // each * others + vectors % others
-    place = form.head + 4 * words + number % each * form.bits // 8
-    shift = (number * form.bits % 8).to(torch.uint8)
+    place, shift = places(form.bits, form.group, dtype)
+    place = place + form.head
     found = records[blocks[:, None, None], groups[None, :, None], place[own][:, None]]
     weight = (found >> shift[own][:, None] & 2**form.bits - 1).float()
     scales = find(records, 0, size, kind)
