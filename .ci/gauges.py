@@ -27,7 +27,7 @@ LIMITS: dict[str, dict[str, float]] = {
 FEATURE: dict[str, float] = {"lines": 200}
 # several files, none of them with more than 200 lines: the formats of quantized files, and products
 # with them; a model and its check, in place of a hundred architectures
-LARGE: dict[str, dict[str, float]] = {"quantized": {"lines": 1180},
+LARGE: dict[str, dict[str, float]] = {"quantized": {"lines": 1200},
                                       "transformers_models": {"lines": 345}}
 
 
