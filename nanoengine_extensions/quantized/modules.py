@@ -156,7 +156,7 @@ class Loading:
     def __init__(self, dtype: torch.dtype, is_tied: bool) -> None:
         self.dtype = dtype
         self.is_tied = is_tied
-        # by the storage of the parameter: its module, the class that this had, and what is loaded of it
+        # by the storage of a parameter: its module, the class of this, and what is loaded of it
         self.modules: dict[int, tuple[Any, type, dict[int, Tensor]]] = {}
 
     def place(self, model: nn.Module, device: str) -> None:
