@@ -72,7 +72,8 @@ def run_nanoengine(args: Namespace, workload: Workload, warm_up: Workload) -> Fi
         limit = sum(step_limit(llm, record.batch, bandwidth) for record in llm.trace)
         figures["limit_percent"] = 100 * limit / seconds
         runner = llm.engine.runner
-        figures["weights_mib"] = sum(each.nbytes for each in runner.model.parameters()) / MIB
+        weights = [*runner.model.parameters(), *runner.model.buffers()]
+        figures["weights_mib"] = sum(each.nbytes for each in weights) / MIB
         figures["kv_pool_mib"] = runner.blocks.nbytes / MIB
     return figures
 

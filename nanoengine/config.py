@@ -26,13 +26,16 @@ class EngineConfig:
 
     Those that are declared with `of` belong to an optional feature: see features.py.
 
-    model: a folder with config.json and safetensors, or a Hugging Face id.
+    model: a folder with config.json and safetensors, a GGUF file, or a Hugging Face id.
     tokenizer: the folder or id of the tokenizer; by default the model's own.
     skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text.
     revision: the branch, tag or commit of a Hugging Face id.
     download_dir: the folder for downloads; by default Hugging Face's own cache.
     dtype: of weights and KV cache: "bfloat16", "float16" or "float32"; "auto": bfloat16, but
         float32 on a CPU without instructions for bfloat16.
+    quantization: "int8" or "int4" rounds the weights to so many bits when they are loaded, in
+        groups of 32; None: they stay as they are. A model that is quantized already (GGUF, AWQ,
+        GPTQ, compressed-tensors) needs no option: see docs/quantization.md.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
     seed: a request without a seed gets one that is derived from this; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
@@ -98,6 +101,7 @@ class EngineConfig:
     revision: str | None = of("hub", None)
     download_dir: str | None = of("hub", None)
     dtype: str = "auto"
+    quantization: str | None = of("quantized", None)
     device: str = "auto"
     seed: int = 0
     load_format: str = "auto"

@@ -26,14 +26,16 @@ ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
 # the files of a repository that are read, and so downloaded
 FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors", "model-*-of-*.safetensors"]
 # what all families have in config.json; without an entry, transformers assumes these values, too
-USUAL = {"hidden_act": "silu", "is_causal": True, "quantization_config": None,
-         "transformers_weights": None}
+USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
 
 def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
-    """Returns the folder of a model, or of a tokenizer: the given one, or the download of a Hugging
-    Face id. name: of the argument, for messages."""
+    """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
+    Face id, or what a GGUF file has. name: of the argument, for messages."""
     folder = Path(model).expanduser().absolute()
+    files = [folder, *(weight_files(folder) or folder.glob("*.gguf"))]
+    if any(file.suffix == ".gguf" for file in files):
+        return extension("quantized", f"{name}={str(model)!r}").as_folder(folder, config, name)
     if folder.is_dir():
         return folder
     hub = extension("hub", f"{name}={str(model)!r}, which is no folder,")
@@ -173,12 +175,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
                load_format: str = "auto", place: Callable = place_on,
-               read: Callable[..., Tensor] = lambda tensor, target: tensor[:]) -> Decoder:
+               read: Callable[..., Tensor] = lambda tensor, target: tensor[:],
+               opened: Callable = safe_open) -> Decoder:
     """Returns the model with its weights in `dtype`; "dummy": random ones.
 
     place: allocates memory for the weights.
-    read: reads the part of a checkpoint's tensor that belongs in its target. Weights on the host
-        and several ranks replace these two.
+    read: reads the part of a checkpoint's tensor that belongs in its target.
+    opened: opens a file of weights. Weights on the host, several ranks and quantized weights
+        replace these three.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
     twice, of another shape, or not of floating point.
@@ -193,11 +197,11 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     missing = checkpoint_tensors(model)
     for file in weight_files(folder):
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
-            names = [*safe_open(file, framework="pt").keys()]
+            names = [*opened(file, framework="pt").keys()]
             # rope_table computes inv_freq
             for full_name in [name for name in names if not name.endswith("inv_freq")]:
                 # opened for each tensor: pages of a mapped file count as memory until it is closed
-                tensor = safe_open(file, framework="pt").get_slice(full_name)
+                tensor = opened(file, framework="pt").get_slice(full_name)
                 target = missing.pop(full_name.removeprefix("model."))
                 loaded = read(tensor, target)
                 if loaded.shape != target.shape or not loaded.is_floating_point():

@@ -30,13 +30,11 @@ WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 Row = tuple[str, str, str]
 # a path that is no folder
 A_FILE: tuple[Row, ...] = (
-    ("*.gguf", "is a GGUF file, which is not read", ORIGINAL),
-    ("*", "is a file", "the folder {folder}"))
+    ("*", "is a file", "the folder {folder}"),)
 # what a folder has instead of config.json
 NO_CONFIG: tuple[Row, ...] = (
     ("adapter_config.json", "is an adapter (LoRA), not a whole model", MERGED),
     ("model_index.json", "is a pipeline of diffusers, which makes images", WRITER),
-    ("*.gguf", "is a folder of GGUF files, which are not read", ORIGINAL),
     ("modules.json", "is a model of sentence-transformers, which makes embeddings", WRITER),
     ("consolidated*", "is a model in its maker's own format", FOR_TRANSFORMERS),
     ("*/config.json", "has models in folders of its own", "one of these, such as {folder}"),
@@ -46,7 +44,6 @@ NO_WEIGHTS: tuple[Row, ...] = (
     ("adapter_model*", "has only an adapter (LoRA) of the weights", MERGED),
     ("pytorch_model*", "has its weights in {name}, which can hold any code and is not read",
      CONVERTED),
-    ("*.gguf", "has its weights in {name}, and GGUF files are not read", ORIGINAL),
     ("consolidated*", "has its weights in its maker's own format", FOR_TRANSFORMERS),
     ("*.safetensors", "has its weights in {name}, which is not read",
      "a folder with model.safetensors, or with an index of other names"),
@@ -57,16 +54,24 @@ NO_WEIGHTS: tuple[Row, ...] = (
 
 # -------------------------------------------------------------------------------- config.json
 
+# methods of quantization
+READ = ("awq", "gptq", "compressed-tensors", "gguf")
+
 Config = dict[str, Any]
 # whether it holds, what it says, and what the model must be
 Kind = tuple[Callable[[Config], Any], str, str]
 
 
 def quantization(config: Config) -> str:
-    """Returns by which method a model is quantized, such as "awq"; "" if it is not."""
+    """Returns by which method a model is quantized, such as "fp8"; "" if it is not, or by one of
+    which the extension `quantized` says more."""
     names = ("quantization_config", "compression_config", "quantization")
     found: Any = next((config[name] for name in names if config.get(name)), "")
-    return str(found.get("quant_method", found) if isinstance(found, dict) else found)
+    if not isinstance(found, dict):
+        return str(found)
+    method = str(found.get("quant_method", found))
+    is_read = method in READ and found is config.get("quantization_config")
+    return "" if is_read else f"{method} {found.get('bnb_4bit_quant_type', '')}".strip()
 
 
 def listed(families: Iterable[str]) -> str:
@@ -103,7 +108,8 @@ OTHERS: tuple[Kind, ...] = (
 # of one of these
 OWN: tuple[Kind, ...] = (
     (quantization, "is quantized (quantization_config: {quantization}), which is not read",
-     "the model that was quantized, in bfloat16, float16 or float32"),
+     "the model that was quantized, in bfloat16, float16 or float32 (quantization='int8' rounds it "
+     "when it is loaded), or its version in GGUF, AWQ or GPTQ"),
     (lambda c: c.get("is_causal", True) is not True,
      "lets its tokens see later ones (is_causal={is_causal}), which is not computed", WRITER),
     (has_empty_window, "has a sliding_window of {sliding_window} tokens",

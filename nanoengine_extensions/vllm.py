@@ -31,7 +31,7 @@ WITHOUT_EFFECT = {*"""async_scheduling attention_config backend chat_template_co
 OFF = {*"""additional_config config_format convert data_parallel_size disable_additional_properties
     distributed_executor_backend enable_expert_parallel enable_in_reasoning enable_lora
     enable_prompt_embeds generation_config hf_overrides kv_cache_dtype kv_cache_memory_bytes
-    logprobs_mode lora_request pipeline_parallel_size quantization reasoning_parser runner
+    logprobs_mode lora_request pipeline_parallel_size reasoning_parser runner
     speculative_config task tokenization_kwargs tokenizer_mode whitespace_pattern""".split()}
 # what nanoengine itself has in place of others
 INSTEAD = {"guided_decoding": "structured_outputs", "num_gpu_blocks_override": "num_kv_blocks",

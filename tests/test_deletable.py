@@ -53,6 +53,8 @@ ALL_CASES = {
                      "Body('/v1/completions', '1').read({'prompt': 'a'}, texts)",
     "policies": "LLM(model, kv_allocation='reserve', scheduling='static', **options).close()",
     "prometheus": "assert 'nanoengine:' in extension('prometheus').as_text(llm.metrics(), 'm')",
+    "quantized": "with_option = LLM(model, quantization='int8', **options); "
+                 "assert run(with_option).token_ids; with_option.close()",
     "scores": "assert llm.score([5, 6], [[7], [8, 9]], False)[1].token_ids == [8, 9]",
     "serve": "import argparse\n"
              "flags = argparse.Namespace(max_waiting=1, model='m', api_key=None)\n"

@@ -261,7 +261,6 @@ def test_damaged_files_are_named(text_copy, monkeypatch, file, content, message)
 
 
 UNCOMPUTED = [dict(is_causal=False), dict(is_causal=None), dict(hidden_act="gelu"),
-              dict(quantization_config=dict(quant_method="gptq")),
               dict(transformers_weights="other.safetensors"), dict(layer_types=["a"] * 2),
               dict(layer_types=["full_attention", "chunked_attention"], attention_chunk_size=2)]
 

@@ -211,6 +211,12 @@ def test_a_chat_is_streamed(execute):
         names["llm"].stream_chat(names["messages"], params, tool=[])
 
 
+def test_a_gguf(execute):
+    names, printed = execute(recipe("A GGUF from your disk"))
+    assert len(ast.literal_eval(printed)) == 8
+    assert names["llm"].model_config.quantization_config["quant_method"] == "gguf"
+
+
 def test_from_asyncio(execute):
     """test_async_llm.py has the rest."""
     names, printed = execute(recipe("From asyncio"))

@@ -21,6 +21,7 @@ PARAMS = [
 # kernels for a CPU and plain PyTorch, in both precisions; the paths that copy blocks
 ENGINES: list[dict[str, Any]] = [
     dict(dtype="float32"), dict(dtype="bfloat16", run_ahead=True),
+    dict(dtype="bfloat16", quantization="int4"),
     dict(dtype="float32", attention_backend="gather"),
     dict(dtype="float32", num_kv_blocks=7, block_size=16, max_model_len=64, preemption_mode="swap")]
 

@@ -138,7 +138,7 @@ def test_a_bound_that_is_given_alone_moves_the_other_one(flags, inputs, outputs)
     (("--max-output", 0), "--min-output"), (("--min-output", -1), "--min-output"),
     (("--max-output", "many"), "--max-output"), (("--num-seqs", 0), "--num-seqs"),
     (("--num-seqs", 2.5), "--num-seqs"), (("--repeat", 0), "--repeat"),
-    (("--quantization", "awq"), "--quantization"),
+    (("--quantization", "int3"), "quantization='int3'"),
     (("--engine", "llama.cpp"), "--engine llama.cpp"),
     (("--engine", "vllm"), "--python"),
     (("--scheduling", "fair"), "scheduling"),

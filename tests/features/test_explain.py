@@ -19,7 +19,6 @@ def copy(tiny, tmp_path) -> Path:
 @pytest.mark.parametrize("name, message", [
     ("pytorch_model.bin", r"its weights in pytorch_model.bin, .*: it must be converted by `Auto"),
     ("pytorch_model-00001-of-00002.bin", "its weights in pytorch_model-00001-of-00002.bin, "),
-    ("model.gguf", "its weights in model.gguf, and GGUF files .*: it must be the original model"),
     ("weights.safetensors", "in weights.safetensors, .*: it must be a folder with model.safet"),
     ("adapter_model.safetensors", "only an adapter .*: it must be merged into its model"),
     ("adapter_model.bin", "only an adapter .*: it must be merged into its model"),
@@ -46,7 +45,6 @@ def test_a_note_of_git_lfs(copy):
 @pytest.mark.parametrize("names, message", [
     ([], "is an empty folder: it must be one with a model"),
     (["a.txt"], "has no config.json: it must be a folder that save_pretrained"),
-    (["model-q4.gguf"], "is a folder of GGUF files, .*: it must be the original model"),
     (["adapter_config.json", "adapter_model.safetensors"], "an adapter .*: it must be merged"),
     (["model_index.json", "unet/config.json"], "of diffusers, .*: it must be a model that writes"),
     (["modules.json", "0_Transformer/config.json"], "of sentence-transformers, .* writes text"),
@@ -62,7 +60,6 @@ def test_a_folder_without_a_config(tmp_path, names, message):
 
 
 @pytest.mark.parametrize("name, message", [
-    ("model-q4.gguf", "is a GGUF file, which is not read: it must be the original model"),
     ("model.safetensors", "is a file: it must be the folder /"),
     ("config.json", "is a file: it must be the folder /")])
 def test_a_file_in_place_of_a_folder(tmp_path, bundled, name, message):
@@ -80,7 +77,11 @@ def test_a_file_in_place_of_a_folder(tmp_path, bundled, name, message):
     (dict(model_type="llama"), "has no architectures .* must be completed there"),
     *[(dict(architectures=["LlamaForCausalLM"], quantization_config=dict(quant_method=method)),
        f"quantization_config: {method}.*must be the model that was quantized")
-      for method in ("awq", "gptq", "fp8", "bitsandbytes", "compressed-tensors")],
+      for method in ("fp8", "mxfp4", "bitsandbytes", "hqq")],
+    (dict(architectures=["LlamaForCausalLM"], quantization=dict(group_size=64, bits=4)),
+     "'bits': 4.* must be the model that was quantized"),
+    (dict(architectures=["LlamaForCausalLM"], compression_config=dict(quant_method="awq")),
+     "awq.* must be the model that was quantized"),
     (dict(architectures=["Qwen2ForCausalLM"], is_causal=False), "see later ones .* writes text$"),
     (dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),
      "sliding_window of 0 tokens: it must be a model with at least 1$"),

@@ -89,7 +89,6 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
 
 
 @pytest.mark.parametrize("make, name, advice", [
-    (EngineConfig, "quantization", "leave it out, since this engine has nothing like it"),
     (EngineConfig, "enable_lora", "leave it out, since this engine has nothing like it"),
     (EngineConfig, "kv_cache_dtype", "leave it out, since this engine has nothing like it"),
     (EngineConfig, "speculative_config", "use speculation"),
@@ -101,7 +100,6 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
     (EngineConfig, "zzz", "leave it out; help(EngineConfig) says what is known"),
     (SamplingParams, "guided_decoding", "use structured_outputs"),
     (SamplingParams, "max_new_tokens", "the nearest is max_tokens"),
-    (SamplingParams, "quantization", "leave it out, since this engine has nothing like it"),
     (SamplingParams, "best_of", "leave it out; help(SamplingParams) says what is known"),
     (BeamSearchParams, "do_sample", "leave it out; help(BeamSearchParams) says what is known"),
     (BeamSearchParams, "width", "the nearest is beam_width")])
@@ -148,7 +146,7 @@ def test_all_keywords_of_vllm_get_an_answer():
     ours = {field.name for kind in (EngineConfig, SamplingParams)
             for field in dataclasses.fields(kind)}
     names = {*vllm.WITHOUT_EFFECT, *vllm.OFF, *vllm.INSTEAD} - ours
-    assert {"quantization", "guided_decoding", "disable_log_stats"} <= names
+    assert {"enable_lora", "guided_decoding", "disable_log_stats"} <= names
     for name in names:
         with pytest.raises(ValueError, match=f"^{name} is not known: (use|leave it out,) [^:]+$"):
             EngineConfig(model="m", **{name: 1})

@@ -117,7 +117,6 @@ def test_a_number_turns_on_as_true_does(tiny, name):
 @pytest.mark.needs("strict")
 @pytest.mark.parametrize("name, value, accepted", [
     ("pipeline_parallel_size", 2, "this engine has nothing like it"),
-    ("quantization", "awq", "this engine has nothing like it"),
     ("enable_lora", True, "this engine has nothing like it"),
     ("trust_remote_kode", False, "trust_remote_kode"),
     ("logprobs_mode", "processed_logits", "this engine has nothing like it"),

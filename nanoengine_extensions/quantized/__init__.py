@@ -1,0 +1,161 @@
+"""Quantized models: GGUF files, AWQ, GPTQ and compressed-tensors; and `quantization`, which rounds
+the weights of any model when they are loaded.
+
+A weight *is* its dequantized value in the dtype of the model: what is generated equals what
+transformers generates with these values, on every device. On a CPU with its kernels, the numbers
+stay packed, and are expanded within products (modules.py, packed.py, kernel.py). Elsewhere the
+weights are dequantized when they are loaded, so that they take the memory of the dtype; a line in
+the log says how much.
+
+It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
+files are read (`ModelRunner.load_model`). gguf_files.py needs a package: `pip install ".[gguf]"`.
+"""
+
+import atexit
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoengine.config import EngineConfig
+from nanoengine.features import Condition, naming, rejected
+from nanoengine.loader import weight_files
+from nanoengine.model import FAMILIES
+from nanoengine.model_runner import ModelRunner
+from nanoengine_extensions.quantized import methods
+from nanoengine_extensions.quantized.stored import (
+    METHODS, Index, Opened, open_quantized, open_rounded)
+
+BITS = {"int8": 8, "int4": 4}
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+KNOWN = (*METHODS, "gguf")
+CONDITIONS: list[Condition] = [
+    ("quantization", lambda c: c.quantization in (*BITS, *KNOWN),
+     f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}"),
+    ("load_format", lambda c: c.load_format != "dummy",
+     "another one with quantization={quantization!r}, since random weights are not quantized")]
+
+
+def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
+    """Returns a folder as a model has one, with an index of GGUF files: see gguf_files.py. It is
+    deleted when Python ends.
+
+    path: a GGUF file, or a folder of one, which can also have config.json and a tokenizer.
+    name: "model" or "tokenizer", the argument.
+
+    Raises ValueError for a path without a model, and for a model that cannot be run.
+    """
+    with naming(f"{name}={str(path)!r} needs the package gguf"):
+        from nanoengine_extensions.quantized import gguf_files
+    with naming(f"{name}={str(path)!r}"):
+        beside = path if path.is_dir() else None
+        # made by this function before
+        if beside and not [*path.glob("*.gguf")]:
+            return path
+        # made by this function, or completed by its user
+        has_config = beside and (beside / "config.json").is_file()
+        if name == "tokenizer" and (has_config or [*path.glob("tokenizer*")]):
+            return path
+        files = gguf_files.parts_of(only_file(path))
+        if lacking := [str(file) for file in files if not file.is_file()]:
+            raise ValueError(f"there is no file {lacking[0]}: it must be a GGUF file")
+        folder = Path(tempfile.mkdtemp(prefix="nanoengine-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        is_needed = not config.skip_tokenizer_init and config.tokenizer is None
+        gguf_files.write_folder(files, beside, folder, is_needed or name == "tokenizer")
+    return folder
+
+
+def only_file(path: Path) -> Path:
+    """Returns the GGUF file that a path stands for. Raises ValueError if there are several."""
+    if not path.is_dir():
+        return path
+    # a model in several files counts by its first one
+    files = [file for file in sorted(path.glob("*.gguf"))
+             if not re.search(r"-of-\d{5}$", file.stem) or "-00001-of-" in file.stem]
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"it has several models: it must be the path of one of {names}")
+    return files[0]
+
+
+def slots(runner: ModelRunner, folder: Path) -> dict[str, Callable]:
+    """Returns arguments of `loader.load_model`: one that takes the place of `safe_open` for a
+    model's files, and if weights stay packed, two that do not allocate and fill them otherwise.
+
+    Raises ValueError for a model that is quantized in another way than `quantization` says, or in
+    one that is not read.
+    """
+    config = runner.config
+    if runner.model_config.model_type not in FAMILIES:
+        raise rejected("quantization", config.quantization, f"None for a model that is not one of "
+                       f"{[*FAMILIES]}")
+    entries = getattr(runner.model_config, "quantization_config", None) or {}
+    if entries:
+        methods.check(entries)
+    method: Any = entries.get("quant_method", config.quantization)
+    if config.quantization not in (None, method):
+        raise rejected("quantization", config.quantization,
+                       f"None or {method!r}, since the model is quantized already")
+    if not entries and method not in BITS:
+        raise rejected("quantization", method, "'int8', 'int4' or None, since the model is not "
+                       "quantized")
+    if config.load_format == "dummy":
+        raise rejected("the model's quantization_config", entries, "None with "
+                       "load_format='dummy', since random weights are not quantized")
+    files = weight_files(folder)
+    with naming(f"{folder}: one of its files of weights"):
+        open_file = choose_opener(method, entries, folder)
+        opened = {file: open_file(file) for file in files}
+    found: dict[str, Callable] = {"opened": lambda file, framework: opened[file]}
+    if not stays_packed(runner):
+        log_costs(files, opened.values(), runner.dtype)
+        return found
+    from nanoengine_extensions.quantized.modules import Loading
+    loading = Loading(runner.dtype, runner.model_config.tie_word_embeddings and tie(opened))
+    return found | {"place": loading.place, "read": loading.read}
+
+
+def stays_packed(runner: ModelRunner) -> bool:
+    """Whether there are kernels for packed weights: those for a CPU, in one process."""
+    return (runner.device == "cpu" and runner.kernels.empty_cache is not None
+            and runner.config.tensor_parallel_size == 1
+            and runner.dtype in (torch.bfloat16, torch.float32))
+
+
+def tie(opened: dict[Path, Opened]) -> bool:
+    """Gives an embedding that is the only matrix of both the name of the head. Returns whether
+    there is only one."""
+    for tensors in opened.values():
+        if any(name.removeprefix("model.") == HEAD for name in tensors):
+            return not any(EMBEDDING in name for each in opened.values() for name in each)
+    for tensors in opened.values():
+        for name in [name for name in tensors if name.removeprefix("model.") == EMBEDDING]:
+            tensors[HEAD] = tensors.pop(name)
+    return True
+
+
+def choose_opener(method: str, entries: dict[str, Any],
+                  folder: Path) -> Callable[[Path], Opened]:
+    if method == "gguf":
+        from nanoengine_extensions.quantized.gguf_files import open_gguf
+        return partial(open_gguf, folder, entries["heads"])
+    if method in BITS:
+        return partial(open_rounded, BITS[method])
+    return partial(open_quantized, Index(weight_files(folder)), METHODS[method](entries))
+
+
+def log_costs(files: list[Path], opened: Iterable[Opened], dtype: torch.dtype) -> None:
+    """Writes to the log how much memory the weights take after they are dequantized."""
+    stored = sum(file.stat().st_size for file in files)
+    count = sum(prod(tensor.shape) for tensors in opened for tensor in tensors.values())
+    logging.getLogger("nanoengine").warning(
+        f"quantized weights are dequantized when they are loaded: {stored / 2**20:,.1f} MiB of "
+        f"files become {count * dtype.itemsize / 2**20:,.1f} MiB of {str(dtype)[6:]}")

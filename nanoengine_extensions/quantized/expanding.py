@@ -1,0 +1,211 @@
+"""16 words of packed numbers become weights: in LLVM's language, for kernel.py.
+
+Numbers become floating point without a conversion: u is put into the mantissa of 1, which gives
+f = 1 + u / unit, and (u - zero) * scale = f * (unit * scale) - (unit + zero) * scale. Scales have
+so few bits that the last product is exact, and a fused multiply-add rounds once: as by definition.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from nanoengine_cpu.vectors import (
+    FLOATS, HALVES, LANES, WORDS, call, fill, has, inlined, instruction, multiply_add, same, store,
+    vector)
+from nanoengine_extensions.quantized.packed import FLOAT, NESTED
+
+# the mantissa of 1 holds numbers of 4 bits from bit 16 on, of 8 bits from bit 15 on
+FIRST = {4: 16, 8: 15}
+# for 16 outputs, of each of two halves: scales, what is added to them, lows
+SCALES = 2 * 3 * LANES
+PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+@instruction(vector)
+def load_bytes(builder, data, first):
+    """16 signed bytes."""
+    kind = ir.VectorType(ir.IntType(8), LANES)
+    place = builder.bitcast(builder.gep(data, [first]), kind.as_pointer())
+    return builder.sitofp(builder.sext(builder.load(place, align=1), WORDS), FLOATS)
+
+
+@instruction(vector)
+def load_halves(builder, data, first):
+    """16 float16 numbers, from a byte on."""
+    kind = ir.VectorType(ir.HalfType(), LANES)
+    place = builder.bitcast(builder.gep(data, [first]), kind.as_pointer())
+    return builder.fpext(builder.load(place, align=1), FLOATS)
+
+
+@instruction(vector)
+def load_floats(builder, data, first):
+    """16 float32 numbers, from a byte on."""
+    place = builder.bitcast(builder.gep(data, [first]), FLOATS.as_pointer())
+    return builder.load(place, align=1)
+
+
+@instruction(vector)
+def doubled(builder, numbers, half):
+    """Each of the first or of the last 8 numbers twice."""
+    parts = [builder.shuffle_vector(numbers, numbers, ir.Constant(WORDS, [
+        first + i // 2 for i in range(LANES)])) for first in (0, LANES // 2)]
+    return builder.select(builder.icmp_signed("==", half, half.type(0)), *parts)
+
+
+# --------------------------------------------------------------------- 16 words become numbers
+
+
+def at_vector(builder: Any, array: Any, place: Any) -> Any:
+    place = ir.IntType(64)(place) if isinstance(place, int) else place
+    return builder.bitcast(builder.gep(array, [place]), FLOATS.as_pointer())
+
+
+def rounded(builder: Any, left: Any, right: Any) -> Any:
+    """32 numbers, rounded to bfloat16 (ties to even), as 16 words."""
+    if has("avx512bf16"):
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        return builder.bitcast(call(builder, name, PAIRS, right, left), FLOATS)
+    parts = []
+    for numbers in (left, right):
+        bits = builder.bitcast(numbers, WORDS)
+        is_odd = builder.and_(builder.lshr(bits, same(WORDS, 16)), same(WORDS, 1))
+        up = builder.add(builder.add(bits, same(WORDS, 0x7FFF)), is_odd)
+        parts.append(builder.trunc(builder.lshr(up, same(WORDS, 16)), HALVES))
+    order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), [*range(2 * LANES)])
+    return builder.bitcast(builder.shuffle_vector(*parts, order), FLOATS)
+
+
+def numbers_of(builder: Any, packed: Any, scales: Any, bits: int, has_lows: bool) -> Iterator[Any]:
+    """The weights of 16 packed words, in their order."""
+    mask = same(WORDS, 2**bits - 1 << FIRST[bits])
+    for i in range(32 // bits):
+        turn = same(WORDS, (bits * i - FIRST[bits]) % 32)
+        words = call(builder, "llvm.fshr.v16i32", WORDS, packed, packed, turn)
+        words = builder.or_(builder.and_(words, mask), same(WORDS, 0x3F800000))
+        half = i % 2 * SCALES // 2
+        scale, shift, low = [builder.load(at_vector(builder, scales, half + part * LANES))
+                             for part in range(3)]
+        x = builder.bitcast(words, FLOATS)
+        x = call(builder, "llvm.fma.v16f32", FLOATS, x, scale, shift)
+        yield builder.fadd(x, low) if has_lows else x
+
+
+def expanded(builder: Any, data: Any, place: Any, scales: Any, bits: int, has_lows: bool,
+             per_word: int) -> list[Any]:
+    """The words that are multiplied, in their order."""
+    packed = builder.load(builder.bitcast(at_vector(builder, data, place), WORDS.as_pointer()),
+                          align=4)
+    found = [*numbers_of(builder, packed, scales, bits, has_lows)]
+    if per_word == 1:
+        return found
+    return [rounded(builder, *pair) for pair in zip(found[::2], found[1::2])]
+
+
+def multiplied(builder, weights, x, total, per_word):
+    """As `add_products`, with numbers of a row that LLVM can read on the way."""
+    if per_word == 1:
+        return multiply_add(builder, x, weights, total)
+    sides = [builder.bitcast(side, WORDS) for side in (weights, x)]
+    if has("avx512bf16"):
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *sides)
+    lower = [builder.bitcast(builder.shl(side, same(WORDS, 16)), FLOATS) for side in sides]
+    upper = [builder.bitcast(builder.and_(side, same(WORDS, 0xFFFF0000)), FLOATS) for side in sides]
+    return multiply_add(builder, *upper, multiply_add(builder, *lower, total))
+
+
+def with_constants(count: int) -> Callable:
+    """Makes a function for numba of `write(builder, *operands, *constants)`: the last `count`
+    arguments are constants where it is called. LLVM gets straight code, without a loop."""
+    def decorate(write):
+        @functools.wraps(write)
+        def typed(context, *kinds):
+            constants = [each.literal_value for each in kinds[-count:]]
+
+            def generate(context, builder, signature, values):
+                operands = [context.make_array(kind)(context, builder, value).data
+                            if isinstance(kind, types.Array) else value
+                            for kind, value in zip(signature.args[:-count], values)]
+                write(builder, *operands, *constants)
+                return context.get_dummy_value()
+            return types.void(*kinds), generate
+        return intrinsic(prefer_literal=True)(typed)
+    return decorate
+
+
+@with_constants(4)
+def add_expanded(builder, rows, line, data, place, scales, sums, first, bits, has_lows, per_word,
+                 count):
+    """Adds the products of `count` rows with 16 packed words to their sums, 16 numbers each."""
+    weights = expanded(builder, data, place, scales, bits, has_lows, per_word)
+    sums = builder.gep(sums, [first])
+    for r in range(count):
+        at = at_vector(builder, sums, r * LANES)
+        row = builder.gep(rows, [builder.mul(line, line.type(r))])
+        total = builder.load(at, align=64)
+        for k, each in enumerate(weights):
+            number = builder.load(builder.gep(row, [line.type(k)]))
+            x = builder.insert_element(same(FLOATS, ir.Undefined), number, ir.IntType(32)(0))
+            x = builder.shuffle_vector(x, x, same(WORDS, 0))
+            total = multiplied(builder, each, x, total, per_word)
+        builder.store(total, at, align=64)
+
+
+@with_constants(3)
+def store_expanded(builder, lines, to, pitch, data, place, scales, bits, has_lows, per_word):
+    """Stores the weights of 16 packed words, each vector of them `pitch` words after the last."""
+    for k, each in enumerate(expanded(builder, data, place, scales, bits, has_lows, per_word)):
+        at = builder.add(to, builder.mul(pitch, pitch.type(k)))
+        builder.store(each, at_vector(builder, lines, at), align=64)
+
+
+# ---------------------------------------------------------------------- scales
+
+
+@inlined()
+def open_half(numbers, scales, to, per_word):
+    """Stores 16 numbers as vectors have their outputs: those of bfloat16 have two inputs of 8."""
+    store(scales, to, doubled(numbers, 0) if per_word == 2 else numbers)
+    store(scales, to + SCALES // 2, doubled(numbers, 1) if per_word == 2 else numbers)
+
+
+@inlined()
+def open_scales(data, at, above, kind, block_size, per_word, scales):
+    """Reads the scales of a group of a block.
+
+    at: where its record begins; above: where the scales of its 256 inputs begin, in float16
+    """
+    storage, has_zeros, has_lows, zero, unit = kind
+    size = 2
+    if storage == FLOAT:
+        size = 4
+    elif storage == NESTED:
+        size = 1
+    lows = at + block_size * size
+    zeros = lows + block_size * size * has_lows
+    low, offset = fill(np.float32(0)), fill(np.float32(zero))
+    for c in range(0, block_size, LANES):
+        if storage == FLOAT:
+            scale = load_floats(data, at + c * size)
+        elif storage == NESTED:
+            scale = load_bytes(data, at + c) * load_halves(data, above + 2 * c)
+        else:
+            scale = load_halves(data, at + c * size)
+        if has_lows:
+            if storage == FLOAT:
+                low = load_floats(data, lows + c * size)
+            elif storage == NESTED:
+                low = load_bytes(data, lows + c) * load_halves(data, above + 2 * (block_size + c))
+            else:
+                low = load_halves(data, lows + c * size)
+            open_half(low, scales, SCALES // LANES * c + 2 * LANES, per_word)
+        if has_zeros:
+            # they are stored minus 128
+            offset = load_bytes(data, zeros + c) + fill(np.float32(128))
+        added = scale * (fill(np.float32(-unit)) - offset)
+        open_half(scale * fill(np.float32(unit)), scales, SCALES // LANES * c, per_word)
+        open_half(added, scales, SCALES // LANES * c + LANES, per_word)

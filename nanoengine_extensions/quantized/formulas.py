@@ -1,0 +1,153 @@
+"""What the numbers of quantized weights stand for: whole numbers, scales and zeros.
+
+    weight[o, i] = (number[o, i] - zero[o, g]) * scale[o, g]        g: the group of input i
+
+AWQ (Lin et al., 2023, arXiv:2306.00978), GPTQ (Frantar et al., 2022, arXiv:2210.17323) and
+compressed-tensors store this in different orders. `rounded` makes it from other weights.
+
+This file knows neither files nor models.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# how AutoAWQ orders the outputs of a word
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+# inputs of a group that `rounded` makes
+GROUP = 32
+# rows that are dequantized at a time
+ROWS = 256
+
+
+class Grouped(NamedTuple):
+    """A weight in groups of inputs: (number - zero) * scale + low.
+
+    numbers: (outputs, inputs), whole numbers of so many bits; in int8 they have a sign.
+    scales, zeros, lows: (outputs, groups); no zeros, no lows: all are 0.
+    groups: the group of each input; None: neighbours, in equal parts.
+    above: what scales, and lows, are multiplied by: (outputs, groups of 256 inputs) each.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    groups: Tensor | None = None
+    bits: int = 8
+    lows: Tensor | None = None
+    above: tuple[Tensor, ...] = ()
+
+    def group_size(self) -> int:
+        """How many neighbours are a group; 0 if the inputs of a group are not neighbours."""
+        inputs = self.numbers.shape[1]
+        if self.groups is None:
+            size, left = divmod(inputs, self.scales.shape[1])
+            return 0 if left else size
+        size = int((self.groups == 0).sum())
+        return size if size and torch.equal(self.groups, torch.arange(inputs) // size) else 0
+
+    def middle(self) -> int:
+        """What makes all numbers positive, if it is added."""
+        return 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
+
+    def zero(self) -> Tensor | int:
+        """Returns the zeros, or the one of all groups, of the positive numbers."""
+        if self.zeros is None:
+            return self.middle()
+        first = int(self.zeros.flatten()[0])
+        return first if (self.zeros == first).all() else self.zeros
+
+    def dequantized(self) -> Tensor:
+        """Returns the weight in float32. A product of a number and a scale in 16 bits is exact."""
+        groups = self.groups
+        if groups is None:
+            size = -(-self.numbers.shape[1] // self.scales.shape[1])
+            groups = torch.arange(self.numbers.shape[1]) // size
+        weight = torch.empty(self.numbers.shape, dtype=torch.float32)
+        # some rows at a time, which stay in the cache
+        for start in range(0, len(weight), ROWS):
+            rows = slice(start, start + ROWS)
+            part = weight[rows].copy_(self.numbers[rows])
+            if self.zeros is not None:
+                part -= self.zeros[rows].float()[:, groups]
+            part *= self.floats(self.scales, 0, rows)[:, groups]
+            if self.lows is not None:
+                part += self.floats(self.lows, 1, rows)[:, groups]
+        return weight
+
+    def floats(self, numbers: Tensor, which: int, rows: slice) -> Tensor:
+        """Returns some rows of scales (0) or lows (1) in float32."""
+        found = numbers[rows].float()
+        if self.above:
+            above = self.above[which][rows].float()
+            found *= above.repeat_interleave(found.shape[1] // above.shape[1], 1)
+        return found
+
+
+def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Returns the numbers in int32 words, the lowest bits first, along a dimension, in uint8."""
+    parts = [(words >> shift & 2**bits - 1).to(torch.uint8) for shift in range(0, 32, bits)]
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+
+
+def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Grouped:
+    """Version "gemm": (inputs, outputs / 8), (groups, outputs / 8), (groups, outputs)."""
+    numbers, zeros = (
+        unpack(words, 4, 1).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
+        for words in (qweight, qzeros))
+    return Grouped(numbers, scales.T, zeros, bits=4)
+
+
+def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int,
+         version: int) -> Grouped:
+    """(inputs * bits / 32, outputs), (groups, outputs * bits / 32), (groups, outputs), (inputs,).
+
+    Version 1, AutoGPTQ's, stores each zero minus 1. With act-order, the inputs of a group are not
+    neighbours, and g_idx says which they are.
+    """
+    zeros = unpack(qzeros, bits, 1).T
+    if version == 1:
+        zeros = zeros + 1 & 2**bits - 1
+    return Grouped(unpack(qweight, bits, 0).T, scales.T, zeros, g_idx, bits)
+
+
+def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | None,
+               g_idx: Tensor | None) -> Grouped:
+    """Format "pack-quantized": (outputs, inputs * bits / 32), (outputs, groups), (outputs, inputs),
+    (outputs * bits / 32, groups), (inputs,).
+
+    Numbers and zeros are stored plus 8, or plus 128 with 8 bits. Unused bits fill the last word of
+    a row. A scale can be that of all outputs, and zeros that are no int32 are not packed.
+    """
+    outputs, inputs = shape
+    bits = 8 if 4 * packed.shape[1] >= inputs else 4
+    numbers = unpack(packed, bits, 1)[:, :inputs]
+    scale = scale.reshape(-1, scale.shape[-1]).expand(outputs, -1)
+    middles = torch.tensor(2 ** (bits - 1), dtype=torch.int16)
+    if zeros is not None and zeros.dtype == torch.int32:
+        middles = unpack(zeros, bits, 0)[:outputs]
+    elif zeros is not None:
+        middles = middles + zeros
+    return Grouped(numbers, scale, middles.expand(scale.shape), g_idx, bits)
+
+
+def rounded(weight: Tensor, bits: int) -> Grouped:
+    """Rounds a weight to numbers of 8 or 4 bits in groups of 32 inputs, with scales in float16.
+
+    As in Q8_0 and Q4_0 of llama.cpp, the largest of a group becomes 127 or -127, with 4 bits -8.
+    """
+    inputs = weight.shape[1]
+    numbers = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight), -(-inputs // GROUP), dtype=torch.float16)
+    most = 2 ** (bits - 1)
+    # some rows at a time, as there are copies of them
+    for part, to, scale in zip(*(each.split(ROWS) for each in (weight, numbers, scales))):
+        x = F.pad(part.float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+        largest = x.gather(2, x.abs().argmax(2, keepdim=True))[:, :, 0]
+        scale.copy_(largest.abs() / 127 if bits == 8 else largest / -8)
+        inverse = torch.where(scale == 0, 0, 1 / scale.float())
+        found = (x * inverse[:, :, None]).round().clamp(-most, most - 1)
+        to.copy_(found.flatten(1)[:, :inputs])
+    return Grouped(numbers, scales, groups=torch.arange(inputs) // GROUP, bits=bits)

@@ -1,0 +1,271 @@
+"""GGUF files, llama.cpp's: what they say of a model, and their tensors.
+
+    blk.0.attn_q.weight   Q4_K, (outputs, bytes of a row)   ->   layers.0.self_attn.q_proj.weight
+
+The `gguf` package reads the header; transformers makes the tokenizer; gguf_numbers.py knows the
+types of matrices. Types whose numbers are not whole numbers times a scale are refused.
+"""
+
+import json
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from nanoengine.features import rejected
+from nanoengine_extensions.quantized import gguf_numbers
+from nanoengine_extensions.quantized.formulas import Grouped
+from nanoengine_extensions.quantized.stored import Opened, Stored
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = (*FLOATS, *gguf_numbers.SIZES)
+# by `general.architecture`
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
+                 "qwen3": "Qwen3ForCausalLM"}
+# the names of tensors, for the whole model and for a layer
+NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj"}
+# where tensors lie in the files, in the folder that `write_folder` fills
+TABLE = "tensors.json"
+# Llama 3's ways to cut a text, by `tokenizer.ggml.pre`: as llama.cpp knows, BOS comes first, and a
+# word that is a token stays whole, whatever the merges are
+LLAMA_3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Returns the files of a model, of which the given one is the first or the only one."""
+    split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", file.name)
+    if split is None:
+        return [file]
+    count = int(split[2])
+    return [file.with_name(f"{split[1]}-{number:05}-of-{split[2]}.gguf")
+            for number in range(1, count + 1)]
+
+
+def plain_name(name: str) -> str:
+    """Returns the name that transformers gives a tensor; an unknown one stays as it is."""
+    match name.split("."):
+        case [own, kind]:
+            return f"{NAMES.get(own, own)}.{kind}"
+        case ["blk", number, own, kind]:
+            return f"layers.{number}.{LAYER_NAMES.get(own, own)}.{kind}"
+    return name
+
+
+class Header:
+    """What GGUF files of a model say of it, without their weights."""
+
+    def __init__(self, files: list[Path]) -> None:
+        readers = {str(file): gguf.GGUFReader(file) for file in files}
+        self.tensors = {tensor.name: tensor for reader in readers.values()
+                        for tensor in reader.tensors}
+        self.fields = readers[str(files[0])].fields
+        # of each file: the type, the shape and the place of each tensor
+        self.table = {name: {
+            plain_name(tensor.name): [tensor.tensor_type.name, tensor.shape.tolist()[::-1],
+                                      int(tensor.data_offset), int(tensor.n_bytes)]
+            for tensor in reader.tensors} for name, reader in readers.items()}
+        self.architecture = self.find("general.architecture")
+
+    def find(self, name: str, default: Any = None) -> Any:
+        return self.fields[name].contents() if name in self.fields else default
+
+    def tensor(self, name: str) -> Any:
+        if name not in self.tensors:
+            raise ValueError(f"it has no {name}: the file must be complete")
+        return self.tensors[name]
+
+    def of_model(self, name: str, default: Any = None) -> Any:
+        """Returns an entry of the architecture's own. Raises ValueError if it is needed and not
+        there."""
+        found = self.find(f"{self.architecture}.{name}", default)
+        if found is None:
+            raise ValueError(f"{self.architecture}.{name} is missing: the file must be complete")
+        return found
+
+    def check(self) -> None:
+        """Raises ValueError for what the engine cannot compute, or not exactly."""
+        self.accept("general.type", self.find("general.type", "model"), ["model"])
+        self.accept("general.architecture", self.architecture, [*ARCHITECTURES])
+        head_dim = self.head_dim()
+        neutral = {"expert_count": 0, "attention.sliding_window": 0, "attention.causal": True,
+                   "attention.scale": 0.0, "logit_scale": 0.0, "attention.value_length": head_dim,
+                   "rope.dimension_count": head_dim, "rope.scaling.attn_factor": 1.0}
+        for name, value in neutral.items():
+            self.accept(name, self.of_model(name, value), [value])
+        types = {tensor.tensor_type.name for tensor in self.tensors.values()}
+        if others := sorted(types - {*TYPES}):
+            raise ValueError(
+                f"its weights of type {', '.join(others)} are not read: it must be a file of "
+                "another type, such as Q4_K_M or Q8_0 (llama.cpp's llama-quantize makes them)")
+
+    def accept(self, name: str, value: Any, accepted: list) -> None:
+        if value not in accepted:
+            raise rejected(f"the file's {name}", value, f"one of {accepted}")
+
+    def head_dim(self) -> int:
+        size = self.of_model("embedding_length") // self.of_model("attention.head_count")
+        return self.of_model("attention.key_length", size)
+
+    def config(self) -> dict[str, Any]:
+        """Returns the config.json of the model."""
+        self.check()
+        heads = self.of_model("attention.head_count")
+        return {
+            "architectures": [ARCHITECTURES[self.architecture]],
+            "model_type": self.architecture,
+            "vocab_size": int(self.tensor("token_embd.weight").shape[1]),
+            "hidden_size": self.of_model("embedding_length"),
+            "intermediate_size": self.of_model("feed_forward_length"),
+            "num_hidden_layers": self.of_model("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.of_model("attention.head_count_kv", heads),
+            "head_dim": self.head_dim(),
+            "rms_norm_eps": self.of_model("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": self.of_model("context_length"),
+            "rope_parameters": self.rope(),
+            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in self.tensors,
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "bos_token_id": self.find("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.find("tokenizer.ggml.eos_token_id")}
+
+    def quantization(self) -> dict[str, Any]:
+        """Returns the `quantization_config` of the model.
+
+        heads: llama.cpp's "llama" rotates neighbours in a head, so that its converter reorders the
+        rows of q and k, by heads.
+        """
+        heads = self.of_model("attention.head_count")
+        permuted = {"q_proj": heads, "k_proj": self.of_model("attention.head_count_kv", heads)}
+        return {"quant_method": "gguf",
+                "heads": permuted if self.architecture == "llama" else {}}
+
+    def eos(self) -> list[int]:
+        """Returns the tokens that end a text, a turn or a message."""
+        found = [self.find(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        return [token for token in dict.fromkeys(found) if token is not None]
+
+    def tokenizer(self, file: Path) -> Any:
+        """Returns transformers' version of the tokenizer in the (first) file."""
+        options: Any = {}
+        is_of_llama_3 = self.find("tokenizer.ggml.pre") in LLAMA_3
+        if is_of_llama_3 and "tokenizer.ggml.add_bos_token" not in self.fields:
+            options["add_bos_token"] = True
+        found = PreTrainedTokenizerFast.from_pretrained(
+            file.parent, gguf_file=file.name, **options)
+        if is_of_llama_3:
+            found.backend_tokenizer.model.ignore_merges = True
+        return found
+
+    def rope(self) -> dict[str, Any]:
+        kind = self.of_model("rope.scaling.type", "none")
+        rope = {"rope_type": "default", "rope_theta": self.of_model("rope.freq_base", 10000.0)}
+        if kind in ("linear", "yarn"):
+            rope |= {"rope_type": kind, "factor": self.of_model("rope.scaling.factor")}
+        elif kind != "none":
+            raise rejected("the file's rope.scaling.type", kind, "'none', 'linear' or 'yarn'")
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = self.of_model(
+                "rope.scaling.original_context_length")
+        if "rope_freqs.weight" in self.tensors:
+            rope |= self.llama3(rope["rope_theta"])
+        return rope
+
+    def llama3(self, theta: float) -> dict[str, Any]:
+        """Returns the parameters from which the factors of the frequencies were made.
+
+        llama.cpp's converter stores only the factors, one for each pair of numbers of a head. All
+        models of Llama 3 differ in the largest one alone.
+        """
+        given = torch.from_numpy(self.tensors["rope_freqs.weight"].data.astype(np.float32))
+        factor = float(given.max())
+        size = self.head_dim()
+        waves = 2 * torch.pi * theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+        smooth = ((8192 / waves - 1) / 3).clamp(0, 1)
+        factors = 1 / ((1 - smooth) / factor + smooth)
+        if given.shape != factors.shape or not torch.allclose(given.double(), factors, rtol=1e-4):
+            raise rejected("the file's rope_freqs.weight", given.tolist(), "those of Llama 3")
+        return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+# ------------------------------------------------------------------------------------ a folder
+
+
+def write_folder(files: list[Path], beside: Path | None, folder: Path, has_tokenizer: bool) -> None:
+    """Fills a folder with what a model has: config.json, a tokenizer, an index of the files.
+
+    beside: a folder whose config.json, tokenizer and others are used; None: the file has all.
+    has_tokenizer: whether the file's own tokenizer is written, if there is no other.
+    """
+    header = Header(files)
+    config = header.config()
+    write(folder / "generation_config.json", {"eos_token_id": header.eos()})
+    others = {} if beside is None else {path.name: path for path in beside.iterdir()}
+    has_other = any(name.startswith(("tokenizer", "vocab.")) for name in others)
+    if has_tokenizer and not has_other and "tokenizer.ggml.tokens" in header.fields:
+        header.tokenizer(files[0]).save_pretrained(folder)
+    for path in others.values():
+        if path.suffix in (".json", ".jinja", ".model", ".txt"):
+            shutil.copy(path, folder)
+    if "config.json" in others:
+        config = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", config | {"quantization_config": header.quantization()})
+    # `loader.weight_files` finds the files by it
+    index = {name: str(file) for name, file in enumerate(files)}
+    write(folder / "model.safetensors.index.json", {"weight_map": index})
+    write(folder / TABLE, header.table)
+
+
+def write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content))
+
+
+# ------------------------------------------------------------------------------------ tensors
+
+
+def open_gguf(folder: Path, heads: dict[str, int], file: Path) -> Opened:
+    """Returns the tensors of a file.
+
+    folder: the one that `write_folder` has filled; heads: by which rows of a projection were
+    reordered.
+    """
+    opened = Opened()
+    # to read a header again takes seconds
+    table = json.loads((folder / TABLE).read_text())[str(file)]
+    for name, (kind, shape, offset, num_bytes) in table.items():
+        own = next((count for part, count in heads.items() if f".{part}." in name), 0)
+        read = partial(read_tensor, file, kind, shape, offset, num_bytes, own)
+        # `rope_table` computes them
+        if name != "rope_freqs.weight":
+            opened[name] = Stored(kind, shape, read)
+    return opened
+
+
+def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int,
+                heads: int) -> Tensor | Grouped:
+    """Reads a tensor. The file is not mapped: its pages would count as memory.
+
+    heads: if not 0, rows are put in transformers' order: in each head, all first numbers of a pair,
+        then all second ones.
+    """
+    raw = torch.from_numpy(np.fromfile(file, np.uint8, num_bytes, offset=offset))
+    rows = raw.view(shape[0], -1)
+    if heads:
+        rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    if kind in gguf_numbers.SIZES:
+        return gguf_numbers.grouped(rows, kind)
+    return rows.view(FLOATS[kind]).float().view(shape)

@@ -1,0 +1,84 @@
+"""The whole numbers and scales of a GGUF matrix: what `gguf.dequantize` computes with.
+
+Layouts are those of llama.cpp's `ggml-common.h`: blocks of 32 inputs, or of 256 in the K-quants,
+whose scales are whole numbers, too, times one in float16.
+"""
+
+import torch
+from torch import Tensor
+
+from nanoengine_extensions.quantized.formulas import Grouped
+
+# the bytes of a block
+SIZES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q2_K": 84, "Q3_K": 110,
+         "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+
+
+def halves(raw: Tensor) -> Tensor:
+    return raw.contiguous().view(torch.float16)
+
+
+def signed(raw: Tensor) -> Tensor:
+    return raw.contiguous().view(torch.int8)
+
+
+def parts(raw: Tensor, bits: int) -> Tensor:
+    """The numbers of so many bits in bytes: the lowest of all bytes, then the next ones."""
+    found = [raw >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    return torch.stack(found, -2)
+
+
+def grouped(raw: Tensor, kind: str) -> Grouped:
+    """raw: (outputs, bytes of a row) uint8; kind: the name of its type."""
+    blocks = raw.unflatten(1, (-1, SIZES[kind]))
+    return (of_256 if kind.endswith("K") else of_32)(blocks, kind)
+
+
+def of_32(x: Tensor, kind: str) -> Grouped:
+    scales = halves(x[..., :2])[..., 0]
+    if kind == "Q8_0":
+        return Grouped(signed(x[..., 2:]).flatten(1), scales)
+    numbers = parts(x[..., -16:], 4).flatten(-2)
+    if kind[1] == "5":
+        # the fifth bits are in four bytes before the others
+        numbers |= parts(x[..., -20:-16], 1).transpose(-1, -2).flatten(-2) << 4
+    bits = 4 if kind[1] == "4" else 8
+    if kind[-1] == "1":
+        return Grouped(numbers.flatten(1), scales, bits=bits, lows=halves(x[..., 2:4])[..., 0])
+    zeros = torch.full(scales.shape, 8 if bits == 4 else 16, dtype=torch.uint8)
+    return Grouped(numbers.flatten(1), scales, zeros, bits=bits)
+
+
+def of_256(x: Tensor, kind: str) -> Grouped:
+    if kind in ("Q4_K", "Q5_K"):
+        numbers = parts(x[..., -128:].unflatten(-1, (4, 32)), 4)
+        if kind == "Q5_K":
+            numbers |= parts(x[..., 16:48], 1).unflatten(-2, (4, 2)) << 4
+        # eight scales and eight lows of 6 bits
+        a, b, c = x[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+        scales = torch.cat((a & 63, c & 15 | a >> 6 << 4), -1)
+        lows = torch.cat((b & 63, c >> 4 | b >> 6 << 4), -1)
+        return nested(numbers, scales, 4 if kind == "Q4_K" else 8, halves(x[..., :4]), lows)
+    if kind == "Q2_K":
+        numbers = parts(x[..., 16:80].unflatten(-1, (2, 32)), 2)
+        return nested(numbers, x[..., :16] & 15, 4, halves(x[..., 80:]), x[..., :16] >> 4)
+    if kind == "Q3_K":
+        numbers = parts(x[..., 32:96].unflatten(-1, (2, 32)), 2)
+        numbers |= parts(x[..., :32], 1).unflatten(-2, (2, 4)) << 2
+        low, high = parts(x[..., 96:104], 4), parts(x[..., 104:108], 2)
+        scales = signed(low.flatten(-2) | high.flatten(-2) << 4) - 32
+        return nested(numbers, scales, 4, halves(x[..., 108:]), zero=4)
+    low = parts(x[..., :128].unflatten(-1, (2, 64)), 4).unflatten(-1, (2, 32)).flatten(-3, -2)
+    numbers = low | parts(x[..., 128:192].unflatten(-1, (2, 32)), 2) << 4
+    return nested(numbers, signed(x[..., 192:208]), 8, halves(x[..., 208:]), zero=32)
+
+
+def nested(numbers: Tensor, scales: Tensor, bits: int, above: Tensor, lows: Tensor | None = None,
+           zero: int = 0) -> Grouped:
+    """above: of each block, the scale of the scales, then that of the lows, which are minus this.
+    zero: that of all groups."""
+    scales = scales.to(torch.int8).flatten(1)
+    zeros = torch.full(scales.shape, zero, dtype=torch.uint8) if zero else None
+    if lows is not None:
+        lows = -lows.to(torch.int8).flatten(1)
+    return Grouped(numbers.flatten(1), scales, zeros, None, bits, lows, above.unbind(-1))

@@ -1,0 +1,229 @@
+"""Linears and embeddings whose weights stay packed (packed.py), and how they are loaded.
+
+They take the places of those of a model before memory is allocated: `Loading.place`. Each tensor of
+a file is packed when it is read, so that no more than one matrix is there in the model's dtype.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoengine_cpu.compiling import bits_of_number, warn_once
+from nanoengine_cpu.modules import GatedMLP, PackedLinear, kind_of
+from nanoengine_cpu.products import BLOCKS, MOST_WORDS
+from nanoengine_extensions.quantized import kernel, packed
+from nanoengine_extensions.quantized.formulas import Grouped
+from nanoengine_extensions.quantized.stored import Stored
+
+# rows that are dequantized at a time
+ROWS = 1024
+# more blocks than any weight has
+END = 2**40
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Returns what a parameter and its parts have in common, also where views know no base."""
+    return tensor.untyped_storage()._cdata
+
+
+def without_weight(dtype: torch.dtype) -> nn.Parameter:
+    """What is left of the weight of a module whose weight is packed: its dtype."""
+    empty = torch.empty(0, 0, 0, dtype=dtype, device="cpu")
+    return nn.Parameter(empty, requires_grad=False)
+
+
+def dequantized(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype) -> Tensor:
+    """Returns the rows of some packed parts, as one matrix in `dtype`."""
+    weight = torch.empty(sum(rows), inputs, dtype=dtype, device="cpu")
+    for part, to in zip(parts, weight.split(rows)):
+        ids_of_part = torch.arange(len(to), device="cpu")
+        for ids, out in zip(ids_of_part.split(ROWS), to.split(ROWS)):
+            out.copy_(packed.rows_of(part, ids, inputs, dtype))
+    return weight
+
+
+class QuantizedLinear(PackedLinear):
+    """A linear whose weight is packed numbers and scales: one part, or up to three for projections
+    that are fused, each with a format of its own.
+
+    weight: the dequantized weight, a copy. If another one is set, it is an ordinary linear.
+    part_rows: how many outputs each part has.
+    packed_bias: in float32, padded; made when it is first needed, since it is loaded later.
+    """
+
+    part_rows: list[int]
+    packed_bias: Any = None
+
+    @property
+    def packed_parts(self) -> list[Tensor]:
+        return [*self._buffers.values()] if self.is_packed else []  # type: ignore[list-item]
+
+    @property
+    def is_quantized(self) -> bool:
+        return self._parameters["weight"].shape[:1] == (0,)  # type: ignore[union-attr]
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        if not self.is_quantized:
+            return PackedLinear.weight.fget(self)  # type: ignore[attr-defined]
+        dtype: Any = self._parameters["weight"].dtype  # type: ignore[union-attr]
+        return dequantized(self.packed_parts, self.part_rows, self.in_features, dtype)
+
+    def keep(self: Any, parts: list[Tensor], rows: list[int], dtype: torch.dtype) -> None:
+        """Takes packed parts in place of the weight."""
+        for number, part in enumerate(parts):
+            self.register_buffer(f"part_{number}", part, persistent=False)
+        self.part_rows = rows
+        self.padding = packed.padding(self.in_features, packed.form_of(parts[0]).group, dtype)
+        # it is compiled now, and not when it is first needed
+        self.kernel = kernel.product(dtype)
+        self._parameters["weight"] = without_weight(dtype)
+
+    def pack(self) -> None:
+        """Packs another weight, that was set."""
+        for name in [*self._buffers]:
+            del self._buffers[name]
+        super().pack()
+
+    def call(self: Any, x: int, residual: int, out: int, rows: int, norm: Any = None) -> list[int]:
+        if not self.is_quantized:
+            return super().call(x, residual, out, rows, norm)
+        norm_at, eps = (norm.weight.data_ptr(), norm.eps) if norm else (0, 0.0)
+        dtype = self._parameters["weight"].dtype
+        words = (self.in_features + self.padding) * dtype.itemsize // 4
+        if self.packed_bias is None:
+            none = torch.zeros(self.out_features, dtype=torch.float32, device="cpu")
+            bias = none if self.bias is None else self.bias.float()
+            more = -self.out_features // self.halves % BLOCKS[dtype]
+            bias = F.pad(bias.unflatten(0, (self.halves, -1)), (0, more))
+            self.packed_bias = bias.flatten()
+        # where each part is, and its first block after it
+        parts = []
+        end = 0
+        for part in self.packed_parts:
+            end += packed.blocks_of(part)
+            parts += [part.data_ptr(), end]
+        parts = (parts[:-1] + [END, parts[0], END, parts[0]])[:5]
+        return self.kernel(
+            norm_at, self.packed_bias.data_ptr(), words, self.out_features // self.halves,
+            self.halves, bits_of_number(eps), x, residual, out, rows, *parts)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super(PackedLinear, self)._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
+
+
+class QuantizedEmbedding(nn.Embedding):
+    """An embedding whose rows are dequantized when they are looked up.
+
+    part_0: the packed weight; without it, it is that of the head of the model.
+    """
+
+    @property
+    def weight(self) -> nn.Parameter:  # type: ignore[override]
+        ids = torch.arange(self.num_embeddings, device="cpu")
+        return nn.Parameter(self(ids), requires_grad=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Its weight stays what it was loaded as: that of the head, if both are tied."""
+        if name == "weight":
+            own: Any = self._parameters[name]
+            self._parameters[name] = without_weight(own.dtype)
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        dtype = self._parameters["weight"].dtype
+        part = self._buffers.get("part_0")
+        if part is None:
+            part, = self.head.packed_parts
+        rows = [packed.rows_of(part, each, self.embedding_dim, dtype).to(dtype)
+                for each in ids.flatten().split(ROWS)]
+        return torch.cat(rows).view(*ids.shape, -1)
+
+
+# --------------------------------------------------------------------------------------- loading
+
+
+class Loading:
+    """Replaces modules of one model, then packs their weights.
+
+    is_tied: whether the files have one matrix, for the head, that is the embedding, too.
+    """
+
+    def __init__(self, dtype: torch.dtype, is_tied: bool) -> None:
+        self.dtype = dtype
+        self.is_tied = is_tied
+        # by the storage of a parameter: its module, the class of this, and what is loaded of it
+        self.modules: dict[int, tuple[Any, type, dict[int, Tensor]]] = {}
+
+    def place(self, model: nn.Module, device: str) -> None:
+        """Allocates memory for all weights but those that will be packed."""
+        for module in [*model.modules()]:
+            if hasattr(module, "gate_up_proj") and kind_of(module) is GatedMLP:
+                vars(module.gate_up_proj).update(halves=2, is_fused=True)
+        embedding: Any = model.embed_tokens
+        linears: Any = model.modules()
+        taken = {module: QuantizedLinear for module in linears
+                 if kind_of(module) is PackedLinear
+                 and module.in_features * self.dtype.itemsize <= 4 * MOST_WORDS}
+        taken |= {embedding: QuantizedEmbedding}
+        weights = [module._parameters.pop("weight") for module in taken]
+        model.to_empty(device=device)
+        for (module, kind), weight in zip(taken.items(), weights):
+            # in its place: the weight comes first
+            module._parameters = {"weight": weight} | module._parameters
+            own = type(module)
+            self.modules[storage_of(weight)] = module, own, {}
+            module.__class__ = type(own.__name__, (kind, own), {})
+        if self.is_tied:
+            # no module of the embedding: it has its own place in the model
+            vars(embedding)["head"] = model.lm_head
+
+    def read(self, tensor: Stored, target: Tensor) -> Tensor:
+        """Reads a tensor of a file. If it is packed, all that is returned is its shape."""
+        if not target.is_meta:
+            return tensor[:]
+        module, own, parts = self.modules[storage_of(target)]
+        found = tensor.load()
+        packed_part = packed.pack(found, self.dtype) if isinstance(found, Grouped) else None
+        if packed_part is None:
+            if isinstance(found, Grouped):
+                warn_once("quantized weights of some matrices are dequantized when they are "
+                          "loaded, since kernels know no act-order, no scales of more than 15 "
+                          "bits, and groups of 16, 32, 64 or 128 inputs, or of multiples of these")
+            packed_part = tensor.read().to(self.dtype)
+        parts[target.storage_offset() // target.shape[1]] = packed_part
+        rows = [*getattr(module, "parts", {own: module._parameters["weight"].shape[0]}).values()]
+        if len(parts) == len(rows):
+            self.finish(module, own, [parts[first] for first in sorted(parts)], rows)
+            parts.clear()
+        return torch.empty(tensor.get_shape(), device="meta")
+
+    def finish(self, module: Any, own: type, parts: list[Tensor], rows: list[int]) -> None:
+        """Gives a module its packed parts; dequantizes them where there is no kernel for them."""
+        is_linear = isinstance(module, QuantizedLinear)
+        inputs = module._parameters["weight"].shape[1]
+        block = BLOCKS[self.dtype] if is_linear and module.halves == 1 else 1
+        are_packed = all(part.ndim == 1 for part in parts)
+        # the blocks of a part follow those of the last one, and all have the same inputs
+        fit = are_packed and not any(count % block for count in rows[:-1]) and len({
+            packed.padding(inputs, packed.form_of(part).group, self.dtype) for part in parts}) == 1
+        if fit and is_linear:
+            return module.keep(parts, rows, self.dtype)
+        if fit:
+            module._parameters["weight"] = without_weight(self.dtype)
+            return module.register_buffer("part_0", parts[0], persistent=False)
+        for other, other_own, _ in self.modules.values():
+            if vars(other).get("head") is module:
+                other.__class__ = other_own
+                del vars(other)["head"]
+        weight = torch.cat([
+            part if part.ndim == 2 else dequantized([part], [count], inputs, self.dtype)
+            for part, count in zip(parts, rows)])
+        for name in ("halves", "is_fused"):
+            vars(module).pop(name, None)
+        module.__class__ = own
+        module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)

@@ -1,0 +1,182 @@
+"""A quantized weight as a kernel reads it: whole numbers and scales, in blocks of outputs.
+
+    header      16 int64: see `pack`
+    each block of outputs
+        scales of 256 inputs, in float16, if the others are multiplied by them
+        each group of inputs: a record
+            scales      of each output; then lows and zeros, where there are any
+            numbers     16 words, one for each of 16 outputs, with 4 or 8 numbers in each
+
+    weight = (number - zero) * scale + low
+
+In bfloat16, the words of 16 outputs have both numbers of 8 outputs in turn with those of the other
+8, as products take them (`nanoengine_cpu/products.py`).
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoengine_cpu.memory import in_huge_pages
+from nanoengine_cpu.products import BLOCKS
+from nanoengine_cpu.vectors import LANES
+from nanoengine_extensions.quantized.formulas import Grouped
+
+# the numbers of a header
+HEADER = 16
+# how scales and lows are stored: in float16, in float32, as int8 times one in float16
+HALF, FLOAT, NESTED = range(3)
+STORAGE = {torch.float16: HALF, torch.float32: FLOAT, torch.int8: NESTED}
+# inputs with one scale above their groups'
+ABOVE = 256
+# groups of more inputs are cut
+MOST_GROUP = 128
+
+
+class Form(NamedTuple):
+    """The first numbers of a header.
+
+    group, record, head: inputs of a group, bytes of its record, and bytes before its numbers.
+    storage: how scales are stored; zero: that of all groups, unless they have_zeros.
+    nested: groups with one scale above theirs; 0: there is none.
+    begin, size: bytes of a block before the first record, and in all.
+    """
+
+    bits: int
+    group: int
+    record: int
+    head: int
+    storage: int
+    has_zeros: int
+    has_lows: int
+    zero: int
+    nested: int
+    begin: int
+    size: int
+
+
+def in_order(numbers: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """From (outputs, inputs) to (blocks, groups, vectors, columns, 16): as products take them."""
+    block, per_word = BLOCKS[dtype], 4 // dtype.itemsize
+    x = numbers.unflatten(1, (-1, group // per_word, per_word))
+    # a vector has 16 / per_word outputs, and their neighbouring inputs
+    x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
+    return x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5, 6).flatten(2, 3)
+
+
+def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
+    """Returns how many inputs are added: to whole groups, and to whole vectors of words."""
+    return -inputs % max(group, LANES * 4 // dtype.itemsize)
+
+
+def pack(weight: Grouped, dtype: torch.dtype) -> Tensor | None:
+    """Returns a weight as bytes, or None if there is no such form of it."""
+    block = BLOCKS[dtype]
+    outputs, inputs = weight.numbers.shape
+    size = weight.group_size()
+    group = next((each for each in (128, 64, 32, 16) if size and size % each == 0), 0)
+    storage = STORAGE.get(weight.scales.dtype, FLOAT)
+    scales, lows = weight.scales, weight.lows
+    if storage == FLOAT:
+        scales = scales.float()
+        # with more bits, products in float32 would not be exact
+        if (scales.view(torch.int32) & 0x1FF).any():
+            return None
+    if not group:
+        return None
+    more = padding(inputs, group, dtype), -outputs % block
+
+    def in_blocks(x: Tensor, columns: int) -> Tensor:
+        """(outputs, columns) to bytes: (blocks, columns, those of a block)."""
+        x = F.pad(x, (0, columns - x.shape[1], 0, more[1])).unflatten(0, (-1, block))
+        return x.transpose(1, 2).contiguous().view(torch.uint8)
+
+    groups = (inputs + more[0]) // group
+    zero = weight.zero()
+    heads = [scales] if lows is None else [scales, lows.to(scales.dtype)]
+    if isinstance(zero, Tensor):
+        heads.append((zero.to(torch.int16) - 128).to(torch.int8))
+    heads = [in_blocks(each.repeat_interleave(size // group, 1), groups) for each in heads]
+    above = [in_blocks(each, each.shape[1]) for each in weight.above]
+    begin = sum(each[0].numel() for each in above)
+    head = sum(each.shape[2] for each in heads)
+    record = head + block * group * weight.bits // 8
+    form = Form(weight.bits, group, record, head, storage, isinstance(zero, Tensor),
+                lows is not None, 0 if isinstance(zero, Tensor) else zero,
+                ABOVE // group if above else 0, begin, begin + groups * record)
+    blocks = (outputs + more[1]) // block
+    packed = in_huge_pages(8 * HEADER + blocks * form.size)
+    packed[:8 * len(form)] = torch.tensor(form).view(torch.uint8)
+    written = packed[8 * HEADER:].view(blocks, form.size)
+    if above:
+        written[:, :begin] = torch.cat(above, 2).flatten(1)
+    records = written[:, begin:].unflatten(1, (groups, record))
+    records[:, :, :head] = torch.cat(heads, 2)
+    # some blocks at a time, as there are copies of them
+    for part, to in zip(weight.numbers.split(32 * block), records[:, :, head:].split(32)):
+        x = (part.to(torch.int16) + weight.middle()).to(torch.uint8)
+        x = in_order(F.pad(x, (0, more[0], 0, -len(x) % block)), group, dtype)
+        x = x.unflatten(2, (-1, 32 // weight.bits)).movedim(3, -1)
+        if weight.bits == 4:
+            x = x[..., ::2] | x[..., 1::2] << 4
+        to.copy_(x.flatten(2))
+    return packed
+
+
+def form_of(packed: Tensor) -> Form:
+    return Form(*packed[:8 * len(Form._fields)].view(torch.int64).tolist())
+
+
+def blocks_of(packed: Tensor) -> int:
+    return (len(packed) - 8 * HEADER) // form_of(packed).size
+
+
+@functools.cache
+def places(bits: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns in which byte after a head, and from which bit on, the number of an output and an
+    input of a group is: (outputs of a block, inputs) each."""
+    block = BLOCKS[dtype]
+    order = in_order(torch.arange(block * group, device="cpu").view(block, -1), group, dtype)
+    which = order.flatten().argsort().view(block, -1)
+    vector, each = which // block, 32 // bits
+    word = vector // each * block + which % block
+    place = 4 * word + vector % each * bits // 8
+    return place, (vector * bits % 8).to(torch.uint8)
+
+
+def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Returns rows of a weight, (ids, inputs), in float32. dtype: for which it was packed."""
+    form, block = form_of(packed), BLOCKS[dtype]
+    blocks, own = ids // block, ids % block
+    data = packed[8 * HEADER:].view(-1, form.size)
+    records = data[:, form.begin:].unflatten(1, (-1, form.record))
+    groups = torch.arange(records.shape[1], device="cpu")
+    size = (2, 4, 1)[form.storage]
+    kind = (torch.float16, torch.float32, torch.int8)[form.storage]
+
+    def find(records: Tensor, first: int, size: int, kind: torch.dtype) -> Tensor:
+        at = first + size * own[:, None] + torch.arange(size, device="cpu")
+        rows = groups[None, :records.shape[1], None]
+        return records[blocks[:, None, None], rows, at[:, None]].view(kind).float()
+
+    place, shift = places(form.bits, form.group, dtype)
+    place = place + form.head
+    found = records[blocks[:, None, None], groups[None, :, None], place[own][:, None]]
+    weight = (found >> shift[own][:, None] & 2**form.bits - 1).float()
+    scales = find(records, 0, size, kind)
+    lows = find(records, size * block, size, kind) if form.has_lows else None
+    if form.nested:
+        above = data[:, :form.begin].unflatten(1, (groups.numel() // form.nested, -1))
+        scales *= find(above, 0, 2, torch.float16).repeat_interleave(form.nested, 1)
+        if lows is not None:
+            lows *= find(above, 2 * block, 2, torch.float16).repeat_interleave(form.nested, 1)
+    if form.has_zeros:
+        weight -= find(records, size * block * (1 + form.has_lows), 1, torch.int8) + 128
+    weight -= form.zero
+    weight *= scales
+    if lows is not None:
+        weight += lows
+    return weight.flatten(1)[:, :inputs]

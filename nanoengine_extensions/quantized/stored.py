@@ -1,0 +1,174 @@
+"""Quantized tensors as `safe_open` would give them, if they were not quantized.
+
+`loader.load_weights` opens each file of weights, and asks for its names and for one tensor at a
+time. What is here answers the same calls, and dequantizes when a tensor is read. `Stored.load`
+gives numbers and scales as they are.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import safe_open
+from torch import Tensor
+
+from nanoengine_extensions.quantized import formulas, methods
+from nanoengine_extensions.quantized.formulas import Grouped
+
+
+class Stored:
+    """A tensor of a file, in the form of `safe_open(…).get_slice(name)`.
+
+    kind: what it is stored as, for messages.
+    load: returns it whole, in floating point or as numbers and scales.
+    """
+
+    def __init__(self, kind: str, shape: list[int], load: Callable[[], Tensor | Grouped]) -> None:
+        self.kind = kind
+        self.shape = shape
+        self.load = load
+
+    def read(self) -> Tensor:
+        """Returns it whole, in floating point."""
+        found = self.load()
+        return found.dequantized() if isinstance(found, Grouped) else found
+
+    def get_dtype(self) -> str:
+        return self.kind
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self.read()[place]
+
+
+class Opened(dict[str, Stored]):
+    """A file of weights, in the form of `safe_open(file)`."""
+
+    def get_slice(self, name: str) -> Stored:
+        return self[name]
+
+
+class Index:
+    """Where the tensors of safetensors are: parts of one weight can be in several files."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files: dict[str, Path] = {}
+        for file in files:
+            for name in safe_open(file, framework="pt").keys():
+                self.files[name] = file
+
+    def slice_of(self, name: str) -> Any:
+        return safe_open(self.files[name], framework="pt").get_slice(name)
+
+    def read(self, name: str) -> Tensor:
+        return self.slice_of(name)[:]
+
+    def find(self, name: str) -> Tensor | None:
+        """Returns a tensor that need not be there."""
+        return self.read(name) if name in self.files else None
+
+
+# ------------------------------------------------------------- by the method of quantization
+
+
+class Method(NamedTuple):
+    """How a method stores the weight of a module in several tensors.
+
+    parts: the ends of their names; the first of them every quantized module has.
+    shape, read: from an `Index` and the name of a module to the weight's shape, and to the weight.
+    """
+
+    parts: tuple[str, ...]
+    shape: Callable[[Index, str], list[int]]
+    read: Callable[[Index, str], Grouped]
+
+
+def awq(entries: dict[str, Any]) -> Method:
+    parts = ("qweight", "qzeros", "scales")
+
+    def shape(index: Index, module: str) -> list[int]:
+        inputs, words = index.slice_of(f"{module}.qweight").get_shape()
+        return [8 * words, inputs]
+
+    def read(index: Index, module: str) -> Grouped:
+        tensors = (index.read(f"{module}.{part}") for part in parts)
+        return formulas.awq(*tensors)
+
+    return Method(parts, shape, read)
+
+
+def gptq(entries: dict[str, Any]) -> Method:
+    bits = entries["bits"]
+    version = 2 if methods.gptq_format(entries) == "gptq_v2" else 1
+    parts = ("qweight", "qzeros", "scales", "g_idx")
+
+    def shape(index: Index, module: str) -> list[int]:
+        words, outputs = index.slice_of(f"{module}.qweight").get_shape()
+        return [outputs, words * 32 // bits]
+
+    def read(index: Index, module: str) -> Grouped:
+        words, zeros, scales = (index.read(f"{module}.{part}") for part in parts[:3])
+        groups = index.find(f"{module}.g_idx")
+        return formulas.gptq(words, zeros, scales, groups, bits, version)
+
+    return Method(parts, shape, read)
+
+
+def compressed(entries: dict[str, Any]) -> Method:
+    parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+
+    def shape(index: Index, module: str) -> list[int]:
+        return index.read(f"{module}.weight_shape").tolist()
+
+    def read(index: Index, module: str) -> Grouped:
+        packed, scale = (index.read(f"{module}.{part}") for part in parts[:2])
+        zeros, groups = (index.find(f"{module}.{part}") for part in parts[3:])
+        return formulas.compressed(packed, scale, shape(index, module), zeros, groups)
+
+    return Method(parts, shape, read)
+
+
+METHODS = {"awq": awq, "gptq": gptq, "compressed-tensors": compressed}
+
+
+def open_quantized(index: Index, method: Method, file: Path) -> Opened:
+    """Returns the tensors of a file of safetensors, with a weight in place of its parts."""
+    opened = Opened()
+    for name, tensor in plain(file).items():
+        module, _, part = name.rpartition(".")
+        if part == method.parts[0]:
+            opened[f"{module}.weight"] = Stored(
+                part, method.shape(index, module), partial(method.read, index, module))
+        elif part not in method.parts:
+            opened[name] = tensor
+    return opened
+
+
+def open_rounded(bits: int, file: Path) -> Opened:
+    """Returns the tensors of a file of safetensors, the matrices rounded to so many bits."""
+
+    def read(tensor: Stored) -> Tensor | Grouped:
+        # vectors, of norms and biases, are few numbers
+        weight = tensor.read()
+        if weight.ndim != 2 or not weight.is_floating_point():
+            return weight
+        return formulas.rounded(weight, bits)
+
+    opened = plain(file)
+    return Opened({name: Stored(tensor.kind, tensor.shape, partial(read, tensor))
+                   for name, tensor in opened.items()})
+
+
+def plain(file: Path) -> Opened:
+    """Returns the tensors of a file of safetensors as they are."""
+    index = Index([file])
+    # opened once: a header has thousands of entries
+    slices = safe_open(file, framework="pt")
+    opened = Opened()
+    for name in index.files:
+        each = slices.get_slice(name)
+        opened[name] = Stored(each.get_dtype(), each.get_shape(), partial(index.read, name))
+    return opened

@@ -1,0 +1,1164 @@
+"""Quantized models: weights to the bit as the formats define them, tokens as transformers generates
+them with these weights, and what is refused, each for its reason."""
+
+import copy
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ROOT, greedy_reference, random_prompts, token_ids
+from fake_gpu import FakeGpu
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.config import EngineConfig
+from nanoengine.loader import checkpoint_tensors, find_model
+from nanoengine_extensions import quantized
+from nanoengine_cpu import compiling
+from nanoengine_cpu.compiling import Program
+from nanoengine_cpu.modules import PackedLinear
+from nanoengine_extensions.quantized import (
+    formulas, gguf_files, gguf_numbers, methods, modules, packed)
+from nanoengine_extensions.quantized.modules import QuantizedLinear
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = random_prompts([3, 40])
+# K-quants have groups of 256 inputs
+SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64)
+OPTIONS = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
+
+
+def generated(model, **options) -> list[list[int]]:
+    with LLM(model, **OPTIONS | options) as llm:
+        return token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+def expected(model) -> list[list[int]]:
+    return [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
+
+
+def weights_of(model, **options) -> dict[str, Tensor]:
+    """The weights that an engine has loaded, by their names in a checkpoint."""
+    with LLM(model, kernels=False, **OPTIONS | options) as llm:
+        return {name: weight.clone()
+                for name, weight in checkpoint_tensors(llm.engine.runner.model).items()}
+
+
+def given(model) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): weight for name, weight in model.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------------ GGUF
+
+HEADS = {"q_proj": 4, "k_proj": 2}
+# where a block of a type has its scales in float16, and how large they are in a test
+SCALES = {"Q2_K": ((80, 82), 1e-3), "Q3_K": ((108,), 1e-4), "Q4_K": ((0, 2), 1e-4),
+          "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 1e-4)}
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a tensor."""
+    name = name.removeprefix("model.")
+    whole = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+    layers = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down"}
+    if match := re.fullmatch(r"layers\.(\d+)\.(.*)\.(weight|bias)", name):
+        return f"blk.{match[1]}.{layers[match[2]]}.{match[3]}"
+    own, kind = name.rsplit(".", 1)
+    return f"{whole[own]}.{kind}"
+
+
+def in_gguf(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
+    """The bytes of a matrix. The package cannot quantize K-quants: they get random numbers."""
+    if kind not in SCALES:
+        return gguf.quantize(weight, gguf.GGMLQuantizationType[kind])
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (len(weight), weight.shape[1] // block, size), dtype=np.uint8)
+    places, scale = SCALES[kind]
+    for place in places:
+        drawn = rng.standard_normal(raw.shape[:2] + (1,)) * scale
+        raw[:, :, place:place + 2] = drawn.astype(np.float16).view(np.uint8)
+    return raw.reshape(len(weight), -1)
+
+
+def order_of(name: str, rows: int) -> Tensor | None:
+    """How llama.cpp's converter orders the rows of q and k: halves of a head become pairs."""
+    heads = next((count for part, count in HEADS.items() if f".{part}." in name), 0)
+    if not heads:
+        return None
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
+
+
+@pytest.fixture
+def make_gguf(make_model, tmp_path):
+    """Writes a small random model as GGUF files, as llama.cpp's tools do.
+
+    Returns the path of the first, and transformers' model with the dequantized weights.
+
+    kinds: the types of its matrices, in turn; several parts: in several files.
+    """
+
+    def make(kinds: list[str], architecture: str = "Qwen3", num_parts: int = 1, entries=(),
+             **changes) -> tuple[Path, transformers.PreTrainedModel]:
+        _, model = make_model(architecture, **SIZES | changes)
+        arch = architecture.lower().replace("mistral", "llama")
+        config = model.config
+        path = tmp_path / "model.gguf"
+        if num_parts > 1:
+            path = tmp_path / f"model-00001-of-{num_parts:05}.gguf"
+        names = [path.name.replace("00001", f"{i + 1:05}", 1) for i in range(num_parts)]
+        writers = [gguf.GGUFWriter(tmp_path / name, arch) for name in names]
+        writer = writers[0]
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        for name, value in entries:
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            (writer.add_string if isinstance(value, str) else add)(name.format(arch=arch), value)
+        state = model.state_dict()
+        if config.tie_word_embeddings:
+            del state["lm_head.weight"]
+        for number, (name, weight) in enumerate(state.items()):
+            order = order_of(name, len(weight)) if arch == "llama" else None
+            rows = (weight if order is None else weight[order]).numpy()
+            kind = gguf.GGMLQuantizationType[kinds[number % len(kinds)]]
+            if weight.ndim == 1:
+                kind = gguf.GGMLQuantizationType.F32
+            stored = in_gguf(rows, kind.name, number)
+            writers[number % num_parts].add_tensor(gguf_name(name), stored, raw_dtype=kind)
+            dequantized = torch.from_numpy(gguf.dequantize(stored, kind).copy())
+            if order is None:
+                weight.copy_(dequantized)
+            else:
+                weight[order] = dequantized
+        for each in writers:
+            each.write_header_to_file()
+            each.write_kv_data_to_file()
+            each.write_tensors_to_file()
+            each.close()
+        return path, model
+
+    return make
+
+
+@pytest.mark.parametrize("kind", gguf_files.TYPES)
+def test_every_type_of_gguf(make_gguf, kind):
+    path, model = make_gguf([kind])
+    weights = weights_of(path)
+    assert weights.keys() <= given(model).keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, given(model)[name]), name
+    assert generated(path) == expected(model)
+
+
+@pytest.mark.parametrize("architecture, changes", [
+    ("Llama", {}), ("Llama", dict(attention_bias=True, mlp_bias=True)), ("Mistral", {}),
+    ("Qwen2", {}), ("Qwen3", dict(tie_word_embeddings=True)), ("Llama", dict(head_dim=32))])
+def test_every_family_of_gguf(make_gguf, architecture, changes):
+    """Types are mixed, also within projections that are fused; rows of q and k are reordered."""
+    if architecture == "Mistral":
+        changes = dict(sliding_window=None)
+    path, model = make_gguf(["Q8_0", "Q6_K", "Q4_1", "F16", "Q5_0"], architecture, **changes)
+    for name, weight in weights_of(path).items():
+        assert torch.equal(weight, given(model)[name]), name
+    assert generated(path) == expected(model)
+
+
+def test_a_gguf_in_bfloat16(make_gguf):
+    """A weight is its dequantized value in the model's dtype."""
+    path, model = make_gguf(["Q6_K", "Q8_0"])
+    for name, weight in weights_of(path, dtype="bfloat16").items():
+        assert torch.equal(weight, given(model)[name].bfloat16()), name
+
+
+def test_a_gguf_in_several_files(make_gguf):
+    path, model = make_gguf(["Q8_0"], num_parts=3)
+    assert generated(path) == expected(model)
+    # a folder with nothing else
+    assert generated(path.parent) == expected(model)
+    path.with_name(path.name.replace("00001", "00002", 1)).unlink()
+    with pytest.raises(ValueError, match="there is no file .*00002-of-00003.gguf: it must be"):
+        LLM(path)
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
+    """As in `LlamaModel.generate_extra_tensors` of llama.cpp's converter."""
+    found = []
+    for i in range(0, head_dim, 2):
+        wave = 2 * np.pi * theta ** (i / head_dim)
+        smooth = (8192 / wave - 1) / (4 - 1)
+        found.append(1 if wave < 8192 / 4 else factor if wave > 8192 else 1 / (
+            (1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
+@pytest.mark.parametrize("rope, entries", [
+    (dict(rope_type="linear", factor=4.0),
+     [("{arch}.rope.scaling.type", "linear"), ("{arch}.rope.scaling.factor", 4.0)]),
+    (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128),
+     [("{arch}.rope.scaling.type", "yarn"), ("{arch}.rope.scaling.factor", 4.0),
+      ("{arch}.rope.scaling.original_context_length", 128)])])
+def test_the_positions_of_a_gguf(make_gguf, rope, entries):
+    path, model = make_gguf(["F32"], "Qwen2", entries=entries,
+                            rope_parameters=rope | dict(rope_theta=10000.0))
+    assert generated(path) == expected(model)
+    for name, value in rope.items():
+        assert config_of(path).rope_parameters[name] == value
+
+
+def config_of(path) -> transformers.PretrainedConfig:
+    with LLM(path, **OPTIONS) as llm:
+        return llm.model_config
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_positions_of_llama_3(make_gguf, monkeypatch, factor):
+    """Their parameters come back from the factors, the only ones that the file has."""
+    rope = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8192, rope_theta=500000.0)
+    factors = llama3_factors(64, 500000.0, factor)
+    close = gguf.GGUFWriter.write_header_to_file
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", lambda self: (
+        self.add_tensor("rope_freqs.weight", factors), close(self)))
+    path, model = make_gguf(["F32"], "Llama", rope_parameters=rope)
+    assert config_of(path).rope_parameters == rope
+    assert generated(path) == expected(model)
+    factors = factors * np.float32(1.1)
+    path, _ = make_gguf(["F32"], "Llama", rope_parameters=rope)
+    with pytest.raises(ValueError, match=r"rope_freqs.weight=.* must be those of Llama 3"):
+        LLM(path)
+
+
+@pytest.mark.parametrize("entries, message", [
+    ([("{arch}.expert_count", 8)], "expert_count=8 is not accepted: it must be one of .0."),
+    ([("{arch}.attention.sliding_window", 128)], "attention.sliding_window=128"),
+    ([("{arch}.rope.dimension_count", 32)], "rope.dimension_count=32 .* must be one of .64."),
+    ([("{arch}.rope.scaling.attn_factor", 0.5)], "rope.scaling.attn_factor=0.5"),
+    ([("{arch}.rope.scaling.type", "longrope")], "rope.scaling.type='longrope'"),
+    ([("general.type", "adapter")], "general.type='adapter'")])
+def test_a_gguf_of_another_model(make_gguf, entries, message):
+    path, _ = make_gguf(["Q8_0"], entries=entries)
+    with pytest.raises(ValueError, match=f"^model='{path}': the file's {message}"):
+        LLM(path)
+
+
+def test_a_gguf_of_another_architecture(tmp_path):
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="general.architecture='gemma3' .*'llama', 'qwen2', 'qw"):
+        LLM(path)
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "IQ2_XXS", "MXFP4", "TQ1_0"])
+def test_a_type_that_is_refused(tmp_path, make_gguf, kind):
+    path, _ = make_gguf(["Q8_0"])
+    header = gguf_files.Header([path])
+    header.tensors["blk.0.ffn_up.weight"] = header.tensors["blk.0.ffn_up.weight"]._replace(
+        tensor_type=gguf.GGMLQuantizationType[kind])
+    with pytest.raises(ValueError, match=f"type {kind} are not read: .* such as Q4_K_M"):
+        header.check()
+
+
+def test_a_file_that_is_no_gguf(tmp_path, bundled):
+    (tmp_path / "a.gguf").write_text("not a model")
+    for name in ("a.gguf", "b.gguf"):
+        with pytest.raises(ValueError, match=f"^model='{tmp_path / name}'"):
+            LLM(tmp_path / name)
+    with pytest.raises(ValueError, match=f"^tokenizer='{tmp_path / 'b.gguf'}'"):
+        LLM(bundled, tokenizer=str(tmp_path / "b.gguf"))
+    (tmp_path / "b.gguf").write_text("another")
+    with pytest.raises(ValueError, match="several models: .* must be the path of one of a.gguf, b"):
+        LLM(tmp_path)
+
+
+def test_the_folder_of_a_gguf_is_a_model(bundled):
+    """As `bench.py` gives it to several engines."""
+    folder = find_model(REAL, EngineConfig(REAL))
+    assert find_model(folder, EngineConfig(folder)) == folder
+    assert generated(folder) == generated(REAL)
+
+
+def test_a_truncated_gguf(make_gguf):
+    path, _ = make_gguf(["Q8_0"])
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(ValueError, match=f"^model='{path}'"):
+        LLM(path)
+
+
+def test_a_tensor_of_gguf_that_is_missing(make_gguf, monkeypatch):
+    path, _ = make_gguf(["Q8_0"])
+    monkeypatch.setitem(gguf_files.LAYER_NAMES, "ffn_up", "mlp.other")
+    with pytest.raises(ValueError, match="layers.0.mlp.other.weight"):
+        LLM(path)
+
+
+# made by llama.cpp's own tools: Q4_K and Q6_K, the bundled tokenizer, and a chat template
+REAL = ROOT / "tests" / "features" / "q3-q4_k_m.gguf"
+TEXTS = ["12 + 34 =", "hello wörld <|im_end|> foo\n\n  x", "Once upon a time, there was 1"]
+
+
+def read_plainly(path: Path) -> dict[str, Tensor]:
+    """The weights of a file whose rows are in order."""
+    return {tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+            for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_a_real_file(bundled):
+    plain = read_plainly(REAL)
+    config = transformers.Qwen3Config(
+        vocab_size=867, hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        rms_norm_eps=1e-6, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    model.load_state_dict({name: plain[gguf_name(name)] for name in model.state_dict()})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bundled)
+    with LLM(REAL, **OPTIONS) as llm:
+        for prompt in TEXTS:
+            output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+            assert output.prompt_token_ids == tokenizer(prompt).input_ids
+            assert output.outputs[0].token_ids == greedy_reference(
+                model, output.prompt_token_ids, 12)
+            # half a character at the end is left out
+            text = tokenizer.decode(output.outputs[0].token_ids)
+            assert output.outputs[0].text == text.rstrip("\ufffd")
+        assert llm.inputs.eos_tokens == {2: None}
+        chat = llm.chat([{"role": "user", "content": "12"}], GREEDY, use_tqdm=False)[0]
+        assert chat.prompt == "<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_tokenizers(bundled, make_gguf, tmp_path):
+    """The file's own, that of a folder, that of another file, or none."""
+    path, _ = make_gguf(["Q8_0"], vocab_size=867)
+    template = "{{ messages[0].content }} of the folder"
+    shutil.copytree(bundled, folder := tmp_path / "beside",
+                    ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "chat_template.jinja").write_text(template)
+    shutil.copy(path, folder)
+    ids = transformers.AutoTokenizer.from_pretrained(bundled)(TEXTS[1]).input_ids
+    for tokenizer in (folder, REAL, bundled):
+        with LLM(path, tokenizer=str(tokenizer), **OPTIONS) as llm:
+            assert llm.get_tokenizer()(TEXTS[1]).input_ids == ids
+    with LLM(REAL, tokenizer=str(folder), **OPTIONS) as llm:
+        chat = llm.chat([{"role": "user", "content": "12"}], GREEDY, use_tqdm=False)[0]
+        assert chat.prompt == "12 of the folder"
+    # there is none in this file
+    for options in ({}, dict(skip_tokenizer_init=True)):
+        with LLM(path, **OPTIONS, **options) as llm, pytest.raises(ValueError, match="tokenizer"):
+            llm.generate("a text", use_tqdm=False)
+
+
+def test_a_folder_with_a_gguf_and_a_config(make_gguf, bundled, tmp_path):
+    """Its config.json, tokenizer and generation_config.json count, its safetensors first."""
+    path, model = make_gguf(["Q8_0"], vocab_size=867)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path.rename(folder / path.name)
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 123}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(bundled) / name, folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.25, "eos_token_id": 9}')
+    with LLM(folder, **OPTIONS) as llm:
+        assert llm.model_config.max_position_embeddings == 123
+        assert llm.get_default_sampling_params().temperature == 0.25
+        assert llm.inputs.eos_tokens == {2: None, 9: 9}
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
+    model.save_pretrained(folder)
+    assert not hasattr(config_of(folder), "quantization_config")
+
+
+def test_a_folder_stays_as_it_is(tmp_path):
+    """Its template comes before that of the file, whose tokenizer is written elsewhere."""
+    shutil.copy(REAL, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("of the folder")
+    (tmp_path / "tensors.json").write_text("[]")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert llm.get_tokenizer().chat_template == "of the folder"
+        assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path):
+    """Of Llama 2: BOS comes first."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b",
+              "▁a", "ab", "▁ab"]
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-1.0 - place for place in range(6)])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 6])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = gguf_files.Header([path]).tokenizer(path)
+    assert tokenizer("ab").input_ids == [1, tokens.index("▁ab")]
+    tokenizer.save_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again("ab a").input_ids == tokenizer("ab a").input_ids
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize("pre, flag, has_bos", [
+    ("llama-bpe", None, True), ("llama-bpe", True, True), ("llama-bpe", False, False),
+    ("tekken", None, True), ("qwen2", None, False), ("qwen2", True, True)])
+def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
+    """llama.cpp does not write down that BOS comes first, and that a token needs no merges."""
+    tokens = ["<bos>", "<eos>", "a", "b", "c", "ab", "abc"]
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 1, 1, 1, 1, 1])
+    # none to "abc"
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    if flag is not None:
+        writer.add_add_bos_token(flag)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    gguf_files.Header([path]).tokenizer(path).save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = [5, 4] if pre == "qwen2" else [6]
+    assert tokenizer("abc").input_ids == [0] * has_bos + ids
+    assert tokenizer("abc", add_special_tokens=False).input_ids == ids
+
+
+# ----------------------------------------------------------------- AWQ, GPTQ, compressed-tensors
+
+
+def drawn(bits: int, shape: tuple[int, int], group: int, symmetric: bool, groups=None,
+          dtype=torch.float16) -> tuple[Tensor, ...]:
+    """Random numbers, zeros and scales of a weight, all from 0 on, and what they stand for."""
+    outputs, inputs = shape
+    numbers = torch.randint(2**bits, shape)
+    zeros = torch.randint(2**bits, (outputs, inputs // group))
+    if symmetric:
+        zeros.fill_(2 ** (bits - 1))
+    scales = (torch.rand(zeros.shape) * 0.4 / 2**bits).to(dtype)
+    if groups is None:
+        groups = torch.arange(inputs) // group
+    # in float64: each product is exact, and then rounded once
+    weight = torch.empty(shape, dtype=torch.float64)
+    for i, g in enumerate(groups.tolist()):
+        weight[:, i] = (numbers[:, i] - zeros[:, g]) * scales[:, g].double()
+    return numbers, zeros, scales, weight.float()
+
+
+def in_words(numbers: Tensor, bits: int) -> Tensor:
+    """(rows, columns) to (rows, columns * bits / 32) int32; the lowest bits first, rest unused."""
+    each = 32 // bits
+    words = torch.zeros(len(numbers), -(-numbers.shape[1] // each), dtype=torch.int64)
+    for column in range(numbers.shape[1]):
+        words[:, column // each] |= numbers[:, column] << bits * (column % each)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def in_awq(numbers, zeros, scales, **_) -> dict[str, Tensor]:
+    """As `WQLinear_GEMM.from_linear` of AutoAWQ packs them."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def packed(x: Tensor) -> Tensor:
+        return in_words(x.unflatten(1, (-1, 8))[:, :, order].flatten(1), 4)
+
+    return {"qweight": packed(numbers.T), "qzeros": packed(zeros.T), "scales": scales.T}
+
+
+def in_gptq(numbers, zeros, scales, bits, groups=None, version=1) -> dict[str, Tensor]:
+    """As `QuantLinear.pack` of AutoGPTQ packs them; version 1 subtracts 1 from the zeros."""
+    if version == 1:
+        zeros = (zeros - 1) % 2**bits
+    found = {"qweight": in_words(numbers, bits).T, "qzeros": in_words(zeros.T, bits),
+             "scales": scales.T}
+    return found if groups is None else found | {"g_idx": groups.to(torch.int32)}
+
+
+def in_compressed(numbers, zeros, scales, bits, groups=None, symmetric=True) -> dict[str, Tensor]:
+    found = {"weight_packed": in_words(numbers, bits), "weight_scale": scales,
+             "weight_shape": torch.tensor(numbers.shape)}
+    if groups is not None:
+        found["weight_g_idx"] = groups.to(torch.int32)
+    if not symmetric:
+        found["weight_zero_point"] = in_words(zeros.T, bits).T
+    return found
+
+
+def compressed_config(bits: int = 4, **weights) -> dict:
+    weights = dict(num_bits=bits, type="int", strategy="group", symmetric=True) | weights
+    group = dict(weights=weights, input_activations=None, output_activations=None)
+    return dict(quant_method="compressed-tensors", format="pack-quantized",
+                config_groups=dict(group_0=group | dict(targets=["Linear"])), ignore=["lm_head"])
+
+
+# of each: bits, inputs of a group, whether inputs of a group are not neighbours, whether all zeros
+# are the middle, the function that packs a weight, and quantization_config
+AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm", zero_point=True)
+GPTQ = dict(quant_method="gptq", group_size=32, desc_act=False, sym=False)
+FORMATS = {
+    "awq": (4, 32, False, False, in_awq, AWQ),
+    "awq one group": (4, 256, False, False, in_awq, AWQ | dict(group_size=-1)),
+    "gptq 4": (4, 32, False, False, in_gptq, GPTQ | dict(bits=4)),
+    "gptq 8": (8, 32, False, True, in_gptq, GPTQ | dict(bits=8)),
+    "gptq act-order": (4, 32, True, False, in_gptq, GPTQ | dict(bits=4, desc_act=True)),
+    "gptq v2": (4, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
+                GPTQ | dict(bits=4, checkpoint_format="gptq_v2")),
+    "gptq v2 by format": (8, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
+                          GPTQ | dict(bits=8, format="gptq_v2")),
+    "w4a16": (4, 32, False, True, in_compressed, compressed_config()),
+    "w8a16": (8, 32, False, True, in_compressed, compressed_config(8)),
+    "w8a16 channel": (8, 256, False, True, in_compressed, compressed_config(8, strategy="channel")),
+    "w4a16 zeros": (4, 32, False, False, lambda *a, **o: in_compressed(*a, **o, symmetric=False),
+                    compressed_config(symmetric=False)),
+    "w4a16 act-order": (4, 32, True, True, in_compressed, compressed_config(actorder="group"))}
+
+
+@pytest.fixture
+def make_quantized(make_model, tmp_path):
+    """Writes a small random model in a format; returns its folder, and transformers' model with the
+    dequantized weights. changes: of the model's config."""
+
+    def make(name: str, architecture: str = "Llama", **changes):
+        bits, group, is_mixed, symmetric, pack, entries = FORMATS[name]
+        source, model = make_model(architecture, **changes | dict(
+            hidden_size=256, intermediate_size=256, num_hidden_layers=2, head_dim=64))
+        generator = torch.Generator().manual_seed(1)
+        tensors: dict[str, Tensor] = {}
+        for key, weight in model.state_dict().items():
+            module, _, part = key.rpartition(".")
+            if "_proj" not in key or part != "weight":
+                tensors[key] = weight
+                continue
+            groups = None
+            if is_mixed:
+                groups = torch.randperm(256, generator=generator) // group
+            *parts, dequantized = drawn(bits, tuple(weight.shape), group, symmetric, groups)
+            weight.copy_(dequantized)
+            options = {} if pack is in_awq else dict(bits=bits, groups=groups)
+            for end, tensor in pack(*parts, **options).items():
+                tensors[f"{module}.{end}"] = tensor.contiguous()
+        folder = tmp_path / "quantized"
+        shutil.copytree(source, folder)
+        (folder / "model.safetensors").unlink()
+        # the parts of a weight are in two files
+        names = sorted(tensors)
+        index = {key: f"model-{1 + i % 2}.safetensors" for i, key in enumerate(names)}
+        for file in {*index.values()}:
+            save_file({key: tensors[key] for key in names if index[key] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        change_config(folder, quantization_config=entries)
+        return folder, model
+
+    return make
+
+
+def change_config(folder: Path, **entries) -> None:
+    config = json.loads((folder / "config.json").read_text()) | entries
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_of_safetensors(make_quantized, name):
+    folder, model = make_quantized(name)
+    for key, weight in weights_of(folder).items():
+        assert torch.equal(weight, given(model)[key]), key
+    assert generated(folder) == expected(model)
+    for key, weight in weights_of(folder, dtype="bfloat16").items():
+        assert torch.equal(weight, given(model)[key].bfloat16()), key
+
+
+@pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Qwen3"])
+def test_every_family_of_safetensors(make_quantized, architecture):
+    folder, model = make_quantized("awq", architecture)
+    assert generated(folder) == expected(model)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("inputs", [256, 96, 100])
+def test_compressed_tensors_by_its_package(bits, symmetric, inputs):
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    half = 2 ** (bits - 1)
+    numbers = torch.randint(-half, half, (24, inputs)).to(torch.int8)
+    zeros = torch.randint(-half, half, (24, 4)).to(torch.int8)
+    scales = torch.rand(24, 4).bfloat16()
+    groups = torch.arange(inputs) * 4 // inputs
+    kept = zeros if not symmetric else torch.zeros_like(zeros)
+    wanted = (numbers - kept.float()[:, groups]) * scales.float()[:, groups]
+    found = formulas.compressed(
+        helpers.pack_to_int32(numbers, bits), scales, [24, inputs],
+        None if symmetric else helpers.pack_to_int32(zeros, bits, packed_dim=0), None)
+    assert torch.equal(found.dequantized(), wanted)
+
+
+def test_zeros_of_compressed_tensors_that_are_not_packed():
+    """Of symmetric weights, or with one scale."""
+    numbers = torch.randint(16, (8, 64))
+    for zeros in (torch.randint(-8, 8, (8, 2)), torch.zeros(8, 2)):
+        found = formulas.compressed(
+            in_words(numbers, 4), torch.ones(8, 2), [8, 64], zeros.to(torch.int8), None)
+        wanted = numbers - 8 - zeros.repeat_interleave(32, 1)
+        assert torch.equal(found.dequantized(), wanted.float())
+
+
+def test_one_scale_for_a_whole_weight():
+    numbers = torch.randint(256, (8, 64))
+    found = formulas.compressed(in_words(numbers, 8), torch.tensor([0.5]), [8, 64], None, None)
+    assert torch.equal(found.dequantized(), (numbers - 128) * 0.5)
+
+
+GROUPS = compressed_config()["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize("entries, message", [
+    (dict(quant_method="fp8"), "quantized as FP8 .* must be the model that was quantized"),
+    (dict(quant_method="fbgemm_fp8"), "FP8"), (dict(quant_method="mxfp4"), "MXFP4"),
+    (dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"), "NF4"),
+    (dict(quant_method="hqq"), "quant_method='hqq' .*'awq', 'gptq', 'compressed-tensors'"),
+    (dict(bits=4), "quant_method=None"),
+    (AWQ | dict(version="gemv"), "version='gemv' .* one of .'gemm'."),
+    (AWQ | dict(backend="llm-awq"), "backend='llm-awq'"),
+    (AWQ | dict(bits=3), "bits=3"), (AWQ | dict(zero_point=False), "zero_point=False"),
+    (GPTQ | dict(bits=3), "bits=3 .* one of .4, 8."), (GPTQ, "bits=None"),
+    (GPTQ | dict(bits=4, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
+    (GPTQ | dict(bits=4, format="bitblas"), "checkpoint_format='bitblas'"),
+    (GPTQ | dict(bits=4, is_marlin_format=True), "is_marlin_format=True"),
+    (GPTQ | dict(bits=4, dynamic={"-:.*": {}}), "dynamic="),
+    (compressed_config() | dict(format="float-quantized"), "format='float-quantized'"),
+    (compressed_config() | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme="),
+    (compressed_config() | dict(sparsity_config=dict(format="sparse-24")), "sparsity_config="),
+    (compressed_config() | dict(transform_config=dict(config_groups=dict(u=1))), "transform_conf"),
+    (compressed_config(type="float"), "weights.type='float'"),
+    (compressed_config(bits=2), "weights.num_bits=2"),
+    (compressed_config(strategy="block"), "weights.strategy='block'"),
+    (compressed_config() | dict(config_groups=dict(g=GROUPS | dict(
+        input_activations=dict(num_bits=8)))), "g.input_activations=")])
+def test_a_format_that_is_refused(make_model, tmp_path, entries, message):
+    """explain.py says it first, if it is there, in the words of the config."""
+    source, _ = make_model()
+    shutil.copytree(source, folder := tmp_path / "model")
+    change_config(folder, quantization_config=entries)
+    instead = "must be .* model that was quantized.*quantization='int8'"
+    for options in ({}, dict(load_format="dummy")):
+        with pytest.raises(ValueError, match=instead):
+            LLM(folder, **OPTIONS, **options)
+    with pytest.raises(ValueError, match=message):
+        methods.check(entries)
+    with pytest.raises(ValueError, match=instead):
+        methods.check(entries)
+
+
+def test_a_part_of_a_weight_is_missing(make_quantized):
+    folder, _ = make_quantized("awq")
+    file = folder / "model-1.safetensors"
+    tensors = load_file(file)
+    gone = next(name for name in tensors if name.endswith("qzeros"))
+    del tensors[gone]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=gone):
+        LLM(folder, **OPTIONS)
+
+
+def test_weights_that_are_not_quantized_after_all(make_quantized, make_model):
+    """modules_to_not_convert, or a model that was saved in full: names say which are quantized."""
+    source, model = make_model("Llama", hidden_size=256, intermediate_size=256,
+                               num_hidden_layers=2, head_dim=64)
+    folder, _ = make_quantized("awq")
+    (folder / "model.safetensors.index.json").unlink()
+    shutil.copy(Path(source) / "model.safetensors", folder)
+    assert generated(folder) == expected(model)
+
+
+# -------------------------------------------------------------------------- rounded when loaded
+
+
+def rounded_plainly(weight: Tensor, bits: int) -> Tensor:
+    """One group after the other, as llama.cpp's `quantize_row_q8_0_ref` and `…_q4_0_ref`."""
+    found = torch.empty_like(weight)
+    for row, out in zip(weight, found):
+        for start in range(0, len(row), 32):
+            group = row[start:start + 32]
+            largest = max(group.tolist(), key=abs)
+            scale = np.float32(abs(largest)) / np.float32(127)
+            if bits == 4:
+                scale = np.float32(largest) / np.float32(-8)
+            scale = np.float32(np.float16(scale))
+            most = 2 ** (bits - 1)
+            numbers = torch.zeros(len(group))
+            if scale:
+                numbers = (group * float(np.float32(1) / scale)).round().clamp(-most, most - 1)
+            out[start:start + 32] = numbers * float(scale)
+    return found
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("inner", [96, 100])
+def test_weights_are_rounded(make_model, bits, inner):
+    """Of matrices, tied ones once; in groups of 32 inputs, of which the last can be smaller."""
+    folder, model = make_model(intermediate_size=inner, tie_word_embeddings=True)
+    for name, weight in model.state_dict().items():
+        if weight.ndim == 2 and name != "lm_head.weight":
+            weight.copy_(rounded_plainly(weight, bits))
+    for name, weight in weights_of(folder, quantization=f"int{bits}").items():
+        assert torch.equal(weight, given(model)[name]), name
+    for options in ({}, dict(kernels=False)):
+        assert generated(folder, quantization=f"int{bits}", **options) == expected(model)
+
+
+def test_rounded_zeros_and_the_largest_numbers():
+    weight = torch.zeros(3, 64)
+    weight[1, 5] = 1e-30
+    weight[2] = torch.linspace(-100, 100, 64)
+    for bits in (8, 4):
+        found = formulas.rounded(weight, bits).dequantized()
+        assert torch.equal(found, rounded_plainly(weight, bits)) and not found[:2].any()
+
+
+@pytest.mark.parametrize("value, message", [
+    ("int3", "quantization='int3' is not accepted: it must be 'int8', 'int4' or None, or"),
+    ("INT8", "'INT8'"), ("", "quantization=''"),
+    ("awq", "quantization='awq' .* since the model is not quantized"),
+    ("gguf", "quantization='gguf' .* since the model is not quantized")])
+def test_a_quantization_that_is_refused(tiny, value, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny, quantization=value, **OPTIONS)
+
+
+def test_a_quantization_that_the_model_has_not(make_quantized):
+    folder, model = make_quantized("awq")
+    assert generated(folder, quantization="awq") == expected(model)
+    assert generated(REAL, quantization="gguf") == generated(REAL)
+    for path, value, method in ((folder, "gptq", "awq"), (folder, "int8", "awq"),
+                                (REAL, "int4", "gguf")):
+        with pytest.raises(ValueError, match=f"quantization='{value}' .* None or '{method}', si"):
+            LLM(path, quantization=value, **OPTIONS)
+
+
+def test_a_model_of_another_family(tiny):
+    runner = SimpleNamespace(config=EngineConfig(tiny, quantization="int8"),
+                             model_config=transformers.PretrainedConfig())
+    with pytest.raises(ValueError, match="quantization='int8' .* None for a model that is not one"):
+        quantized.slots(runner, Path(tiny))
+
+
+def test_random_weights_are_not_quantized(tiny, make_quantized):
+    with pytest.raises(ValueError, match="load_format='dummy' .* with quantization='int8'"):
+        LLM(tiny, quantization="int8", load_format="dummy")
+    folder, _ = make_quantized("awq")
+    for path in (folder, REAL):
+        with pytest.raises(ValueError, match="quantization_config=.* must be None with load_fo"):
+            LLM(path, load_format="dummy")
+
+
+def test_without_its_package_a_gguf_is_refused(monkeypatch):
+    monkeypatch.delitem(sys.modules, "nanoengine_extensions.quantized.gguf_files")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delattr("nanoengine_extensions.quantized.gguf_files")
+    with pytest.raises(ValueError, match=f"^model='{REAL}' needs the package gguf"):
+        LLM(REAL)
+
+
+def test_the_log_says_what_it_costs(tiny, caplog):
+    size = (Path(tiny) / "model.safetensors").stat().st_size
+    count = sum(tensor.numel() for tensor in load_file(Path(tiny) / "model.safetensors").values())
+    options = OPTIONS | dict(dtype="bfloat16", quantization="int8")
+    cases = (dict(kernels=False), True), (dict(dtype="float16"), True), ({}, False)
+    for others, is_said in cases:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "nanoengine"):
+            LLM(tiny, **options | others).close()
+        dtype = others.get("dtype", "bfloat16")
+        lines = [line for line in caplog.messages if "dequantized" in line]
+        assert lines == is_said * [
+            f"quantized weights are dequantized when they are loaded: {size / 2**20:.1f} MiB of "
+            f"files become {2 * count / 2**20:.1f} MiB of {dtype}"]
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq act-order", "gguf", "int4"])
+def test_several_ranks(make_quantized, make_gguf, tiny, name):
+    """Each takes its part of the dequantized weights."""
+    path, options = tiny, {}
+    if name == "gguf":
+        path, _ = make_gguf(["Q8_0"], "Llama")
+    elif name == "int4":
+        options = dict(quantization="int4")
+    else:
+        path, _ = make_quantized(name)
+    assert generated(path, tensor_parallel_size=2, **options) == generated(path, **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(cpu_offload_gb=1.0)])
+@pytest.mark.parametrize("name", ["awq", "gguf", "int8"])
+def test_on_a_gpu(make_quantized, tiny, name, options):
+    """The same weights, whether they stay on the GPU or on the host."""
+    path, asked = tiny, dict(quantization="int8")
+    if name != "int8":
+        path, asked = REAL if name == "gguf" else make_quantized(name)[0], {}
+    plain = generated(path, **asked)
+    with FakeGpu():
+        found = generated(path, device="cuda", attention_backend="gather", **asked, **options)
+    assert found == plain
+
+
+# ------------------------------------------------------------- weights that stay packed, on a CPU
+
+
+def linears_of(llm) -> list[QuantizedLinear]:
+    """Those whose weights are packed."""
+    return [module for module in llm.engine.runner.model.modules()
+            if isinstance(module, QuantizedLinear) and module.is_quantized]
+
+
+# of each: bits, inputs of a group, how scales are stored, lows, a zero for each group, a sign
+PACKED = {
+    "Q8_0": (8, 32, "half", False, False, True), "Q4_0": (4, 32, "half", False, False, True),
+    "Q4_1": (4, 32, "half", True, False, False), "Q5_1": (8, 32, "half", True, False, False),
+    "Q4_K": (4, 32, "nested", True, False, False), "Q5_K": (8, 32, "nested", True, False, False),
+    "Q6_K": (8, 16, "nested", False, False, True), "Q3_K": (4, 16, "nested", False, False, True),
+    "AWQ": (4, 128, "half", False, True, False), "in bfloat16": (8, 64, "wide", False, True, False),
+    "a row": (4, 512, "wide", False, False, True)}
+
+
+def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
+         has_zeros: bool, has_sign: bool) -> formulas.Grouped:
+    numbers = torch.randint(2**bits, (outputs, inputs))
+    if has_sign:
+        numbers -= 2 ** (bits - 1)
+    size = outputs, inputs // group
+
+    def scales():
+        if storage == "nested":
+            return torch.randint(-128, 128, size, dtype=torch.int8)
+        return (torch.randn(size) * 0.01).to(torch.half if storage == "half" else torch.bfloat16)
+
+    above = [(torch.randn(outputs, inputs // 256) * 1e-4).half() for _ in range(1 + has_lows)]
+    zeros = torch.randint(2**bits, size, dtype=torch.uint8) if has_zeros else None
+    return formulas.Grouped(
+        numbers.to(torch.int8 if has_sign else torch.uint8), scales(), zeros, None, bits,
+        scales() if has_lows else None, tuple(above) if storage == "nested" else ())
+
+
+def linear_of(weights: list[formulas.Grouped], dtype: torch.dtype, halves: int, bias: Tensor | None,
+              kind: type) -> Any:
+    """A linear with these weights one below the other: packed, or dequantized."""
+    rows = [len(weight.numbers) for weight in weights]
+    linear: Any = torch.nn.Linear(weights[0].numbers.shape[1], sum(rows), bias is not None)
+    linear.__class__ = kind
+    linear.requires_grad_(False)
+    linear.halves = halves
+    if bias is not None:
+        linear.bias = torch.nn.Parameter(bias.to(dtype), False)
+    if kind is QuantizedLinear:
+        linear.keep([packed.pack(weight, dtype) for weight in weights], rows, dtype)
+    else:
+        whole = torch.cat([weight.dequantized() for weight in weights]).to(dtype)
+        linear.weight = torch.nn.Parameter(whole, False)
+        linear.pack()
+    return linear
+
+
+def compare_products(weights, dtype, num_rows, halves=1, bias=None) -> None:
+    """With a norm, a residual and SwiGLU, each row has the bits of the dequantized weight."""
+    linears = [linear_of(weights, dtype, halves, bias, kind)
+               for kind in (QuantizedLinear, PackedLinear)]
+    assert torch.equal(linears[0].weight, linears[1].weight)
+    inputs, outputs = linears[0].in_features, linears[0].out_features // halves
+    norm = torch.nn.RMSNorm(inputs, 1e-6, dtype=dtype)
+    torch.nn.init.normal_(norm.weight, 1.0, 0.2)
+    for count in num_rows:
+        x, residual = torch.randn(count, inputs).to(dtype), torch.randn(count, outputs).to(dtype)
+        for with_more in (True, False):
+            found = []
+            for linear in linears:
+                out = torch.full((count, outputs), torch.nan, dtype=dtype)
+                rows = torch.nn.functional.pad(x, (0, linear.padding))
+                Program(linear.call(
+                    rows.data_ptr(), residual.data_ptr() if with_more else 0, out.data_ptr(),
+                    count, norm if with_more and not linear.padding else None)).run()
+                found.append(out)
+            assert found[0].isfinite().all() and torch.equal(*found), (count, with_more)
+
+
+def rows_to_compare() -> list:
+    return [(1, 2, 3, 5, 7, 40),
+            pytest.param((*range(1, 41), 64, 100, 512), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("num_rows", rows_to_compare(), ids=["few", "all"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", PACKED)
+def test_products_have_the_bits_of_dequantized_weights(name, dtype, num_rows):
+    weight = draw(192, 512, *PACKED[name])
+    compare_products([weight], dtype, num_rows, bias=torch.randn(192))
+
+
+@pytest.mark.parametrize("num_rows", rows_to_compare(), ids=["few", "all"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("inputs", [512, 1280])
+def test_products_of_several_parts(dtype, num_rows, inputs):
+    """Of one format each: queries, keys and values; gates and ups, which need no whole blocks."""
+    names = ["Q4_K", "Q6_K", "Q4_0"]
+    weights = [draw(rows, inputs, *PACKED[name]) for rows, name in zip((128, 64, 70), names)]
+    compare_products(weights, dtype, num_rows)
+    weights = [draw(100, inputs, *PACKED[name]) for name in names[:2]]
+    compare_products(weights, dtype, num_rows, halves=2, bias=torch.randn(200))
+
+
+def test_parts_that_do_not_fit_each_other(make_gguf):
+    """Their outputs fill no blocks, or their groups pad the inputs differently: dequantized."""
+    options = dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=256, head_dim=96)
+    path, model = make_gguf(["Q8_0"], "Qwen3", **options)
+    with LLM(path, **OPTIONS) as llm:
+        names = {name for name, module in llm.engine.runner.model.named_modules()
+                 if module in linears_of(llm)}
+        assert "layers.0.self_attn.qkv_proj" not in names and "layers.0.self_attn.o_proj" in names
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
+    assert packed.padding(320, 128, torch.bfloat16) == 64
+    assert packed.padding(320, 32, torch.bfloat16) == 0
+
+
+@pytest.mark.parametrize("inputs", [96, 100, 1000])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_of_inputs_that_fill_no_vector(inputs, bits):
+    weight = formulas.rounded(torch.randn(70, inputs), bits)
+    for dtype in (torch.bfloat16, torch.float32):
+        compare_products([weight], dtype, (1, 3, 9))
+
+
+def products_of_another_cpu() -> None:
+    """Called in processes of their own."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for name in PACKED:
+            compare_products([draw(192, 512, *PACKED[name])], dtype, (1, 4, 6, 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, features", [("haswell", "+avx,+avx2,+fma"), (
+    "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd")])
+def test_products_on_other_cpus(name, features, tmp_path):
+    tests = ROOT / "tests"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name,
+                   "PYTHONPATH": f"{ROOT}{os.pathsep}{tests}", "NUMBA_CPU_FEATURES": features}
+    script = "from features.test_quantized import *; products_of_another_cpu(); print('equal')"
+    found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+    assert found.split() == ["equal"]
+
+
+@pytest.mark.parametrize("kind", gguf_numbers.SIZES)
+def test_a_packed_weight_of_gguf(kind):
+    """To the bit as its own package dequantizes it, whatever the bytes are."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (70, 512 // block, size), dtype=np.uint8)
+    for place in SCALES.get(kind, ((0, 2) if kind[-1] == "1" else (0,), 0))[0]:
+        scales = rng.standard_normal(raw.shape[:2] + (1,)) * 1e-3
+        raw[:, :, place:place + 2] = scales.astype(np.float16).view(np.uint8)
+    rows = raw.reshape(70, -1)
+    wanted = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]).copy())
+    found = gguf_numbers.grouped(torch.from_numpy(rows), kind)
+    assert torch.equal(found.dequantized(), wanted)
+    for dtype in (torch.bfloat16, torch.float32):
+        part = packed.pack(found, dtype)
+        assert torch.equal(packed.rows_of(part, torch.arange(70), 512, dtype), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "act-order" not in name])
+def test_every_format_of_safetensors_stays_packed(make_quantized, name):
+    folder, model = make_quantized(name)
+    with LLM(folder, **OPTIONS) as llm:
+        assert len(linears_of(llm)) == 8 and llm.engine.runner.is_invariant
+        for linear in linears_of(llm):
+            assert not [*linear.parameters()][0].numel()
+        layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
+        assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
+        ups = torch.cat([own.mlp.gate_proj.weight, own.mlp.up_proj.weight])
+        assert torch.equal(layer.mlp.gate_up_proj.weight, ups)
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "w4a16 act-order"])
+def test_what_has_no_packed_form(make_quantized, caplog, name):
+    """It is dequantized, and fast as other weights are; a line says so, once."""
+    folder, model = make_quantized(name)
+    compiling.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING), LLM(folder, **OPTIONS) as llm:
+        assert not linears_of(llm) and llm.engine.runner.is_invariant
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
+    assert [line for line in caplog.messages if "no act-order" in line] == [
+        "quantized weights of some matrices are dequantized when they are loaded, since kernels "
+        "know no act-order, no scales of more than 15 bits, and groups of 16, 32, 64 or 128 "
+        "inputs, or of multiples of these"]
+
+
+def test_scales_of_many_bits_have_no_packed_form():
+    weight = draw(64, 64, *PACKED["Q8_0"])
+    third = weight._replace(scales=weight.scales.float() / 3)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert packed.pack(third, dtype) is None
+        assert packed.pack(weight._replace(scales=weight.scales.float()), dtype) is not None
+    assert packed.pack(draw(64, 96, 8, 24, "half", False, False, True), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("kinds", [["Q4_K", "Q6_K"], ["Q8_0", "F16", "Q4_1"]])
+def test_mixed_parts_of_gguf(make_gguf, kinds):
+    """Each part keeps its format; one with a part in floating point is dequantized."""
+    path, model = make_gguf(kinds, "Llama")
+    with LLM(path, **OPTIONS) as llm:
+        count = len(linears_of(llm))
+        assert count == 9 if "F16" not in kinds else 0 < count < 9
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
+
+
+# ways to run the same requests
+SCHEDULES = [dict(), dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1),
+             dict(num_kv_blocks=9, max_model_len=96), dict(enable_prefix_caching=False)]
+
+
+def logprobs_of(model, **options) -> list:
+    """Of all tokens of requests, of which two begin alike, in two calls."""
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=5)
+    prompts = random_prompts([3, 50, 40, 21])
+    prompts.append(prompts[1][:40] + [5, 6, 7])
+    with LLM(model, **OPTIONS | dict(dtype="bfloat16") | options) as llm:
+        outputs = [*llm.generate(prompts, params, use_tqdm=False),
+                   *llm.generate(prompts[::-1], params, use_tqdm=False)[::-1]]
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "Q4_K_M", "awq"])
+def test_a_whole_model_has_the_bits_of_the_dequantized_one(
+        bundled, make_quantized, monkeypatch, name):
+    """However its requests are run."""
+    model, options = bundled, dict(quantization=name)
+    if name == "Q4_K_M":
+        model, options = REAL, {}
+    elif name == "awq":
+        model, options = make_quantized("awq")[0], {}
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized, "stays_packed", lambda runner: False)
+        wanted = logprobs_of(model, **options)
+    assert wanted[:5] == wanted[5:]
+    for schedule in SCHEDULES:
+        assert logprobs_of(model, **options, **schedule) == wanted, schedule
+
+
+def num_bytes(model: torch.nn.Module) -> int:
+    return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("quantization, bits", [("int8", 8.5), ("int4", 4.5)])
+def test_the_memory_of_a_model(bundled, quantization, bits):
+    """Packed numbers and scales, once for a head that is the embedding, too."""
+    options = OPTIONS | dict(dtype="bfloat16")
+    with LLM(bundled, **options) as llm:
+        plain = llm.engine.runner.model
+        count = sum(linear.in_features * linear.out_features for linear in plain.modules()
+                    if isinstance(linear, torch.nn.Linear))
+    with LLM(bundled, quantization=quantization, **options) as llm:
+        model = llm.engine.runner.model
+        assert model.embed_tokens.head is model.lm_head
+        assert num_bytes(model) < 1.05 * count * bits / 8
+        assert all(weight.ndim < 2 or not weight.numel() for weight in model.parameters())
+
+
+def test_the_memory_of_a_gguf():
+    with LLM(REAL, **OPTIONS | dict(dtype="bfloat16")) as llm:
+        stored = sum(tensor.n_bytes for tensor in gguf.GGUFReader(REAL).tensors)
+        # numbers of 6 bits take 8
+        assert num_bytes(llm.engine.runner.model) < 1.25 * stored
+
+
+def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
+    """While it is loaded."""
+    sizes = []
+    pack = packed.pack
+    monkeypatch.setattr(packed, "pack", lambda weight, dtype: (
+        sizes.append(sum(each.numel() for each in model.parameters() if not each.is_meta)),
+        pack(weight, dtype))[1])
+    place = modules.Loading.place
+
+    def remember(self, placed, device):
+        nonlocal model
+        model = placed
+        place(self, placed, device)
+    model: Any = None
+    monkeypatch.setattr(modules.Loading, "place", remember)
+    with LLM(bundled, quantization="int8", **OPTIONS) as llm:
+        vectors = sum(each.numel() for each in llm.engine.runner.model.parameters()
+                      if each.ndim == 1)
+    assert len(sizes) > 20 and {*sizes} == {vectors}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("has_both", [True, False])
+def test_the_embedding_of_a_packed_model(make_model, is_tied, has_both, caplog):
+    """The head's, or its own; files can have it under one name, or twice."""
+    folder, model = make_model(tie_word_embeddings=is_tied, seed=int(is_tied))
+    file = Path(folder) / "model.safetensors"
+    tensors = load_file(file)
+    if is_tied and has_both:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    elif is_tied:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file, {"format": "pt"})
+    wanted = formulas.rounded(model.model.embed_tokens.weight.detach(), 8).dequantized()
+    with LLM(folder, quantization="int8", **OPTIONS) as llm:
+        embedding = llm.engine.runner.model.embed_tokens
+        ids = torch.tensor([[3, 300], [3, 0]])
+        assert torch.equal(embedding(ids), wanted[ids])
+        assert torch.equal(embedding.weight, wanted)
+        found = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    assert "differ" not in caplog.text
+    assert found == generated(folder, quantization="int8", kernels=False)
+
+
+def test_a_packed_linear_is_a_linear(bundled):
+    """Its weight can be read, saved, copied and set."""
+    with LLM(bundled, quantization="int4", **OPTIONS) as llm:
+        model = llm.engine.runner.model
+        linear = model.layers[0].mlp.down_proj
+        weight, state = linear.weight, model.state_dict()
+        assert torch.equal(state["layers.0.mlp.down_proj.weight"], weight) and linear.is_quantized
+        x = torch.randn(3, linear.in_features)
+        torch.testing.assert_close(linear(x), x @ weight.T)
+        again = copy.deepcopy(linear)
+        assert torch.equal(again(x), linear(x))
+        # with gradients, PyTorch computes it
+        x.requires_grad_(True)
+        linear(x).sum().backward()
+        torch.testing.assert_close(x.grad, weight.sum(0).expand(3, -1))
+        before = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        linear.weight = torch.nn.Parameter(torch.zeros_like(weight), False)
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) != before
+        linear.weight = torch.nn.Parameter(weight, False)
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == before
