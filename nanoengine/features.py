@@ -48,7 +48,6 @@ def optional(module: str) -> Any:
     except ImportError as error:
         if not module.startswith(str(error.name)):
             logger.warning(f"{module} is not used: {error}")
-        return None
 
 
 def is_installed(name: str) -> bool:
