@@ -71,7 +71,6 @@ def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
     whichever takes longer."""
     runner = llm.engine.runner
     config = llm.model_config
-    dtype = runner.dtype
     num_weights = sum(each.in_features * each.out_features for each in linears_of(runner.model))
     in_head = config.vocab_size * config.hidden_size
     num_tokens = sum(batch.num_tokens)
@@ -82,7 +81,7 @@ def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
     products += 2 * queries * num_scores
     num_blocks = (sum(batch.starts) + num_tokens) / llm.config.block_size
     num_bytes = weight_bytes(runner.model) + num_blocks * runner.block_bytes
-    return max(num_bytes / bandwidth, 2 * products / matrix_rate(llm.config.device, dtype))
+    return max(num_bytes / bandwidth, 2 * products / matrix_rate(llm.config.device, runner.dtype))
 
 
 @torch.inference_mode()
