@@ -82,9 +82,10 @@ def test_an_init_counts():
     assert imports("a.one", "from a import Thing", ["a", "a.one"]) == {"a"}
 
 
-# a feature that has kernels of its own, of the pieces of a library's; it is imported only with it
-WITH_KERNELS = {f"nanoengine_extensions.quantized.{name}"
-                for name in ("modules", "packed", "kernel", "expanding")}
+# features that have kernels of their own, of the pieces of a library's; imported only with it
+WITH_KERNELS = {f"nanoengine_extensions.{name}" for name in (
+    "quantized.modules", "quantized.packed", "quantized.kernel", "quantized.expanding",
+    "transformers_models.row_norms")}
 
 
 def test_they_point_one_way(needs):
