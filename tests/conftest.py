@@ -38,9 +38,9 @@ SLOWEST = ["test_gpu_path", "test_paged_attention", "test_quantized", "test_engi
            "test_ray_data", "test_tensor_parallel", "test_transformers_models",
            "test_batch_invariant", "test_speculation", "test_llm", "test_docs", "test_scheduler",
            "test_deletable", "test_serve", "test_batch", "test_bench", "test_model",
-           "test_cpu_memory", "test_concurrency", "test_structured_outputs", "test_offload", "test_scores",
-           "test_vllm", "test_metrics", "test_known", "test_swapping", "test_sampler",
-           "test_requests"]
+           "test_cpu_memory", "test_concurrency", "test_structured_outputs", "test_offload",
+           "test_scores", "test_vllm", "test_metrics", "test_known", "test_swapping",
+           "test_sampler", "test_requests"]
 
 
 def pytest_collection_modifyitems(items: list) -> None:
