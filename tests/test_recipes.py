@@ -130,6 +130,21 @@ def test_figures_of_the_readme_are_those_of_the_docs():
         assert rows == [figure], engine
 
 
+# examples that start a tool with the bundled model, each with its feature
+TOOLS_OF_EXAMPLES = {"serve": "serve", "batch": "batch", "score": "scores"}
+
+
+@pytest.mark.parametrize("name, feature", TOOLS_OF_EXAMPLES.items())
+def test_examples_that_start_a_tool(monkeypatch, name, feature):
+    found = []
+    monkeypatch.setattr(f"nanoengine_extensions.{feature}.main", found.append)
+    example(name).main(["--model", "another"])
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    example(name).main()
+    bundled = str(ROOT / "models" / "tiny-qwen3")
+    assert found == [["--model", bundled, "--model", "another"], ["--model", bundled, "--help"]]
+
+
 def test_every_recipe_is_tested():
     recipes = re.findall(r"^## (.*)$", without_code(RECIPES), flags=re.MULTILINE)
     assert len(recipes) >= 12
@@ -139,7 +154,8 @@ def test_every_recipe_is_tested():
     in_commands = re.findall(r"examples/(\w+)\.py", commands)
     tools = re.findall(r"-m nanoengine (\w+)", commands)
     assert all(f'recipe("{name}")' in tests for name in in_code)
-    assert {file.stem for file in (ROOT / "examples").glob("*.py")} == set(in_commands)
+    examples = {file.stem for file in (ROOT / "examples").glob("*.py")}
+    assert examples - {*TOOLS_OF_EXAMPLES} == {*in_commands}
     assert {*tools} == COMMANDS.keys() - {"bench"}
     assert all(f'command("{name}")' in tests for name in in_commands + tools)
 

@@ -114,6 +114,10 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Callable]:
     with naming(f"{folder}: one of its files of weights"):
         open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
+    kinds = {tensor.kind for tensors in opened.values() for tensor in tensors.values()}
+    if method in METHODS and METHODS[method](entries).parts[0] not in kinds:
+        raise rejected("the model's quantization_config", entries,
+                       "None, since none of its weights is quantized")
     found: dict[str, Callable] = {"opened": lambda file, framework: opened[file]}
     if not stays_packed(runner):
         log_costs(files, opened.values(), runner.dtype)

@@ -765,6 +765,17 @@ def test_a_quantization_that_the_model_has_not(make_quantized):
             LLM(path, quantization=value, **OPTIONS)
 
 
+@pytest.mark.parametrize("entries", [
+    {"quant_method": "gptq", "bits": 4, "group_size": 32},
+    {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}], ids=str)
+def test_weights_that_are_not_quantized_after_all(tiny, tmp_path, entries):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entries}))
+    with pytest.raises(ValueError, match="quantization_config=.* none of its weights is quantized"):
+        LLM(folder, **OPTIONS)
+
+
 def test_a_model_of_another_family(tiny):
     runner = SimpleNamespace(config=EngineConfig(tiny, quantization="int8"),
                              model_config=transformers.PretrainedConfig())
