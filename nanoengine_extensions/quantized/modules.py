@@ -216,6 +216,9 @@ class Loading:
         if fit:
             module._parameters["weight"] = without_weight(self.dtype)
             return module.register_buffer("part_0", parts[0], persistent=False)
+        if any(part.ndim == 1 for part in parts):
+            warn_once("quantized weights of some fused projections are dequantized when they are "
+                      "loaded, since one product cannot have all of their parts")
         for other, other_own, _ in self.modules.values():
             if vars(other).get("head") is module:
                 other.__class__ = other_own

@@ -950,14 +950,18 @@ def test_products_of_several_parts(dtype, num_rows, inputs):
     compare_products(weights, dtype, num_rows, halves=2, bias=torch.randn(200))
 
 
-def test_parts_that_do_not_fit_each_other(make_gguf):
-    """Their outputs fill no blocks, or their groups pad the inputs differently: dequantized."""
+def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
+    """Their outputs fill no blocks, or their groups pad the inputs differently: dequantized, with a
+    line in the log."""
+    lines: list[str] = []
+    monkeypatch.setattr("nanoengine_extensions.quantized.modules.warn_once", lines.append)
     options = dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=256, head_dim=96)
     path, model = make_gguf(["Q8_0"], "Qwen3", **options)
     with LLM(path, **OPTIONS) as llm:
         names = {name for name, module in llm.engine.runner.model.named_modules()
                  if module in linears_of(llm)}
         assert "layers.0.self_attn.qkv_proj" not in names and "layers.0.self_attn.o_proj" in names
+        assert any("some fused projections are dequantized" in line for line in lines)
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
     assert packed.padding(320, 128, torch.bfloat16) == 64
     assert packed.padding(320, 32, torch.bfloat16) == 0
