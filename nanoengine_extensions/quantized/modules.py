@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoengine.loader import place_on
 from nanoengine_cpu.compiling import bits_of_number, warn_once
 from nanoengine_cpu.modules import GatedMLP, PackedLinear, kind_of
 from nanoengine_cpu.products import BLOCKS, MOST_WORDS
@@ -171,7 +172,7 @@ class Loading:
                  and module.in_features * self.dtype.itemsize <= 4 * MOST_WORDS}
         taken |= {embedding: QuantizedEmbedding}
         weights = [module._parameters.pop("weight") for module in taken]
-        model.to_empty(device=device)
+        place_on(model, device)
         for (module, kind), weight in zip(taken.items(), weights):
             # in its place: the weight comes first
             module._parameters = {"weight": weight} | module._parameters
