@@ -9,6 +9,7 @@ subclasses, which the engine does not know. Outputs are nanoengine's own.
 
 from dataclasses import replace
 from enum import Enum
+from functools import partialmethod
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -91,11 +92,6 @@ class SamplingParams(nanoengine.SamplingParams):
 
     from_optional = classmethod(lambda cls, **values: cls(**values))
 
-    def clone(self: Any) -> Any:
-        copy = super().clone()
-        vars(copy)["extra_args"] = self.extra_args and {**self.extra_args}
-        return copy
-
 
 class LLM(nanoengine.LLM):
     """nanoengine's `LLM`, with vLLM's other keywords and methods."""
@@ -147,29 +143,23 @@ class LLM(nanoengine.LLM):
         return super().generate(prompt_token_ids if prompts is None else prompts,
                                 sampling_params, *arguments, **without(options))
 
-    def chat(self, *arguments: Any, chat_template_content_format: str = "auto",
-             **options: Any) -> list[Any]:
-        return super().chat(
-            *arguments, chat_template_content_format=chat_template_content_format,
-            **without(options))
+    def chat(self, *arguments: Any, **options: Any) -> list[Any]:
+        """Answers as nanoengine does. The form of contents has its effect here."""
+        form = options.get("chat_template_content_format", "auto")
+        return super().chat(*arguments, **without(options), chat_template_content_format=form)
 
     def beam_search(self, *arguments: Any, use_tqdm: bool = False, **options: Any) -> list[Any]:
         """Searches without a progress bar, and all prompts together."""
         return super().beam_search(*arguments, **without(options))
 
-    def score(self, *_: Any, **__: Any) -> Any:
-        """Refuses, as vLLM's is for models of another kind, and not nanoengine's."""
-        self.__getattr__("score")()
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns a method that refuses each call, for vLLM's other ones."""
-        if name not in METHODS:
-            raise AttributeError(f"LLM has no attribute {name!r}")
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise ValueError(f"LLM.{name} is not supported: this engine has nothing like it")
-        return refuse
+def refuse(llm: LLM, name: str, /, *_: Any, **__: Any) -> None:
+    """Raises ValueError: a method of vLLM that this engine does not have."""
+    raise ValueError(f"LLM.{name} is not supported: this engine has nothing like it")
 
 
+# vLLM's `score`, too, is for models of another kind, and takes the place of nanoengine's
+for method in METHODS:
+    setattr(LLM, method, partialmethod(refuse, method))
 # BeamSearchParams and others
 __getattr__ = nanoengine.__getattr__
