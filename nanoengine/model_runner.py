@@ -11,9 +11,9 @@ sequences run.
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,11 +86,10 @@ class ModelRunner:
         self.max_model_len = asked or longest
         # 3. its memory, and the graphs that use it
         self.allocate(self.num_kv_blocks)
-        self.capture()
         if config.preemption_mode == "swap":
             self.host_blocks = extension("swapping").host_pool(self.blocks, config)
 
-    def load_model(self, folder: Path, **options: Any) -> Decoder:
+    def load_model(self, folder: Path, **options: Callable) -> Decoder:
         """Returns the model; `options` are those of the loader, for several ranks."""
         if self.config.quantization or getattr(self.model_config, "quantization_config", None):
             options |= extension("quantized", "its quantization").slots(self, folder)
@@ -113,19 +112,21 @@ class ModelRunner:
                            self.device, self.backend)
 
     def allocate(self, num_blocks: int) -> None:
-        """Gives the model its rotary angles and its KV cache, with block 0 in front.
+        """Gives the model its rotary angles and its KV cache, with block 0 in front, and records
+        the CUDA graphs of decode steps over this cache, if the device and the model can have any.
 
         blocks: a view of the cache, (num_blocks + 1, layers, 2, …).
         """
+        # they are recorded over an earlier cache
+        self.graphs.captured.clear()
         caches = self.make_caches(num_blocks + 1)
         rope = rope_table(self.model_config, self.max_model_len)
         self.model.bind(rope.to(self.device), caches, BACKENDS[self.backend].attend)
         self.blocks = caches.movedim(2, 0)
         self.host_blocks = self.blocks[:0]
-
-    def capture(self) -> None:
-        """Records the CUDA graphs of decode steps, if the device can have any."""
-        if BACKENDS[self.backend].has_graphs and not self.config.enforce_eager:
+        # not every forward of transformers can be captured
+        is_own = isinstance(self.model, Decoder)
+        if is_own and BACKENDS[self.backend].has_graphs and not self.config.enforce_eager:
             with torch.autocast(self.device, enabled=False):
                 self.graphs.capture(self)
 

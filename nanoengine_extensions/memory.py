@@ -37,14 +37,12 @@ def free_bytes_on_gpu(runner: ModelRunner) -> int:
     other processes included."""
     # left over from earlier engines
     torch.cuda.empty_cache()
-    # block 0 alone is enough for a trial step
+    # block 0 alone is enough for a trial step; graphs are captured first, since this returns what
+    # the allocator keeps
     runner.allocate(num_blocks=0)
-    # first, since it returns what the allocator keeps
-    runner.capture()
     batch = largest_batch(runner)
     runner.run(batch, *runner.prepare(batch))
     free, total = torch.cuda.mem_get_info()
-    runner.graphs.captured.clear()
     torch.cuda.empty_cache()
     return int(free - total * (1 - runner.config.gpu_memory_utilization))
 

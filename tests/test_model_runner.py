@@ -202,6 +202,17 @@ def test_decode_steps_run_in_graphs(tiny, monkeypatch, options):
         assert [output.outputs[0].token_ids for output in outputs] == alone
 
 
+def test_a_new_cache_drops_the_graphs_of_the_one_before(tiny):
+    """They would write to memory that is free, and would keep their own."""
+    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=8) as llm:
+        runner = llm.engine.runner
+        captured = runner.graphs.captured
+        captured["shape"] = "graph"
+        runner.allocate(num_blocks=4)
+        assert captured is runner.graphs.captured and not captured
+        assert len(runner.blocks) == 5
+
+
 def test_the_size_of_the_cache(tiny, monkeypatch):
     free_blocks = 256
     monkeypatch.setattr(ModelRunner, "measure_free_bytes",

@@ -287,8 +287,6 @@ def load(runner: Any, folder: Path) -> Model:
     if runner.config.cpu_offload_gb:
         raise rejected("cpu_offload_gb", runner.config.cpu_offload_gb,
                        "0 for a model that transformers computes")
-    # not all forwards can be captured
-    runner.graphs.sizes.clear()
     try:
         with torch.inference_mode():
             causal = load_causal(runner, folder)
