@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from nanoengine.features import Condition, check, of, strict
-from nanoengine.policies import POLICIES, find_policy
+from nanoengine.policies import POLICIES, Policy, find_policy
 
 # an option whose default depends on the device
 BY_DEVICE: Any = None
@@ -118,13 +118,13 @@ class EngineConfig:
     kernels: bool = True
     run_ahead: bool = BY_DEVICE
     batch_invariant: bool = of("guards", False)
-    scheduling: Any = BY_DEVICE
-    scheduling_policy: Any = "fcfs"
-    preemption_victim: Any = "youngest"
-    kv_allocation: Any = "on-demand"
+    scheduling: Policy = BY_DEVICE
+    scheduling_policy: Policy = "fcfs"
+    preemption_victim: Policy = "youngest"
+    kv_allocation: Policy = "on-demand"
     preemption_mode: str = of("swapping", "recompute")
     swap_space: float = of("swapping", 4.0)
-    speculation: Any = of("speculation", "none")
+    speculation: Policy = of("speculation", "none")
     cpu_offload_gb: float = of("offload", 0.0)
     tensor_parallel_size: int = of("tensor_parallel", 1)
     trace: bool = of("metrics", False)

@@ -42,7 +42,7 @@ class LLM(AbstractContextManager):
     The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a
     checkpoint that it cannot use.
 
-    Any thread can call at any time, and the requests of all calls run in the same steps. An error
+    All threads can call at any time, and the requests of all calls run in the same steps. An error
     of one request ends its own call only. An error that breaks a step, such as Ctrl-C or a lack of
     memory, ends all requests in the engine and leaves it with all blocks free. The thread that ran
     the step gets this error; the threads of the other requests get a RuntimeError that names it.
@@ -60,7 +60,7 @@ class LLM(AbstractContextManager):
         folder = find_model(config.model, config)
         self.model_config = load_config(folder, config.load_format, config.model_impl)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
-        make_runner: type[ModelRunner] = ModelRunner
+        make_runner = ModelRunner
         if config.tensor_parallel_size > 1:
             make_runner = extension("tensor_parallel").TensorParallelRunner
         # such as a size of 0 in config.json, or a model that does not fit into memory
@@ -115,11 +115,11 @@ class LLM(AbstractContextManager):
         next(steps)
         return (output for outputs in steps for output in outputs)
 
-    def chat(self, *arguments: Any, **options: Any) -> list[RequestOutput]:
+    def chat(self, *arguments: object, **options: object) -> list[RequestOutput]:
         """Answers conversations: see nanoengine_extensions/chat.py, as for the arguments."""
         return extension("chat").chat(self, *arguments, **options)
 
-    def stream_chat(self, *arguments: Any, **options: Any) -> Iterator[RequestOutput]:
+    def stream_chat(self, *arguments: object, **options: object) -> Iterator[RequestOutput]:
         """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
         return extension("chat").stream_chat(self, *arguments, **options)
 
@@ -127,7 +127,7 @@ class LLM(AbstractContextManager):
         """Returns the best completions of each prompt: see nanoengine_extensions/beam_search.py."""
         return extension("beam_search").beam_search(self, prompts, params)
 
-    def score(self, *arguments: Any, **options: Any) -> list:
+    def score(self, *arguments: object, **options: object) -> list:
         """Returns how likely texts after a prompt are: see nanoengine_extensions/scores.py."""
         return extension("scores").score(self, *arguments, **options)
 

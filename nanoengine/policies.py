@@ -28,6 +28,8 @@ def mixed(scheduler: Any) -> Batch:
     return scheduler.build([*scheduler.running], admit=True)
 
 
+# a name, or a function like those that have names
+Policy = str | Callable
 # the policies of an option, by their names
 Table = dict[str, Callable]
 # how a step is filled, by a `Scheduler`
@@ -46,7 +48,7 @@ POLICIES: dict[str, Table] = {
     "kv_allocation": KV_ALLOCATION}
 
 
-def find_policy(option: str, policy: str | Callable) -> Callable:
+def find_policy(option: str, policy: Policy) -> Callable:
     """Returns the function of a name, or the function that was given. A policy with a state is a
     class in its table: then the result is a new object.
 

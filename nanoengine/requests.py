@@ -182,7 +182,7 @@ class InputProcessor:
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
         elif (folder / "generation_config.json").is_file():
-            logger.warning("generation_config.py is missing: generation_config.json is ignored")
+            logger.warning("without generation_config.py, generation_config.json is ignored")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
@@ -193,10 +193,11 @@ class InputProcessor:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
             raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
-                           "there is none in its folder, or `skip_tokenizer_init=True`")
+                           "its folder has none, or skip_tokenizer_init=True")
         return self.tokenizer
 
-    def make_requests(self, prompts: Any, params: Params, priority: Any = None) -> list[Request]:
+    def make_requests(self, prompts: Prompts, params: Params,
+                      priority: object = None) -> list[Request]:
         """Returns a request for each prompt; the arguments are those of `LLM.generate`.
 
         Raises ValueError for bad input, with its name, its value and what is accepted.
@@ -216,13 +217,13 @@ class InputProcessor:
         inbox: dict[str, Request] = {}
         return [self._request_of(inbox, *each) for each in checked]
 
-    def check_vocabulary(self, name: str, token_ids: Any) -> None:
+    def check_vocabulary(self, name: str, token_ids: list | dict | tuple) -> None:
         """Raises ValueError for a token id out of the vocabulary."""
         last = self.vocab_size - 1
         if unknown := [token_id for token_id in token_ids if not 0 <= token_id <= last]:
             raise ValueError(f"{name}: token id {unknown[0]!r} is out of vocabulary, 0 to {last}")
 
-    def parse(self, name: str, prompt: Any, params: SamplingParams) -> Parsed:
+    def parse(self, name: str, prompt: Prompts, params: SamplingParams) -> Parsed:
         """Returns the text and the token ids of a prompt in any form, truncated if asked."""
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}

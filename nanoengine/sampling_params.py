@@ -6,7 +6,6 @@ Nothing here knows a model: `requests.py` makes the checks that need a vocabular
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from nanoengine.features import Condition, check, of, strict
 
@@ -94,7 +93,7 @@ class SamplingParams:
     bad_words: list[str] = of("constraints")
     allowed_token_ids: list[int] | None = of("constraints", None)
     logit_bias: dict[int, float] | None = of("constraints", None)
-    structured_outputs: dict[str, Any] | None = of("structured_outputs", None)
+    structured_outputs: dict[str, object] | None = of("structured_outputs", None)
     logits_processors: list[Callable] = of("logits_processors")
 
     def __post_init__(self) -> None:
@@ -109,6 +108,5 @@ class SamplingParams:
 
     def clone(self) -> "SamplingParams":
         """Returns a copy with new lists; the elements of the lists are the same."""
-        copies: Any = {name: value.copy() for name, value in vars(self).items()
-                       if isinstance(value, (list, dict))}
+        copies = {key: value.copy() for key, value in vars(self).items() if hasattr(value, "copy")}
         return replace(self, **copies)

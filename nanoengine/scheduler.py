@@ -103,7 +103,7 @@ class Scheduler:
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            with naming(f"preemption_victim={self.victim} is none that returns a running sequence"):
+            with naming(f"preemption_victim={self.victim} must return a running sequence"):
                 self.preempt(self.victim(self.running))
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:

@@ -85,6 +85,9 @@ RULES: dict[str, Any] = {
     "cpu_offload_gb": Annotated[Float, Field(ge=0)],
     "tensor_parallel_size": Count,
     "run_ahead": bool | None,
+    # whoever finds a policy checks its name
+    **dict.fromkeys(("scheduling", "scheduling_policy", "preemption_victim", "kv_allocation",
+                     "speculation"), Any),
     "preemption_mode": Literal["recompute", "swap"],
     "swap_space": Annotated[Float, Field(ge=0)],
     "beam_width": Count,

@@ -187,6 +187,9 @@ def test_shorthands_and_numpy_numbers():
 @pytest.mark.parametrize("name, value, accepted", [
     ("scheduling", "mixd", "'prefill-first', 'mixed'"),
     ("scheduling_policy", "lifo", "'fcfs', 'priority'"),
+    ("scheduling", 5, "one of ['prefill-first', 'mixed'"),
+    ("preemption_victim", ["youngest"], "or a function like these"),
+    ("speculation", 5, "or a function like these"),
     ("kv_allocation", "all", "'on-demand', 'reserve'"),
     ("preemption_mode", "drop", "'recompute' or 'swap'"),
     ("preemption_victim", "oldest", "'youngest', 'longest', 'lowest-priority'"),
