@@ -42,7 +42,7 @@ class LLM(AbstractContextManager):
     The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a
     checkpoint that it cannot use.
 
-    All threads can call at any time, and the requests of all calls run in the same steps. An error
+    Any thread can call at any time, and the requests of all calls run in the same steps. An error
     of one request ends its own call only. An error that breaks a step, such as Ctrl-C or a lack of
     memory, ends all requests in the engine and leaves it with all blocks free. The thread that ran
     the step gets this error; the threads of the other requests get a RuntimeError that names it.

@@ -10,7 +10,7 @@ others. An observer calls `update` for each of them that has a new token. This f
     llm.steps_for(searches), llm.turn()
     Scheduler.finish(seq, reason)
     Scheduler.fork(parent, child)           the child shares the blocks of its parent
-    Scheduler.preempt(seq), .waiting        only if nothing else can run: see `make_way`
+    Scheduler.preempt(seq), .enqueue(seq)   only if nothing else can run: see `make_way`
     Sequence.needs_tokens                   no step runs ahead of a beam
     Sequence.kept                           the log-probabilities of a beam: see logprobs.py
 """
@@ -138,8 +138,7 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     """Lets the first of these searches continue, if nothing can run.
 
     Then all sequences with blocks are paused beams, which wait for other beams of their prompts
-    that do not fit. All lose their blocks, and the beams of the first search come first in their
-    priority.
+    that do not fit. All lose their blocks, and the beams of the first search go to the front.
 
     So the search always ends. The head of the queue fits now: it is either not a beam, and gets a
     token, or a beam of the first search, and then all beams of this search fit and continue.
@@ -148,9 +147,9 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     if not any(seq.num_uncomputed_tokens for seq in scheduler.running):
         while scheduler.running:
             scheduler.preempt(scheduler.running[-1])
-        ordered = sorted(scheduler.waiting, key=lambda seq: (seq.priority, seq not in beams))
-        scheduler.waiting.clear()
-        scheduler.waiting.extend(ordered)
+        for beam in [seq for seq in reversed(scheduler.waiting) if seq in beams]:
+            scheduler.waiting.remove(beam)
+            scheduler.enqueue(beam, in_front=True)
 
 
 class BeamSearch(Request):

@@ -99,7 +99,7 @@ class Overtaking:
             victim.kept["gave_way"] = True
             scheduler.waiting.popleft()
             scheduler.preempt(victim)
-            scheduler.waiting.appendleft(head)
+            scheduler.enqueue(head, in_front=True)
 
 
 class Overtaken:

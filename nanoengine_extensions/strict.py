@@ -48,7 +48,7 @@ Folder = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(pat
 
 # By the name of a field, which means the same in each class. Others have the type that is declared.
 RULES: dict[str, Any] = {
-    "n": Annotated[Count, Field(le=16384)],
+    "n": Count,
     "temperature": Annotated[Moderate, Field(ge=0)],
     "top_k": Annotated[Int, Field(ge=-1, lt=2**31)],
     "top_p": Annotated[Float, Field(gt=0, le=1)],
@@ -85,7 +85,7 @@ RULES: dict[str, Any] = {
     "cpu_offload_gb": Annotated[Float, Field(ge=0)],
     "tensor_parallel_size": Count,
     "run_ahead": bool | None,
-    # whoever finds a policy checks its name
+    # these are checked where policies are found
     **dict.fromkeys(("scheduling", "scheduling_policy", "preemption_victim", "kv_allocation",
                      "speculation"), Any),
     "preemption_mode": Literal["recompute", "swap"],

@@ -2,12 +2,19 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from conftest import check_blocks, check_idle, generate, random_prompts, token_ids, use_policies
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
+from nanoengine.block_manager import BlockManager
+from nanoengine.config import EngineConfig
+from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import Sequence
+from nanoengine_extensions.beam_search import make_way
 from nanoengine_extensions.policies import overtaking
 
 PROMPTS = random_prompts([3, 17, 40, 16, 33], seed=3)
@@ -220,6 +227,23 @@ def test_beams_without_finite_log_probabilities_end_with_an_error(bundled):
     for beam in both[1].sequences:
         assert beam.tokens[:len(prompt)] == prompt and len(beam.tokens) == len(prompt) + 3
         assert math.isfinite(beam.score) and beam.text.startswith("Once")
+
+
+@pytest.mark.parametrize("policy, expected", [("fcfs", "abcde"), ("priority", "eabcd")])
+def test_beams_that_get_room_keep_the_order_of_waiting(policy, expected):
+    """Without scheduling_policy="priority", a priority has no effect on those that wait."""
+    scheduler = Scheduler(BlockManager(8, 4), EngineConfig(model="m", scheduling_policy=policy))
+    seqs = {name: Sequence(name, [1, 2], 2, 9, priority=-(name == "e")) for name in "abcde"}
+    for name in "cab":
+        scheduler.running.append(seqs[name])
+        scheduler.block_manager.allocate(seqs[name])
+        seqs[name].num_computed_tokens = 2
+    for name in "de":
+        scheduler.enqueue(seqs[name])
+    search: Any = SimpleNamespace(is_finished=False, scores={seqs["a"]: 0.0, seqs["b"]: 0.0})
+    make_way([search], scheduler)
+    assert not scheduler.running and scheduler.block_manager.num_free_blocks == 8
+    assert "".join(seq.request_id for seq in scheduler.waiting) == expected
 
 
 def test_beams_that_might_not_fit_are_refused(small_llm):

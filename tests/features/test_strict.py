@@ -19,6 +19,7 @@ from nanoengine_extensions.chat import render
 
 @pytest.mark.parametrize("name, value, accepted", [
     ("n", 0, "greater than or equal to 1"),
+    ("n", 16385, "from 1 to 16384"),
     ("temperature", -0.1, "greater than or equal to 0"),
     ("temperature", math.nan, "finite"),
     ("temperature", "hot", "number"),
