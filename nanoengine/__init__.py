@@ -1,6 +1,6 @@
 """nanoengine: a minimal, fast engine for offline LLM generation.
 
-A map, in an order to read it:
+A map, in reading order:
 
     llm.py              what a user calls: `generate` with its loop, streams, threads
     sampling_params.py  how a request is sampled
@@ -37,7 +37,7 @@ __version__ = "0.2.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 def __getattr__(name: str) -> Any:
-    """`from nanoengine import BeamSearchParams` is its class in the extensions."""
+    """`from nanoengine import BeamSearchParams` finds this class in the extensions."""
     if name in ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"):
         return getattr(extension("beam_search"), name)
     raise AttributeError(f"module 'nanoengine' has no attribute {name!r}")

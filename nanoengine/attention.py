@@ -101,7 +101,7 @@ class Backend:
         `nanoengine_cpu.optimize` has replaced the model's attention by a kernel that also norms,
         rotates and stores.
     works: whether it can attend on a device ("cpu" or "cuda") in a dtype.
-    rank: "auto" takes the working backend with the highest rank; 0: only by its name.
+    rank: "auto" takes the working backend with the highest rank; 0: it is chosen only by name.
     block_multiple: what the block size must be a multiple of.
     has_graphs: whether CUDA graphs can capture it, because it reads nothing on the host.
     """

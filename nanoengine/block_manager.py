@@ -2,7 +2,7 @@
 again.
 
 Plain Python over block numbers; the memory itself belongs to `model_runner.py`. Paging and copy on
-write are from PagedAttention (Kwon et al., 2023, arXiv:2309.06180), the prefix cache with chained
+write are from PagedAttention (Kwon et al., 2023, arXiv:2309.06180); the prefix cache with chained
 hashes is from vLLM.
 
 The life of a block:

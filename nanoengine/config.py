@@ -33,9 +33,9 @@ class EngineConfig:
     download_dir: the folder for downloads; by default Hugging Face's own cache.
     dtype: of weights and KV cache: "bfloat16", "float16" or "float32"; "auto": bfloat16, but
         float32 on a CPU without instructions for bfloat16.
-    quantization: "int8" or "int4" rounds the weights to so many bits when they are loaded, in
-        groups of 32; None: they stay as they are. A model that is quantized already (GGUF, AWQ,
-        GPTQ, compressed-tensors) needs no option: see docs/quantization.md.
+    quantization: "int8" or "int4" rounds the weights to 8 or 4 bits when they are loaded, in groups
+        of 32; None leaves them as they are. A model that is already quantized (GGUF, AWQ, GPTQ,
+        compressed-tensors) needs no option: see docs/quantization.md.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
     seed: a request without a seed gets one that is derived from this; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
@@ -61,13 +61,13 @@ class EngineConfig:
         works here.
     kernels: False: only the plain PyTorch code of model.py, attention.py and sampler.py runs. It is
         slow, but a debugger stops on the lines that you read.
-    run_ahead: launch a step before the tokens of the step before it are known; the tokens are the
+    run_ahead: launch a step before the tokens of the previous step are known; the tokens stay the
         same.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
     batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
         request, and however it was chunked, preempted or cached. On a CPU with packed weights this
-        always holds; where it cannot hold, True is an error. All multiples of 32 as block_size give
-        the same bits; other sizes may give others, because they group the sums differently.
+        always holds; where it cannot hold, True is an error. Every block_size that is a multiple of
+        32 gives the same bits; other sizes may not, because they group the sums differently.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
         then prompts in the rest of the step); for comparison, "static" (a batch ends before the
         next one begins) or `overtaking(...)`. This policy and the next three are names in the
@@ -78,17 +78,16 @@ class EngineConfig:
         comparison "least-recently-run" or "random".
     kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), or for all that
         it may generate ("reserve"); for comparison, for max_model_len ("max-length").
-    preemption_mode: the blocks of a preempted sequence are dropped ("recompute"), or copied to a
-        pool on the host ("swap"); when the pool is full, they are dropped.
-    swap_space: GiB of the host's memory for the pool of "swap", for each rank.
+    preemption_mode: whether the blocks of a preempted sequence are dropped ("recompute"), or copied
+        to a pool on the host ("swap"); when the pool is full, they are dropped.
+    swap_space: GiB of host memory for the pool of "swap", for each rank.
     speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
         the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text goes on as it
-        did before. A function from a `Sequence` to token ids guesses in its place. It works only on
-        a CPU, with run_ahead=False. How much is guessed depends on how long steps take; the tokens
+        did before. A function from a `Sequence` to token ids can guess instead. It works only on a
+        CPU, with run_ahead=False. How much is guessed depends on how long steps take; the tokens
         never do.
-    cpu_offload_gb: GiB of weights, in whole layers, that stay in the memory of the host and cross
-        to the GPU in each step. With several GPUs, each offloads that much. A CPU accepts only
-        0.
+    cpu_offload_gb: GiB of weights, in whole layers, that stay in host memory and cross to the GPU
+        in each step. With several GPUs, each offloads that much. On a CPU it must be 0.
     tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.
     trace: keep a record of each step in `LLM.trace`: see nanoengine_extensions/metrics.py.
     features: your own features, objects of subclasses of `Feature`: see observers.py.

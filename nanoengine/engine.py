@@ -77,7 +77,7 @@ class Engine:
         If the engine runs ahead, it launches the next step before it waits for the tokens of the
         one in flight, and returns the sequences of that one. A sequence that needs its last token
         on the host (`Sequence.is_awaited`) is left out of the next step, and so runs in every
-        second step. If there are many, this call launches none.
+        second step. If there are many of them, this call launches no step.
         """
         if self.runner is None:
             raise RuntimeError("the LLM is closed: make a new one")

@@ -42,7 +42,7 @@ ALWAYS = ("metrics", "texts", "guards", "threads")
 @cache
 def optional(module: str) -> Any:
     """Returns an optional module; None if it is absent or cannot be imported. The log names a
-    package that it lacks."""
+    missing package."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -70,7 +70,7 @@ def extension(name: str, asked: str = "") -> Any:
 
 def of(name: str, default: Any = MISSING) -> Any:
     """A field of a dataclass that belongs to a feature. A value other than the default asks for the
-    feature. Without a default, it is an empty list."""
+    feature. If none is given, the default is an empty list."""
     make: Any = list if default is MISSING else MISSING
     return field(default=default, default_factory=make, metadata={"feature": name})
 

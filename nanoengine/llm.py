@@ -116,7 +116,7 @@ class LLM(AbstractContextManager):
         return (output for outputs in steps for output in outputs)
 
     def chat(self, *arguments: object, **options: object) -> list[RequestOutput]:
-        """Answers conversations: see nanoengine_extensions/chat.py, as for the arguments."""
+        """Answers conversations: see nanoengine_extensions/chat.py, also for the arguments."""
         return extension("chat").chat(self, *arguments, **options)
 
     def stream_chat(self, *arguments: object, **options: object) -> Iterator[RequestOutput]:
@@ -128,7 +128,7 @@ class LLM(AbstractContextManager):
         return extension("beam_search").beam_search(self, prompts, params)
 
     def score(self, *arguments: object, **options: object) -> list:
-        """Returns how likely texts after a prompt are: see nanoengine_extensions/scores.py."""
+        """Returns how likely texts are after a prompt: see nanoengine_extensions/scores.py."""
         return extension("scores").score(self, *arguments, **options)
 
     # ------------------------------------------------------------------------------ steps

@@ -4,7 +4,7 @@ Every parameter of the model is filled exactly once. Projections that `model.py`
 to their rows. Nothing is missing, and nothing is left over.
 
 To add a model of the Llama family, add it to `FAMILIES` in model.py, and there a line for each
-difference that `Family` does not have yet.
+difference that `Family` does not cover yet.
 """
 
 import json
@@ -31,7 +31,7 @@ USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
 def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
     """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
-    Face id, or what a GGUF file has. name: of the argument, for messages."""
+    Face id, or one made from a GGUF file. name: the argument's, for messages."""
     folder = Path(model).expanduser().absolute()
     files = [folder, *(weight_files(folder) or folder.glob("*.gguf"))]
     if any(file.suffix == ".gguf" for file in files):
@@ -109,7 +109,7 @@ def context_length(config: PretrainedConfig) -> int:
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """Returns the tokenizer of a folder, or None without one: then prompts are token ids.
 
-    Raises ValueError for one that transformers has in Python only.
+    Raises ValueError for one that transformers implements only in Python.
     """
     if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
@@ -181,8 +181,8 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
 
     place: allocates memory for the weights.
     read: reads the part of a checkpoint's tensor that belongs in its target.
-    opened: opens a file of weights. Weights on the host, several ranks and quantized weights
-        replace these three.
+    opened: opens a file of weights. Offloading, several ranks and quantized weights replace these
+        three.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
     twice, of another shape, or not of floating point.
@@ -218,7 +218,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
 def tie(embedding: nn.Embedding, head: nn.Linear, missing: dict[str, Tensor]) -> None:
     """Gives both modules one matrix, whichever of its two names the checkpoint has.
 
-    As in transformers, a checkpoint with two that differ keeps both, with a warning.
+    As in transformers, a checkpoint with two different matrices keeps both, with a warning.
     """
     if missing.pop("embed_tokens.weight", None) is not None:
         embedding.weight = head.weight

@@ -7,9 +7,9 @@ which sequence. Parameters have the names of transformers' checkpoints; `loader.
 says which models can be loaded.
 
 This is plain PyTorch, and complete. Where a library of kernels for the device is installed
-(kernels.py), faster forwards take the place of these: a comment at each says so. They know these
-by their code; a forward that you change, or override in a subclass, stays yours. To step through
-this file, attention.py and sampler.py with a debugger: `LLM(model, kernels=False)`.
+(kernels.py), faster forwards take the place of these: a comment at each says so. They recognise
+these by their code; a forward that you change, or override in a subclass, stays yours. To step
+through this file, attention.py and sampler.py with a debugger: `LLM(model, kernels=False)`.
 """
 
 from collections.abc import Callable

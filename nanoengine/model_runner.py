@@ -42,7 +42,7 @@ class ModelRunner:
     num_kv_blocks: the blocks that can be handed out, block 0 not included.
     block_bytes: the size of K and V of one block in all layers.
     max_model_len: the most tokens of a sequence that the model, the cache and the user allow.
-    host_blocks: the pool on the host for swapping, (blocks, layers, 2, …); without it, no blocks.
+    host_blocks: the pool on the host for swapping, (blocks, layers, 2, …); empty without one.
 
     Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit, and ValueError
     if an explicit max_model_len is more than the model or the cache allows.
@@ -179,13 +179,13 @@ class ModelRunner:
         return step, self.hidden_states(step)
 
     def hidden_states(self, step: StepInputs) -> Tensor:
-        """Runs the model. Pending tokens are looked up in the results of the step before."""
+        """Runs the model. Pending tokens are looked up in the results of the previous step."""
         return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
         """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`, or
-        more with speculation. With many forks there are more rows; the memory for this many was
-        measured.
+        more with speculation. With many forks there are more rows; memory was measured for this
+        many.
         """
         size = len(self.last_sampled)
         tokens = hidden.new_empty(len(batch.sampled), dtype=torch.int64)

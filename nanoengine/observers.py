@@ -22,12 +22,12 @@ from nanoengine.step_inputs import Launched
 class Feature:
     """An observer of the engine. Each method does nothing here; a feature overrides what it needs.
 
-    What a feature knows of a sequence, it keeps in `Sequence.kept`, under its own name: so it is
-    gone with the sequence. A fork begins without it.
+    A feature keeps what it knows about a sequence in `Sequence.kept`, under its own name, so that
+    it disappears with the sequence. A fork begins without it.
     """
 
     def begin(self, engine: Any) -> None:
-        """The `Engine` is complete. It is not called for a feature that a later request loads.
+        """The `Engine` is complete. This is not called for a feature that a later request loads.
 
         Keep only a weak reference: a strong one would keep the engine's memory. Raises ValueError
         for options that it cannot serve."""
@@ -40,7 +40,7 @@ class Feature:
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """A copy, which has a few tokens more, stands for a sequence in a row of logits. Only
+        """A copy with a few more tokens stands in for a sequence in a row of logits. Only
         speculation makes such copies."""
 
     def scheduled(self, batch: Batch) -> None:
@@ -50,7 +50,7 @@ class Feature:
     def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
         """Edits float32 logits in place; there is a row for each sequence.
 
-        It is called if the feature is in `Sequence.edits` of one of these sequences.
+        This is called if one of these sequences names the feature in `Sequence.edits`.
         last_sampled: the values of pending tokens.
         """
 
@@ -71,9 +71,9 @@ class Features(dict[str, Feature]):
     """The features of one engine, by the names of their classes, in the order of their calls.
 
     Every observer in OBSERVERS has a place from the start, with a `Feature` that does nothing. So
-    the keys never change while another thread goes through them. A user's own come last.
+    the keys never change while another thread iterates over them. A user's own come last.
 
-    files: of the observers to begin with; own: a user's, each of another class.
+    files: those of the first observers; own: a user's features, each of a different class.
     """
 
     def __init__(self, files: Iterable[str] = (), own: Iterable[Feature] = ()) -> None:

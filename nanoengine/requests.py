@@ -5,7 +5,7 @@ is queued. These checks need the model's vocabulary, its tokenizer or the size o
 runs here.
 
 `Request.output` makes a `RequestOutput`. The text of a completion is made once it has ended;
-nanoengine_extensions/texts.py makes it while it is generated.
+nanoengine_extensions/texts.py makes it as its tokens come.
 """
 
 from copy import deepcopy
@@ -37,7 +37,7 @@ class CompletionOutput:
     cumulative_logprob: the sum of the log-probabilities of the tokens; None unless `logprobs`
         asked for them.
     logprobs: for each token, a dict from token ids to `Logprob` (logprob, rank, decoded_token);
-        None likewise.
+        None where cumulative_logprob is.
     finish_reason: "stop" (EOS, a stop token or string), "length", "abort", "error" (no token could
         be sampled), or None while it goes on.
     stop_reason: the stop string or token id that ended it, None for the tokenizer's EOS; after
@@ -57,7 +57,7 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its completions.
 
-    request_id: a number that counts over all calls, as a text.
+    request_id: the number of the request, counted over all calls, as a text.
     prompt: the text of the prompt; None where only token ids were given.
     prompt_token_ids: the tokens of the prompt.
     outputs: a `CompletionOutput` for each completion.
@@ -86,8 +86,8 @@ class Request:
 
     prompt: the text, None where only token ids were given.
     seqs: a sequence for each completion.
-    tokenizer: turns tokens into text in the end; None where texts.py does it, or for a model
-        without one.
+    tokenizer: turns the tokens into text at the end; None where texts.py does this, or for a model
+        without a tokenizer.
     index: which of the call's prompts it is.
     features: fill in its outputs: `Features`.
     inbox: the requests of its call that have new tokens, until the call has seen them.

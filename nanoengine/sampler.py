@@ -89,7 +89,7 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))
 
 
-# nanoengine_cpu.truncate takes its place: it leaves out tokens early that no row can draw
+# nanoengine_cpu.truncate takes its place: it leaves out early the tokens that no row can draw
 def truncate(scores: Tensor, draws: Draws, truncations: set[str], top_ks: list[int],
              library: Kernels = PLAIN) -> tuple[Tensor, Tensor]:
     """Returns two tensors: the tokens that some row can still draw, (few,), here all of them; and

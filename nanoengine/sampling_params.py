@@ -41,16 +41,16 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string, or the text of the stop token or EOS, in the
         text.
     ignore_eos: go on after EOS.
-    truncate_prompt_tokens: keep only so many tokens at the end of the prompt; -1: as many as leave
-        room for max_tokens.
+    truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1: as many as
+        leave room for max_tokens.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text; stop strings need it.
     logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
         likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
     prompt_logprobs: the same for each token of the prompt except the first, in
         `RequestOutput.prompt_logprobs`. The prompt is then computed anew, whatever is cached.
-    prompt_logprobs_start: the place of the first token that needs prompt_logprobs. Tokens before it
-        have None, and the prefix cache can stand for them.
+    prompt_logprobs_start: the place of the first token that needs prompt_logprobs. Earlier tokens
+        have None, and can come from the prefix cache.
     presence_penalty: subtracted from the logits of tokens that were generated before.
     frequency_penalty: the same, once for each time that the token was generated.
     repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
@@ -101,7 +101,7 @@ class SamplingParams:
 
     @cached_property
     def truncations(self) -> tuple[str, ...]:
-        """The truncations that are asked for. Greedy rows need none: the likeliest token is always
+        """The truncations of this request. Greedy rows need none: the likeliest token is always
         kept."""
         asked = {"min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
         return tuple(name for name in asked if asked[name] and self.temperature)

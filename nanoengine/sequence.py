@@ -33,7 +33,7 @@ def hash64(seed: int, number: int) -> int:
 
 
 def engine_field(make: Any) -> Any:
-    """A field that the engine owns. It begins with `make()` in each new sequence, also in forks."""
+    """A field that the engine owns. It begins with `make()` in each new sequence or fork."""
     return field(default_factory=make, init=False)
 
 
@@ -44,8 +44,8 @@ class Sequence:
     A sequence is waiting while it has no blocks, running while it has some, and finished once it
     has a `finish_reason`.
 
-    token_ids: the prompt, then every generated token. A pending token, which a step in flight
-        still samples, is stored as -1 - row, where `row` is its place in `Batch.sampled`. So the
+    token_ids: the prompt, then every generated token. A pending token, which a step in flight is
+        still sampling, is stored as -1 - row, where `row` is its place in `Batch.sampled`. So the
         next step can already be scheduled and launched; the device looks the token up
         (`step_inputs.known_ids`).
     max_num_tokens: with this many tokens the sequence is finished ("length").
@@ -54,9 +54,9 @@ class Sequence:
     index: the number of this completion in its request.
     edits: the features that edit its rows of logits, by the names of their classes.
     needs_tokens: whether its next step needs all its tokens on the host; features set it.
-    max_cached_tokens: the most tokens for which the prefix cache may stand; features lower it.
+    max_cached_tokens: the most tokens that may come from the prefix cache; features lower it.
 
-    kept: what features keep of it, by their names: see features.py.
+    kept: what features keep about it, by their names: see observers.py.
     """
 
     request_id: str
@@ -94,7 +94,7 @@ class Sequence:
     is_awaited = property(lambda self: self.needs_tokens and self.token_ids[-1] < 0)
 
     def uniform(self, position: int) -> float:
-        """The number in [0, 1) that decides its token at a position; 0 for greedy ones."""
+        """The number in [0, 1) that decides its token at a position; 0 if it is greedy."""
         return (hash64(self.seed, position) >> 11) * 2.0**-53 if self.params.temperature else 0.0
 
     def fork(self, **changes: Any) -> "Sequence":
@@ -150,7 +150,7 @@ class Batch:
         had (set by `Scheduler.build`).
     preempted: the sequences that were preempted since the step before, each with "swap" or
         "recompute" (set by `Scheduler.schedule`).
-    is_known: whether its tokens are known without a step, from guesses that an earlier step has
+    is_known: whether its tokens are known without a step, from guesses that an earlier step
         computed (set by speculation).
     is_advanced: whether its tokens count as computed (set by `Scheduler.advance`).
     """

@@ -1,7 +1,7 @@
 """`StepInputs`: from a `Batch`, which is about sequences, to the tensors of one step.
 
 The inputs of the model and the parameters of sampling cross to the device in one buffer, in one
-asynchronous copy. Sampling can send a few row numbers more.
+asynchronous copy. Sampling may send a few more row numbers.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ Layout = tuple[tuple[str, tuple[int, ...], int], ...]
 
 
 class Draws(NamedTuple):
-    """What sampling needs of each row, (R,) float64 each: its parameters, and a number in [0, 1)
-    that decides the draw."""
+    """What sampling needs to know of each row, (R,) float64 each: its parameters, and a number in
+    [0, 1) that decides the draw."""
 
     temperature: Tensor
     min_p: Tensor
@@ -33,8 +33,8 @@ class Draws(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What the host knows of a step's inputs: the layout of their buffer, and numbers that are
-    fields of `StepInputs`, too. Steps of one shape can replay one CUDA graph."""
+    """What the host knows of a step's inputs: the layout of their buffer, and numbers that are also
+    fields of `StepInputs`. Steps of one shape can replay one CUDA graph."""
 
     layout: Layout
     num_decodes: int
@@ -116,10 +116,10 @@ class Launched:
 
 
 def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.ndarray]:
-    """Returns the arrays of `StepInputs`, in the order of its fields, from `draws` on.
+    """Returns the arrays of `StepInputs`, in the order of its fields, from `draws` on. The loops
+    are over sequences, not over tokens or blocks.
 
-    longest_keys: block tables are wide enough for this many keys. It loops over sequences, not over
-        tokens or blocks.
+    longest_keys: block tables are wide enough for this many keys.
     """
     token_ids: list[int] = []
     for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
