@@ -5,8 +5,8 @@
         print(output.outputs[0].text)
 
 One thread runs the steps of all tasks. After a step, a task gets the newest output of each of its
-requests. A slow task keeps no more than that: its next output has all new tokens. So it is for all
-tasks where they would get more than MOST_OUTPUTS a second together.
+requests. A slow task keeps no more than that: its next output has all new tokens. The same holds
+for all tasks if they would together get more than MOST_OUTPUTS a second.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class AsyncLLM:
     async def stream(self, prompts: Any, sampling_params: Params = None,
                      priority: int | list[int] | None = None) -> AsyncIterator[RequestOutput]:
         """Like `LLM.stream`. A task that is cancelled, or that leaves its loop, frees its requests
-        after the step that runs, also while they wait."""
+        after the current step, even while they wait."""
         call = Call(self, partial(self.llm.add, prompts, sampling_params, priority))
         try:
             await call.queue()
@@ -54,7 +54,7 @@ class AsyncLLM:
         self.thread.shutdown()
 
     def run(self) -> None:
-        """Lets steps run, if none do."""
+        """Starts to run steps, unless some are running."""
         if not self.running or self.running.done():
             self.running = asyncio.ensure_future(self._run())
 
@@ -81,8 +81,8 @@ class Call:
     """The requests of one task.
 
     add: queues and returns them, in the engine's thread. only_whole: leave out outputs of
-    unfinished requests. news: what the task has to take next, at most an output of each request and
-    an error. looked: when it had the last ones.
+    unfinished requests. news: what the task takes next, at most an output of each request and an
+    error. looked: when it got the last ones.
     """
 
     def __init__(self, engine: AsyncLLM, add: Callable[[], list[Request]],
@@ -139,7 +139,7 @@ class Call:
 
 
 def output_of(request: Request) -> Any:
-    """Returns the output of a request so far, or its error: no other call has it."""
+    """Returns the output of a request so far, or its error, which no other call gets."""
     try:
         return request.error or request.output()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""More attention for a GPU, for where flash-attn is not installed: rows of the table `BACKENDS`.
+"""More attention backends, for a GPU without flash-attn: rows of the table `BACKENDS`.
 
     triton    the kernel of nanoengine_gpu, for any GPU and dtype
     varlen    PyTorch's own build of flash-attn's kernels

@@ -10,7 +10,7 @@ line becomes an error with its number; with --strict, the exit status is then 1.
 The same command, started again after a crash, a full disk or `kill -9`, computes the missing
 results. If you delete a line of the results, it is computed again. Lines can be appended to the
 input. If other lines have changed, the job ends before it writes anything: a result has a hash of
-its line and of the model. Of the input, a window and eight bytes for each line are in memory.
+its line and of the model. Only a window of the input is in memory, and eight bytes for each line.
 """
 
 import argparse

@@ -59,7 +59,7 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """A finished beam.
 
-    tokens: the tokens of prompt and completion; EOS is the last one where the beam ended by it.
+    tokens: the tokens of prompt and completion; the last one is EOS if the beam ended by it.
     cum_logprob: the summed log-probability of the completion.
     score: cum_logprob divided by the length to the power length_penalty.
     text: the text of prompt and completion; None without a tokenizer.

@@ -1,8 +1,8 @@
 """Turns conversations into prompts, by the tokenizer's chat template, for `LLM.chat`.
 
 Templates differ in the form of a message that they expect: contents as texts or as lists of parts,
-arguments of tool calls as objects or as texts of JSON. What a template does with a field, `uses`
-finds in its syntax tree.
+arguments of tool calls as objects or as texts of JSON. `uses` finds in the syntax tree of a
+template what it does with a field.
 """
 
 import json
@@ -44,8 +44,8 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     """Returns a prompt for each conversation.
 
     messages: the content of each is a text, or a list of texts and {"type": "text", "text": …},
-        which are joined by newlines, unless the template goes through the parts itself. Arguments
-        of tool calls are objects, or texts of JSON. Other fields reach the template as they are.
+        which are joined by newlines, unless the template loops over the parts itself. Arguments of
+        tool calls are objects, or texts of JSON. Other fields reach the template as they are.
     chat_template: in place of the tokenizer's own.
     add_generation_prompt: let the assistant begin its answer; by default True.
     continue_final_message: leave the last message open, so that the model continues it; by
@@ -54,8 +54,8 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     chat_template_kwargs: further template variables: {"enable_thinking": False} for Qwen3; they
         override the arguments above, as in vLLM.
     chat_template_content_format: "string" gives the content of a message to the template as one
-        text, "openai" as a list of text parts. "auto" looks at the template: a text becomes a list
-        where the template goes through its parts, and a list one text where it does not.
+        text, "openai" as a list of text parts. "auto" looks at the template: it gets a list if it
+        loops over the parts, and one text if it does not.
 
     Raises ValueError if there is no template.
     """
@@ -161,7 +161,7 @@ def prepared(message: dict[str, Any], template: str, keeps_lists: bool) -> dict[
 
 
 class Asked(str):
-    """A text that notes whether a template goes through its parts."""
+    """A text that notes whether a template loops over its parts."""
 
     is_asked = False
 
@@ -180,10 +180,10 @@ def parts_of(texts: list[str]) -> list[dict[str, str]]:
 
 def make_lists(chat: list[dict[str, Any]], template: str, variables: dict[str, Any],
                every: bool) -> None:
-    """Makes lists of parts of those texts whose parts the template goes through; or of all texts.
+    """Turns texts into lists of parts: those whose parts the template loops over, or all of them.
 
-    A template can do that in one place, and print the content of a message in another. So what it
-    does with each message is seen only when it is rendered.
+    A template can do that in one place, and print the content of a message in another. So only
+    rendering shows what it does with each message.
     """
     asked = [message | {"content": Asked(message["content"])}
              if isinstance(message.get("content"), str) else message for message in chat]
@@ -227,7 +227,7 @@ def with_arguments(call: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def takes_parts(template: str) -> bool:
-    """Returns whether a template goes through the parts of a content: `for part in m.content`.
+    """Returns whether a template loops over the parts of a content: `for part in m.content`.
 
     Like vLLM, it looks for such a loop in the template's syntax tree.
     """
@@ -237,7 +237,7 @@ def takes_parts(template: str) -> bool:
 def form_of_arguments(template: str) -> str:
     """Returns the form of a tool call's arguments that a template expects.
 
-    "object": it is what most expect, which write `arguments | tojson` or the whole call.
+    "object": what most expect; they write `arguments | tojson` or the whole call.
     "text": a text of JSON, which they print or add to other texts.
     "given": either; the template looks at the type itself.
     """
@@ -258,8 +258,8 @@ CONVERTING = {"tojson", "string", "items", "dictsort", "length", "count"}
 def uses(template: str, field: str, but_first: bool = False) -> frozenset[str]:
     """Returns what a template does with a field of its messages or of their tool calls.
 
-    "print": it is printed, or added to a text; "for": the template goes through it; "is string":
-    this test is made; "| tojson": this filter; ".items": this method; "[]": it is indexed.
+    "print": it is printed, or added to a text; "for": the template loops over it; "is string": this
+    test is made; "| tojson": this filter; ".items": this method; "[]": it is indexed.
 
     but_first: except for `messages[0]`
     """

@@ -47,7 +47,7 @@ class BadWords:
 
     texts: what each token spells.
     anywhere: the tokens with a word in their own text.
-    after: by the beginning of a word, the tokens that begin with its rest, in several arrays.
+    after: for each beginning of a word, arrays of the tokens that begin with its rest.
     lengths: the lengths of these beginnings, in bytes.
     """
 
@@ -68,8 +68,8 @@ class Constraint:
     bad_words: None if no token completes one.
 
     num_taken: how many tokens were taken in.
-    text: the end of the text that they spell after the prompt, as long as a bad word.
-    seen, counts: the different tokens that a penalty is for, and how often each was generated.
+    text: the end of the text that they spell after the prompt, at most as long as a bad word.
+    seen, counts: the distinct tokens that are penalized, and how often each was generated.
     places: the place of a token in these.
     """
 
@@ -98,14 +98,14 @@ class Constraint:
         self.num_taken = seq.num_tokens
 
     def text_of(self, seq: Sequence) -> bytes:
-        """Returns the end of the generated text, with tokens that are not taken in."""
+        """Returns the end of the generated text, with the tokens that are not taken in yet."""
         assert self.bad_words
         new = seq.token_ids[max(self.num_taken, seq.num_prompt_tokens):]
         return self.text + b"".join(self.bad_words.texts[token_id] for token_id in new)
 
     def new_tokens(self, seq: Sequence) -> tuple[list[int], list[float]]:
-        """Returns the tokens that a penalty is for and that are not taken in, and 1 for each that
-        was generated, 0 for each of the prompt."""
+        """Returns the penalized tokens that are not taken in yet, and 1 for each that was
+        generated, 0 for each of the prompt."""
         penalties = penalties_of(seq.params)
         if penalties == NO_PENALTIES:
             return [], []
@@ -130,7 +130,7 @@ class Constraints(Feature):
     """Keeps the `Constraint` of a sequence."""
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
-        """Bad words need all tokens of the sequence, so that its steps cannot run ahead."""
+        """Bad words need all tokens of the sequence, so its steps cannot run ahead."""
         p = seqs[0].params
         if "constraints" not in asked_by(p):
             return
@@ -155,7 +155,7 @@ class Constraints(Feature):
             seq.needs_tokens |= bool(found.bad_words)
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """The copy has tokens more, which are never taken in."""
+        """The copy has more tokens, which are never taken in."""
         copy.kept["constraints"] = seq.kept.get("constraints")
 
     def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
@@ -171,7 +171,7 @@ class Constraints(Feature):
 
 
 def constraint_of(seq: Sequence) -> Constraint:
-    """Returns what is kept of a sequence; nothing is in a trial step."""
+    """Returns the constraint of a sequence: the one that is kept, or a new one in a trial step."""
     return seq.kept.get("constraints") or Constraint(*biases_of(seq.params))
 
 
@@ -184,9 +184,9 @@ def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
 
 @lru_cache(maxsize=2)
 def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list[int]]:
-    """Returns what each token adds to a text, in UTF-8; for some, it is a part of a character.
+    """Returns what each token adds to a text, in UTF-8, which can be a part of a character.
 
-    Then all of it in one, each after a byte 0xFF, which is in no text, and where each begins. A
+    Then all of these joined, each after a byte 0xFF, which is in no text, and where each begins. A
     special token spells nothing.
     """
     backend = tokenizer.backend_tokenizer
@@ -203,7 +203,7 @@ def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list
 def bytes_of(piece: str, text: str) -> bytes:
     """Returns the bytes of a token that has a part of a character, from its name in the vocabulary.
 
-    text: with a replacement letter; it holds if the name does not stand for bytes.
+    text: what it decodes to, with a replacement letter; it is used if the name stands for no bytes.
     """
     # byte fallback
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):

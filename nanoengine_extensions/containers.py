@@ -1,8 +1,8 @@
-"""`free_memory`: how much memory of the host is left for this process, also in a container.
+"""`free_memory`: how much memory of the host is left for this process, even in a container.
 
-Linux has put each process into control groups (cgroups), one inside the other. Each can have a
-limit: that is what a container is. If a process takes more, the kernel kills it, without an error.
-psutil only knows the host. The files are described in the kernel's admin-guide/cgroup-v2.rst and
+Linux puts each process into control groups (cgroups), one inside the other. Each can have a limit,
+which is how containers work. If a process takes more, the kernel kills it, without an error. psutil
+only knows the host. The files are described in the kernel's admin-guide/cgroup-v2.rst and
 cgroup-v1/memory.rst.
 """
 
@@ -20,9 +20,9 @@ MOUNT = r"^\S+ \S+ \S+ (\S+) (\S+) .* - cgroup(2?) "
 
 
 def free_memory(host: int, root: Path = Path("/")) -> int:
-    """Returns the least of some bytes of the host and of what each cgroup has left.
+    """Returns the smallest of the host's free bytes and of what each cgroup has left.
 
-    root: where the file system is; without the files of Linux there, these are the host's bytes.
+    root: of the file system; without Linux's files there, the result is `host`.
     """
     groups = dict(find(CGROUP, root / "proc/self/cgroup"))
     for top, point, version in find(MOUNT, root / "proc/self/mountinfo"):

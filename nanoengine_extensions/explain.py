@@ -1,8 +1,7 @@
-"""What a model is that cannot be run, in one sentence: what was found, and what to do instead.
+"""Why a model cannot be run, in one sentence: what was found, and what to do instead.
 
-`loader.py` asks before it reads a model. All that is refused here would be refused by the engine,
-too, but later, and in the words of the library that fails. To support one of these kinds, remove
-its row.
+`loader.py` asks before it reads a model. The engine would refuse all of this, too, but later, and
+in the words of the library that fails. To support one of these kinds, remove its row.
 """
 
 import json
@@ -63,8 +62,8 @@ Kind = tuple[Callable[[Config], Any], str, str]
 
 
 def quantization(config: Config) -> str:
-    """Returns by which method a model is quantized, such as "fp8"; "" if it is not, or by one of
-    which the extension `quantized` says more."""
+    """Returns the method by which a model is quantized, such as "fp8"; "" for none, and for one
+    that the extension `quantized` knows."""
     names = ("quantization_config", "compression_config", "quantization")
     found: Any = next((config[name] for name in names if config.get(name)), "")
     if not isinstance(found, dict):
@@ -162,7 +161,7 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
 
 
 def check_weights(folder: Path, names: list[str]) -> None:
-    """Raises ValueError for a folder without safetensors, or with notes of where they are."""
+    """Raises ValueError for a folder without safetensors, or with notes of Git LFS instead."""
     files = weight_files(folder)
     if not files:
         raise refusal("model", folder, names, NO_WEIGHTS)

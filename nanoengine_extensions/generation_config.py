@@ -1,6 +1,6 @@
 """generation_config.json: what `sampling_params=None` stands for, as in vLLM.
 
-`InputProcessor` asks for it. Without this file, it stands for `SamplingParams()`.
+`InputProcessor` calls this. Without this feature, None stands for `SamplingParams()`.
 """
 
 import json

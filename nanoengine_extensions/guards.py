@@ -54,7 +54,7 @@ class Guards(Feature):
 
 
 def warn_of_slower_attention(runner: Any) -> None:
-    """Says in the log that, and why, the fastest attention for this device is not used."""
+    """Warns if the fastest attention for this device is not used, and says why."""
     if runner.device == "cuda" and runner.dtype != torch.float32:
         try:
             assert callable(import_module("flash_attn").flash_attn_with_kvcache)

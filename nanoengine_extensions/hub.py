@@ -1,6 +1,6 @@
 """A model by its Hugging Face id: it is downloaded once, and then found in the cache.
 
-`loader.find_model` asks for it where a model, or a tokenizer, is not a folder.
+`loader.find_model` calls this for a model, or a tokenizer, that is not a folder.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from nanoengine.loader import FILES
 def download(model: str, folder: Path, config: EngineConfig, name: str) -> Path:
     """Returns the folder of a downloaded model.
 
-    folder: the one of this name, which is not there; name: of the argument, for messages.
+    folder: the one with this name, which does not exist; name: the argument's, for messages.
 
     Raises ValueError for an id that is invalid or unknown, and if it cannot be downloaded.
     """

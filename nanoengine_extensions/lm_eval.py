@@ -25,7 +25,7 @@ except ImportError as error:
 
 @register_model("nanoengine")
 class NanoengineLM(TemplateLM):
-    """An `LLM` as lm-evaluation-harness asks it.
+    """An `LLM` with the methods that lm-evaluation-harness calls.
 
     pretrained: a folder or a Hugging Face id. batch_size, max_batch_size: have no effect, as the
     engine makes its own batches. options: the keywords of `LLM`.
@@ -97,7 +97,7 @@ class NanoengineLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Returns what each prompt goes on with, up to a text in `until`."""
+        """Returns the continuation of each prompt, up to a text in `until`."""
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         params = []
         for request in requests:

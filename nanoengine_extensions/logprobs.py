@@ -1,8 +1,8 @@
 """Log-probabilities of generated tokens (`logprobs`) and of prompts (`prompt_logprobs`).
 
 An observer: `drawn` finds them for the rows of a step, and `output` reads them. For a prompt,
-`scheduled` adds rows to a batch, as if they were sampled, for a sequence that has ended before: so
-what is drawn for them is dropped.
+`scheduled` adds rows to a batch, as if they were sampled, for a sequence that has already ended, so
+that what is drawn for them is dropped.
 
 Each is read once, for the first output that has it. A later output copies the list.
 """
@@ -118,7 +118,8 @@ class Logprobs(Feature):
     logprobs: those that were found, by position; to be read once their step is over.
     output_logprobs, prompt_logprobs: those that outputs have had so far.
     cumulative_logprob: the sum of the former.
-    temperature: of the logits of a beam; no others have one, as only beams are chosen by them.
+    temperature: of the logits of a beam. Only beams have one, as only they are chosen by
+        log-probability.
     scorer: a sequence that stands for the prompt in the rows that score its tokens.
     tokens, is_scorer: of a scorer, and of a copy with guesses: whose tokens these are about.
     """

@@ -2,7 +2,7 @@
 
 On a CPU it is a quarter of the free memory, or of what a container has left. On a GPU it is
 measured, not guessed: the weights are there, all CUDA graphs are captured, and the largest step
-runs once. What this does not take of `gpu_memory_utilization`, the KV cache gets.
+runs once. The KV cache gets what this leaves of `gpu_memory_utilization`.
 """
 
 from dataclasses import fields

@@ -215,7 +215,7 @@ class Metrics(Feature):
 
     def log_pages(self, num_bytes: int) -> None:
         """Warns if this process has fewer bytes in huge pages than half of its weights, which are
-        num_bytes. Only Linux tells."""
+        num_bytes. Only Linux reports this."""
         # caches hold most of a small model
         if num_bytes <= 2**27:
             return

@@ -164,7 +164,7 @@ class Body:
 
     def choice(self, output: RequestOutput, completion: CompletionOutput, tokens: Tokens,
                 num_sent: int = 0) -> dict[str, Any]:
-        """Returns a choice but for its text. num_sent: the tokens that a stream has had."""
+        """Returns a choice without its text. num_sent: how many tokens a stream has sent."""
         logprobs: Any = None
         if tokens[num_sent:] and self.url == CHAT:
             entries = [chat_logprob(*each, self.params.logprobs) for each in tokens[num_sent:]]

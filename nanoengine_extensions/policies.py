@@ -23,7 +23,7 @@ def highest(rank: Callable[[Any], float]) -> Callable[[Any], Any]:
 
 class LeastRecentlyRun(Feature):
     """Picks the sequence that no step has computed for longest; the youngest of several. It also
-    observes the steps, and keeps of a sequence the number of its last one."""
+    observes the steps, and keeps the number of the last step of each sequence."""
 
     num_steps = 0
 
@@ -72,7 +72,7 @@ def overtaking(base: Any = "prefill-first", max_waiting: int = 0) -> Callable[[A
 
 @dataclass
 class Overtaking:
-    """The policy that `overtaking` returns. A sequence that was overtaken keeps that it gave way.
+    """The policy that `overtaking` returns. A sequence that was overtaken is marked: it gave way.
 
     choose: the other policy.
     """
@@ -103,7 +103,7 @@ class Overtaking:
 
 
 class Overtaken:
-    """A scheduler as the other policy sees it: `build` has one phase more."""
+    """A scheduler as the other policy sees it: `build` has one more phase."""
 
     def __init__(self, scheduler: Scheduler, policy: Overtaking) -> None:
         self.scheduler = scheduler

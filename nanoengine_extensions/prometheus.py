@@ -16,8 +16,8 @@ COUNTERS = {name: f"vllm:{name}_total" for name in (
 def as_text(metrics: dict[str, Any], model: str) -> str:
     """Returns what `LLM.metrics` has returned for a model with this name.
 
-    The name of the attention backend is a label. A counter never falls, but begins anew with 0
-    where a server does.
+    The name of the attention backend is a label. A counter never falls, but begins at 0 again when
+    the server is restarted.
     """
     num_blocks = metrics["num_blocks_used"] + metrics["num_blocks_free"]
     found = {"vllm:kv_cache_usage_perc": metrics["num_blocks_used"] / num_blocks}

@@ -33,9 +33,9 @@ class Score:
 
     token_ids: the tokens of the continuation, at least one.
     logprobs: the log-probability of each token; NaN if the model's logits are not finite.
-    ranks: that of each token, 1 for the likeliest; 0 if the logits are not finite.
-    cumulative_logprob: their sum.
-    mean: their mean.
+    ranks: the rank of each token, 1 for the likeliest; 0 if the logits are not finite.
+    cumulative_logprob: the sum of the log-probabilities.
+    mean: the mean of the log-probabilities.
     """
 
     token_ids: list[int]
@@ -85,8 +85,8 @@ def score(llm: LLM, prompts: Any, continuations: Any, use_tqdm: bool = True) -> 
 
 def texts_of(inputs: InputProcessor, group: str, prompt: Any,
              continuations: list[Any]) -> list[tuple[int, list[int]]]:
-    """Returns the tokens of each text, prompt and continuation, after the place where the
-    continuation begins. group: names the continuations, for messages."""
+    """Returns, for each text of prompt and continuation, the place where the continuation begins,
+    and the tokens. group: names the continuations, for messages."""
     before, prompt_ids = inputs.parse(f"the prompt of {group}", prompt, SamplingParams())
     found = []
     for number, continuation in enumerate(continuations):
@@ -110,8 +110,8 @@ def texts_of(inputs: InputProcessor, group: str, prompt: Any,
 def tokens_after(tokenizer: Any, before: str, text: str) -> list[int]:
     """Returns the tokens of a text that comes after another one, whose own tokens stay.
 
-    They are those of the whole text, if it begins with the tokens of the text before. If not, they
-    are as after a newline: at the beginning of a text, some tokenizers add a space.
+    They are the rest of the tokens of both texts together, if these begin with the first one's. If
+    not, they are those after a newline: some tokenizers add a space where a text begins.
     """
     for start in (before, "\n"):
         own, whole = (tokenizer.encode(each, add_special_tokens=False, verbose=False)

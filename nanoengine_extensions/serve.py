@@ -2,9 +2,9 @@
 
     python -m nanoengine serve --model Qwen/Qwen3-0.6B --port 8000
 
-It uses Starlette and uvicorn, which are small, well kept and common. FastAPI would add checks of
-the parameters, which `SamplingParams` makes already. openai_format.py knows the format. The name of
-the model is not looked at. `/health` answers, and `/metrics` counts, without a key. Errors have
+It uses Starlette and uvicorn, which are small, well maintained and common. FastAPI would add checks
+of the parameters, which `SamplingParams` makes already. openai_format.py knows the format. The name
+of the model is ignored. `/health` answers, and `/metrics` counts, without a key. Errors have
 OpenAI's error object, and a status:
 
     400  for bad input or an unsupported parameter, which `param` names
@@ -133,7 +133,7 @@ class Server:
     async def outputs(self, http: Request, body: Any) -> AsyncIterator[Any]:
         """Yields None once the requests of a call are queued, and then their outputs.
 
-        At the end, however it comes, the requests are freed. Raises the error of the call.
+        However this ends, the requests are freed. Raises the error of the call.
         """
         late = HTTPException(504, "the time limit is over", {"x-should-retry": "false"})
         call = asynchronous.Call(self.engine, lambda: self.add(body), not body.streams)
@@ -171,7 +171,7 @@ class Server:
 class News:
     """What is new in the outputs of a stream.
 
-    last: the newest output of each prompt. sent: what the client has had of each choice:
+    last: the newest output of each prompt. sent: what the client was sent of each choice:
     characters, tokens, its finish_reason.
     """
 
@@ -208,7 +208,7 @@ class Stream(StreamingResponse):
 
 
 def refused(http: Request, answer: Response) -> Response:
-    """Answers before the body has come, but ends after it: many clients read nothing before."""
+    """Answers before the body has come, but ends after it: many clients read nothing earlier."""
     async def parts() -> AsyncIterator[bytes]:
         yield bytes(answer.body)
         while (await http.receive()).get("more_body"):

@@ -5,8 +5,8 @@ gives it to the runner. `Speculation.around` wraps the batching policy: it makes
 that guesses have brought. The scheduler, the runner, stop strings and outputs know nothing of
 guesses.
 
-A step reads all weights, be it for one token of a sequence or for a few. So it can also compute the
-tokens that come next if a guess is right, and draw a token after each of them:
+A step reads all weights, whether for one token of a sequence or for a few. So it can also compute
+the tokens that come next if a guess is right, and draw a token after each of them:
 
     tokens    the fox saw the crow . the fox
     guess                                    saw the crow        what followed "the fox" before
@@ -64,14 +64,14 @@ LEAST_GAIN = 1.1
 
 
 class StepCosts(dict[int, float]):
-    """The seconds of decode steps, by their number of tokens: the shortest of the last ones, since
-    what disturbs a step makes it longer."""
+    """The seconds of decode steps, by their number of tokens: the shortest of the recent ones,
+    since what disturbs a step makes it longer."""
 
     def learn(self, count: int, seconds: float) -> None:
         """Takes in a measurement.
 
-        No smaller step takes longer. What is known of larger steps comes a little closer to it: so
-        a step that was too long by chance, and is avoided since, is tried again some time.
+        No smaller step takes longer. The known times of larger steps come a little closer to it, so
+        that a size that was slow by chance, and has been avoided since, is tried again.
         """
         # it can rise by 5 % a step; a clock can stand still
         found = self[count] = max(1e-9, min(seconds, 1.05 * self.get(count, seconds)))
@@ -81,8 +81,8 @@ class StepCosts(dict[int, float]):
     def estimate(self, count: int, without: int) -> float:
         """Returns the seconds of a step of `count` tokens, of which `without` are no guesses.
 
-        The next smaller step that is known is taken as a base. Each token more costs as much as the
-        guesses in that step; if there are none, half as much as each of its tokens.
+        The next smaller step that is known is the base. Each further token costs as much as each
+        guess in that step; if there are none, half as much as each of its tokens.
         """
         base = max(known for known in self if without <= known <= count)
         cost = self[base] - self[without] if base > without else self[base] / 2
@@ -91,12 +91,12 @@ class StepCosts(dict[int, float]):
 
 
 class PromptLookup:
-    """Guesses that a text goes on as the last text did with the same tokens before, eight or fewer
-    (prompt lookup decoding: Saxena, 2023): the sequence itself, or any other, also one that has
-    ended. Each token is indexed once, when its sequence is looked at.
+    """Guesses that a text goes on as the latest text did after the same eight or fewer tokens
+    (prompt lookup decoding: Saxena, 2023). That text is the sequence itself, or any other, even one
+    that has ended. Each token is indexed once, when its sequence is looked at.
 
     seen: from a few tokens to the text with the place after them; only the newest entries.
-    indexed: how many tokens of a sequence are.
+    indexed: how many tokens of a sequence are indexed.
     kind: how many tokens the last guess was found by. More of them are right more often.
     """
 
@@ -228,11 +228,11 @@ class Speculation:
 
     def _ask(self, batch: Batch) -> dict[Sequence, Any]:
         """Returns (guess, kind, odds) of sequences: as many tokens as could be computed, and how
-        often recent guesses of each kind were right. Guessed is the text that a grammar forces, or
+        often recent guesses of each kind were right. A guess is the text that a grammar forces, or
         else what the policy guesses and a grammar permits.
 
-        Forced text that was wrong of late gives way to the policy. Where all kinds were wrong, none
-        is looked at, except in every eighth step. An error of the policy becomes that of the
+        Forced text that was wrong of late gives way to the policy. If all kinds were wrong, no
+        guess is made, except in every eighth step. An error of the policy becomes that of the
         sequence.
         """
         self.odds = {row.seq: self.odds.get(row.seq, {}) for row in batch.sampled}

@@ -1,8 +1,8 @@
 """Strict checks of what a user gives, and vLLM's shorthands. The rules use pydantic.
 
-`EngineConfig`, `SamplingParams` and `BeamSearchParams` call it by features.py, `InputProcessor` for
-the arguments of each call. A broken rule is a ValueError that names the argument, the value and
-what is accepted.
+features.py calls it for `EngineConfig`, `SamplingParams` and `BeamSearchParams`, and
+`InputProcessor` for the arguments of each call. A broken rule is a ValueError that names the
+argument, the value and what is accepted.
 """
 
 import math
@@ -202,7 +202,7 @@ FORMS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}
 
 
 def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
-    """Raises ValueError for arguments of `LLM.generate` of another form. kind: of the params."""
+    """Raises ValueError for arguments of `LLM.generate` of a wrong form. kind: of the params."""
     if not isinstance(prompts, (str, dict, list, tuple)):
         raise rejected("prompts", prompts, FORMS)
     if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
@@ -241,7 +241,7 @@ def explain(found: Any) -> str:
 
 
 def message_of(error: Exception, message: str) -> str:
-    """Returns the message of an error, with advice if memory lacks. Raises the error itself if it
+    """Returns the message of an error, with advice if memory ran out. Raises the error itself if it
     comes from a handler of a signal: then it is not about the user's input."""
     if is_from_signal(error):
         raise error

@@ -4,7 +4,7 @@ When the sequence comes back, it takes full blocks that the prefix cache still h
 are copied back (PagedAttention: Kwon et al., 2023, arXiv:2309.06180).
 
 The engine makes a `SwappingBlockManager` in place of its `BlockManager`. `preempt` and `allocate`
-note the copies in `Batch.copies`, and the runner does them, between its blocks and `host_pool`.
+note the copies in `Batch.copies`, and the runner makes them, between its blocks and `host_pool`.
 """
 
 import weakref

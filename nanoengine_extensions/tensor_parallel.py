@@ -11,7 +11,7 @@ buffer of inputs, its shape and the block copies. Only rank 0 samples; it shares
 which the next step continues.
 
 `LLM` makes a `TensorParallelRunner`, which the engine calls like any other runner. The model has
-hooks, and knows no rank.
+hooks, and knows nothing of ranks.
 """
 
 import copy
@@ -45,7 +45,7 @@ from nanoengine.step_inputs import Launched, StepShape
 class Group:
     """All ranks, as one rank sees them: its collective operations, and its part of a checkpoint.
 
-    All ranks call the same collective operations in one order.
+    All ranks call the same collective operations in the same order.
 
     port: the port of rank 0; rank 0 itself takes a free one.
     """
@@ -237,8 +237,8 @@ class LaunchedOnRanks(Launched):
 class Ranks(Group, AbstractContextManager):
     """Rank 0's group, with the processes of ranks 1, 2, …
 
-    The processes end with this process, however it ends. `with ranks:` wraps work together with
-    them. If it fails, or Ctrl-C interrupts it, they are ended, since they would wait forever.
+    The processes end with this process, however it ends. `with ranks:` wraps joint work. If this
+    fails, or Ctrl-C interrupts it, they are ended, since they would wait forever.
 
     error: why the ranks have ended.
     """

@@ -1,6 +1,6 @@
 """`python -m nanoengine "a prompt"` streams a text to the terminal, or with --chat a conversation.
 
-Answers go to the standard output. What the program itself has to say goes to the standard error.
+Answers go to standard output, the program's own messages to standard error.
 
 `python -m nanoengine serve` and the other COMMANDS start a tool. Each also starts without this
 file, as `python -m nanoengine_extensions.serve`.
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def converse(llm: LLM, params: SamplingParams) -> None:
-    """Answers each line of standard input, with what was said before. Ctrl-C ends an answer only.
+    """Answers each line of standard input, with what was said before. Ctrl-C ends only the answer.
 
     Raises ValueError if the model has no chat template.
     """
@@ -90,7 +90,7 @@ def converse(llm: LLM, params: SamplingParams) -> None:
 def lines() -> Iterator[str]:
     """Yields the lines of standard input that say something, until its end or /exit.
 
-    In a terminal, they can be edited, and earlier ones are found by the arrow keys.
+    In a terminal, they can be edited, and the arrow keys bring back earlier ones.
     """
     source = sys.stdin
     if sys.stdin.isatty():
@@ -119,7 +119,7 @@ def typed() -> Iterator[str]:
 
 
 def shortened(llm: LLM, messages: list[dict[str, str]], room: int) -> dict[str, Any]:
-    """Returns the prompt of a conversation, and removes its oldest turns until an answer fits, too.
+    """Returns the prompt of a conversation, after removing its oldest turns until an answer fits.
 
     room: the tokens that the answer needs.
     """
@@ -138,7 +138,7 @@ def shortened(llm: LLM, messages: list[dict[str, str]], room: int) -> dict[str, 
 
 
 def show(outputs: Iterable[RequestOutput], *ends: type[BaseException]) -> str:
-    """Prints a text as it grows, and returns it. Exceptions of these types only end it."""
+    """Prints a text as it grows, and returns it. Exceptions of these types only end the text."""
     text = ""
     with suppress(*ends):
         for output in outputs:

@@ -126,7 +126,7 @@ class Text:
 
     def _last_seen(self, token_ids: list[int]) -> list[int]:
         """Returns the last six tokens that the decoder sees, or a few more, so that they do not
-        begin within a character of ByteFallback. It can leave out special tokens."""
+        begin within a character of ByteFallback. The decoder can leave out special tokens."""
         seen = (token for token in reversed(token_ids) if token not in self.unseen)
         last = []
         for token in seen:
@@ -154,8 +154,8 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 def stop_finder(stops: tuple[str, ...]) -> Callable[[str, int], tuple[int, str | None]]:
     """Returns a search for stop strings, whose time does not grow with their number.
 
-    It takes a text, and how much of it was searched before. It returns the end and the stop string
-    of the one that ends first, or is first in the list.
+    It takes a text, and how much of it was searched before. It returns where a stop string ends,
+    and the string: the one that ends first, or of several, the first in the list.
     """
     if not stops:
         return lambda text, num_seen: (0, None)

@@ -1,4 +1,4 @@
-"""Threads of OpenMP that wait for nothing: they are ended, since they would slow down others.
+"""Ends threads of OpenMP that wait for nothing, since they would slow down others.
 
 An observer of steps. Each thread that calls the engine has computing threads of its own, which spin
 for a while when a step is over. They disturb the steps of other callers, and whatever a program

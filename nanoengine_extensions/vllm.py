@@ -3,8 +3,8 @@
     from nanoengine_extensions.vllm import LLM, SamplingParams
 
 nanoengine's own `LLM` uses vLLM's names for the same features. This file adds the rest: keywords
-that have no effect here, names of types, and what `SamplingParams` and `LLM` have besides, in
-subclasses, which the engine does not know. Outputs are nanoengine's own.
+that have no effect here, names of types, and subclasses with what else `SamplingParams` and `LLM`
+have. The engine does not know these subclasses. Outputs are nanoengine's own.
 """
 
 from dataclasses import replace
@@ -37,9 +37,9 @@ OFF = {*"""additional_config config_format convert data_parallel_size disable_ad
 # what nanoengine itself has in place of others
 INSTEAD = {"guided_decoding": "structured_outputs", "num_gpu_blocks_override": "num_kv_blocks",
            "speculative_config": "speculation"}
-# values that turn on nothing, as texts; besides these, flags are 0 and sizes 1
+# values that turn on nothing, as texts; so do 0 as a flag and 1 as a size
 NEUTRAL = {*"False {} [] auto generate hf mp none raw_logprobs uni vllm".split(), ""}
-# methods of vLLM's LLM without which this engine does
+# methods of vLLM's LLM that this engine does without
 METHODS = """apply_model classify collective_rpc embed encode enqueue reset_mm_cache reward score
     sleep start_profile stop_profile wait_for_completion wake_up""".split()
 
@@ -51,7 +51,7 @@ VLLMValidationError = ValueError
 
 
 def advice(name: str) -> str:
-    """Returns what to do with a keyword that is vLLM's, and not nanoengine's; "" for others."""
+    """Returns what to do with a keyword that only vLLM has; "" for any other one."""
     if name in INSTEAD:
         return f"use {INSTEAD[name]}"
     if name in OFF:

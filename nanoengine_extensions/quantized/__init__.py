@@ -44,8 +44,8 @@ CONDITIONS: list[Condition] = [
 
 
 def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
-    """Returns a folder as a model has one, with an index of GGUF files: see gguf_files.py. It is
-    deleted when Python ends.
+    """Returns a folder like that of any model, with an index of GGUF files: see gguf_files.py. It
+    is deleted when Python ends.
 
     path: a GGUF file, or a folder of one, which can also have config.json and a tokenizer.
     name: "model" or "tokenizer", the argument.
@@ -88,9 +88,9 @@ def only_file(path: Path) -> Path:
 
 def slots(runner: ModelRunner, folder: Path) -> dict[str, Callable]:
     """Returns arguments of `loader.load_model`: one that takes the place of `safe_open` for a
-    model's files, and if weights stay packed, two that do not allocate and fill them otherwise.
+    model's files, and if weights stay packed, two that allocate and fill them as such.
 
-    Raises ValueError for a model that is quantized in another way than `quantization` says, or in
+    Raises ValueError for a model that is quantized in a way other than `quantization` says, or in
     one that is not read.
     """
     config = runner.config
@@ -135,8 +135,8 @@ def stays_packed(runner: ModelRunner) -> bool:
 
 
 def tie(opened: dict[Path, Opened]) -> bool:
-    """Gives an embedding that is the only matrix of both the name of the head. Returns whether
-    there is only one."""
+    """Gives the embedding the name of the head, if the files have one matrix for both. Returns
+    whether they have only one."""
     for tensors in opened.values():
         if any(name.removeprefix("model.") == HEAD for name in tensors):
             return not any(EMBEDDING in name for each in opened.values() for name in each)

@@ -40,7 +40,7 @@ class Grouped(NamedTuple):
     above: tuple[Tensor, ...] = ()
 
     def group_size(self) -> int:
-        """How many neighbours are a group; 0 if the inputs of a group are not neighbours."""
+        """How many neighbours form a group; 0 if the inputs of a group are not neighbours."""
         inputs = self.numbers.shape[1]
         if self.groups is None:
             size, left = divmod(inputs, self.scales.shape[1])
@@ -49,7 +49,7 @@ class Grouped(NamedTuple):
         return size if size and torch.equal(self.groups, torch.arange(inputs) // size) else 0
 
     def middle(self) -> int:
-        """What makes all numbers positive, if it is added."""
+        """Returns what makes all numbers positive when it is added."""
         return 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
 
     def zero(self) -> Tensor | int:

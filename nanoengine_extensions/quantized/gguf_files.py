@@ -1,4 +1,4 @@
-"""GGUF files, llama.cpp's: what they say of a model, and their tensors.
+"""llama.cpp's GGUF files: what they say about a model, and their tensors.
 
     blk.0.attn_q.weight   Q4_K, (outputs, bytes of a row)   ->   layers.0.self_attn.q_proj.weight
 
@@ -65,7 +65,7 @@ def plain_name(name: str) -> str:
 
 
 class Header:
-    """What GGUF files of a model say of it, without their weights."""
+    """What the GGUF files of a model say about it, without their weights."""
 
     def __init__(self, files: list[Path]) -> None:
         readers = {str(file): gguf.GGUFReader(file) for file in files}
@@ -88,8 +88,7 @@ class Header:
         return self.tensors[name]
 
     def of_model(self, name: str, default: Any = None) -> Any:
-        """Returns an entry of the architecture's own. Raises ValueError if it is needed and not
-        there."""
+        """Returns an entry of the architecture. Raises ValueError if it is needed and missing."""
         found = self.find(f"{self.architecture}.{name}", default)
         if found is None:
             raise ValueError(f"{self.architecture}.{name} is missing: the file must be complete")

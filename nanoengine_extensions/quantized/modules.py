@@ -1,7 +1,7 @@
 """Linears and embeddings whose weights stay packed (packed.py), and how they are loaded.
 
 They take the places of those of a model before memory is allocated: `Loading.place`. Each tensor of
-a file is packed when it is read, so that no more than one matrix is there in the model's dtype.
+a file is packed when it is read, so that at most one matrix exists in the model's dtype.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ END = 2**40
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Returns what a parameter and its parts have in common, also where views know no base."""
+    """Returns what a parameter and its parts have in common, even where views know no base."""
     return tensor.untyped_storage()._cdata
 
 
@@ -83,7 +83,7 @@ class QuantizedLinear(PackedLinear):
         self._parameters["weight"] = without_weight(dtype)
 
     def pack(self) -> None:
-        """Packs another weight, that was set."""
+        """Packs another weight that was set."""
         for name in [*self._buffers]:
             del self._buffers[name]
         super().pack()
@@ -119,7 +119,7 @@ class QuantizedLinear(PackedLinear):
 class QuantizedEmbedding(nn.Embedding):
     """An embedding whose rows are dequantized when they are looked up.
 
-    part_0: the packed weight; without it, it is that of the head of the model.
+    part_0: the packed weight; without it, that of the head of the model.
     """
 
     @property
@@ -151,7 +151,7 @@ class QuantizedEmbedding(nn.Embedding):
 class Loading:
     """Replaces modules of one model, then packs their weights.
 
-    is_tied: whether the files have one matrix, for the head, that is the embedding, too.
+    is_tied: whether the files have one matrix for both the head and the embedding.
     """
 
     def __init__(self, dtype: torch.dtype, is_tied: bool) -> None:

@@ -77,7 +77,7 @@ class Index:
 class Method(NamedTuple):
     """How a method stores the weight of a module in several tensors.
 
-    parts: the ends of their names; the first of them every quantized module has.
+    parts: the ends of their names; every quantized module has the first of them.
     shape, read: from an `Index` and the name of a module to the weight's shape, and to the weight.
     """
 

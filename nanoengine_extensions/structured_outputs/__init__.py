@@ -16,7 +16,7 @@ from nanoengine.step_inputs import send
 
 
 class Grammars(Feature):
-    """Keeps, of a sequence, its place in its grammar, which is a `Grammar`."""
+    """Keeps the place of a sequence in its grammar: a `Grammar`."""
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         p = seqs[0].params

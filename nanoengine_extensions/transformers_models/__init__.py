@@ -1,9 +1,9 @@
 """Models that the engine does not have itself: transformers computes them, over the engine's cache.
 
 transformers lets a library register an attention function of its own. So one step is one row of
-tokens with their positions, from any number of sequences. All that computes each token by itself,
-from the embedding to the logits, stays what transformers does. Only the attention function needs
-to know which token belongs to which sequence, and the engine has one that does:
+tokens with their positions, from any number of sequences. transformers still does all that computes
+each token by itself, from the embedding to the logits. Only the attention function needs to know
+which token belongs to which sequence, and the engine has one that does:
 
     transformers   embedding ── norm, q, k, v ─┐        ┌─ MLP ── … ── norm ── head
     the engine                        K and V to the cache, attention
@@ -107,7 +107,7 @@ class Call(Attention):
 
     def gather(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
                key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """The same by transformers' own function, from keys that are gathered."""
+        """The same with transformers' own function, over gathered keys."""
         eager = eager_of(module)
         pair = [self.in_cache(each.repeat_interleave(self.num_repeats, 1)) for each in (key, value)]
         self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(pair)
@@ -131,7 +131,7 @@ class Call(Attention):
 
 
 class OtherCall(Call):
-    """A call that is more than that, as with a mask that is no window."""
+    """A call that needs more than that, such as a mask that is not a window."""
 
     attend = Call.gather
     # so that no library takes it for the engine's own
@@ -142,7 +142,7 @@ class OtherCall(Call):
 
 
 class Given(nn.Module):
-    """In place of all layers: returns what they returned, with the hidden states of some rows."""
+    """Stands in for all layers: returns what they returned, with the hidden states of some rows."""
 
     output: Any
     # some models call the decoder of their decoder

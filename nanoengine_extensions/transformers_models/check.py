@@ -6,9 +6,9 @@
              those of transformers alone: in float32, in which right models differ by 1e-6 and wrong
              ones by 5e-3 or more; and then as the engine runs it, in its dtype and with its kernels
 
-The model that is compared has its faster modules (modules.py), unless it differs with them.
+The compared model has its faster modules (modules.py), unless they make it differ.
 
-What is computed in another way is refused, and never run.
+A model that computes something else is refused, and never run.
 """
 
 import math
@@ -52,7 +52,7 @@ class NotComputed(ValueError):
 
 
 class Mask:
-    """In place of a mask: transformers' function of the positions of queries and keys."""
+    """Stands in for a mask: transformers' function of the positions of queries and keys."""
 
     def __init__(self, mask_function: Callable, **options: Any) -> None:
         self.function = mask_function
@@ -182,7 +182,7 @@ class Watch(TorchFunctionMode):
         return result
 
     def follow(self, name: str, table: Any, written: Any) -> None:
-        """Keeps integers that counts became; notices numbers of a computation."""
+        """Keeps integers that counts became; notices if they become numbers of a computation."""
         is_step = isinstance(table, Tensor) and table.shape[:1] == (self.num_tokens,)
         moves_rows = name in MOVING and is_step and id(table) not in self.counts
         for each in tree_leaves(written):
@@ -194,7 +194,7 @@ class Watch(TorchFunctionMode):
 
 @lru_cache(maxsize=4)
 def window_of(mask: Callable, length: int) -> tuple[int | None, bool]:
-    """Returns the window of a mask, None for all keys, and whether it is no other mask."""
+    """Returns the window of a mask, None for all keys, and whether the mask is just this window."""
     keys = torch.arange(length)
 
     def seen(query: int) -> Tensor:
@@ -211,7 +211,7 @@ def window_of(mask: Callable, length: int) -> tuple[int | None, bool]:
 
 
 def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) -> None:
-    """Gives a model its calls and fast products. Raises NotComputed if it is not computed right.
+    """Gives a model its calls and fast products. Raises NotComputed if its results are not right.
 
     causal: transformers' model with its head; plain, other: the classes of calls.
     """

@@ -4,9 +4,9 @@
     a gated MLP   down(SiLU(gate(x)) * up(x)): gate and up become one product
     linears       with the same input, as queries, keys and values: they become one product
 
-They are known by what they compute, not by their names: each is compared with what takes its place,
-on random inputs, in float32 (`InFloat32`) and in the dtype of the model. What differs stays what it
-is.
+They are recognised by what they compute, not by their names: each is compared with what takes its
+place, on random inputs, in float32 (`InFloat32`) and in the dtype of the model. What differs stays
+as it is.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from nanoengine.model import MLP, RMSNorm
 
-# modules that take the place of others, by these
+# replacements of modules, by these
 Others = dict[nn.Module, nn.Module]
 HALVES = (torch.half, torch.bfloat16)
 # functions that look at a tensor, or at a part of it: `each.dtype` is a `__get__`
@@ -32,7 +32,7 @@ MOST_ROUNDINGS = 16
 
 
 class GatedMLP(MLP):
-    """The engine's own MLP, of linears that there are."""
+    """The engine's own MLP, made of existing linears."""
 
     def __init__(self, gate_up: nn.Linear, down: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -98,7 +98,7 @@ def given_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[Any]]]:
 
 
 def fast_modules(inputs: dict[nn.Module, list[Any]], dtype: torch.dtype) -> Others:
-    """Returns what can take the place of modules. inputs: see `given_inputs`"""
+    """Returns replacements of modules that are faster. inputs: see `given_inputs`"""
     others: Others = {}
     groups: dict[Any, list[Any]] = defaultdict(list)
     known: set[nn.Module] = set()
@@ -144,8 +144,8 @@ def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
 
 
 def is_same(other: nn.Module, module: nn.Module, given: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two modules compute the same of random rows, as long as the given ones, but for
-    roundings, in float32 and in a dtype."""
+    """Whether two modules compute the same from random rows of the given length, up to rounding, in
+    float32 and in a dtype."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 5, given.shape[-1], generator=generator).to(given.device)
     x *= torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], device=x.device)[:, None]
@@ -157,7 +157,7 @@ def is_same(other: nn.Module, module: nn.Module, given: Tensor, dtype: torch.dty
 
 
 def exchange(model: nn.Module, others: Others) -> None:
-    """Puts modules in the place of others."""
+    """Replaces modules of a model."""
     for parent in [*model.modules()]:
         for name, child in [*parent._modules.items()]:
             if child in others:
