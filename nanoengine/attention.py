@@ -89,7 +89,7 @@ def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
 
 
 def has_numba(device: str, dtype: torch.dtype) -> bool:
-    """Whether nanoengine_cpu can replace the model's attention by its kernel."""
+    """Whether nanoengine_cpu can replace the model's attention with its kernel."""
     return device == "cpu" and dtype != torch.half and bool(kernels(device).empty_cache)
 
 
@@ -98,7 +98,7 @@ class Backend:
     """A way to compute attention, and its requirements.
 
     attend: the function that the model calls: see `gather_attention`. None:
-        `nanoengine_cpu.optimize` has replaced the model's attention by a kernel that also norms,
+        `nanoengine_cpu.optimize` has replaced the model's attention with a kernel that also norms,
         rotates and stores.
     works: whether it can attend on a device ("cpu" or "cuda") in a dtype.
     rank: "auto" takes the working backend with the highest rank; 0: it is chosen only by name.

@@ -194,9 +194,9 @@ class BlockManager:
     def _hash(self, seq: Sequence, index: int) -> BlockHash:
         """Returns the key of a full block: a hash of its whole prefix, and its own token ids.
 
-        The hash is xxh3 in 128 bits over the hash of the block before and the block's token ids. A
-        hit compares the block's own token ids exactly, and all tokens before them by the hash. The
-        probability that two different prefixes have the same hash is 2**-128. The hash is not
+        The hash is xxh3 in 128 bits over the hash of the previous block and the block's token ids.
+        A hit compares the block's own token ids exactly, and all tokens before them by the hash.
+        The probability that two different prefixes have the same hash is 2**-128. The hash is not
         cryptographic: it does not resist deliberate collisions.
 
         The sequence keeps the hashes of its blocks.

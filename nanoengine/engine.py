@@ -103,7 +103,7 @@ class Engine:
     def _has_to_wait_for(self, batch: Batch) -> bool:
         """Whether the next step is launched only when the tokens of this batch are known.
 
-        An awaited sequence runs in every second step only. If a quarter of the sequences are
+        An awaited sequence runs only in every second step. If a quarter of the sequences are
         awaited, steps have an eighth fewer tokens, which costs about as much as waiting for the
         host. The device can look up at most `max_num_seqs` pending tokens; when forks begin, there
         can be more.
@@ -130,7 +130,7 @@ class Engine:
             self.in_flight = None
 
     def reset(self) -> None:
-        """Drops all sequences and forgets all blocks, in any state that a broken step has left."""
+        """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
         self.scheduler.reset()
         self.in_flight = None
 

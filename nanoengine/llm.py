@@ -177,8 +177,8 @@ class LLM(AbstractContextManager):
 
         It first queues them, and yields an empty list. After each step, it yields the result of
         `look`, by default the request itself, for each of them that has new tokens, and raises the
-        error of a request. The requests are freed however this ends. If a step of another
-        thread has brought the tokens already, this call runs none.
+        error of a request. The requests are freed however this ends. If a step of another thread
+        has already brought the tokens, this call runs none.
         """
         num_unfinished = len(requests)
         inbox = requests[0].inbox if requests else {}

@@ -49,7 +49,7 @@ POLICIES: dict[str, Table] = {
 
 
 def find_policy(option: str, policy: Policy) -> Callable:
-    """Returns the function of a name, or the function that was given. A policy with a state is a
+    """Returns the function with a name, or the function that was given. A policy with a state is a
     class in its table: then the result is a new object.
 
     Raises ValueError for any other name.

@@ -149,7 +149,7 @@ Parsed = tuple[str | None, list[int]]
 
 
 def one_for_each(given: object, count: int) -> list:
-    """Returns a list of `count`: the given one, or the one value for all."""
+    """Returns a list of `count` values: the given list, or one value for all."""
     return [*given] if isinstance(given, (list, tuple)) else [given] * count
 
 
@@ -218,7 +218,7 @@ class InputProcessor:
         return [self._request_of(inbox, *each) for each in checked]
 
     def check_vocabulary(self, name: str, token_ids: list | dict | tuple) -> None:
-        """Raises ValueError for a token id out of the vocabulary."""
+        """Raises ValueError for a token id outside the vocabulary."""
         last = self.vocab_size - 1
         if unknown := [token_id for token_id in token_ids if not 0 <= token_id <= last]:
             raise ValueError(f"{name}: token id {unknown[0]!r} is out of vocabulary, 0 to {last}")

@@ -148,7 +148,7 @@ class Batch:
     copies: the block copies to do first (set by `Scheduler.schedule`).
     admitted: the sequences that were waiting, each with the number of tokens that the prefix cache
         had (set by `Scheduler.build`).
-    preempted: the sequences that were preempted since the step before, each with "swap" or
+    preempted: the sequences that were preempted since the previous step, each with "swap" or
         "recompute" (set by `Scheduler.schedule`).
     is_known: whether its tokens are known without a step, from guesses that an earlier step
         computed (set by speculation).

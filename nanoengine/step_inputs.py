@@ -28,7 +28,7 @@ class Draws(NamedTuple):
     uniform: Tensor
 
     def of(self, rows: slice | Tensor) -> "Draws":
-        """Returns those of some rows: a slice, or a tensor of indices."""
+        """Returns the draws of some rows: a slice, or a tensor of indices."""
         return Draws(*(column[rows] for column in self))
 
 
@@ -51,7 +51,7 @@ class StepInputs:
     longest_query, longest_keys: the most tokens, and the most keys, of any sequence (max_seqlen).
     draws: see `Draws`.
     slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
-    token_ids: (T,); -1 - i means the token that was sampled in row i of the step before.
+    token_ids: (T,); -1 - i means the token that was sampled in row i of the previous step.
     positions: (T,), those of the tokens in their sequences.
     sequence_of_token: (T,), rows of `block_tables`.
     query_starts: (S + 1,), where the tokens of each sequence begin, and T (cu_seqlens_q).
@@ -182,6 +182,6 @@ def send(numbers: list | np.ndarray, device: torch.device) -> Tensor:
 
 
 def known_ids(token_ids: Tensor, last_sampled: Tensor) -> Tensor:
-    """Replaces -1 - i by the token that was sampled in row i of the step before."""
+    """Replaces -1 - i with the token that was sampled in row i of the previous step."""
     rows = (-1 - token_ids).clamp(min=0)
     return torch.where(token_ids < 0, last_sampled[rows], token_ids)

@@ -47,7 +47,7 @@ class Line:
         self.body = openai.Body(openai.COMPLETION, f"line-{number}")
 
     def read(self, line: bytes, llm: LLM) -> None:
-        """Raises ValueError for what is no request, or for unsupported options."""
+        """Raises ValueError for anything but a request, and for unsupported options."""
         row = openai.object_of(line)
         self.custom_id = row.pop("custom_id", None)
         if "prompt" in row:
@@ -156,7 +156,7 @@ class Job:
             self.llm.abort([queued for _, queued in self.active.values()])
 
     def _fill(self) -> None:
-        """Queues twice as many requests as can run: the engine never waits; memory stays
+        """Queues twice as many requests as can run: the engine never waits, and memory stays
         bounded."""
         num_free = 2 * self.llm.config.max_num_seqs - len(self.active)
         while num_free > 0 and (found := next(self.lines, None)):

@@ -114,7 +114,7 @@ def is_chat(messages: Any) -> bool:
 
 
 def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
-    """Returns the template to use: the given one, one of this name, or the tokenizer's own."""
+    """Returns the template to use: the given one, one by its name, or the tokenizer's own."""
     if given is not None and not isinstance(given, str):
         raise rejected("chat_template", given, "a text in Jinja, or None for the tokenizer's own")
     if not given and not tokenizer.chat_template:

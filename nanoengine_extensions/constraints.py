@@ -4,7 +4,7 @@
 
 A bad word is forbidden as a text, whatever tokens spell it: a token is forbidden if its own text,
 after the text that was generated before it, completes the word. Tokens that end the sequence are
-forbidden until `min_tokens` are there.
+forbidden until there are `min_tokens`.
 
 The changes of a matrix of rows are data: the host sends numbers, and the device applies them, so
 that nothing waits for a GPU.

@@ -129,7 +129,7 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
                  model_impl: str) -> None:
     """Raises ValueError for a folder without a model that can be run.
 
-    families: that the engine has itself. load_format: "dummy": the folder need not have weights.
+    families: those of the engine itself. load_format: "dummy": the folder need not have weights.
     model_impl: "native": only a model of these families can be run.
     """
     with naming(folder):
@@ -173,7 +173,7 @@ def check_weights(folder: Path, names: list[str]) -> None:
 
 
 def refusal(argument: str, path: Path, names: list[str], rows: Iterable[Row]) -> ValueError:
-    """Returns the error of the first row that fits one of the names."""
+    """Returns the error for the first row that fits one of the names."""
     fitting = ((name, what, instead) for pattern, what, instead in rows
                for name in names if fnmatch(name, pattern))
     name, what, instead = next(fitting, ("", "is an empty folder", "one with a model"))

@@ -121,7 +121,7 @@ class Logprobs(Feature):
     temperature: of the logits of a beam. Only beams have one, as only they are chosen by
         log-probability.
     scorer: a sequence that stands for the prompt in the rows that score its tokens.
-    tokens, is_scorer: of a scorer, and of a copy with guesses: whose tokens these are about.
+    tokens: those that a scorer, or a copy with guesses, stands for. is_scorer: of a scorer.
     """
 
     def __init__(self) -> None:

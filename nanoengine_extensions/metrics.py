@@ -96,9 +96,9 @@ class StepRecord:
     """A step in the trace.
 
     started, ended: when it was scheduled, and when its tokens were taken in: seconds of the clock.
-    began, done: when the device began it, and was done: seconds on a CPU, CUDA events on a GPU.
+    began, done: when the device began and finished it: seconds on a CPU, CUDA events on a GPU.
     tokens: of `batch.sampled`.
-    metrics: the gauges when it had ended.
+    metrics: the gauges after it ended.
     """
 
     batch: Batch
@@ -316,5 +316,5 @@ class Bar(tqdm):
 
 
 def bar_of(engine: Engine) -> Callable[..., Any]:
-    """Returns what makes a bar, with the arguments of tqdm."""
+    """Returns a function that makes a bar, with the arguments of tqdm."""
     return partial(Bar, metrics_of(engine))

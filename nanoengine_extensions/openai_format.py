@@ -2,7 +2,7 @@
 
 serve.py and batch.py use it. Parameters are OpenAI's and vLLM's, such as `top_k` and `ignore_eos`;
 null stands for the default. Parameters without an effect on the answer, such as `user`, are
-accepted. `tools` go to the chat template; calls of tools come as text, as the model writes them.
+accepted. `tools` go to the chat template; tool calls come as text, as the model writes them.
 """
 
 import json

@@ -9,7 +9,7 @@ A client of the engine: each continuation is a request.
 
     text      12 + 34 = 46           prompt and continuation
     prompt    12 + 34 = 4            `prompt_logprobs` from the continuation's first token on;
-                                     the prefix cache can stand for the tokens before
+                                     earlier tokens can come from the prefix cache
     output                 6         the only token that is allowed; it needs no place in the
                                      cache, so a text can have `max_model_len` tokens
 """

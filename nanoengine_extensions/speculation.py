@@ -79,7 +79,7 @@ class StepCosts(dict[int, float]):
                      for other, known in self.items() if known > found})
 
     def estimate(self, count: int, without: int) -> float:
-        """Returns the seconds of a step of `count` tokens, of which `without` are no guesses.
+        """Returns the seconds of a step of `count` tokens, of which `without` are not guesses.
 
         The next smaller step that is known is the base. Each further token costs as much as each
         guess in that step; if there are none, half as much as each of its tokens.
@@ -97,7 +97,7 @@ class PromptLookup:
 
     seen: from a few tokens to the text with the place after them; only the newest entries.
     indexed: how many tokens of a sequence are indexed.
-    kind: how many tokens the last guess was found by. More of them are right more often.
+    kind: how many tokens the last guess was found by; the more, the more often it is right.
     """
 
     SIZES = (8, 4, 2, 1)
@@ -168,7 +168,7 @@ class Speculation:
         self.counts = Counter[str]()
 
     def around(self, fill: Callable[[Scheduler], Batch]) -> Callable[[Scheduler], Batch]:
-        """Returns a batching policy: first steps of tokens that are drawn already, then `fill`."""
+        """Returns a batching policy: first steps of tokens that are already drawn, then `fill`."""
         stock = self.stock
 
         def fill_known(scheduler: Scheduler) -> Batch:

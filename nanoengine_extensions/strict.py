@@ -111,7 +111,7 @@ CONDITIONS: dict[str, list[Condition]] = {
 
 
 def are_features(given: list[Any]) -> bool:
-    """Whether these are features, each with another name than those of the engine."""
+    """Whether these are features, each with a name other than those of the engine."""
     # now, as this module is imported while the options are defined
     from nanoengine.observers import Feature
     names = [type(each).__name__ for each in given]
@@ -242,7 +242,7 @@ def explain(found: Any) -> str:
 
 def message_of(error: Exception, message: str) -> str:
     """Returns the message of an error, with advice if memory ran out. Raises the error itself if it
-    comes from a handler of a signal: then it is not about the user's input."""
+    comes from a signal handler: then it is not about the user's input."""
     if is_from_signal(error):
         raise error
     # that of PyTorch on a CPU has no class of its own
@@ -254,7 +254,7 @@ def message_of(error: Exception, message: str) -> str:
 
 
 def is_from_signal(error: BaseException | None) -> bool:
-    """Whether an error, or the one that caused it, was raised by a Python handler of a signal."""
+    """Whether an error, or the one that caused it, was raised by a signal handler in Python."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     functions = [getattr(each, "func", each) for each in handlers if callable(each)]
     codes = {getattr(each, "__code__", None) or getattr(type(each).__call__, "__code__", None)

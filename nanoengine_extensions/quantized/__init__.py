@@ -12,7 +12,6 @@ files are read (`ModelRunner.load_model`). gguf_files.py needs a package: `pip i
 """
 
 import atexit
-import logging
 import re
 import shutil
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import Condition, naming, rejected
+from nanoengine.features import Condition, logger, naming, rejected
 from nanoengine.loader import weight_files
 from nanoengine.model import FAMILIES
 from nanoengine.model_runner import ModelRunner
@@ -160,6 +159,6 @@ def log_costs(files: list[Path], opened: Iterable[Opened], dtype: torch.dtype) -
     """Writes to the log how much memory the weights take after they are dequantized."""
     stored = sum(file.stat().st_size for file in files)
     count = sum(prod(tensor.shape) for tensors in opened for tensor in tensors.values())
-    logging.getLogger("nanoengine").warning(
+    logger.warning(
         f"quantized weights are dequantized when they are loaded: {stored / 2**20:,.1f} MiB of "
         f"files become {count * dtype.itemsize / 2**20:,.1f} MiB of {str(dtype)[6:]}")

@@ -2,7 +2,7 @@
 
 Numbers become floating point without a conversion: u is put into the mantissa of 1, which gives
 f = 1 + u / unit, and (u - zero) * scale = f * (unit * scale) - (unit + zero) * scale. Scales have
-so few bits that the last product is exact, and a fused multiply-add rounds once: as by definition.
+so few bits that the last product is exact, and a fused multiply-add rounds once, as defined.
 """
 
 import functools

@@ -187,7 +187,7 @@ class Header:
         """Returns the parameters from which the factors of the frequencies were made.
 
         llama.cpp's converter stores only the factors, one for each pair of numbers of a head. All
-        models of Llama 3 differ in the largest one alone.
+        models of Llama 3 differ only in the largest one.
         """
         given = torch.from_numpy(self.tensors["rope_freqs.weight"].data.astype(np.float32))
         factor = float(given.max())
@@ -239,7 +239,7 @@ def write(file: Path, content: dict[str, Any]) -> None:
 def open_gguf(folder: Path, heads: dict[str, int], file: Path) -> Opened:
     """Returns the tensors of a file.
 
-    folder: the one that `write_folder` has filled; heads: by which rows of a projection were
+    folder: the one that `write_folder` has filled; heads: by which the rows of a projection were
     reordered.
     """
     opened = Opened()

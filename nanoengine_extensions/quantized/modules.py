@@ -128,7 +128,7 @@ class QuantizedEmbedding(nn.Embedding):
         return nn.Parameter(self(ids), requires_grad=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Its weight stays what it was loaded as: that of the head, if both are tied."""
+        """Its weight stays as it was loaded: that of the head, if both are tied."""
         if name == "weight":
             own: Any = self._parameters[name]
             self._parameters[name] = without_weight(own.dtype)

@@ -136,8 +136,8 @@ def blocks_of(packed: Tensor) -> int:
 
 @functools.cache
 def places(bits: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns in which byte after a head, and from which bit on, the number of an output and an
-    input of a group is: (outputs of a block, inputs) each."""
+    """Returns where the number of an output and an input of a group is: its byte after a head, and
+    its first bit, (outputs of a block, inputs) each."""
     block = BLOCKS[dtype]
     order = in_order(torch.arange(block * group, device="cpu").view(block, -1), group, dtype)
     which = order.flatten().argsort().view(block, -1)

@@ -1,8 +1,8 @@
 """Quantized tensors as `safe_open` would give them, if they were not quantized.
 
-`loader.load_weights` opens each file of weights, and asks for its names and for one tensor at a
-time. What is here answers the same calls, and dequantizes when a tensor is read. `Stored.load`
-gives numbers and scales as they are.
+`loader.load_model` opens each file of weights, and asks for its names and for one tensor at a time.
+What is here answers the same calls, and dequantizes when a tensor is read. `Stored.load` gives
+numbers and scales as they are.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Stored:
         self.load = load
 
     def read(self) -> Tensor:
-        """Returns it whole, in floating point."""
+        """Returns the whole tensor, in floating point."""
         found = self.load()
         return found.dequantized() if isinstance(found, Grouped) else found
 
@@ -67,7 +67,7 @@ class Index:
         return self.slice_of(name)[:]
 
     def find(self, name: str) -> Tensor | None:
-        """Returns a tensor that need not be there."""
+        """Returns a tensor, or None if it is not there."""
         return self.read(name) if name in self.files else None
 
 

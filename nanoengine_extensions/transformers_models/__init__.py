@@ -63,7 +63,7 @@ class Call(Attention):
     The forward is that of the engine's own attention, with projections that do nothing, and no head
     norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
 
-    soft_cap, sinks: see `Recorded`. The kernel for a CPU has them.
+    soft_cap, sinks: see `Recorded`. Only the kernel for a CPU computes them.
     """
 
     def __init__(self, recorded: Recorded, kv_heads: int, head_dim: int) -> None:
@@ -184,7 +184,7 @@ class Model(nn.Module):
             call.cache = cache
 
     def compute(self, token_ids: Tensor, positions: Tensor, attend: Callable) -> Tensor:
-        """Returns the hidden states of all tokens. attend: in place of the attention function."""
+        """Returns the hidden states of all tokens. attend: replaces the attention function."""
         current.attend = attend
         self.given.output = self.layers(
             input_ids=token_ids[None].long(), position_ids=positions[None].long(),

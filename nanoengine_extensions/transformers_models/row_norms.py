@@ -1,6 +1,6 @@
-"""RMSNorm as one kernel for a CPU, in place of some ten operators of PyTorch.
+"""RMSNorm as one kernel for a CPU, in place of about ten operators of PyTorch.
 
-A model of the engine's own needs none: `nanoengine_cpu` makes its norms a part of the products that
+The engine's own models need none: `nanoengine_cpu` makes its norms a part of the products that
 follow them. Each row of numbers is normed in one order of sums, whatever rows are beside it.
 """
 
