@@ -10,8 +10,10 @@ from dataclasses import fields
 import psutil
 import torch
 
+from nanoengine.engine import Engine
 from nanoengine.features import OBSERVERS, asked_by, extension, is_installed
 from nanoengine.model_runner import ModelRunner
+from nanoengine.observers import Feature
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Batch, Row, Sequence
 
@@ -66,3 +68,11 @@ def largest_batch(runner: ModelRunner) -> Batch:
     return Batch(sequences=[seq] * num_seqs, starts=[longest - num_tokens] * num_seqs,
                  num_tokens=[num_tokens] * num_seqs,
                  sampled=[Row(i % num_seqs, seq, longest) for i in range(config.max_num_seqs)])
+
+
+class AllWritten(Feature):
+    """Writes the whole KV cache at the start. A page that is written has its memory, so that a
+    server does not grow later."""
+
+    def begin(self, engine: Engine) -> None:
+        engine.runner.blocks.add_(0)

@@ -31,7 +31,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanoengine import LLM
-from nanoengine.features import extension, naming, rejected
+from nanoengine.features import extension, is_installed, naming, rejected
 
 try:
     import uvicorn
@@ -270,9 +270,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         # before the model is loaded
         check_flags(flags)
-        with LLM(flags.model, **openai.options_of(flags.options)) as llm:
-            # a page that is written has its memory: so the server does not grow later
-            llm.engine.runner.blocks.add_(0)
+        own = [extension("memory").AllWritten()] if is_installed("memory") else []
+        with LLM(flags.model, **{"features": own} | openai.options_of(flags.options)) as llm:
             uvicorn.run(Server(llm, flags).app(), host=flags.host, port=flags.port,
                         timeout_graceful_shutdown=flags.graceful_timeout)
     except ValueError as error:

@@ -12,7 +12,7 @@ from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.features import ALWAYS
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
-from nanoengine_extensions.memory import largest_batch
+from nanoengine_extensions.memory import AllWritten, largest_batch
 
 
 def test_the_free_memory_of_a_cpu(tiny, monkeypatch):
@@ -58,3 +58,13 @@ def test_the_largest_step_is_tried_before_the_cache_has_its_size(tiny, monkeypat
     monkeypatch.setattr(ModelRunner, "measure_free_bytes", measure_free_bytes)
     with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=4) as llm:
         assert llm.engine.runner.num_kv_blocks == 9
+
+
+def test_all_of_the_cache_is_written_at_the_start(tiny):
+    """An operation on its memory raises the number of its version."""
+    versions = []
+    for own in ([], [AllWritten()]):
+        with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=8, features=own) as llm:
+            versions.append(llm.engine.runner.blocks._version)
+            assert not llm.engine.runner.blocks.any()
+    assert versions[1] == versions[0] + 1

@@ -409,6 +409,15 @@ def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, tmp_path):
             assert last.startswith("python -m nanoengine serve: error: ") and message in last
 
 
+@pytest.mark.needs("memory")
+def test_it_begins_with_all_memory_of_its_cache(tiny, monkeypatch):
+    begun = []
+    monkeypatch.setattr(module.uvicorn, "run", lambda app, **options: begun.extend(
+        type(each).__name__ for each in app.routes[1].endpoint.__self__.llm.config.features))
+    module.main(["--model", tiny, "--options", '{"num_kv_blocks": 4}', "--port", "0"])
+    assert begun == ["AllWritten"]
+
+
 def test_what_is_no_json_object(port):
     for body in (b"", b"{", b"[1]", b"5", b"\xff", b"[" * 100_000, b'{"prompt": "a", "seed": NaN}'):
         with pytest.raises(urllib.error.HTTPError) as found:

@@ -266,7 +266,7 @@ def test_prompts_by_their_former_name(llm):
 @pytest.mark.parametrize("name", METHODS)
 def test_other_methods_are_refused_by_name(llm, name):
     with pytest.raises(ValueError, match=f"LLM.{name} is not supported"):
-        getattr(llm, name)("a", "b", use_tqdm=False)
+        getattr(llm, name)("a", "b", use_tqdm=False, name="c")
     with pytest.raises(AttributeError, match=f"my_{name}"):
         getattr(llm, f"my_{name}")
     assert not hasattr(llm, f"__{name}__")
