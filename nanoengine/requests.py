@@ -182,7 +182,7 @@ class InputProcessor:
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
         elif (folder / "generation_config.json").is_file():
-            logger.warning("without generation_config.py, generation_config.json is ignored")
+            logger.warning("no generation_config.py: generation_config.json is ignored")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
@@ -193,7 +193,7 @@ class InputProcessor:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
             raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
-                           "its folder has none, or skip_tokenizer_init=True")
+                           "its folder has none, or `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Prompts, params: Params,
