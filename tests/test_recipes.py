@@ -349,12 +349,6 @@ def test_a_model_is_compared(execute):
     assert len(names["ours"]) == 20 and len(set(names["ours"])) > 5
 
 
-def test_a_policy(execute):
-    names, printed = execute(recipe("Add a policy"))
-    assert sum(json.loads(printed)) > 0, "the cache is too small for all"
-    assert names["llm"].engine.scheduler.victim is names["VICTIMS"]["shortest"]
-
-
 def test_a_backend(execute):
     names, printed = execute(recipe("Add a backend"))
     assert printed == "mine  46\n"
