@@ -33,7 +33,6 @@ from test_deletable import ALL_CASES
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
-from nanoengine.policies import VICTIMS
 from nanoengine_extensions.terminal import COMMANDS
 
 if any(map(is_deleted, ALL_CASES)):
@@ -84,7 +83,7 @@ def execute(monkeypatch):
         return names, printed.getvalue()
 
     # what a recipe adds to a table is removed after it
-    with patch.dict(VICTIMS), patch.dict(BACKENDS):
+    with patch.dict(BACKENDS):
         yield run
     for names in made:
         if "llm" in names:
