@@ -358,14 +358,6 @@ def test_a_backend(execute):
     assert calls, "it is this function that attends"
 
 
-def test_a_feature_logs_each_step(execute, caplog):
-    names, _ = execute(recipe("Your own feature: log each step"))
-    lines = [record.getMessage() for record in caplog.records if record.name == "steps"]
-    assert lines[0] == "2 sequences, 11 tokens, 2 admitted, 0 preempted, 0 ended"
-    assert len(lines) == names["llm"].metrics()["num_steps"]
-    assert sum(int(line.split()[-2]) for line in lines) == 2, "each request ends once"
-
-
 # -------------------------------------------------------------------------------- the examples
 
 
