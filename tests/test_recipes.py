@@ -33,7 +33,6 @@ from test_deletable import ALL_CASES
 import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
-from nanoengine.policies import VICTIMS
 from nanoengine_extensions.terminal import COMMANDS
 
 if any(map(is_deleted, ALL_CASES)):
@@ -84,7 +83,7 @@ def execute(monkeypatch):
         return names, printed.getvalue()
 
     # what a recipe adds to a table is removed after it
-    with patch.dict(VICTIMS), patch.dict(BACKENDS):
+    with patch.dict(BACKENDS):
         yield run
     for names in made:
         if "llm" in names:
@@ -240,12 +239,16 @@ def test_from_asyncio(execute):
     assert names["llm"].metrics()["num_blocks_used"] == 0
 
 
-def test_a_service(execute, capsys):
-    """As it is printed, under load: of 64 clients at once some leave in the middle, and some send
-    what is refused."""
-    names, printed = execute(recipe("A service")[:1])
-    assert "".join(ast.literal_eval(printed)) == " 46"
-    llm = names["llm"]
+def test_a_service(bundled, capsys):
+    """Under load: of 64 clients at once some leave in the middle, and some send what is refused."""
+    module = example("service")
+    with LLM(bundled) as llm:
+        check_service(module, llm)
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors and errors.count(" 400 ") == 32 + 3
+
+
+def check_service(module, llm: LLM) -> None:
     params = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True, "n": 2}
     bodies = [{"prompt": [f"Once upon a time {number}", "The fox"],
                "sampling_params": params | {"seed": number}} for number in range(64)]
@@ -280,10 +283,13 @@ def test_a_service(execute, capsys):
             texts[line["index"]] += line["text"]
         return not number % 2 and (number % 8 == 2 or texts == expected[number])
 
-    with names["Server"](("127.0.0.1", 0), names["Handler"]) as server:
+    with module.Server(("127.0.0.1", 0), llm) as server:
         url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
+        greedy = {"prompt": "12 + 34 =", "sampling_params": {"temperature": 0}}
+        with urllib.request.urlopen(url, json.dumps(greedy).encode(), timeout=60) as answer:
+            assert "".join(json.loads(line)["text"] for line in answer) == " 46"
         with ThreadPoolExecutor(64) as pool:
             assert all(pool.map(ask, range(64)))
         # a body that is not read
@@ -301,15 +307,29 @@ def test_a_service(execute, capsys):
         server.shutdown()
         thread.join()
     assert not llm.active and llm.metrics()["num_blocks_used"] == 0
-    errors = capsys.readouterr().err
-    assert "Traceback" not in errors and errors.count(" 400 ") == 32 + 3
+
+
+def test_the_command_of_the_service(monkeypatch):
+    module = example("service")
+    called = []
+
+    def interrupt(server: module.Server) -> None:
+        greedy = SamplingParams(temperature=0)
+        called.append(server.llm.generate("12 + 34 =", greedy, use_tqdm=False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.Server, "serve_forever", interrupt)
+    *arguments, port = command("service")
+    assert port == "8000"
+    module.main([*arguments, "0"])
+    assert called[0][0].outputs[0].text == " 46"
 
 
 def test_serve(monkeypatch, capsys):
     """The command of the recipes, with their client; test_serve.py has the rest."""
     pytest.importorskip("openai")
     monkeypatch.chdir(ROOT)
-    _, client = recipe("A service")
+    client, = recipe("A service")
     *arguments, port = command("serve")
     assert f":{port}/v1" in client
     with socket.socket() as free:
@@ -349,12 +369,6 @@ def test_a_model_is_compared(execute):
     assert len(names["ours"]) == 20 and len(set(names["ours"])) > 5
 
 
-def test_a_policy(execute):
-    names, printed = execute(recipe("Add a policy"))
-    assert sum(json.loads(printed)) > 0, "the cache is too small for all"
-    assert names["llm"].engine.scheduler.victim is names["VICTIMS"]["shortest"]
-
-
 def test_a_backend(execute):
     names, printed = execute(recipe("Add a backend"))
     assert printed == "mine  46\n"
@@ -363,14 +377,6 @@ def test_a_backend(execute):
     names["gather_attention"] = lambda *given: calls.append(given) or gather(*given)
     names["llm"].generate("Once upon a time", use_tqdm=False)
     assert calls, "it is this function that attends"
-
-
-def test_a_feature_logs_each_step(execute, caplog):
-    names, _ = execute(recipe("Your own feature: log each step"))
-    lines = [record.getMessage() for record in caplog.records if record.name == "steps"]
-    assert lines[0] == "2 sequences, 11 tokens, 2 admitted, 0 preempted, 0 ended"
-    assert len(lines) == names["llm"].metrics()["num_steps"]
-    assert sum(int(line.split()[-2]) for line in lines) == 2, "each request ends once"
 
 
 # -------------------------------------------------------------------------------- the examples
