@@ -217,10 +217,15 @@ def test_health_and_metrics(port, client):
         status, text = get(port, "/metrics")
         assert status == 200 and text.endswith("\n")
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-        counts = {name.partition("{")[0]: float(value) for name, value in values.items()}
+        counts = {name.partition("{")[0]: float(value) for name, value in values.items()
+                  if "_bucket{" not in name}
         if before:
-            assert counts["vllm:generation_tokens_total"] == 5 + before[
-                "vllm:generation_tokens_total"]
+            for name, count in {
+                    "vllm:generation_tokens_total": 5,
+                    "vllm:time_to_first_token_seconds_count": 1,
+                    "vllm:inter_token_latency_seconds_count": 4,
+                    "vllm:e2e_request_latency_seconds_count": 1}.items():
+                assert counts[name] == before[name] + count
         before = counts
         client.completions.create(model=NAME, prompt="Once", max_tokens=5,
                                   extra_body={"ignore_eos": True})
@@ -307,6 +312,47 @@ def test_tools_reach_the_template(client, llm, monkeypatch, make_app):
 
     asyncio.run(main())
     assert given == [{"tools": [tool]}]
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLS = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+         for city in ("Rome", "Oslo")]
+
+
+@pytest.mark.needs("structured_outputs", "tool_calls")
+def test_calls_of_tools(serve, llm):
+    """A grammar makes the model write them. The client's own messages go back to the template."""
+    port = serve("--tool-call-parser", "hermes")
+    text = "I look.\n" + "\n".join(CALLS)
+    asked = {"model": NAME, "messages": CHAT, "tools": [TOOL],
+             "extra_body": {"structured_outputs": {"choice": [text]}, "ignore_eos": False}}
+    with connect(port) as client:
+        choice, = client.chat.completions.create(**asked).choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+        assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [
+            {"city": "Rome"}, {"city": "Oslo"}]
+        assert {call.function.name for call in choice.message.tool_calls} == {"weather"}
+        # the client's own reader of streams
+        with client.chat.completions.stream(**asked, n=2) as stream:
+            events = [*stream]
+            streamed = stream.get_final_completion().choices
+        assert "tool_calls.function.arguments.done" in {event.type for event in events}
+        for each in streamed:
+            assert each.finish_reason == "tool_calls" and each.message.content == "I look."
+            assert [call.function for call in each.message.tool_calls] != []
+            assert [call.function.arguments for call in each.message.tool_calls] == [
+                call.function.arguments for call in choice.message.tool_calls]
+        # the answer goes on
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "sun"}
+                   for call in choice.message.tool_calls]
+        client.chat.completions.create(
+            model=NAME, messages=[*CHAT, choice.message, *results], tools=[TOOL], max_tokens=1)
+        # without tools, or if none may be called, it is text
+        for change in ({"tools": openai.omit}, {"tool_choice": "none"}):
+            plain, = client.chat.completions.create(**asked | change).choices
+            assert (plain.message.content, plain.finish_reason) == (text, "stop")
+            assert not plain.message.tool_calls
+    check_idle(llm)
 
 
 # ---------------------------------------------------------------------------------- errors
