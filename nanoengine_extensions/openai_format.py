@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanoengine.features import extension, naming
+from nanoengine.features import extension, naming, rejected
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -69,7 +69,7 @@ class Body:
         body = {name: value for name, value in body.items() if value is not None}
         for name in body.keys() - KNOWN[self.url] - IGNORED:
             if name not in NEUTRAL or body[name] != NEUTRAL[name]:
-                raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}")
+                raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: omit it")
         options = body.get("stream_options", {})
         if not isinstance(options, dict):
             raise ValueError("stream_options must be an object")
@@ -270,12 +270,12 @@ def flag_of(body: dict[str, Any], name: str) -> bool:
 
 def error_of(text: str, status: int, url: str) -> dict[str, Any]:
     """Returns OpenAI's error object. A message about bad input begins with the parameter."""
-    prompts = "messages" if url == CHAT else "prompt"
-    found = re.match("[a-z_]*", text) if status == 400 else None
-    name = found[0].replace("prompts", prompts) if found else ""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    code = "invalid_api_key" if status == 401 else None
-    return {"error": {"message": text, "type": kind, "param": name or None, "code": code}}
+    text = f"{url} is not served: use {' or '.join(KNOWN)}" if status == 404 else text
+    found = re.match("[a-z_]+", text) if status == 400 else None
+    name = found and found[0].replace("prompts", "messages" if url == CHAT else "prompt")
+    return {"error": {
+        "message": text, "type": "invalid_request_error" if status < 500 else "server_error",
+        "param": name, "code": "invalid_api_key" if status == 401 else None}}
 
 
 def grammar_of(response_format: Any) -> dict[str, Any] | None:
@@ -287,4 +287,4 @@ def grammar_of(response_format: Any) -> dict[str, Any] | None:
             return {"json": {"type": "object"}}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"json": schema}
-    raise ValueError(f"response_format={response_format!r} is not supported")
+    raise rejected("response_format", response_format, "text, json_object or a whole json_schema")

@@ -104,7 +104,7 @@ CONDITIONS: dict[str, list[Condition]] = {
         ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
          "True for attention_backend={attention_backend!r}"),
         ("features", lambda c: are_features(c.features),
-         "a list of Features with names of their own")]}
+         "a list of objects of Feature, each of a class of its own")]}
 
 
 def are_features(given: list[Any]) -> bool:

@@ -370,6 +370,8 @@ BAD = [
     ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"), ({"n": 0}, "n"), ({"n": 2, "temperature": 0}, "n"),
     ({"top_p": 2}, "top_p"), ({"seed": "x"}, "seed"), ({"stop": 5}, "stop"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"presence_penalty": 3}, "presence_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": [1]}, "logit_bias"),
     ({"stream": "yes"}, "stream"), ({"stream_options": 5}, "stream_options"),
@@ -460,10 +462,15 @@ def test_what_is_no_json_object(port):
         with pytest.raises(urllib.error.HTTPError) as found:
             post(port, body)
         assert found.value.code == 400 and "JSON" in json.load(found.value)["error"]["message"]
-    for path, code in (("nothing", 404), ("models", 405)):
+    for path, code, text in (
+            ("nothing", 404, "/v1/nothing is not served: use /v1/chat/completions or /v1/compl"),
+            # a client whose base_url has no /v1, or has it twice
+            ("../chat/completions", 404, "use /v1/chat/completions"),
+            ("v1/completions", 404, "use /v1/chat/completions"), ("models", 405, "Method")):
         with pytest.raises(urllib.error.HTTPError) as found:
             post(port, b"{}", path)
-        assert found.value.code == code and json.load(found.value)["error"]["message"]
+        error = json.load(found.value)["error"]
+        assert found.value.code == code and text in error["message"] and error["param"] is None
 
 
 def test_a_large_body_is_refused(port):
@@ -953,3 +960,4 @@ def test_signals(start_server, signals):
         time.sleep(0.3)
     check_told(streams, others)
     assert server.wait(60) == (-signal.SIGTERM if signals == [signal.SIGTERM] else 0)
+    assert "Traceback" not in log.read_text()
