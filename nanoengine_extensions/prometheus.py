@@ -90,8 +90,9 @@ def as_text(metrics: dict[str, Any], model: str, times: Times | None = None) -> 
     for name, value in found.items():
         lines.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}")
         lines.append(f"{name}{{{inner}}} {value}")
-    for name in BUCKETS if times else ():
-        lines += histogram(name, inner, times)
+    if times:
+        for name in BUCKETS:
+            lines += histogram(name, inner, times)
     return "\n".join(lines) + "\n"
 
 

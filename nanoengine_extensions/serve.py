@@ -17,6 +17,8 @@ OpenAI's error object, and a status:
 
 In a stream that has begun, an error is the last event, in place of [DONE]. A client that leaves
 frees its requests at once. For a client that does not read, only the newest texts are kept.
+
+With --tool-call-parser, calls of tools in an answer become `tool_calls`: see tool_calls.py.
 """
 
 import argparse

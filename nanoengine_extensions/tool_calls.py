@@ -1,8 +1,8 @@
 """Tools of a chat in OpenAI's format: what a client may ask for, and the calls in an answer.
 
 Tools go to the chat template, which tells the model about them. The model writes its calls as
-text. `--tool-call-parser hermes` of serve.py finds them there, in the format of Hermes, Qwen2.5 and
-Qwen3:
+text. `--tool-call-parser hermes` of serve.py and batch.py finds them there, in the format of
+Hermes, Qwen2.5 and Qwen3:
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Rome"}}
