@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
             # a page that is written has its memory: so the server does not grow later
             llm.engine.runner.blocks.add_(0)
             uvicorn.run(Server(llm, flags).app(), host=flags.host, port=flags.port,
-                        timeout_graceful_shutdown=flags.graceful_timeout, lifespan="off")
+                        timeout_graceful_shutdown=flags.graceful_timeout)
     except ValueError as error:
         parser.error(" ".join(str(error).split()))
 
