@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     parser.add_argument("--options", default="{}", metavar="JSON",
                         help="""keywords of LLM: '{"max_num_seqs": 64}'""")
-    parser.add_argument("--tool-call-parser", choices=["hermes"], help="how calls are written")
+    parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of calls of tools")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if a line failed")
     flags = parser.parse_args(arguments)
     output = flags.output_file

@@ -254,16 +254,17 @@ def check_flags(flags: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Serves one model until Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser("python -m nanoengine serve",
-                                     description="serves a model with OpenAI's API")
+                                     description="serves a model with OpenAI's API",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
+    parser.add_argument("--port", type=int, default=8000, help="of TCP")
     parser.add_argument("--api-key", help="what clients have to send as a bearer token")
     parser.add_argument("--max-waiting", type=int, default=256, help="beyond max_num_seqs")
     parser.add_argument("--max-body", type=int, default=2**20, help="bytes of a call")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a call")
-    parser.add_argument("--graceful-timeout", type=float, default=25, help="seconds at the end")
-    parser.add_argument("--tool-call-parser", choices=["hermes"], help="how calls are written")
+    parser.add_argument("--graceful-timeout", type=float, default=25, help="seconds after SIGTERM")
+    parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of calls of tools")
     parser.add_argument("--options", default="{}", metavar="JSON",
                         help="""keywords of LLM: '{"max_num_seqs": 64}'""")
     flags = parser.parse_args(arguments)
@@ -271,8 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
         # before the model is loaded
         check_flags(flags)
         times = [extension("prometheus").Times()] if is_installed("prometheus") else []
-        options = {"features": times} | openai.options_of(flags.options)
-        with LLM(flags.model, **options) as llm:
+        with LLM(flags.model, **{"features": times} | openai.options_of(flags.options)) as llm:
             # a page that is written has its memory: so the server does not grow later
             llm.engine.runner.blocks.add_(0)
             uvicorn.run(Server(llm, flags).app(), host=flags.host, port=flags.port,

@@ -103,11 +103,12 @@ class ToolCalls:
             num_characters, num_calls = self.sent[index]
             self.sent[index] = len(content), len(calls)
             message["content"] = content[num_characters:] or (None if calls else "")
-            if calls[num_calls:]:
-                message["tool_calls"] = [
-                    {"index": number, "id": f"call_{self.name}_{index}_{number}",
-                     "type": "function", "function": call}
-                    for number, call in enumerate(calls)][num_calls:]
+            for number, call in [*enumerate(calls)][num_calls:]:
+                # only in events
+                place = {"index": number} if "delta" in choice else {}
+                message.setdefault("tool_calls", []).append(place | {
+                    "id": f"call_{self.name}_{index}_{number}", "type": "function",
+                    "function": call})
             if calls and choice["finish_reason"] == "stop":
                 choice["finish_reason"] = "tool_calls"
             is_new = len(message) > 1 or message["content"] or choice["logprobs"]

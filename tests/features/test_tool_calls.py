@@ -119,8 +119,8 @@ def test_a_stream_is_the_whole_answer(seed):
     for whole, part in zip(wholes, found):
         message = whole["message"]
         assert part["content"] == (message["content"] or "")
+        assert [call.pop("index") for call in part["calls"]] == [*range(len(part["calls"]))]
         assert part["calls"] == message.get("tool_calls", [])
-        assert [call["index"] for call in part["calls"]] == [*range(len(part["calls"]))]
         assert part["role"] == 1 and part["reason"] == whole["finish_reason"]
         assert (message["content"] is None) == bool(part["calls"] and not part["content"])
 
