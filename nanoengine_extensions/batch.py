@@ -46,8 +46,11 @@ class Line:
         self.custom_id: Any = None
         self.body = openai.Body(openai.COMPLETION, f"line-{number}")
 
-    def read(self, line: bytes, llm: LLM) -> None:
-        """Raises ValueError for anything but a request, and for unsupported options."""
+    def read(self, line: bytes, llm: LLM, finds_calls: bool = False) -> None:
+        """Raises ValueError for anything but a request, and for unsupported options.
+
+        finds_calls: whether calls of tools are looked for in the answer.
+        """
         row = openai.object_of(line)
         self.custom_id = row.pop("custom_id", None)
         if "prompt" in row:
@@ -60,6 +63,8 @@ class Line:
                              "object as its body, and nothing else")
         self.body.url = row["url"]
         self.body.read(row["body"], llm)
+        if finds_calls:
+            extension("tool_calls").find(self.body, row["body"])
         if len(self.body.prompts) > 1:
             raise ValueError("prompt must be one text or list of token ids in a batch")
         if self.body.streams:
@@ -132,6 +137,7 @@ class Job:
     """Keeps the engine full until all lines are done.
 
     lines: the lines to do, from `unfinished`. results: an unbuffered file for the results.
+    finds_calls: of tools in answers.
     active: the requests in the engine, each with the engine's own, by request_id.
     """
 
@@ -141,6 +147,7 @@ class Job:
     results: BinaryIO
     bar: tqdm
     num_errors: int
+    finds_calls: bool
     active: dict[str, tuple[Line, Any]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -164,7 +171,7 @@ class Job:
             request = Line(number, line_hash)
             try:
                 with naming(f"line {number}"):
-                    request.read(line, self.llm)
+                    request.read(line, self.llm, self.finds_calls)
                     queued, = self.llm.add(request.body.prompts, request.body.params)
                 self.active[queued.request_id] = request, queued
                 num_free -= 1
@@ -197,6 +204,8 @@ class Job:
 
 def run(flags: argparse.Namespace) -> None:
     model = str(flags.model)
+    if flags.tool_call_parser:
+        extension("tool_calls", "--tool-call-parser")
     with flags.input_file.open("rb") as file, flags.output_file.open("ab", 0) as results:
         if fcntl:
             # held until the file is closed, however the process ends
@@ -207,7 +216,8 @@ def run(flags: argparse.Namespace) -> None:
         with (LLM(model, **openai.options_of(flags.options)) as llm,
               tqdm(total=total, initial=num_finished, desc="Requests") as bar):
             lines = unfinished(file, hashes, model)
-            job = Job(llm, model, lines, results, bar, num_errors)
+            finds_calls = flags.tool_call_parser is not None
+            job = Job(llm, model, lines, results, bar, num_errors, finds_calls)
             job.run()
         has_grown = any(map(bytes.strip, file))
     if job.num_errors:
@@ -229,6 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     parser.add_argument("--options", default="{}", metavar="JSON",
                         help="""keywords of LLM: '{"max_num_seqs": 64}'""")
+    parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of calls of tools")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if a line failed")
     flags = parser.parse_args(arguments)
     output = flags.output_file

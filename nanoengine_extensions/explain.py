@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from nanoengine.features import naming, rejected
+from nanoengine.features import logger, naming, rejected
 from nanoengine.loader import weight_files
 
 # what a model must be instead
@@ -122,6 +122,11 @@ OWN: tuple[Kind, ...] = (
 def check_file(name: str, path: Path) -> None:
     """Raises ValueError if a path is that of a file. name: of the argument."""
     if path.is_file():
+        with path.open("rb") as opened:
+            is_gguf = opened.read(4) == b"GGUF"
+        if is_gguf:
+            raise ValueError(f"{name}={str(path)!r} is a GGUF file under another name: it must be "
+                             "renamed, or linked to, as a name that ends in .gguf")
         raise refusal(name, path, [path.name], A_FILE)
 
 
@@ -156,6 +161,8 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
         about = "" if kinds is OWN else " (architectures={architectures})"
         text = f"{what}{about}: it must be {instead}".format(**known)
         raise ValueError(f"model={str(folder)!r} {text}")
+    if "adapter_config.json" in names:
+        logger.warning(f"{folder} has an adapter (LoRA) beside the model, which is not used")
     if load_format != "dummy":
         check_weights(folder, names)
 

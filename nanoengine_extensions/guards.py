@@ -5,12 +5,13 @@ An observer of requests and steps.
 
 import weakref
 from importlib import import_module
+from operator import index
 from typing import Any
 
 import torch
 
 from nanoengine.engine import Engine
-from nanoengine.features import logger, rejected
+from nanoengine.features import logger, naming, rejected
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.scheduler import Scheduler
@@ -37,7 +38,10 @@ class Guards(Feature):
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         """Raises ValueError if one of the sequences could never run."""
         manager = self.scheduler.block_manager
-        num_tokens = max(max(each.max_num_tokens, manager.hold(each)) for each in seqs)
+        policy = self.scheduler.config.kv_allocation
+        with naming(rejected("kv_allocation", policy, "one that returns an int, of tokens")):
+            held = [index(manager.hold(each)) for each in seqs]
+        num_tokens = max(*held, *(each.max_num_tokens for each in seqs))
         if manager.num_blocks_for(num_tokens) > manager.num_blocks:
             raise ValueError(f"request {seqs[0].request_id}: {num_tokens} tokens do not fit: "
                              f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")

@@ -21,7 +21,8 @@ def download(model: str, folder: Path, config: EngineConfig, name: str) -> Path:
     """
     if is_installed("explain"):
         extension("explain").check_file(name, folder)
-    accepted = f"a folder with safetensors, or a Hugging Face id; there is no folder {folder}"
+    content = "safetensors" if name == "model" else "a tokenizer"
+    accepted = f"a folder with {content}, or a Hugging Face id; there is no folder {folder}"
     # no id looks like this
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise rejected(name, model, accepted)

@@ -2,19 +2,20 @@
 
 serve.py and batch.py use it. Parameters are OpenAI's and vLLM's, such as `top_k` and `ignore_eos`;
 null stands for the default. Parameters without an effect on the answer, such as `user`, are
-accepted. `tools` go to the chat template; tool calls come as text, as the model writes them.
+accepted. `tools` go to the chat template; without an `edit`, tool calls come as text.
 """
 
 import json
 import math
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanoengine.features import extension, naming
+from nanoengine.features import extension, naming, rejected
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -44,7 +45,7 @@ class Body:
 
     url: CHAT or COMPLETION. name: ends the id of the answer.
     echoes: the answer begins with the prompt. is_echo: it is the prompt alone.
-    tokenizer: for the text of an echo.
+    tokenizer: for the text of an echo. edit: what becomes of the choices, as a tool's calls.
     """
 
     url: str
@@ -56,6 +57,7 @@ class Body:
     echoes: bool = False
     is_echo: bool = False
     tokenizer: Any = None
+    edit: Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]] = iter
 
     num_completions = property(lambda self: len(self.prompts) * self.params.n)
 
@@ -67,7 +69,7 @@ class Body:
         body = {name: value for name, value in body.items() if value is not None}
         for name in body.keys() - KNOWN[self.url] - IGNORED:
             if name not in NEUTRAL or body[name] != NEUTRAL[name]:
-                raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}")
+                raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: omit it")
         options = body.get("stream_options", {})
         if not isinstance(options, dict):
             raise ValueError("stream_options must be an object")
@@ -75,7 +77,8 @@ class Body:
         self.streams, self.echoes = (flag_of(body, name) for name in ("stream", "echo"))
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:
-            check_tools(body)
+            if body.keys() & {"tools", "tool_choice"}:
+                extension("tool_calls", "tools").check(body)
             given = {name: body[name] for name in TEMPLATE & body.keys()}
             self.prompts = extension("chat").render(llm.inputs, [body.get("messages")], **given)
             return
@@ -131,7 +134,7 @@ class Body:
                 message = {"role": "assistant", "content": text, "refusal": None}
                 content = {"message": message}
             choices.append(content | self.choice(output, completion, tokens))
-        return self.head(model) | {"choices": choices, "usage": self.usage(outputs)}
+        return self.head(model) | {"choices": [*self.edit(choices)], "usage": self.usage(outputs)}
 
     def head(self, model: str) -> dict[str, Any]:
         """Returns the beginning of an answer, or of each chunk of a stream."""
@@ -265,16 +268,14 @@ def flag_of(body: dict[str, Any], name: str) -> bool:
     return value
 
 
-def check_tools(body: dict[str, Any]) -> None:
-    """Raises ValueError for tools that are not OpenAI's, and for a choice among no tools."""
-    tools = body.get("tools", [])
-    if not isinstance(tools, list) or not all(
-            isinstance(tool, dict) and tool.get("type") == "function" for tool in tools):
-        raise ValueError('tools must be a list of {"type": "function", "function": …}')
-    choice = body.get("tool_choice", "none")
-    if choice != "none" and (choice != "auto" or not tools):
-        raise ValueError(f"tool_choice={choice!r} is not supported: it must be 'none', or 'auto' "
-                         "with tools")
+def error_of(text: str, status: int, url: str) -> dict[str, Any]:
+    """Returns OpenAI's error object. A message about bad input begins with the parameter."""
+    text = f"{url} is not served: use {' or '.join(KNOWN)}" if status == 404 else text
+    found = re.match("[a-z_]+", text) if status == 400 else None
+    name = found and found[0].replace("prompts", "messages" if url == CHAT else "prompt")
+    return {"error": {
+        "message": text, "type": "invalid_request_error" if status < 500 else "server_error",
+        "param": name, "code": "invalid_api_key" if status == 401 else None}}
 
 
 def grammar_of(response_format: Any) -> dict[str, Any] | None:
@@ -286,4 +287,4 @@ def grammar_of(response_format: Any) -> dict[str, Any] | None:
             return {"json": {"type": "object"}}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"json": schema}
-    raise ValueError(f"response_format={response_format!r} is not supported")
+    raise rejected("response_format", response_format, "text, json_object or a whole json_schema")

@@ -17,13 +17,14 @@ OpenAI's error object, and a status:
 
 In a stream that has begun, an error is the last event, in place of [DONE]. A client that leaves
 frees its requests at once. For a client that does not read, only the newest texts are kept.
+
+With --tool-call-parser, calls of tools in an answer become `tool_calls`: see tool_calls.py.
 """
 
 import argparse
 import asyncio
 import hmac
 import json
-import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -78,7 +79,8 @@ class Server:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def metrics(self, http: Request) -> Response:
-        text = extension("prometheus", "/metrics").as_text(self.llm.metrics(), self.flags.model)
+        text = extension("prometheus", "/metrics").as_text(
+            self.llm.metrics(), self.flags.model, self.llm.engine.features.get("Times"))
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     def read(self, body: Any, data: bytes) -> None:
@@ -87,6 +89,8 @@ class Server:
         if found.get("chat_template") is not None:
             raise ValueError("chat_template is not supported: it would be a program of a client")
         body.read(found, self.llm)
+        if self.flags.tool_call_parser:
+            extension("tool_calls", "--tool-call-parser").find(body, found)
         if body.num_completions > self.most:
             raise ValueError(
                 f"n={body.params.n} for {len(body.prompts)} prompts is not accepted: it must be at "
@@ -157,7 +161,7 @@ class Server:
         stream = News(body)
         try:
             async for output in outputs:
-                for choice in stream.choices(output):
+                for choice in body.edit(stream.choices(output)):
                     event = f'{begin}"choices": [{json.dumps(choice)}], "usage": null}}\n\n'
                     yield event.encode()
             if body.with_usage:
@@ -218,17 +222,13 @@ def refused(http: Request, answer: Response) -> Response:
 
 
 async def failed(http: Request | None, error: BaseException) -> Response:
-    """Answers with an error. The message of a ValueError begins with the parameter."""
+    """Answers with an error."""
     if isinstance(error, asyncio.CancelledError):
         error = HTTPException(503, "the server ends")
     text = getattr(error, "detail", str(error)).encode(errors="replace").decode()
     status = getattr(error, "status_code", 400 if isinstance(error, ValueError) else 500)
-    prompts = "messages" if http and http.url.path == openai.CHAT else "prompt"
-    found = re.match("[a-z_]*", text) if status == 400 else None
-    name = found[0].replace("prompts", prompts) if found else ""
-    content = {"message": text, "type": "invalid_request_error" if status < 500 else "server_error",
-               "param": name or None, "code": "invalid_api_key" if status == 401 else None}
-    return JSONResponse({"error": content}, status, getattr(error, "headers", None))
+    content = openai.error_of(text, status, http.url.path if http else "")
+    return JSONResponse(content, status, getattr(error, "headers", None))
 
 
 def check_flags(flags: argparse.Namespace) -> None:
@@ -242,28 +242,29 @@ def check_flags(flags: argparse.Namespace) -> None:
     if flags.api_key == "":
         raise rejected("--api-key", "", "a text, or left out")
     family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
-    with socket.socket(family) as found:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            found.bind((flags.host, flags.port))
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"--host {flags.host} --port {flags.port} cannot be used ({error}): "
-                             "choose another one") from error
+    try:
+        socket.create_server((flags.host, flags.port), family=family).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host {flags.host} --port {flags.port} cannot be used ({error}): "
+                         "choose another one") from error
+    if flags.tool_call_parser:
+        extension("tool_calls", "--tool-call-parser")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Serves one model until Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser("python -m nanoengine serve",
-                                     description="serves a model with OpenAI's API")
+                                     description="serves a model with OpenAI's API",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
+    parser.add_argument("--port", type=int, default=8000, help="of TCP")
     parser.add_argument("--api-key", help="what clients have to send as a bearer token")
     parser.add_argument("--max-waiting", type=int, default=256, help="beyond max_num_seqs")
     parser.add_argument("--max-body", type=int, default=2**20, help="bytes of a call")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a call")
-    parser.add_argument("--graceful-timeout", type=float, default=25,
-                        help="seconds for open calls when the server ends")
+    parser.add_argument("--graceful-timeout", type=float, default=25, help="seconds after SIGTERM")
+    parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of calls of tools")
     parser.add_argument("--options", default="{}", metavar="JSON",
                         help="""keywords of LLM: '{"max_num_seqs": 64}'""")
     flags = parser.parse_args(arguments)
@@ -271,6 +272,8 @@ def main(arguments: list[str] | None = None) -> None:
         # before the model is loaded
         check_flags(flags)
         own = [extension("memory").AllWritten()] if is_installed("memory") else []
+        if is_installed("prometheus"):
+            own.append(extension("prometheus").Times())
         with LLM(flags.model, **{"features": own} | openai.options_of(flags.options)) as llm:
             uvicorn.run(Server(llm, flags).app(), host=flags.host, port=flags.port,
                         timeout_graceful_shutdown=flags.graceful_timeout)

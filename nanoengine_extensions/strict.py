@@ -104,10 +104,13 @@ OWN_RULES: dict[str, Any] = {
 # what concerns several options, as in `features.check`
 CONDITIONS: dict[str, list[Condition]] = {
     "EngineConfig": [
+        # an empty path would be the current folder
+        ("model", lambda c: c.model != "", "a folder, a GGUF file or a Hugging Face id"),
+        ("tokenizer", lambda c: c.tokenizer != "", "a folder, a Hugging Face id or None"),
         ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
          "True for attention_backend={attention_backend!r}"),
         ("features", lambda c: are_features(c.features),
-         "a list of Features with names of their own")]}
+         "a list of objects of Feature, each of a class of its own")]}
 
 
 def are_features(given: list[Any]) -> bool:

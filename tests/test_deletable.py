@@ -73,6 +73,7 @@ ALL_CASES = {
                 "with contextlib.redirect_stdout(io.StringIO()):\n"
                 "    runpy.run_module('nanoengine', run_name='__main__')",
     "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Threads'",
+    "tool_calls": "extension('tool_calls').check({'tools': [{'type': 'function'}]})",
     "texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
     "transformers_models": "with_option = LLM(model, model_impl='transformers', **options); "
                            "assert run(with_option).token_ids == tokens; with_option.close()",

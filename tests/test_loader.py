@@ -222,6 +222,7 @@ def test_a_path_that_is_no_model(model):
     accepted = "must be a folder with safetensors, or a Hugging Face id; there is no folder /"
     with pytest.raises(ValueError, match=f"model=.* {accepted}"):
         find_model(model, EngineConfig(model))
+    accepted = accepted.replace("safetensors", "a tokenizer")
     with pytest.raises(ValueError, match=f"tokenizer=.* {accepted}"):
         find_model(model, EngineConfig(model), "tokenizer")
 

@@ -97,3 +97,13 @@ def test_a_victim_that_does_not_run_is_named(make_llm, victim):
         with pytest.raises(ValueError, match="preemption_victim=.*must return a running"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         check_idle(llm)
+
+
+@pytest.mark.needs("guards")
+@pytest.mark.parametrize("value", [1.5, None, "5"])
+def test_an_allocation_that_is_no_number_is_named(make_llm, value):
+    """When a request is made, before a step."""
+    with make_llm(**FEW_BLOCKS, kv_allocation=lambda seq, max_model_len: value) as llm:
+        with pytest.raises(ValueError, match="kv_allocation=.*one that returns an int"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        check_idle(llm)

@@ -76,9 +76,10 @@ def only_file(path: Path) -> Path:
     """Returns the GGUF file that a path stands for. Raises ValueError if there are several."""
     if not path.is_dir():
         return path
-    # a model in several files counts by its first one
+    # a model in several files counts by its first one, and one with images by its text part
     files = [file for file in sorted(path.glob("*.gguf"))
              if not re.search(r"-of-\d{5}$", file.stem) or "-00001-of-" in file.stem]
+    files = [file for file in files if "mmproj" not in file.name] or files
     if len(files) != 1:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"it has several models: it must be the path of one of {names}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from nanoengine.features import rejected
+from nanoengine.features import naming, rejected
 from nanoengine_extensions.quantized import gguf_numbers
 from nanoengine_extensions.quantized.formulas import Grouped
 from nanoengine_extensions.quantized.stored import Opened, Stored
@@ -68,7 +68,8 @@ class Header:
     """What the GGUF files of a model say about it, without their weights."""
 
     def __init__(self, files: list[Path]) -> None:
-        readers = {str(file): gguf.GGUFReader(file) for file in files}
+        with naming(ValueError("the file is incomplete, or no GGUF: download it again")):
+            readers = {str(file): gguf.GGUFReader(file) for file in files}
         self.tensors = {tensor.name: tensor for reader in readers.values()
                         for tensor in reader.tensors}
         self.fields = readers[str(files[0])].fields

@@ -704,3 +704,22 @@ def test_tool_calls_in_openais_format(job, llm, batch, monkeypatch):
         record = job([of_api({"messages": messages, "chat_template": template}, CHAT)])[1]
         job.target.unlink()
     assert seen == ['{"city": "Oslo"}', "{}"] and "tool_calls=" in record["error"]["message"]
+
+
+@pytest.mark.needs("tool_calls")
+def test_calls_of_tools_in_answers(job):
+    """With the flag, and only where tools can be called."""
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    asked = {"structured_outputs": {"choice": [call]}}
+    rows = [chat(**asked, tools=tools), chat(**asked, tools=tools, tool_choice="none"),
+            chat(**asked)]
+    first, *others = (body_of(record)["choices"][0]
+                      for _, record in sorted(job(rows, "--tool-call-parser", "hermes").items()))
+    found, = first["message"]["tool_calls"]
+    assert found["id"] == "call_line-1_0_0" and first["finish_reason"] == "tool_calls"
+    assert json.loads(found["function"]["arguments"]) == {"city": "Rome"}
+    assert [each["message"]["content"] for each in others] == [call, call]
+    job.target.unlink()
+    plain = body_of(job(rows)[1])["choices"][0]
+    assert plain["message"]["content"] == call and plain["finish_reason"] == "stop"

@@ -70,6 +70,20 @@ def test_a_file_in_place_of_a_folder(tmp_path, bundled, name, message):
         LLM(bundled, tokenizer=str(tmp_path / name))
 
 
+def test_a_gguf_under_another_name(tmp_path):
+    """As Ollama stores them."""
+    path = tmp_path / "sha256-5d"
+    path.write_bytes(b"GGUF" + b"\0" * 20)
+    with pytest.raises(ValueError, match="is a GGUF file under another name: .* ends in .gguf$"):
+        LLM(path)
+
+
+def test_an_adapter_beside_a_model_is_told(copy, caplog):
+    (copy / "adapter_config.json").write_text("{}")
+    LLM(str(copy), num_kv_blocks=8).close()
+    assert "has an adapter (LoRA) beside the model, which is not used" in caplog.text
+
+
 @pytest.mark.parametrize("entries, message", [
     (dict(architectures=["BertModel"], model_type="bert"), "does not write text .* writes text$"),
     (dict(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True), "has an encoder"),

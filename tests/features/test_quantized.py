@@ -307,9 +307,26 @@ def test_the_folder_of_a_gguf_is_a_model(bundled):
 
 def test_a_truncated_gguf(make_gguf):
     path, _ = make_gguf(["Q8_0"])
-    path.write_bytes(path.read_bytes()[:-5000])
-    with pytest.raises(ValueError, match=f"^model='{path}'"):
-        LLM(path)
+    content = path.read_bytes()
+    for broken in (content[:-5000], content[:200], b"", b"GGUF" + b"\xff" * 99, b"not a model"):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=f"^model='{path}': .* no GGUF: download it again"):
+            LLM(path)
+
+
+def test_the_images_of_a_model_are_no_model(make_gguf):
+    """A folder with an mmproj file beside the model has one model; alone, the file is named."""
+    path, model = make_gguf(["Q8_0"])
+    writer = gguf.GGUFWriter(other := path.with_name("model-mmproj-f16.gguf"), "clip")
+    writer.add_string("general.type", "mmproj")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert generated(path.parent) == expected(model)
+    path.unlink()
+    for given in (path.parent, other):
+        with pytest.raises(ValueError, match="general.type='mmproj' is not accepted"):
+            LLM(given)
 
 
 def test_a_tensor_of_gguf_that_is_missing(make_gguf, monkeypatch):

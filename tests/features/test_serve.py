@@ -217,10 +217,15 @@ def test_health_and_metrics(port, client):
         status, text = get(port, "/metrics")
         assert status == 200 and text.endswith("\n")
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-        counts = {name.partition("{")[0]: float(value) for name, value in values.items()}
+        counts = {name.partition("{")[0]: float(value) for name, value in values.items()
+                  if "_bucket{" not in name}
         if before:
-            assert counts["vllm:generation_tokens_total"] == 5 + before[
-                "vllm:generation_tokens_total"]
+            for name, count in {
+                    "vllm:generation_tokens_total": 5,
+                    "vllm:time_to_first_token_seconds_count": 1,
+                    "vllm:inter_token_latency_seconds_count": 4,
+                    "vllm:e2e_request_latency_seconds_count": 1}.items():
+                assert counts[name] == before[name] + count
         before = counts
         client.completions.create(model=NAME, prompt="Once", max_tokens=5,
                                   extra_body={"ignore_eos": True})
@@ -309,6 +314,47 @@ def test_tools_reach_the_template(client, llm, monkeypatch, make_app):
     assert given == [{"tools": [tool]}]
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLS = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+         for city in ("Rome", "Oslo")]
+
+
+@pytest.mark.needs("structured_outputs", "tool_calls")
+def test_calls_of_tools(serve, llm):
+    """A grammar makes the model write them. The client's own messages go back to the template."""
+    port = serve("--tool-call-parser", "hermes")
+    text = "I look.\n" + "\n".join(CALLS)
+    asked = {"model": NAME, "messages": CHAT, "tools": [TOOL],
+             "extra_body": {"structured_outputs": {"choice": [text]}, "ignore_eos": False}}
+    with connect(port) as client:
+        choice, = client.chat.completions.create(**asked).choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+        assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [
+            {"city": "Rome"}, {"city": "Oslo"}]
+        assert {call.function.name for call in choice.message.tool_calls} == {"weather"}
+        # the client's own reader of streams
+        with client.chat.completions.stream(**asked, n=2) as stream:
+            events = [*stream]
+            streamed = stream.get_final_completion().choices
+        assert "tool_calls.function.arguments.done" in {event.type for event in events}
+        for each in streamed:
+            assert each.finish_reason == "tool_calls" and each.message.content == "I look."
+            assert [call.function for call in each.message.tool_calls] != []
+            assert [call.function.arguments for call in each.message.tool_calls] == [
+                call.function.arguments for call in choice.message.tool_calls]
+        # the answer goes on
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "sun"}
+                   for call in choice.message.tool_calls]
+        client.chat.completions.create(
+            model=NAME, messages=[*CHAT, choice.message, *results], tools=[TOOL], max_tokens=1)
+        # without tools, or if none may be called, it is text
+        for change in ({"tools": openai.omit}, {"tool_choice": "none"}):
+            plain, = client.chat.completions.create(**asked | change).choices
+            assert (plain.message.content, plain.finish_reason) == (text, "stop")
+            assert not plain.message.tool_calls
+    check_idle(llm)
+
+
 # ---------------------------------------------------------------------------------- errors
 
 
@@ -324,6 +370,8 @@ BAD = [
     ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"), ({"n": 0}, "n"), ({"n": 2, "temperature": 0}, "n"),
     ({"top_p": 2}, "top_p"), ({"seed": "x"}, "seed"), ({"stop": 5}, "stop"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"presence_penalty": 3}, "presence_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": [1]}, "logit_bias"),
     ({"stream": "yes"}, "stream"), ({"stream_options": 5}, "stream_options"),
@@ -423,10 +471,15 @@ def test_what_is_no_json_object(port):
         with pytest.raises(urllib.error.HTTPError) as found:
             post(port, body)
         assert found.value.code == 400 and "JSON" in json.load(found.value)["error"]["message"]
-    for path, code in (("nothing", 404), ("models", 405)):
+    for path, code, text in (
+            ("nothing", 404, "/v1/nothing is not served: use /v1/chat/completions or /v1/compl"),
+            # a client whose base_url has no /v1, or has it twice
+            ("../chat/completions", 404, "use /v1/chat/completions"),
+            ("v1/completions", 404, "use /v1/chat/completions"), ("models", 405, "Method")):
         with pytest.raises(urllib.error.HTTPError) as found:
             post(port, b"{}", path)
-        assert found.value.code == code and json.load(found.value)["error"]["message"]
+        error = json.load(found.value)["error"]
+        assert found.value.code == code and text in error["message"] and error["param"] is None
 
 
 def test_a_large_body_is_refused(port):

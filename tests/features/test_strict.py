@@ -13,6 +13,7 @@ from test_sampler import make as make_row, sample
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.features import naming
+from nanoengine.observers import Feature
 from nanoengine_extensions import vllm
 from nanoengine_extensions.chat import render
 
@@ -278,6 +279,21 @@ def test_a_path_of_another_type(options):
     with pytest.raises(ValueError) as error:
         LLM(**dict(model="m") | options)
     assert str(error.value) == f"{name}={value} is not accepted: it must be a valid string"
+
+
+@pytest.mark.parametrize("options", [dict(model=""), dict(tokenizer="")])
+def test_an_empty_path_is_not_the_current_folder(bundled, monkeypatch, options):
+    """Such as that of a variable of the environment that is not set."""
+    monkeypatch.chdir(bundled)
+    (name, _), = options.items()
+    with pytest.raises(ValueError, match=f"^{name}='' is not accepted: it must be a folder"):
+        LLM(**dict(model=bundled, num_kv_blocks=8) | options)
+
+
+@pytest.mark.parametrize("given", [[object()], [Feature], [Feature(), Feature()]])
+def test_features_are_objects_of_different_classes(bundled, given):
+    with pytest.raises(ValueError, match="features=.* list of objects of Feature, each of a class"):
+        LLM(bundled, features=given)
 
 
 # --------------------------------------------------------------------------- extreme numbers
