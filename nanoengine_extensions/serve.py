@@ -271,9 +271,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         # before the model is loaded
         check_flags(flags)
-        own = [extension("memory").AllWritten()] if is_installed("memory") else []
-        if is_installed("prometheus"):
-            own.append(extension("prometheus").Times())
+        observers = ("memory", "AllWritten"), ("prometheus", "Times")
+        own = [getattr(extension(name), kind)() for name, kind in observers if is_installed(name)]
         with LLM(flags.model, **{"features": own} | openai.options_of(flags.options)) as llm:
             uvicorn.run(Server(llm, flags).app(), host=flags.host, port=flags.port,
                         timeout_graceful_shutdown=flags.graceful_timeout)
