@@ -91,7 +91,9 @@ class ModelRunner:
 
     def load_model(self, folder: Path, **options: Callable) -> Decoder:
         """Returns the model; `options` are those of the loader, for several ranks."""
-        if self.config.quantization or getattr(self.model_config, "quantization_config", None):
+        config = self.config
+        given = config.quantization or config.scale_sums
+        if given or getattr(self.model_config, "quantization_config", None):
             options |= extension("quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
             return extension("transformers_models").load(self, folder)

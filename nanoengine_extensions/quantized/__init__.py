@@ -36,8 +36,9 @@ BITS = {"int8": 8, "int4": 4}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 KNOWN = (*METHODS, "gguf")
 CONDITIONS: list[Condition] = [
-    ("quantization", lambda c: c.quantization in (*BITS, *KNOWN),
+    ("quantization", lambda c: c.quantization in (None, *BITS, *KNOWN),
      f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}"),
+    ("scale_sums", lambda c: c.scale_sums in (True, False), "True or False"),
     ("load_format", lambda c: c.load_format != "dummy",
      "another one with quantization={quantization!r}, since random weights are not quantized")]
 
@@ -104,6 +105,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Callable]:
     if config.quantization not in (None, method):
         raise rejected("quantization", config.quantization,
                        f"None or {method!r}, since the model is quantized already")
+    if not entries and method is None:
+        raise rejected("scale_sums", config.scale_sums, "False for a model that is not quantized")
     if not entries and method not in BITS:
         raise rejected("quantization", method, "'int8', 'int4' or None, since the model is not "
                        "quantized")
@@ -120,10 +123,14 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Callable]:
                        "None, since none of its weights is quantized")
     found: dict[str, Callable] = {"opened": lambda file, framework: opened[file]}
     if not stays_packed(runner):
+        if config.scale_sums:
+            raise rejected("scale_sums", True, "False unless weights stay packed: on a CPU with "
+                           "its kernels, in one process, in bfloat16 or float32")
         log_costs(files, opened.values(), runner.dtype)
         return found
     from nanoengine_extensions.quantized.modules import Loading
-    loading = Loading(runner.dtype, runner.model_config.tie_word_embeddings and tie(opened))
+    is_tied = runner.model_config.tie_word_embeddings and tie(opened)
+    loading = Loading(runner.dtype, is_tied, config.scale_sums)
     return found | {"place": loading.place, "read": loading.read}
 
 

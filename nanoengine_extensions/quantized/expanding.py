@@ -19,6 +19,8 @@ from nanoengine_cpu.vectors import (
     vector)
 from nanoengine_extensions.quantized.packed import FLOAT, NESTED
 
+# up to this many rows are multiplied while the weight is expanded: registers hold their sums
+FEW = 4
 # the mantissa of 1 holds numbers of 4 bits from bit 16 on, of 8 bits from bit 15 on
 FIRST = {4: 16, 8: 15}
 # for 16 outputs, of each of two halves: scales, what is added to them, lows
@@ -137,11 +139,8 @@ def with_constants(count: int) -> Callable:
     return decorate
 
 
-@with_constants(4)
-def add_expanded(builder, rows, line, data, place, scales, sums, first, bits, has_lows, per_word,
-                 count):
-    """Adds the products of `count` rows with 16 packed words to their sums, 16 numbers each."""
-    weights = expanded(builder, data, place, scales, bits, has_lows, per_word)
+def add_weights(builder, rows, line, weights, sums, first, per_word, count):
+    """Adds the products of `count` rows with 16 outputs' words to their sums, 16 numbers each."""
     sums = builder.gep(sums, [first])
     for r in range(count):
         at = at_vector(builder, sums, r * LANES)
@@ -155,12 +154,26 @@ def add_expanded(builder, rows, line, data, place, scales, sums, first, bits, ha
         builder.store(total, at, align=64)
 
 
-@with_constants(3)
-def store_expanded(builder, lines, to, pitch, data, place, scales, bits, has_lows, per_word):
-    """Stores the weights of 16 packed words, each vector of them `pitch` words after the last."""
-    for k, each in enumerate(expanded(builder, data, place, scales, bits, has_lows, per_word)):
+def store_weights(builder, lines, to, pitch, weights):
+    """Stores vectors of words, each `pitch` words after the last."""
+    for k, each in enumerate(weights):
         at = builder.add(to, builder.mul(pitch, pitch.type(k)))
         builder.store(each, at_vector(builder, lines, at), align=64)
+
+
+@with_constants(4)
+def add_expanded(builder, rows, line, data, place, scales, sums, first, bits, has_lows, per_word,
+                 count):
+    """Adds the products of `count` rows with 16 packed words to their sums."""
+    weights = expanded(builder, data, place, scales, bits, has_lows, per_word)
+    add_weights(builder, rows, line, weights, sums, first, per_word, count)
+
+
+@with_constants(3)
+def store_expanded(builder, lines, to, pitch, data, place, scales, bits, has_lows, per_word):
+    """Stores the weights of 16 packed words."""
+    weights = expanded(builder, data, place, scales, bits, has_lows, per_word)
+    store_weights(builder, lines, to, pitch, weights)
 
 
 # ---------------------------------------------------------------------- scales
@@ -174,12 +187,12 @@ def open_half(numbers, scales, to, per_word):
 
 
 @inlined()
-def open_scales(data, at, above, kind, block_size, per_word, scales):
-    """Reads the scales of a group of a block.
+def read_scales(data, at, above, kind, block_size, c):
+    """Returns the scales, zeros and lows of 16 outputs of a block, from `c` on, in a group.
 
     at: where its record begins; above: where the scales of its 256 inputs begin, in float16
     """
-    storage, has_zeros, has_lows, zero, unit = kind
+    storage, has_zeros, has_lows, zero = kind
     size = 2
     if storage == FLOAT:
         size = 4
@@ -188,24 +201,32 @@ def open_scales(data, at, above, kind, block_size, per_word, scales):
     lows = at + block_size * size
     zeros = lows + block_size * size * has_lows
     low, offset = fill(np.float32(0)), fill(np.float32(zero))
-    for c in range(0, block_size, LANES):
+    if storage == FLOAT:
+        scale = load_floats(data, at + c * size)
+    elif storage == NESTED:
+        scale = load_bytes(data, at + c) * load_halves(data, above + 2 * c)
+    else:
+        scale = load_halves(data, at + c * size)
+    if has_lows:
         if storage == FLOAT:
-            scale = load_floats(data, at + c * size)
+            low = load_floats(data, lows + c * size)
         elif storage == NESTED:
-            scale = load_bytes(data, at + c) * load_halves(data, above + 2 * c)
+            low = load_bytes(data, lows + c) * load_halves(data, above + 2 * (block_size + c))
         else:
-            scale = load_halves(data, at + c * size)
-        if has_lows:
-            if storage == FLOAT:
-                low = load_floats(data, lows + c * size)
-            elif storage == NESTED:
-                low = load_bytes(data, lows + c) * load_halves(data, above + 2 * (block_size + c))
-            else:
-                low = load_halves(data, lows + c * size)
-            open_half(low, scales, SCALES // LANES * c + 2 * LANES, per_word)
-        if has_zeros:
-            # they are stored minus 128
-            offset = load_bytes(data, zeros + c) + fill(np.float32(128))
+            low = load_halves(data, lows + c * size)
+    if has_zeros:
+        # they are stored minus 128
+        offset = load_bytes(data, zeros + c) + fill(np.float32(128))
+    return scale, offset, low
+
+
+@inlined()
+def open_scales(data, at, above, kind, unit, block_size, per_word, scales):
+    """Stores what the numbers of a group are multiplied by, and what is added."""
+    for c in range(0, block_size, LANES):
+        scale, offset, low = read_scales(data, at, above, kind, block_size, c)
+        to = SCALES // LANES * c
         added = scale * (fill(np.float32(-unit)) - offset)
-        open_half(scale * fill(np.float32(unit)), scales, SCALES // LANES * c, per_word)
-        open_half(added, scales, SCALES // LANES * c + LANES, per_word)
+        open_half(scale * fill(np.float32(unit)), scales, to, per_word)
+        open_half(added, scales, to + LANES, per_word)
+        open_half(low, scales, to + 2 * LANES, per_word)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanoengine.loader import place_on
 from nanoengine_cpu.compiling import bits_of_number, warn_once
 from nanoengine_cpu.modules import GatedMLP, PackedLinear, kind_of
-from nanoengine_cpu.products import BLOCKS, MOST_WORDS
+from nanoengine_cpu.products import MOST_WORDS
 from nanoengine_extensions.quantized import kernel, packed
 from nanoengine_extensions.quantized.formulas import Grouped
 from nanoengine_extensions.quantized.stored import Stored
@@ -79,7 +79,7 @@ class QuantizedLinear(PackedLinear):
         self.part_rows = rows
         self.padding = packed.padding(self.in_features, packed.form_of(parts[0]).group, dtype)
         # it is compiled now, and not when it is first needed
-        self.kernel = kernel.product(dtype)
+        self.kernel = kernel.product(dtype, bool(packed.form_of(parts[0]).by_sums))
         self._parameters["weight"] = without_weight(dtype)
 
     def pack(self) -> None:
@@ -97,7 +97,8 @@ class QuantizedLinear(PackedLinear):
         if self.packed_bias is None:
             none = torch.zeros(self.out_features, dtype=torch.float32, device="cpu")
             bias = none if self.bias is None else self.bias.float()
-            more = -self.out_features // self.halves % BLOCKS[dtype]
+            block = packed.form_of(self.packed_parts[0]).block
+            more = -self.out_features // self.halves % block
             bias = F.pad(bias.unflatten(0, (self.halves, -1)), (0, more))
             self.packed_bias = bias.flatten()
         # where each part is, and its first block after it
@@ -152,11 +153,13 @@ class Loading:
     """Replaces modules of one model, then packs their weights.
 
     is_tied: whether the files have one matrix for both the head and the embedding.
+    by_sums: whether scales multiply the sums of groups: see kernel.py.
     """
 
-    def __init__(self, dtype: torch.dtype, is_tied: bool) -> None:
+    def __init__(self, dtype: torch.dtype, is_tied: bool, by_sums: bool) -> None:
         self.dtype = dtype
         self.is_tied = is_tied
+        self.by_sums = by_sums
         # by the storage of a parameter: its module, the class of this, and what is loaded of it
         self.modules: dict[int, tuple[Any, type, dict[int, Tensor]]] = {}
 
@@ -189,7 +192,9 @@ class Loading:
             return tensor[:]
         module, own, parts = self.modules[storage_of(target)]
         found = tensor.load()
-        packed_part = packed.pack(found, self.dtype) if isinstance(found, Grouped) else None
+        packed_part = None
+        if isinstance(found, Grouped):
+            packed_part = packed.pack(found, self.dtype, self.by_sums)
         if packed_part is None:
             if isinstance(found, Grouped):
                 warn_once("quantized weights of some matrices are dequantized when they are "
@@ -207,7 +212,8 @@ class Loading:
         """Gives a module its packed parts; dequantizes them where there is no kernel for them."""
         is_linear = isinstance(module, QuantizedLinear)
         inputs = module._parameters["weight"].shape[1]
-        block = BLOCKS[self.dtype] if is_linear and module.halves == 1 else 1
+        is_whole = is_linear and module.halves == 1
+        block = packed.block_of(self.dtype, self.by_sums) if is_whole else 1
         are_packed = all(part.ndim == 1 for part in parts)
         # the blocks of a part follow those of the last one, and all have the same inputs
         fit = are_packed and not any(count % block for count in rows[:-1]) and len({

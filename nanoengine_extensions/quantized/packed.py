@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoengine_cpu.memory import in_huge_pages
-from nanoengine_cpu.products import BLOCKS
+from nanoengine_cpu.products import BLOCK, BLOCKS
 from nanoengine_cpu.vectors import LANES
 from nanoengine_extensions.quantized.formulas import Grouped
 
@@ -34,6 +34,8 @@ STORAGE = {torch.float16: HALF, torch.float32: FLOAT, torch.int8: NESTED}
 ABOVE = 256
 # groups of more inputs are cut
 MOST_GROUP = 128
+# an address is enough: arrays that kernels read have no end
+ANY = 2**40
 
 
 class Form(NamedTuple):
@@ -43,6 +45,7 @@ class Form(NamedTuple):
     storage: how scales are stored; zero: that of all groups, unless they have_zeros.
     nested: groups with one scale above theirs; 0: there is none.
     begin, size: bytes of a block before the first record, and in all.
+    block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
     """
 
     bits: int
@@ -56,15 +59,33 @@ class Form(NamedTuple):
     nested: int
     begin: int
     size: int
+    block: int
+    by_sums: int
 
 
-def in_order(numbers: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """From (outputs, inputs) to (blocks, groups, vectors, columns, 16): as products take them."""
-    block, per_word = BLOCKS[dtype], 4 // dtype.itemsize
-    x = numbers.unflatten(1, (-1, group // per_word, per_word))
-    # a vector has 16 / per_word outputs, and their neighbouring inputs
-    x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
-    return x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5, 6).flatten(2, 3)
+def block_of(dtype: torch.dtype, by_sums: bool) -> int:
+    """Returns how many outputs a block has."""
+    return BLOCK if by_sums else BLOCKS[dtype]
+
+
+def in_order(numbers: Tensor, group: int, bits: int, dtype: torch.dtype,
+             by_sums: bool) -> Tensor:
+    """From (outputs, inputs) to (blocks, groups, numbers of a group): as they are stored."""
+    block, per_word = block_of(dtype, by_sums), 4 // dtype.itemsize
+    # inputs whose numbers are in the words of 16 outputs
+    inputs = 32 // bits
+    if not by_sums or per_word == 1:
+        x = numbers.unflatten(1, (-1, group // per_word, per_word))
+        # a vector has 16 / per_word outputs, and their neighbouring inputs
+        x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
+        x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5, 6).flatten(2, 3)
+        return x.unflatten(2, (-1, inputs)).movedim(3, -1).flatten(2)
+    x = numbers.unflatten(1, (-1, group // inputs, inputs // 2, 2))
+    x = x.unflatten(0, (-1, block // LANES, LANES))
+    if bits == 4:
+        # a word has four first inputs of pairs, then their second ones
+        return x.permute(0, 3, 4, 1, 2, 6, 5).flatten(2)
+    return x.permute(0, 3, 4, 1, 5, 2, 6).flatten(2)
 
 
 def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
@@ -72,9 +93,12 @@ def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
     return -inputs % max(group, LANES * 4 // dtype.itemsize)
 
 
-def pack(weight: Grouped, dtype: torch.dtype) -> Tensor | None:
-    """Returns a weight as bytes, or None if there is no such form of it."""
-    block = BLOCKS[dtype]
+def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor | None:
+    """Returns a weight as bytes, or None if there is no such form of it.
+
+    by_sums: whether sums.py multiplies it; otherwise expanding.py.
+    """
+    block = block_of(dtype, by_sums)
     outputs, inputs = weight.numbers.shape
     size = weight.group_size()
     group = next((each for each in (128, 64, 32, 16) if size and size % each == 0), 0)
@@ -96,6 +120,15 @@ def pack(weight: Grouped, dtype: torch.dtype) -> Tensor | None:
 
     groups = (inputs + more[0]) // group
     zero = weight.zero()
+    middle = 2 ** (weight.bits - 1)
+    # what is added to all numbers
+    added = weight.middle()
+    if by_sums and isinstance(zero, int):
+        # the one zero of all groups is moved to the middle, if all numbers have room there
+        least, most = (int(each) + added - zero for each in weight.numbers.aminmax())
+        if -middle <= least and most < middle:
+            added += middle - zero
+            zero = middle
     heads = [scales] if lows is None else [scales, lows.to(scales.dtype)]
     if isinstance(zero, Tensor):
         heads.append((zero.to(torch.int16) - 128).to(torch.int8))
@@ -106,7 +139,8 @@ def pack(weight: Grouped, dtype: torch.dtype) -> Tensor | None:
     record = head + block * group * weight.bits // 8
     form = Form(weight.bits, group, record, head, storage, isinstance(zero, Tensor),
                 lows is not None, 0 if isinstance(zero, Tensor) else zero,
-                ABOVE // group if above else 0, begin, begin + groups * record)
+                ABOVE // group if above else 0, begin, begin + groups * record, block,
+                by_sums)
     blocks = (outputs + more[1]) // block
     packed = in_huge_pages(8 * HEADER + blocks * form.size)
     packed[:8 * len(form)] = torch.tensor(form).view(torch.uint8)
@@ -117,12 +151,10 @@ def pack(weight: Grouped, dtype: torch.dtype) -> Tensor | None:
     records[:, :, :head] = torch.cat(heads, 2)
     # some blocks at a time, as there are copies of them
     for part, to in zip(weight.numbers.split(32 * block), records[:, :, head:].split(32)):
-        x = (part.to(torch.int16) + weight.middle()).to(torch.uint8)
-        x = in_order(F.pad(x, (0, more[0], 0, -len(x) % block)), group, dtype)
-        x = x.unflatten(2, (-1, 32 // weight.bits)).movedim(3, -1)
-        if weight.bits == 4:
-            x = x[..., ::2] | x[..., 1::2] << 4
-        to.copy_(x.flatten(2))
+        x = (part.to(torch.int16) + added).to(torch.uint8) ^ (middle if by_sums else 0)
+        x = F.pad(x, (0, more[0], 0, -len(x) % block))
+        x = in_order(x, group, weight.bits, dtype, by_sums)
+        to.copy_(x[..., ::2] | x[..., 1::2] << 4 if weight.bits == 4 else x)
     return packed
 
 
@@ -135,21 +167,20 @@ def blocks_of(packed: Tensor) -> int:
 
 
 @functools.cache
-def places(bits: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def places(bits: int, group: int, dtype: torch.dtype, by_sums: bool) -> tuple[Tensor, Tensor]:
     """Returns where the number of an output and an input of a group is: its byte after a head, and
     its first bit, (outputs of a block, inputs) each."""
-    block = BLOCKS[dtype]
-    order = in_order(torch.arange(block * group, device="cpu").view(block, -1), group, dtype)
-    which = order.flatten().argsort().view(block, -1)
-    vector, each = which // block, 32 // bits
-    word = vector // each * block + which % block
-    place = 4 * word + vector % each * bits // 8
-    return place, (vector * bits % 8).to(torch.uint8)
+    block = block_of(dtype, by_sums)
+    numbers = torch.arange(block * group, device="cpu").view(block, -1)
+    order = in_order(numbers, group, bits, dtype, by_sums)
+    first = bits * order.flatten().argsort().view(block, -1)
+    return first // 8, (first % 8).to(torch.uint8)
 
 
 def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
     """Returns rows of a weight, (ids, inputs), in float32. dtype: for which it was packed."""
-    form, block = form_of(packed), BLOCKS[dtype]
+    form = form_of(packed)
+    block = form.block
     blocks, own = ids // block, ids % block
     data = packed[8 * HEADER:].view(-1, form.size)
     records = data[:, form.begin:].unflatten(1, (-1, form.record))
@@ -162,10 +193,11 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
         rows = groups[None, :records.shape[1], None]
         return records[blocks[:, None, None], rows, at[:, None]].view(kind).float()
 
-    place, shift = places(form.bits, form.group, dtype)
+    place, shift = places(form.bits, form.group, dtype, bool(form.by_sums))
     place = place + form.head
     found = records[blocks[:, None, None], groups[None, :, None], place[own][:, None]]
-    weight = (found >> shift[own][:, None] & 2**form.bits - 1).float()
+    found = found >> shift[own][:, None] & 2**form.bits - 1
+    weight = (found ^ (2**(form.bits - 1) if form.by_sums else 0)).float()
     scales = find(records, 0, size, kind)
     lows = find(records, size * block, size, kind) if form.has_lows else None
     if form.nested:

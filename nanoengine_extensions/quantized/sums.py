@@ -1,0 +1,223 @@
+"""Products with whole numbers: a scale multiplies the sum of a group, and not each number.
+
+    row * ((number - zero) * scale + low)
+        = (row * (number - middle)) * scale + row * (low + (middle - zero) * scale)
+
+The packed numbers are those less `middle`, which is 8 or 128. The last term is the sum of the row
+itself in the group, times what is added to all weights there; it is left out where that is 0. The
+sum of a group begins with 0, and goes over its inputs in their order, for any number of rows.
+"""
+
+import numpy as np
+
+from nanoengine_cpu.products import BLOCK, MOST_ROWS, PART, SLICE, STEP
+from nanoengine_cpu.vectors import (
+    LANES, add_products, array_at, copy_rows, fill, inlined, load, numbers_at, prefetch, stack,
+    store, total)
+from nanoengine_extensions.quantized.expanding import FEW, read_scales
+from nanoengine_extensions.quantized.packed import ANY, HEADER
+from nanoengine_extensions.quantized.whole_numbers import add_numbers, store_numbers
+
+# each row keeps the sums of so many neighbouring inputs; groups are multiples
+UNIT = 16
+# of all the rows that a thread has copied
+UNITS = 2 * (PART + MOST_ROWS * LANES) // UNIT
+# of the groups of a slice; a group has at least 8 words
+SCALES_OF_SLICE = 2 * SLICE // 8
+# rows at a time: registers hold their sums of a group, and of all groups
+FEWER = 3
+# the most sums in registers
+HELD = STEP * BLOCK
+# the scales of a group of a block, and what is added to its weights
+OPEN = 2 * BLOCK
+
+
+@inlined()
+def sum_units(row, inputs, units):
+    """Sums of neighbouring inputs of a row, UNIT at a time."""
+    for i in range(0, inputs, UNIT):
+        units[i // UNIT] = total(load(row, i))
+
+
+@inlined()
+def group_and_shift(part):
+    """The inputs of a group, and whether something is added to all weights of a group."""
+    bits, group, _, _, _, has_zeros, has_lows, zero = numbers_at(part, 8)
+    return group, has_zeros or has_lows or zero != 2 ** (bits - 1)
+
+
+@inlined()
+def open_sums(part, number, n, has_shift, scales):
+    """Reads the scales of group `n` of a block, and what the sums of rows are multiplied by."""
+    (bits, _, record, _, storage, has_zeros, has_lows, zero, nested, begin,
+     size) = numbers_at(part, 11)
+    at = part + 8 * HEADER + number * size
+    data = array_at(at, ANY, np.uint8)
+    above = n // max(1, nested) * 2 * BLOCK * (1 + has_lows)
+    kind = storage, has_zeros, has_lows, zero
+    middle = fill(np.float32(2 ** (bits - 1)))
+    for c in range(0, BLOCK, LANES):
+        scale, offset, low = read_scales(data, begin + n * record, above, kind, BLOCK, c)
+        store(scales, c, scale)
+        if has_shift:
+            store(scales, BLOCK + c, add_products(middle - offset, scale, low, 1))
+
+
+@inlined()
+def add_scaled(held, pitch, times, scales, sums, count, size):
+    """Adds the sums of a group, each times its scale, to those of all groups: `size` outputs."""
+    for r in range(count):
+        for c in range(0, size, LANES):
+            own, at = load(held, r * pitch + c * times), r * BLOCK + c
+            store(sums, at, add_products(own, load(scales, c), load(sums, at), 1))
+
+
+@inlined()
+def add_shifts(units, pitch, in_group, scales, sums, count):
+    """Adds the sums of the rows' own numbers, times what is added to all weights of a group."""
+    for r in range(count):
+        number = np.float32(0)
+        for u in range(in_group):
+            number += units[r * pitch + u]
+        for c in range(0, BLOCK, LANES):
+            at = r * BLOCK + c
+            store(sums, at, add_products(fill(number), load(scales, BLOCK + c), load(sums, at), 1))
+
+
+@inlined()
+def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, bits, per_word,
+                       count):
+    """Adds products of `count` rows, a constant, with a whole block of outputs to their sums."""
+    _, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
+    words = array_at(part + 8 * HEADER + number * size, ANY, np.uint32)
+    scales = array_at(stack(OPEN), OPEN, np.float32)
+    _, has_shift = group_and_shift(part)
+    step = group // per_word
+    in_group, pitch = group // UNIT, size_of_row * per_word // UNIT
+    across = 4 if count == 1 else 2
+    for n in range(size_of_row // step):
+        open_sums(part, number, n, has_shift, scales)
+        for c in range(0, BLOCK, across * LANES):
+            # registers: all places are constants
+            held = stack(HELD)
+            room = array_at(held, HELD, np.float32)
+            for i in range(0, across * count * LANES, LANES):
+                store(room, i, fill(np.float32(0)))
+            for v in range(0, group, 32 // bits):
+                here = rows[n * step + v // per_word:]
+                packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK + c
+                add_numbers(here, line, words, packed, held, 0, bits, per_word, count)
+                add_numbers(here, line, words, packed + LANES, held, count * LANES, bits,
+                            per_word, count)
+                if across == 4:
+                    add_numbers(here, line, words, packed + 2 * LANES, held,
+                                2 * count * LANES, bits, per_word, count)
+                    add_numbers(here, line, words, packed + 3 * LANES, held,
+                                3 * count * LANES, bits, per_word, count)
+            add_scaled(room, LANES, count, scales[c:], sums[c:], count, across * LANES)
+        if has_shift:
+            add_shifts(units[n * in_group:], pitch, in_group, scales, sums, count)
+
+
+@inlined()
+def add_count_by_sums(part, number, rows, line, size_of_row, units, sums, per_word, count):
+    bits, = numbers_at(part, 1)
+    if bits == 8:
+        add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 8, per_word, count)
+    else:
+        add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 4, per_word, count)
+
+
+@inlined()
+def expand_by_sums(part, number, first, depth, lines, scales, per_word):
+    """Stores the numbers of words `first` to `first` + `depth` of a block, and their scales."""
+    bits, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
+    _, has_shift = group_and_shift(part)
+    at = part + 8 * HEADER + number * size
+    words = array_at(at, ANY, np.uint32)
+    step = group // per_word
+    for n in range(first // step, (first + depth) // step):
+        own = scales[(n - first // step) * OPEN:]
+        open_sums(part, number, n, has_shift, own)
+        for v in range(0, group, 32 // bits):
+            to = (n * step - first + v // per_word) * BLOCK
+            packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK
+            for c in range(0, BLOCK, LANES):
+                if bits == 8:
+                    store_numbers(lines, to + c, BLOCK, words, packed + c, 8, per_word)
+                else:
+                    store_numbers(lines, to + c, BLOCK, words, packed + c, 4, per_word)
+    return at + begin + (first + depth) // step * record, BLOCK * bits // 16
+
+
+@inlined()
+def add_rows_by_sums(part, rows, line, lines, piece, units, pitch, scales, sums, count, per_word):
+    """Adds products of `count` rows, a constant, with a slice of the weight.
+
+    Registers hold the sums of a group, and those of all groups.
+    """
+    group, has_shift = group_and_shift(part)
+    _, depth, ahead, asked = piece
+    step, in_group = group // per_word, group // UNIT
+    held, totals = stack(HELD), stack(HELD)
+    copy_rows(sums, BLOCK, totals, BLOCK, np.int64(count), BLOCK // LANES)
+    g = 0
+    for n in range(0, depth, step):
+        for i in range(0, count * BLOCK, LANES):
+            store(held, i, fill(np.float32(0)))
+        for k in range(n, n + step):
+            for i in range(k * asked, (k + 1) * asked, LANES):
+                prefetch(lines, ahead + i)
+            for c in range(0, BLOCK, LANES):
+                numbers = load(lines, k * BLOCK + c)
+                for r in range(count):
+                    word = fill(rows[np.uint64(r * line + k)])
+                    i = r * BLOCK + c
+                    store(held, i, add_products(word, numbers, load(held, i), per_word))
+        own = scales[g * OPEN:]
+        add_scaled(held, BLOCK, 1, own, totals, count, BLOCK)
+        if has_shift:
+            add_shifts(units[g * in_group:], pitch, in_group, own, totals, count)
+        g += 1
+    copy_rows(totals, BLOCK, sums, BLOCK, np.int64(count), BLOCK // LANES)
+
+
+@inlined()
+def add_by_sums(part, number, rows, line, size_of_row, units, sums, lines, are_few, per_word):
+    """Adds products of some rows with a block of the weight to their sums.
+
+    units: see `sum_units`; lines: room for a slice of the weight
+    """
+    size = len(sums)
+    flat = sums.ravel()
+    if are_few:
+        if size == 1:
+            add_count_by_sums(part, number, rows, line, size_of_row, units, flat, per_word, 1)
+        elif size == 2:
+            add_count_by_sums(part, number, rows, line, size_of_row, units, flat, per_word, 2)
+        else:
+            add_count_by_sums(part, number, rows, line, size_of_row, units, flat, per_word, FEW)
+        return
+    scales = array_at(stack(SCALES_OF_SLICE), SCALES_OF_SLICE, np.float32)
+    pitch = size_of_row * per_word // UNIT
+    most_depth = SLICE // BLOCK
+    for first in range(0, size_of_row, most_depth):
+        depth = min(most_depth, size_of_row - first)
+        after, asked = expand_by_sums(part, number, first, depth, lines, scales, per_word)
+        # each step of the rows asks for a share of the next slice
+        asked = -(-asked // -(-size // FEWER))
+        ahead = (after - np.int64(lines.ctypes.data)) // 4
+        r = 0
+        while r < size:
+            piece = 0, depth, ahead + r // FEWER * asked * depth, asked
+            left, here = rows[r * line + first:], flat[r * BLOCK:]
+            mine = units[r * pitch + first * per_word // UNIT:]
+            # a last step of one row would take as long as one of two
+            if size - r == FEWER or size - r > 4:
+                add_rows_by_sums(part, left, line, lines, piece, mine, pitch, scales, here, FEWER,
+                                 per_word)
+                r += FEWER
+            else:
+                add_rows_by_sums(part, left, line, lines, piece, mine, pitch, scales, here, 2,
+                                 per_word)
+                r += 2

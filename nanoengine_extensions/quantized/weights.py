@@ -1,0 +1,158 @@
+"""Products with a packed weight (packed.py), whose numbers become weights on the way.
+
+    few rows, on registers of AVX-512      16 words are expanded and multiplied at once
+    more rows, on tiles, with AVX2         a slice is expanded into the first cache, and multiplied
+                                           as `nanoengine_cpu/products.py` does it
+
+A result has the bits of the product with the weight that was dequantized before, rounded to the
+dtype of the rows.
+"""
+
+import numpy as np
+
+from nanoengine_cpu.products import BLOCK, SLICE, STEP, add_rows, add_slice
+from nanoengine_cpu.tiles import load_sums, store_sums
+from nanoengine_cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, stack
+from nanoengine_extensions.quantized.expanding import (
+    FEW, SCALES, add_expanded, open_scales, store_expanded)
+from nanoengine_extensions.quantized.packed import ANY, HEADER
+
+# sums of two vectors of outputs
+HELD = 2 * FEW * LANES
+# the most vectors of outputs in a block
+COLUMNS = 4
+# the scales of a group of a block
+OPEN = COLUMNS * SCALES
+
+
+@inlined()
+def expand_groups(part, number, first, depth, lines, block_size, bits, has_lows, per_word):
+    """Expands words `first` to `first` + `depth` of a block."""
+    (_, group, record, head, storage, has_zeros, _, zero, nested, begin,
+     size) = numbers_at(part, 11)
+    at = part + 8 * HEADER + number * size
+    data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
+    scales = array_at(stack(OPEN), OPEN, np.float32)
+    kind = storage, has_zeros, has_lows, zero
+    unit = 128 if bits == 4 else 256
+    step = group // per_word
+    for n in range(first // step, (first + depth) // step):
+        place = begin + n * record
+        above = n // max(1, nested) * 2 * block_size * (1 + has_lows)
+        open_scales(data, place, above, kind, unit, block_size, per_word, scales)
+        for v in range(0, group, 32 // bits):
+            to = (n * step - first + v // per_word) * block_size
+            packed = (place + head) // 4 + v * bits // 32 * block_size
+            for c in range(0, block_size, LANES):
+                store_expanded(lines, to + c, block_size, words, packed + c,
+                               scales[SCALES // LANES * c:], bits, has_lows, per_word)
+    # where the next words lie, and how many of them a word of a row needs
+    return at + begin + (first + depth) // step * record, block_size * bits // 16
+
+
+@inlined()
+def add_groups(part, number, rows, line, size_of_row, sums, bits, has_lows, per_word, count):
+    """Adds products of `count` rows, a constant, with a whole block of 64 outputs to their sums."""
+    (_, group, record, head, storage, has_zeros, _, zero, nested, begin,
+     size) = numbers_at(part, 11)
+    at = part + 8 * HEADER + number * size
+    data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
+    scales = array_at(stack(OPEN), OPEN, np.float32)
+    kind = storage, has_zeros, has_lows, zero
+    unit = 128 if bits == 4 else 256
+    step = group // per_word
+    across = COLUMNS if count == 1 else 2
+    for n in range(size_of_row // step):
+        place = begin + n * record
+        above = n // max(1, nested) * 2 * BLOCK * (1 + has_lows)
+        open_scales(data, place, above, kind, unit, BLOCK, per_word, scales)
+        for c in range(0, BLOCK, across * LANES):
+            # registers: all places are constants
+            held = stack(HELD)
+            room = array_at(held, HELD, np.float32)
+            for i in range(across):
+                copy_rows(sums[c + i * LANES:], BLOCK, room[i * count * LANES:], LANES, count, 1)
+            own = scales[SCALES // LANES * c:]
+            for v in range(0, group, 32 // bits):
+                here = rows[n * step + v // per_word:]
+                packed = (place + head) // 4 + v * bits // 32 * BLOCK + c
+                add_expanded(here, line, words, packed, own, held, 0, bits, has_lows, per_word,
+                             count)
+                add_expanded(here, line, words, packed + LANES, own[SCALES:], held, count * LANES,
+                             bits, has_lows, per_word, count)
+                if across == COLUMNS:
+                    add_expanded(here, line, words, packed + 2 * LANES, own[2 * SCALES:], held,
+                                 2 * count * LANES, bits, has_lows, per_word, count)
+                    add_expanded(here, line, words, packed + 3 * LANES, own[3 * SCALES:], held,
+                                 3 * count * LANES, bits, has_lows, per_word, count)
+            for i in range(across):
+                copy_rows(room[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
+
+
+# numbers of 4 or 8 bits, with lows or without: for each a function is compiled
+
+
+@inlined()
+def expand(part, number, first, depth, lines, block_size, per_word):
+    bits, _, _, _, _, _, has_lows = numbers_at(part, 7)
+    if bits == 8:
+        if has_lows:
+            return expand_groups(part, number, first, depth, lines, block_size, 8, True, per_word)
+        return expand_groups(part, number, first, depth, lines, block_size, 8, False, per_word)
+    if has_lows:
+        return expand_groups(part, number, first, depth, lines, block_size, 4, True, per_word)
+    return expand_groups(part, number, first, depth, lines, block_size, 4, False, per_word)
+
+
+@inlined()
+def add_count(part, number, rows, line, size_of_row, sums, per_word, count):
+    bits, _, _, _, _, _, has_lows = numbers_at(part, 7)
+    if bits == 8:
+        if has_lows:
+            add_groups(part, number, rows, line, size_of_row, sums, 8, True, per_word, count)
+        else:
+            add_groups(part, number, rows, line, size_of_row, sums, 8, False, per_word, count)
+    elif has_lows:
+        add_groups(part, number, rows, line, size_of_row, sums, 4, True, per_word, count)
+    else:
+        add_groups(part, number, rows, line, size_of_row, sums, 4, False, per_word, count)
+
+
+@inlined()
+def add_few(part, number, rows, line, size_of_row, sums, per_word, size):
+    """Adds products of up to FEW rows with a block of the weight to their sums."""
+    if size == 1:
+        add_count(part, number, rows, line, size_of_row, sums, per_word, 1)
+    elif size == 2:
+        add_count(part, number, rows, line, size_of_row, sums, per_word, 2)
+    else:
+        add_count(part, number, rows, line, size_of_row, sums, per_word, FEW)
+
+
+@inlined()
+def add_many(part, number, rows, line, size_of_row, sums, lines, on_tiles, per_word):
+    """The same for any number of rows: slice by slice."""
+    size, block_size = sums.shape
+    step = 2 * LANES if on_tiles else STEP
+    stride = 4 if size in (7, 8) and not on_tiles else step
+    most_depth = SLICE // block_size
+    for first in range(0, size_of_row, most_depth):
+        depth = min(most_depth, size_of_row - first)
+        after, asked = expand(part, number, first, depth, lines, block_size, per_word)
+        # each step of the rows asks for a share of the next slice
+        asked = -(-asked // -(-size // stride))
+        ahead = (after - np.int64(lines.ctypes.data)) // 4
+        for r in range(0, size, stride):
+            piece = 0, depth, ahead + r // stride * asked * depth, asked
+            left, here, rest = rows[r * line + first:], sums[r:], size - r
+            if on_tiles:
+                below = LANES if rest > LANES else 0
+                load_sums(here, block_size, below)
+                add_slice(left, line, below, lines, piece)
+                store_sums(here, block_size, below)
+            elif min(rest, stride) > STEP - 2:
+                add_rows(left, line, lines, piece, here, STEP, per_word)
+            elif rest > 2:
+                add_rows(left, line, lines, piece, here, 4, per_word)
+            else:
+                add_rows(left, line, lines, piece, here, 2, per_word)
