@@ -18,6 +18,8 @@ from nanoengine_extensions.quantized.formulas import Grouped
 
 # types of tensors that are not quantized
 PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+# begins the type of those that are quantized when they are read
+ROUNDED = "rounded"
 
 
 class Stored:
@@ -168,7 +170,7 @@ def open_rounded(bits: int, file: Path) -> Opened:
         # vectors, of norms and biases, are few numbers
         if len(tensor.shape) < 2 or name.endswith("bias") or not is_float:
             return tensor
-        return Stored(f"rounded {tensor.kind}", tensor.shape, partial(read, tensor))
+        return Stored(f"{ROUNDED} {tensor.kind}", tensor.shape, partial(read, tensor))
 
     return Opened({name: opened(name, tensor) for name, tensor in plain(file).items()})
 

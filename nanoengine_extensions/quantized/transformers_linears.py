@@ -25,7 +25,7 @@ from nanoengine_cpu.products import MOST_WORDS
 from nanoengine_extensions.quantized.modules import (
     QuantizedEmbedding, QuantizedLinear, in_packed_form, storage_of, without_weight)
 from nanoengine_extensions.quantized.stored import Opened, Stored
-from nanoengine_extensions.quantized.transformers_files import load
+from nanoengine_extensions.quantized.transformers_files import from_tensors, in_order
 
 # a matrix that was transposed, cut or copied has others
 STRIDES = (1, 2)
@@ -87,11 +87,12 @@ class Embedding(QuantizedEmbedding):
 def load_packed(tensors: Opened, kind: Any, folder: object, config: Any, dtype: torch.dtype,
                 **options: Any) -> tuple[Any, dict[str, Any]]:
     """As `transformers_files.load`. dtype: of the model"""
+    tensors = in_order(tensors, kind, config)
     given: dict[str, Any] = dict(tensors)
     stand_ins = {name: stand_in(*each.shape, dtype) for name, each in tensors.items()
                  if len(each.shape) == 2}
     while True:
-        causal, found = load(given | stand_ins, kind, folder, config, dtype=dtype, **options)
+        causal, found = from_tensors(given | stand_ins, kind, config, dtype=dtype, **options)
         places = places_of(causal)
         gone = [name for name, each in stand_ins.items() if not is_left(each, places)]
         if not gone:
