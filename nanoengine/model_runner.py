@@ -96,7 +96,7 @@ class ModelRunner:
         if given or getattr(self.model_config, "quantization_config", None):
             options |= extension("quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
-            return extension("transformers_models").load(self, folder)
+            return extension("transformers_models").load(self, folder, **options)
         load = partial(load_model, folder, self.model_config, self.dtype, self.device,
                        self.config.load_format, **options)
         if self.config.cpu_offload_gb:

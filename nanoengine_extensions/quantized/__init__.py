@@ -8,7 +8,8 @@ weights are dequantized when they are loaded, so that they take the memory of th
 the log says how much.
 
 It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
-files are read (`ModelRunner.load_model`). gguf_files.py needs a package: `pip install ".[gguf]"`.
+files are read (`ModelRunner.load_model`); a model that transformers computes is read in
+transformers_files.py and transformers_linears.py. gguf_files.py needs a package: `pip install ".[gguf]"`.
 """
 
 import atexit
@@ -28,7 +29,7 @@ from nanoengine.features import Condition, logger, naming, rejected
 from nanoengine.loader import weight_files
 from nanoengine.model import FAMILIES
 from nanoengine.model_runner import ModelRunner
-from nanoengine_extensions.quantized import methods
+from nanoengine_extensions.quantized import methods, transformers_files
 from nanoengine_extensions.quantized.stored import (
     METHODS, Index, Opened, open_quantized, open_rounded)
 
@@ -87,18 +88,19 @@ def only_file(path: Path) -> Path:
     return files[0]
 
 
-def slots(runner: ModelRunner, folder: Path) -> dict[str, Callable]:
+def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     """Returns arguments of `loader.load_model`: one that takes the place of `safe_open` for a
-    model's files, and if weights stay packed, two that allocate and fill them as such.
+    model's files, and if weights stay packed, two that allocate and fill them as such. For a model
+    that transformers computes, arguments of `transformers_models.load`.
 
     Raises ValueError for a model that is quantized in a way other than `quantization` says, or in
     one that is not read.
     """
     config = runner.config
-    if runner.model_config.model_type not in FAMILIES:
-        raise rejected("quantization", config.quantization, f"None for a model that is not one of "
-                       f"{[*FAMILIES]}")
-    entries = getattr(runner.model_config, "quantization_config", None) or {}
+    is_own = runner.model_config.model_type in FAMILIES
+    # or that of weights which transformers dequantizes, if they are not rounded here
+    names = "quantization_config", "unpacked_config"
+    entries = next(filter(None, (getattr(runner.model_config, name, None) for name in names)), {})
     if entries:
         methods.check(entries)
     method: Any = entries.get("quant_method", config.quantization)
@@ -121,13 +123,19 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Callable]:
     if method in METHODS and METHODS[method](entries).parts[0] not in kinds:
         raise rejected("the model's quantization_config", entries,
                        "None, since none of its weights is quantized")
-    found: dict[str, Callable] = {"opened": lambda file, framework: opened[file]}
+    found: dict[str, Any] = {"opened": lambda file, framework: opened[file]}
+    tensors = transformers_files.tensors_of(opened)
+    if not is_own:
+        found = {"read": partial(transformers_files.load, tensors)}
     if not stays_packed(runner):
         if config.scale_sums:
             raise rejected("scale_sums", True, "False unless weights stay packed: on a CPU with "
                            "its kernels, in one process, in bfloat16 or float32")
         log_costs(files, opened.values(), runner.dtype)
         return found
+    if not is_own:
+        from nanoengine_extensions.quantized.transformers_linears import load_packed
+        return {"read": partial(load_packed, tensors, config.scale_sums), "is_packed": True}
     from nanoengine_extensions.quantized.modules import Loading
     is_tied = runner.model_config.tie_word_embeddings and tie(opened)
     loading = Loading(runner.dtype, is_tied, config.scale_sums)

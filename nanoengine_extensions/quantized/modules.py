@@ -149,6 +149,20 @@ class QuantizedEmbedding(nn.Embedding):
 # --------------------------------------------------------------------------------------- loading
 
 
+def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool) -> Tensor:
+    """Reads a matrix, as bytes; where it has no packed form, as a matrix in `dtype`."""
+    found = tensor.load()
+    if not isinstance(found, Grouped):
+        return found.to(dtype)
+    part = packed.pack(found, dtype, by_sums)
+    if part is None:
+        warn_once("quantized weights of some matrices are dequantized when they are "
+                  "loaded, since kernels know no act-order, no scales of more than 15 "
+                  "bits, and groups of 16, 32, 64 or 128 inputs, or of multiples of these")
+        part = found.dequantized().to(dtype)
+    return part
+
+
 class Loading:
     """Replaces modules of one model, then packs their weights.
 
@@ -191,17 +205,8 @@ class Loading:
         if not target.is_meta:
             return tensor[:]
         module, own, parts = self.modules[storage_of(target)]
-        found = tensor.load()
-        packed_part = None
-        if isinstance(found, Grouped):
-            packed_part = packed.pack(found, self.dtype, self.by_sums)
-        if packed_part is None:
-            if isinstance(found, Grouped):
-                warn_once("quantized weights of some matrices are dequantized when they are "
-                          "loaded, since kernels know no act-order, no scales of more than 15 "
-                          "bits, and groups of 16, 32, 64 or 128 inputs, or of multiples of these")
-            packed_part = tensor.read().to(self.dtype)
-        parts[target.storage_offset() // target.shape[1]] = packed_part
+        part = in_packed_form(tensor, self.dtype, self.by_sums)
+        parts[target.storage_offset() // target.shape[1]] = part
         rows = [*getattr(module, "parts", {own: module._parameters["weight"].shape[0]}).values()]
         if len(parts) == len(rows):
             self.finish(module, own, [parts[first] for first in sorted(parts)], rows)

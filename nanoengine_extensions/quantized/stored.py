@@ -16,6 +16,11 @@ from torch import Tensor
 from nanoengine_extensions.quantized import formulas, methods
 from nanoengine_extensions.quantized.formulas import Grouped
 
+# types of tensors that are not quantized
+PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+# begins the type of those that are quantized when they are read
+ROUNDED = "rounded"
+
 
 class Stored:
     """A tensor of a file, in the form of `safe_open(…).get_slice(name)`.
@@ -33,6 +38,10 @@ class Stored:
         """Returns the whole tensor, in floating point."""
         found = self.load()
         return found.dequantized() if isinstance(found, Grouped) else found
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.kind not in PLAIN
 
     def get_dtype(self) -> str:
         return self.kind
@@ -148,18 +157,22 @@ def open_quantized(index: Index, method: Method, file: Path) -> Opened:
 
 
 def open_rounded(bits: int, file: Path) -> Opened:
-    """Returns the tensors of a file of safetensors, the matrices rounded to so many bits."""
+    """Returns the tensors of a file of safetensors, the matrices rounded to so many bits: those of
+    experts, too, which can lie in one tensor."""
 
     def read(tensor: Stored) -> Tensor | Grouped:
-        # vectors, of norms and biases, are few numbers
         weight = tensor.read()
-        if weight.ndim != 2 or not weight.is_floating_point():
-            return weight
-        return formulas.rounded(weight, bits)
+        found = formulas.rounded(weight.flatten(0, -2), bits)
+        return found if weight.ndim == 2 else found.dequantized().view(weight.shape)
 
-    opened = plain(file)
-    return Opened({name: Stored(tensor.kind, tensor.shape, partial(read, tensor))
-                   for name, tensor in opened.items()})
+    def opened(name: str, tensor: Stored) -> Stored:
+        is_float = tensor.kind.startswith(("F", "BF"))
+        # vectors, of norms and biases, are few numbers
+        if len(tensor.shape) < 2 or name.endswith("bias") or not is_float:
+            return tensor
+        return Stored(f"{ROUNDED} {tensor.kind}", tensor.shape, partial(read, tensor))
+
+    return Opened({name: opened(name, tensor) for name, tensor in plain(file).items()})
 
 
 def plain(file: Path) -> Opened:

@@ -41,6 +41,8 @@ from nanoengine_extensions.transformers_models.check import (
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 # from the original length on, their angles depend on the longest sequence of a step
 BY_LENGTH = ("dynamic", "longrope")
+# what transformers itself dequantizes where there is no GPU for it
+UNPACKED = ("fp8", "mxfp4")
 # .attend: what computes the attention of the model that this thread runs
 current = threading.local()
 
@@ -244,6 +246,12 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
                 f"max_model_len is at most {longest}: beyond it, "
                 f"rope_type={each['rope_type']!r} depends on the longest sequence of a step")
     described = PretrainedConfig()
+    quantized = getattr(config, "quantization_config", None) or getattr(
+        text, "quantization_config", None) or {}
+    # the first name asks the extension `quantized` for its weights
+    is_unpacked = quantized.get("quant_method") in UNPACKED
+    name = "unpacked_config" if is_unpacked else "quantization_config"
+    vars(described)[name] = quantized
     # the table of these angles is not used
     vars(described).update(original=config, max_position_embeddings=longest,
                            rope_parameters={"rope_type": "default", "rope_theta": 1.0},
@@ -252,14 +260,14 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
     return described
 
 
-def load_causal(runner: Any, folder: Path) -> Any:
-    """Returns transformers' own model."""
+def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: bool) -> Any:
+    """Returns transformers' own model. read, is_packed: see `load`"""
     config = runner.model_config.original
     kind: Any = getattr(transformers, str(config.architectures[0]), None)
     if not hasattr(kind, "generate"):
         raise NotComputed(f"transformers has no architectures={config.architectures} for texts")
     options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")
-    if is_installed("strict"):
+    if is_installed("strict") and not is_packed:
         with torch.device("meta"):
             sizes = kind._from_config(copy.deepcopy(config), **options)
         extension("strict").check_memory(sizes, runner.device)
@@ -268,28 +276,38 @@ def load_causal(runner: Any, folder: Path) -> Any:
             torch.manual_seed(0)
             causal = kind._from_config(config, **options)
     else:
-        causal, found = kind.from_pretrained(
-            folder, config=config, local_files_only=True, use_safetensors=True,
+        causal, found = read(
+            kind, folder, config=config, local_files_only=True, use_safetensors=True,
             trust_remote_code=False, output_loading_info=True, **options)
         if found["missing_keys"]:
             raise NotComputed(f"its safetensors lack {sorted(found['missing_keys'])[:3]}")
         if found["unexpected_keys"]:
             logger.warning(
                 f"transformers does not use {sorted(found['unexpected_keys'])[:3]} and others")
-    # fp8 and mxfp4 are unpacked where there is no GPU for them
     if hasattr(causal, "hf_quantizer"):
         raise NotComputed("its weights stay quantized")
-    return causal.eval().requires_grad_(False).to(runner.device)
+    causal.eval().requires_grad_(False)
+    # packed weights are on the CPU, and stay packed if they are not moved
+    return causal if runner.device == "cpu" else causal.to(runner.device)
 
 
-def load(runner: Any, folder: Path) -> Model:
-    """Returns the model. Raises ValueError for one that does not compute the same in steps."""
+def from_files(kind: Any, folder: Path, **options: Any) -> Any:
+    return kind.from_pretrained(folder, **options)
+
+
+def load(runner: Any, folder: Path, read: Callable[..., Any] = from_files,
+         is_packed: bool = False) -> Model:
+    """Returns the model. Raises ValueError for one that does not compute the same in steps.
+
+    read: in place of `from_pretrained`; quantized weights replace it. is_packed: whether these take
+    less memory than their dtype would.
+    """
     if runner.config.cpu_offload_gb:
         raise rejected("cpu_offload_gb", runner.config.cpu_offload_gb,
                        "0 for a model that transformers computes")
     try:
         with torch.inference_mode():
-            causal = load_causal(runner, folder)
+            causal = load_causal(runner, folder, read, is_packed)
             model = Model(causal)
             check_model(runner, model, causal, Call, OtherCall)
     except Exception as error:

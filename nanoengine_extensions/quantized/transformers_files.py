@@ -1,0 +1,62 @@
+"""Quantized weights of models that transformers computes (transformers_models), dequantized.
+
+transformers fills a model by rules of its own: it renames tensors, ties them, and merges those of
+experts. It gets them as a dict, in which each is dequantized when it is read.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from nanoengine_extensions.quantized.stored import ROUNDED, Opened, Stored
+
+
+def load(tensors: Opened, kind: Any, folder: object, config: Any,
+         **options: Any) -> tuple[Any, dict[str, Any]]:
+    """As `kind.from_pretrained(folder, config=config, …)`, with other tensors than the folder has.
+
+    tensors: by the names in the files
+    """
+    return from_tensors(in_order(tensors, kind, config), kind, config, **options)
+
+
+def from_tensors(tensors: dict[str, Any], kind: Any, config: Any,
+                 **options: Any) -> tuple[Any, dict[str, Any]]:
+    """tensors: each a `Stored`, in the order of the model, or a tensor"""
+    return kind.from_pretrained(
+        None, config=without_quantization(config), state_dict=tensors, **options)
+
+
+def without_quantization(config: Any) -> Any:
+    """Returns a copy. It does not say how files are quantized: tensors are not, when read."""
+    config = copy.deepcopy(config)
+    for each in (config, config.get_text_config(decoder=True)):
+        vars(each).pop("quantization_config", None)
+    return config
+
+
+def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
+    """Returns the tensors, those for Conv1D of GPT-2 transposed: formats have (outputs, inputs) for
+    all modules, this one (inputs, outputs). What is rounded here was that of the module."""
+    found = Opened(tensors)
+    with torch.device("meta"):
+        model = kind._from_config(without_quantization(config))
+    for name, module in model.named_modules():
+        # files can do without the prefix
+        for each in {name, name.removeprefix(f"{model.base_model_prefix}.")}:
+            stored = found.get(f"{each}.weight")
+            if isinstance(module, Conv1D) and stored and stored.is_quantized:
+                if not stored.kind.startswith(ROUNDED):
+                    found[f"{each}.weight"] = transposed(stored)
+    return found
+
+
+def transposed(stored: Stored) -> Stored:
+    return Stored(stored.kind, stored.shape[::-1], lambda: stored.read().T.contiguous())
+
+
+def tensors_of(opened: dict[Any, Opened]) -> Opened:
+    """Returns the tensors of all files."""
+    return Opened({name: each for tensors in opened.values() for name, each in tensors.items()})

@@ -1,0 +1,160 @@
+"""Quantized models that transformers computes: tokens as transformers generates them with the
+dequantized weights, which modules have packed weights, and what is dequantized or refused."""
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "models"), str(ROOT / "tests" / "features")]
+
+import architectures  # noqa: E402
+import compare  # noqa: E402
+from test_quantized import FORMATS, REAL, change_config, drawn, in_awq  # noqa: E402
+
+from nanoengine import LLM, SamplingParams  # noqa: E402
+from nanoengine_cpu import compiling  # noqa: E402
+from nanoengine_extensions.quantized import formulas, packed, transformers_linears  # noqa: E402
+from nanoengine_extensions.quantized.modules import (  # noqa: E402
+    QuantizedEmbedding, QuantizedLinear)
+from nanoengine_extensions.transformers_models import check  # noqa: E402
+
+# scales of embeddings and soft caps; a window; fused projections; norms after attention; experts in
+# one tensor each, and in several; Conv1D, positions, a head that is the embedding; biases
+NAMES = ["gemma2", "gemma3_text", "phi3", "olmo2", "mixtral", "gpt2"]
+MORE = ["gpt_oss", "qwen3_moe", "gemma3 images", "gpt_neox", "opt", "deepseek_v3", "granite"]
+PROMPTS = compare.random_prompts()
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """The folder of a tiny model, by its name in architectures.py."""
+    made: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("model")
+            architectures.make(name, made[name])
+        return made[name]
+
+    return find
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, **compare.OPTIONS | options)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, compare.GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def with_weights(folder: Path, target: Path, weights: dict[str, Tensor]) -> Path:
+    """A copy of a model with other weights."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    weights = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def expected(reference: Any) -> list[list[int]]:
+    """What transformers generates."""
+    return [compare.expected_tokens(reference, prompt) for prompt in PROMPTS]
+
+
+@torch.inference_mode()
+def check_all(llm: LLM, reference: Any) -> None:
+    """The same weights to the bit, the same tokens, and logits of prompts as transformers has."""
+    model = llm.engine.runner.model
+    inner = next(child for child in reference.children()
+                 if isinstance(child, transformers.PreTrainedModel))
+    for own, right in ((model.head, reference), (model.layers, getattr(inner, "decoder", inner))):
+        for name, module in own.named_modules():
+            if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
+                assert torch.equal(module.weight, right.get_submodule(name).weight), name
+    assert tokens(llm) == expected(reference)
+    prompt = PROMPTS[1]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    output = llm.generate([prompt], params, use_tqdm=False)[0]
+    found = [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], prompt[1:])]
+    logits = reference(torch.tensor([prompt]), use_cache=False).logits[0].double()
+    right = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+    torch.testing.assert_close(torch.tensor(found).double(), right, atol=1e-4, rtol=1e-4)
+
+
+def modules_of(llm: LLM) -> list[Any]:
+    """All modules of transformers' model, once each."""
+    model = llm.engine.runner.model
+    return [*dict.fromkeys([*model.layers.modules(), *model.head.modules()])]
+
+
+def packed_of(llm: LLM, kind: type = QuantizedLinear) -> list[Any]:
+    return [each for each in modules_of(llm) if isinstance(each, kind)]
+
+
+# -------------------------------------------------------------------------- rounded when loaded
+
+
+def rounded(folder: Path, bits: int) -> dict[str, Tensor]:
+    """The weights of a model, the matrices rounded; experts can have one tensor with three sizes.
+    Biases are no matrices, though those of experts are in one tensor."""
+    found = load_file(folder / "model.safetensors")
+    for name, weight in found.items():
+        if weight.ndim > 1 and weight.is_floating_point() and not name.endswith("bias"):
+            rows = weight.reshape(-1, weight.shape[-1])
+            found[name] = formulas.rounded(rows, bits).dequantized().view(weight.shape)
+    return found
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_weights_are_rounded(folder_of, tmp_path, name, bits):
+    """Also those that are not packed; the same on every path."""
+    folder = folder_of(name)
+    reference = compare.load_reference(with_weights(folder, tmp_path, rounded(folder, bits)))
+    with make_llm(folder, quantization=f"int{bits}") as llm:
+        assert packed_of(llm) and packed_of(llm, QuantizedEmbedding)
+        check_all(llm, reference)
+    with make_llm(folder, quantization=f"int{bits}", kernels=False) as llm:
+        assert not packed_of(llm) and not packed_of(llm, QuantizedEmbedding)
+        check_all(llm, reference)
+
+
+# how many linears and embeddings of three or four layers are packed, and how many matrices are not
+PACKED = {"gemma2": (29, 1, 0), "phi3": (13, 1, 0), "olmo2": (22, 1, 0), "mixtral": (13, 1, 39),
+          "gpt2": (1, 2, 12), "gemma3_text": (29, 1, 0)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_packed(folder_of, caplog, name):
+    """All linears, heads and embeddings, tied ones once; a line says what is not."""
+    linears, embeddings, others = PACKED[name]
+    with caplog.at_level(logging.WARNING), make_llm(
+            folder_of(name), quantization="int4", dtype="bfloat16") as llm:
+        assert len(packed_of(llm)) == linears
+        assert len(packed_of(llm, QuantizedEmbedding)) == embeddings
+        assert not [each for each in modules_of(llm) if type(each) is torch.nn.Linear]
+        # once, though the head is the embedding, too
+        parts = {id(part): part for each in [*packed_of(llm), *packed_of(llm, QuantizedEmbedding)]
+                 for part in each.buffers() if part.dtype == torch.uint8}
+        forms = [packed.form_of(part) for part in parts.values()]
+        assert {form.bits for form in forms} == {4}
+        is_tied = name in ("gemma2", "gemma3_text", "gpt2")
+        assert len(parts) == linears + embeddings - is_tied
+        for each in [*packed_of(llm), *packed_of(llm, QuantizedEmbedding)]:
+            assert not each._parameters["weight"].numel()
+    lines = [line for line in caplog.messages if "dequantized" in line]
+    assert len(lines) == bool(others)
+    assert all(line.startswith(f"quantized weights of {others} matrices are dequantized when they "
+                               "are loaded, since no linear and no embedding has ")
+               for line in lines)
