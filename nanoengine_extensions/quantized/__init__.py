@@ -9,7 +9,8 @@ the log says how much.
 
 It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
 files are read (`ModelRunner.load_model`); a model that transformers computes is read in
-transformers_files.py and transformers_linears.py. gguf_files.py needs a package: `pip install ".[gguf]"`.
+transformers_files.py and transformers_linears.py. gguf_files.py needs a package:
+`pip install ".[gguf]"`.
 """
 
 import atexit

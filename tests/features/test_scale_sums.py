@@ -1,0 +1,186 @@
+"""scale_sums: scales multiply the sums of groups. Where nothing is rounded, the bits are those of
+products with dequantized weights; a row has the same bits whatever rows are beside it."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, token_ids
+from test_quantized import (
+    GREEDY, OPTIONS, PACKED, PROMPTS, REAL, SCHEDULES, draw, expected, generated, linear_of,
+    linears_of, logprobs_of, make_gguf, make_quantized, num_bytes)
+from torch import Tensor
+
+from nanoengine import LLM
+from nanoengine_cpu.compiling import Program
+from nanoengine_cpu.modules import PackedLinear
+from nanoengine_extensions.quantized import formulas, packed
+from nanoengine_extensions.quantized.modules import QuantizedLinear
+
+fixtures = make_gguf, make_quantized
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def run(linear: Any, x: Tensor, residual: Tensor | None = None, norm: Any = None) -> Tensor:
+    out = torch.full((len(x), linear.out_features // linear.halves), torch.nan, dtype=x.dtype)
+    rows = torch.nn.functional.pad(x, (0, linear.padding))
+    residual_at = 0 if residual is None else residual.data_ptr()
+    Program(linear.call(rows.data_ptr(), residual_at, out.data_ptr(), len(x), norm)).run()
+    return out
+
+
+def by_sums(weights: list[formulas.Grouped], dtype: torch.dtype, halves: int = 1,
+            bias: Tensor | None = None) -> Any:
+    linear = linear_of(weights, dtype, halves, bias, QuantizedLinear)
+    rows = [len(weight.numbers) for weight in weights]
+    linear.keep([packed.pack(weight, dtype, True) for weight in weights], rows, dtype)
+    return linear
+
+
+def with_exact_sums(weight: formulas.Grouped) -> formulas.Grouped:
+    """With scales that are powers of two, and numbers so small that nothing is ever rounded."""
+    numbers, shape = weight.numbers, weight.scales.shape
+    scales = (2.0 ** torch.randint(0, 3, shape)).to(weight.scales.dtype)
+    if weight.bits == 8 and weight.lows is not None:
+        numbers = numbers.clamp(max=127)
+    return weight._replace(
+        numbers=numbers, scales=scales, lows=None if weight.lows is None else scales,
+        above=tuple(torch.full_like(each, 2.0**-5) for each in weight.above))
+
+
+def compare_exactly(weights, dtype, num_rows, halves=1, bias=None) -> None:
+    weights = [with_exact_sums(weight) for weight in weights]
+    linears = [by_sums(weights, dtype, halves, bias),
+               linear_of(weights, dtype, halves, bias, PackedLinear)]
+    assert torch.equal(linears[0].weight, linears[1].weight)
+    outputs = linears[0].out_features // halves
+    for count in num_rows:
+        x = torch.randint(-2, 3, (count, linears[0].in_features)).to(dtype)
+        residual = torch.randn(count, outputs).to(dtype)
+        for more in (residual, None):
+            found, wanted = (run(linear, x, more) for linear in linears)
+            assert found.isfinite().all() and torch.equal(found, wanted), (count, more is None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PACKED)
+def test_exact_sums(name, dtype):
+    weight = draw(192, 512, *PACKED[name])
+    bias = torch.randint(-9, 9, (192,)).float()
+    compare_exactly([weight], dtype, (1, 2, 3, 4, 5, 7, 8, 40), bias=bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_sums_of_several_parts(dtype):
+    """Queries, keys and values of several formats; gates and ups; 1,280 inputs are five slices."""
+    names = ["Q4_K", "Q6_K", "Q4_0"]
+    weights = [draw(rows, 1280, *PACKED[name]) for rows, name in zip((128, 64, 70), names)]
+    compare_exactly(weights, dtype, (1, 3, 7, 20))
+    weights = [draw(100, 512, *PACKED[name]) for name in names[:2]]
+    compare_exactly(weights, dtype, (1, 6), halves=2, bias=torch.randint(-9, 9, (200,)).float())
+
+
+@pytest.mark.parametrize("num_rows", [(1, 2, 3, 5, 40), pytest.param(
+    (*range(1, 41), 64, 100, 512), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PACKED)
+def test_rows_do_not_depend_on_each_other(name, dtype, num_rows):
+    """With a norm; and their sums are those of float64, but for rounding."""
+    weight = draw(128, 512, *PACKED[name])
+    linear = by_sums([weight], dtype)
+    norm = torch.nn.RMSNorm(512, 1e-6, dtype=dtype)
+    x = torch.randn(num_rows[-1], 512).to(dtype)
+    wanted = run(linear, x, norm=norm)
+    for count in num_rows:
+        for first in (0, len(x) - count):
+            some = slice(first, first + count)
+            assert torch.equal(run(linear, x[some].contiguous(), norm=norm), wanted[some]), count
+    right = norm(x).double() @ weight.dequantized().double().T
+    bound = (2**-7 if dtype == torch.bfloat16 else 2**-18) * right.abs().max()
+    assert (wanted.double() - right).abs().max() < bound
+
+
+@pytest.mark.parametrize("zero", [0, 3, 8, 15])
+def test_one_zero_of_all_groups(zero):
+    """It is moved to the middle where the numbers have room, and only there."""
+    numbers = torch.randint(2, 11, (64, 64), dtype=torch.uint8)
+    zeros = torch.full((64, 2), zero, dtype=torch.uint8)
+    weight = formulas.Grouped(numbers, torch.ones(64, 2).half(), zeros, bits=4)
+    part = packed.pack(weight, torch.bfloat16, True)
+    assert packed.form_of(part).zero == (8 if zero in (3, 8) else zero)
+    found = packed.rows_of(part, torch.arange(64), 64, torch.bfloat16)
+    assert torch.equal(found, weight.dequantized())
+    compare_exactly([weight], torch.bfloat16, (1, 9))
+
+
+def test_inputs_that_fill_no_vector():
+    for bits in (4, 8):
+        for inputs in (96, 100):
+            compare_exactly([formulas.rounded(torch.randn(70, inputs), bits)], torch.bfloat16, (1, 9))
+
+
+def sums_of_another_cpu() -> None:
+    """Called in processes of their own."""
+    for dtype in DTYPES:
+        for name in PACKED:
+            compare_exactly([draw(192, 512, *PACKED[name])], dtype, (1, 4, 6, 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, features", [("haswell", "+avx,+avx2,+fma"), (
+    "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd")])
+def test_on_other_cpus(name, features, tmp_path):
+    folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "features")))
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name,
+                   "PYTHONPATH": folders, "NUMBA_CPU_FEATURES": features}
+    script = "from test_scale_sums import *; sums_of_another_cpu(); print('equal')"
+    found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+    assert found.split() == ["equal"]
+
+
+# ---------------------------------------------------------------------------------- whole models
+
+
+@pytest.mark.parametrize("kinds", [["Q8_0"], ["Q4_K", "Q6_K"]])
+def test_tokens_of_a_gguf(make_gguf, kinds):
+    path, model = make_gguf(kinds)
+    with LLM(path, scale_sums=True, **OPTIONS) as llm:
+        parts = [part for linear in linears_of(llm) for part in linear.packed_parts]
+        assert parts and all(packed.form_of(part).by_sums for part in parts)
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "Q4_K_M", "awq"])
+def test_schedules_do_not_matter(bundled, make_quantized, name):
+    model, options = bundled, dict(quantization=name)
+    if name == "Q4_K_M":
+        model, options = REAL, {}
+    elif name == "awq":
+        model, options = make_quantized("awq")[0], {}
+    wanted = logprobs_of(model, scale_sums=True, **options)
+    assert wanted[:5] == wanted[5:]
+    for schedule in SCHEDULES:
+        assert logprobs_of(model, scale_sums=True, **options, **schedule) == wanted, schedule
+
+
+def test_the_memory_is_the_same(bundled):
+    found = []
+    for scale_sums in (False, True):
+        with LLM(bundled, quantization="int4", scale_sums=scale_sums, **OPTIONS) as llm:
+            found.append(num_bytes(llm.engine.runner.model))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options, accepted", [
+    ({}, "False for a model that is not quantized"),
+    (dict(quantization="int4", kernels=False), "False unless weights stay packed"),
+    (dict(quantization="int4", dtype="float16"), "False unless weights stay packed"),
+    (dict(quantization="int4", scale_sums=2), "a valid boolean")])
+def test_where_it_is_refused(tiny, options, accepted):
+    given = OPTIONS | dict(scale_sums=True) | options
+    with pytest.raises(ValueError, match=f"scale_sums={given['scale_sums']} is not.*{accepted}"):
+        LLM(tiny, **given)
+    assert generated(tiny, quantization="int4", scale_sums=True)
