@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import io
 import logging
+import pydoc
 import re
 import runpy
 import shlex
@@ -189,6 +190,15 @@ REFERENCE = write_reference.FILE.read_text()
 
 def test_the_reference_is_up_to_date():
     assert write_reference.written(REFERENCE) == REFERENCE, "run python docs/write_reference.py"
+
+
+def test_what_help_is_asked_for_exists():
+    """Docstrings of the calls, and documents, name it as `help` takes it."""
+    files = [ROOT / "nanoengine" / "llm.py", *DOCUMENTS]
+    names = {name for file in files for name in re.findall(r'help\("([^"]+)"\)', file.read_text())}
+    assert len(names) >= 3
+    for name in names:
+        assert pydoc.locate(name).__doc__, name
 
 
 def test_an_old_reference_is_found():

@@ -138,6 +138,36 @@ def test_a_loop_that_ends_in_the_middle(engine, llm):
         assert asyncio.run(ask(4)) == 4
 
 
+def test_an_engine_that_is_closed(llm):
+    """No task waits forever, no request stays, and a later call says what to do."""
+    engine = AsyncLLM(llm)
+    message = "^the AsyncLLM is closed: make a new one$"
+
+    async def ask() -> None:
+        async for _ in engine.stream("Once", LONG):
+            pass
+
+    async def main() -> None:
+        running = asyncio.create_task(ask())
+        await until(lambda: llm.metrics()["num_requests_running"] == 1)
+        # its requests are queued while the loop is in `close`
+        begun = asyncio.create_task(ask())
+        cancelled = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        engine.close()
+        for task in (running, begun):
+            with pytest.raises(RuntimeError, match=message):
+                await asyncio.wait_for(task, 60)
+        await asyncio.wait([cancelled])
+        with pytest.raises(RuntimeError, match=message):
+            await ask()
+
+    asyncio.run(main())
+    engine.close()
+    check_idle(llm)
+
+
 def test_a_slow_task_gets_the_newest_output(engine, llm):
     params = SamplingParams(max_tokens=200, ignore_eos=True, seed=3)
     (text,), = expected_of(llm, [["Once"]], params)[0],
