@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from nanoengine.features import extension
 from nanoengine.llm import LLM
 from nanoengine.requests import Params, Request, RequestOutput
 
@@ -38,11 +39,22 @@ class AsyncLLM:
         self.running: asyncio.Future | None = None
         self.is_closed = False
 
-    async def stream(self, prompts: Any, sampling_params: Params = None,
-                     priority: int | list[int] | None = None) -> AsyncIterator[RequestOutput]:
+    def stream(self, prompts: Any, sampling_params: Params = None,
+               priority: int | list[int] | None = None) -> AsyncIterator[RequestOutput]:
         """Like `LLM.stream`. A task that is cancelled, or that leaves its loop, frees its requests
         after the step that runs, also while they wait."""
-        call = Call(self, partial(self.llm.add, prompts, sampling_params, priority))
+        return self._outputs(partial(self.llm.add, prompts, sampling_params, priority))
+
+    def stream_chat(self, messages: list[Any], sampling_params: Params = None, *,
+                    priority: Any = None, **options: Any) -> AsyncIterator[RequestOutput]:
+        """Like `LLM.stream_chat`, and in a task like `stream`."""
+        def add() -> list[Request]:
+            prompts = extension("chat").render(self.llm.inputs, messages, **options)
+            return self.llm.add(prompts, sampling_params, priority)
+        return self._outputs(add)
+
+    async def _outputs(self, add: Callable[[], list[Request]]) -> AsyncIterator[RequestOutput]:
+        call = Call(self, add)
         try:
             await call.queue()
             async for output in call.outputs():
