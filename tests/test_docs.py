@@ -271,6 +271,8 @@ def test_the_reference_has_all_metrics(monkeypatch):
         llm.generate(prompts, SamplingParams(max_tokens=30, n=2), use_tqdm=False)
         found = llm.metrics()
     assert found["num_preemptions"] and found["copy_on_write_blocks"]
+    with LLM("models/tiny-qwen3", num_kv_blocks=8) as llm:
+        assert llm.metrics().keys() == found.keys(), "whatever is in use"
     assert found.keys() == write_reference.entries_of(Metrics.gauges.__doc__).keys()
 
 
