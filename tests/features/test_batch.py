@@ -224,7 +224,7 @@ def test_bad_rows(job):
         (of_api({}, "/v1/embeddings"), "url"), (of_api({}, ["x"]), "url"), (of_api({}), "prompt"),
         (of_api(None), "body"), (of_api([]), "body"), (of_api(good, method="GET"), "POST"),
         (of_api(good, temperature=1), "nothing else"),
-        (good | {"temperatur": 1}, "temperatur=1 .* nearest is temperature"),
+        (good | {"temperatur": 1}, "completions: the nearest is temperature"),
         ({"text": "x"}, '{"messages": …}'), (good | {"max_token": 1}, "nearest is max_tokens"),
         (chat(max_completion_token=1), "nearest is max_completion_tokens"),
         (good | {"temperature": -1}, "temperature"), (good | {"temperature": "1"}, "temperature"),
