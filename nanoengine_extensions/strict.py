@@ -217,7 +217,8 @@ def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
         has_text = token_ids is None and isinstance(prompt.get("prompt"), str)
         is_known = not {*prompt} - {"prompt", "prompt_token_ids"}
         if not is_known or not (has_text or isinstance(token_ids, (list, tuple))):
-            raise rejected(f"prompts[{place}]", prompt, FORMS)
+            chats = "; messages are for chat" if "role" in prompt else ""
+            raise rejected(f"prompts[{place}]", prompt, FORMS + chats)
         for token_id in token_ids or ():
             if not isinstance(token_id, Integral) or isinstance(token_id, bool):
                 raise ValueError(

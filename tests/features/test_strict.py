@@ -15,6 +15,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.features import naming
 from nanoengine_extensions import vllm
 from nanoengine_extensions.chat import render
+from nanoengine_extensions.strict import check_call
 
 
 @pytest.mark.parametrize("name, value, accepted", [
@@ -118,6 +119,15 @@ def test_a_keyword_that_is_not_known(make, name, advice):
     with pytest.raises(ValueError) as error:
         make(**given.get(make, {}), **{name: "awq"})
     assert str(error.value) == f"{name} is not known: {advice}"
+
+
+def test_messages_are_no_prompt():
+    """The error says which call takes them."""
+    for prompts in ({"role": "user", "content": "a"}, [{"role": "user", "content": "a"}]):
+        with pytest.raises(ValueError, match=r"^prompts\[0\]=.*; messages are for chat$"):
+            check_call(prompts, None, None, SamplingParams)
+    with pytest.raises(ValueError, match="or a list of these$"):
+        check_call([{"text": "a"}], None, None, SamplingParams)
 
 
 def test_an_option_of_a_chat_that_is_not_known():
