@@ -50,8 +50,8 @@ def comparison_parser(description: str | None, workload: str, repeat: int) -> Pa
     parser.add_argument("comparison", nargs="?", choices=COMPARISONS, default="none")
     parser.add_argument("--repeat", type=int, default=repeat, help="runs of each variant")
     parser.add_argument("--plot", type=picture, help="a chart of the variants")
-    parser.add_argument("--timeline", type=picture, help="a picture of the steps of each")
-    parser.add_argument("--trace", type=Path, help="the same for https://ui.perfetto.dev")
+    parser.add_argument("--timeline", type=picture, help="of each, the steps: NAME-swap.png")
+    parser.add_argument("--trace", type=Path, help="the same for ui.perfetto.dev: NAME-swap.json")
     return parser
 
 

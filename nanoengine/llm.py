@@ -116,7 +116,8 @@ class LLM(AbstractContextManager):
         return (output for outputs in steps for output in outputs)
 
     def chat(self, *arguments: object, **options: object) -> list[RequestOutput]:
-        """Answers conversations: see nanoengine_extensions/chat.py, also for the arguments."""
+        """Answers conversations: chat(messages, sampling_params=None, use_tqdm=True, *,
+        priority=None, …). `help("nanoengine_extensions.chat.render")` has the other options."""
         return extension("chat").chat(self, *arguments, **options)
 
     def stream_chat(self, *arguments: object, **options: object) -> Iterator[RequestOutput]:
@@ -128,7 +129,8 @@ class LLM(AbstractContextManager):
         return extension("beam_search").beam_search(self, prompts, params)
 
     def score(self, *arguments: object, **options: object) -> list:
-        """Returns how likely texts are after a prompt: see nanoengine_extensions/scores.py."""
+        """Returns how likely texts are after a prompt: score(prompts, continuations,
+        use_tqdm=True). `help("nanoengine_extensions.scores.score")` has the details."""
         return extension("scores").score(self, *arguments, **options)
 
     # ------------------------------------------------------------------------------ steps
@@ -265,7 +267,8 @@ class LLM(AbstractContextManager):
     active = property(lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})
 
     def metrics(self) -> dict[str, Any]:
-        """Returns current gauges, and counters since the start: see the extensions' metrics.py."""
+        """Returns current gauges, and counters since the start:
+        `help("nanoengine_extensions.metrics.Metrics.gauges")` names them."""
         return extension("metrics").metrics_of(self.engine).gauges()
 
     # with trace=True: a record of each step

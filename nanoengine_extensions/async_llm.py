@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from nanoengine.features import extension
 from nanoengine.llm import LLM
 from nanoengine.requests import Params, Request, RequestOutput
 
@@ -36,12 +37,24 @@ class AsyncLLM:
         self.thread = ThreadPoolExecutor(1)
         self.calls: set[Call] = set()
         self.running: asyncio.Future | None = None
+        self.is_closed = False
 
-    async def stream(self, prompts: Any, sampling_params: Params = None,
-                     priority: int | list[int] | None = None) -> AsyncIterator[RequestOutput]:
+    def stream(self, prompts: Any, sampling_params: Params = None,
+               priority: int | list[int] | None = None) -> AsyncIterator[RequestOutput]:
         """Like `LLM.stream`. A task that is cancelled, or that leaves its loop, frees its requests
         after the current step, even while they wait."""
-        call = Call(self, partial(self.llm.add, prompts, sampling_params, priority))
+        return self._outputs(partial(self.llm.add, prompts, sampling_params, priority))
+
+    def stream_chat(self, messages: list[Any], sampling_params: Params = None, *,
+                    priority: Any = None, **options: Any) -> AsyncIterator[RequestOutput]:
+        """Like `LLM.stream_chat`, and in a task like `stream`."""
+        def add() -> list[Request]:
+            prompts = extension("chat").render(self.llm.inputs, messages, **options)
+            return self.llm.add(prompts, sampling_params, priority)
+        return self._outputs(add)
+
+    async def _outputs(self, add: Callable[[], list[Request]]) -> AsyncIterator[RequestOutput]:
+        call = Call(self, add)
         try:
             await call.queue()
             async for output in call.outputs():
@@ -50,17 +63,27 @@ class AsyncLLM:
             call.end()
 
     def close(self) -> None:
-        """Ends the thread, once the requests of all tasks are freed. The LLM stays open."""
+        """Ends the thread, once the requests of all tasks are freed. The LLM stays open.
+
+        Call it in the event loop, or after it. A task that still waits for an output, and each
+        later call, get a RuntimeError.
+        """
+        for call in [*self.calls]:
+            call.end(closed())
+        self.is_closed = True
         self.thread.shutdown()
 
     def run(self) -> None:
         """Starts to run steps, unless some are running."""
+        if self.is_closed:
+            raise closed()
         if not self.running or self.running.done():
             self.running = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
         """Runs steps while there are requests, or outputs that a task can take."""
-        while self.llm.active or any(call.can_look for call in self.calls):
+        while not self.is_closed and (
+                self.llm.active or any(call.can_look for call in self.calls)):
             for call, output in await asyncio.wrap_future(self.thread.submit(self._step)):
                 call.news.put_nowait(output)
             # the tasks use them first: if both threads run Python, they only wait for each other
@@ -92,6 +115,8 @@ class Call:
         self.requests: list[Request] = []
         self.news: asyncio.Queue = asyncio.Queue()
         self.looked = 0.0
+        if engine.is_closed:
+            raise closed()
         self.adding = engine.thread.submit(add)
 
     can_look = property(lambda self: self.news.empty() and self.requests[0].inbox)
@@ -135,7 +160,20 @@ class Call:
         if error:
             self.news.put_nowait(error)
         self.engine.calls.discard(self)
-        self.engine.thread.submit(lambda: self.engine.llm.abort(self.adding.result()))
+        if self.engine.is_closed:
+            # the thread has ended, after `add` has
+            self._free()
+        else:
+            self.engine.thread.submit(self._free)
+
+    def _free(self) -> None:
+        # nothing was queued: the input was bad, or the task was cancelled before
+        with suppress(Exception):
+            self.engine.llm.abort(self.adding.result())
+
+
+def closed() -> RuntimeError:
+    return RuntimeError("the AsyncLLM is closed: make a new one")
 
 
 def output_of(request: Request) -> Any:

@@ -3,9 +3,10 @@
     python -m nanoengine batch --model Qwen/Qwen3-0.6B -i requests.jsonl -o results.jsonl
 
 A request is a line of OpenAI's batch format, as for vLLM's `run-batch`, or simply {"prompt": "12 +
-34 =", "max_tokens": 8}. A result is a line of OpenAI's output format, written as soon as the
-request has finished. The line number of a request is its id, and its seed if it has no other. A bad
-line becomes an error with its number; with --strict, the exit status is then 1.
+34 =", "max_tokens": 8}, or {"messages": …} with parameters. A result is a line of OpenAI's output
+format, written as soon as the request has finished. The line number of a request is its id, and its
+seed if it has no other; a `custom_id` is only copied, so two lines can have the same. A bad line
+becomes an error with its number; with --strict, the exit status is then 1.
 
 The same command, started again after a crash, a full disk or `kill -9`, computes the missing
 results. If you delete a line of the results, it is computed again. Lines can be appended to the
@@ -55,12 +56,15 @@ class Line:
         self.custom_id = row.pop("custom_id", None)
         if "prompt" in row:
             row = {"url": openai.COMPLETION, "body": row}
+        elif "messages" in row:
+            row = {"url": openai.CHAT, "body": row}
         row = {"method": "POST", "url": None, "body": None} | row
         urls = (openai.CHAT, openai.COMPLETION)
         is_known = row["url"] in urls and row["method"] == "POST" and len(row) == 3
         if not is_known or not isinstance(row["body"], dict):
-            raise ValueError(f"a request has custom_id, method POST, url {' or '.join(urls)}, an "
-                             "object as its body, and nothing else")
+            raise ValueError('a request is {"prompt": …} or {"messages": …} with its parameters, '
+                             f"or has custom_id, method POST, url {' or '.join(urls)}, an object "
+                             "as its body, and nothing else")
         self.body.url = row["url"]
         self.body.read(row["body"], llm)
         if finds_calls:

@@ -115,8 +115,9 @@ def is_chat(messages: Any) -> bool:
 
 def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
     """Returns the template to use: the given one, one by its name, or the tokenizer's own."""
-    if given is not None and not isinstance(given, str):
-        raise rejected("chat_template", given, "a text in Jinja, or None for the tokenizer's own")
+    is_text = isinstance(given, str) and not given.endswith((".jinja", ".txt"))
+    if given is not None and not is_text:
+        raise rejected("chat_template", given, "None, or a text in Jinja: Path(…).read_text()")
     if not given and not tokenizer.chat_template:
         raise rejected("chat_template", given, "given, since the tokenizer has none: give "
                        "chat_template=…, or use `generate`, if this is a base model")

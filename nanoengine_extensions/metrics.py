@@ -89,6 +89,8 @@ COUNTERS = """num_steps batched_sequences max_blocks_used prompt_tokens computed
     generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions recompute_preemptions
     swap_preemptions recomputed_tokens swap_out_blocks swap_in_blocks
     copy_on_write_blocks""".split()
+# what swapping.py and speculation.py count; 0 where they are not in use
+OF_OTHERS = "num_requests_swapped num_host_blocks_used guessed_tokens right_guesses".split()
 
 
 @dataclass
@@ -226,7 +228,7 @@ class Metrics(Feature):
                 logger.warning(f"{in_huge_pages / num_bytes:.0%} of the weights are in huge pages: "
                                "decodes take longer, see docs/tutorial/tuning.md")
 
-    def gauges(self) -> Counter:
+    def gauges(self) -> dict[str, Any]:
         """Returns current gauges, and counters since the start, as a flat dict.
 
         num_requests_waiting: completions that wait, swapped ones included.
@@ -269,7 +271,8 @@ class Metrics(Feature):
         unused = [max(0, len(seq.block_table) * size - seq.num_tokens) for seq in running]
         internal_waste = sum(count % size for count in unused)
         num_swapped = self.counters["swap_out_blocks"] + self.counters["swap_in_blocks"]
-        found = Counter(self.counters | getattr(manager, "gauges", dict)() | {
+        found: dict[str, Any] = {
+            **dict.fromkeys(OF_OTHERS, 0), **self.counters, **getattr(manager, "gauges", dict)(),
             "shared_blocks": manager.num_shared_blocks,
             "num_requests_running": len(running),
             "num_requests_waiting": len(scheduler.waiting),
@@ -280,10 +283,11 @@ class Metrics(Feature):
             "reserved_waste": sum(unused) - internal_waste,
             "internal_waste": internal_waste,
             "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"]),
-            "swapped_bytes": num_swapped * self.block_bytes})
+            "swapped_bytes": num_swapped * self.block_bytes,
+            "attention_backend": self.backend}
         # added up: speculation counts, too
-        found.update(getattr(self.engine.launcher, "counts", {}))
-        found["attention_backend"] = self.backend
+        for name, count in getattr(self.engine.launcher, "counts", {}).items():
+            found[name] = found.get(name, 0) + count
         return found
 
 

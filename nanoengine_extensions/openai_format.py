@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any
 
@@ -69,7 +70,9 @@ class Body:
         body = {name: value for name, value in body.items() if value is not None}
         for name in body.keys() - KNOWN[self.url] - IGNORED:
             if name not in NEUTRAL or body[name] != NEUTRAL[name]:
-                raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: omit it")
+                near = get_close_matches(name, KNOWN[self.url], 1)
+                advice = f"the nearest is {near[0]}" if near else "omit it"
+                raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: {advice}")
         options = body.get("stream_options", {})
         if not isinstance(options, dict):
             raise ValueError("stream_options must be an object")
@@ -84,8 +87,7 @@ class Body:
             return
         prompt = body.get("prompt")
         if not isinstance(prompt, (str, list)) or prompt == []:
-            raise ValueError("prompt must be a text, a list of token ids, or a list of these, "
-                             "and not empty")
+            raise ValueError("prompt must be a text, token ids, or a list of these, and not empty")
         are_several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
         self.prompts = [*prompt] if are_several else [prompt]
         if self.echoes:

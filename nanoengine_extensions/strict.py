@@ -99,7 +99,12 @@ OWN_RULES: dict[str, Any] = {
         "seed": Annotated[Int | None, AfterValidator(lambda v: None if v == -1 else v)]},
     "EngineConfig": {"seed": Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)]},
     "BeamSearchParams": {"max_tokens": Count}}
-
+# what transformers, llama.cpp and OpenAI call an option, where the spelling is far from ours
+INSTEAD = {
+    "load_in_8bit": "quantization", "max_batch_size": "max_num_seqs",
+    "max_completion_tokens": "max_tokens", "n_ctx": "max_model_len", "num_return_sequences": "n",
+    "response_format": "structured_outputs", "stop_sequences": "stop", "stop_strings": "stop",
+    "tp_size": "tensor_parallel_size"}
 
 # what concerns several options, as in `features.check`
 CONDITIONS: dict[str, list[Condition]] = {
@@ -154,6 +159,7 @@ def checked_options(kind: Any) -> Any:
         for name in names:
             advice = extension("vllm").advice(name) if is_installed("vllm") else ""
             near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
+            near = [f"use {INSTEAD[name]}"] if INSTEAD.get(name) in known else near
             last = f"leave it out; help({kind.__name__}) says what is known"
             raise ValueError(f"{name} is not known: {advice or [*near, last][0]}")
 
@@ -217,7 +223,8 @@ def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
         has_text = token_ids is None and isinstance(prompt.get("prompt"), str)
         is_known = not {*prompt} - {"prompt", "prompt_token_ids"}
         if not is_known or not (has_text or isinstance(token_ids, (list, tuple))):
-            raise rejected(f"prompts[{place}]", prompt, FORMS)
+            chats = "; messages are for chat" if "role" in prompt else ""
+            raise rejected(f"prompts[{place}]", prompt, FORMS + chats)
         for token_id in token_ids or ():
             if not isinstance(token_id, Integral) or isinstance(token_id, bool):
                 raise ValueError(

@@ -35,7 +35,9 @@ OFF = {*"""additional_config config_format convert data_parallel_size disable_ad
     logprobs_mode lora_request pipeline_parallel_size reasoning_parser runner
     speculative_config task tokenization_kwargs tokenizer_mode whitespace_pattern""".split()}
 # what nanoengine itself has in place of others
-INSTEAD = {"guided_decoding": "structured_outputs", "num_gpu_blocks_override": "num_kv_blocks",
+INSTEAD = {"guided_choice": "structured_outputs", "guided_decoding": "structured_outputs",
+           "guided_grammar": "structured_outputs", "guided_json": "structured_outputs",
+           "guided_regex": "structured_outputs", "num_gpu_blocks_override": "num_kv_blocks",
            "speculative_config": "speculation"}
 # values that turn on nothing, as texts; so do 0 as a flag and 1 as a size
 NEUTRAL = {*"False {} [] auto generate hf mp none raw_logprobs uni vllm".split(), ""}

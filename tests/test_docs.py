@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import io
 import logging
+import pydoc
 import re
 import runpy
 import shlex
@@ -191,6 +192,15 @@ def test_the_reference_is_up_to_date():
     assert write_reference.written(REFERENCE) == REFERENCE, "run python docs/write_reference.py"
 
 
+def test_what_help_is_asked_for_exists():
+    """Docstrings of the calls, and documents, name it as `help` takes it."""
+    files = [ROOT / "nanoengine" / "llm.py", *DOCUMENTS]
+    names = {name for file in files for name in re.findall(r'help\("([^"]+)"\)', file.read_text())}
+    assert len(names) >= 3
+    for name in names:
+        assert pydoc.locate(name).__doc__, name
+
+
 def test_an_old_reference_is_found():
     for old, new in (("| `top_k` | `0` |", "| `top_k` | `1` |"), ("divides the logits", "divides")):
         assert old in REFERENCE
@@ -261,6 +271,8 @@ def test_the_reference_has_all_metrics(monkeypatch):
         llm.generate(prompts, SamplingParams(max_tokens=30, n=2), use_tqdm=False)
         found = llm.metrics()
     assert found["num_preemptions"] and found["copy_on_write_blocks"]
+    with LLM("models/tiny-qwen3", num_kv_blocks=8) as llm:
+        assert llm.metrics().keys() == found.keys(), "whatever is in use"
     assert found.keys() == write_reference.entries_of(Metrics.gauges.__doc__).keys()
 
 

@@ -72,6 +72,31 @@ def test_streams(engine, llm, monkeypatch, most):
     assert not engine.calls
 
 
+@pytest.mark.needs("chat")
+def test_chats(engine, llm):
+    """Their answers are those of `chat`; bad input raises its errors."""
+    params = SamplingParams(temperature=0)
+    chats = [[{"role": "user", "content": question}] for question in ("12 + 34", "sort d b a")]
+    begun = [*chats[0], {"role": "assistant", "content": "4"}]
+    goes_on = dict(continue_final_message=True, add_generation_prompt=False)
+
+    async def ask(messages, **options) -> str:
+        async for output in engine.stream_chat(messages, params, **options):
+            text = output.outputs[0].text
+        return text
+
+    async def ask_all() -> list[str]:
+        return await asyncio.gather(*map(ask, chats), ask(begun, **goes_on))
+
+    expected = [output.outputs[0].text for output in llm.chat(chats, params, use_tqdm=False)]
+    assert asyncio.run(ask_all()) == [*expected, "6"]
+    with pytest.raises(ValueError, match="messages="):
+        asyncio.run(ask("12 + 34"))
+    with pytest.raises(TypeError, match="the nearest is tools"):
+        asyncio.run(ask(chats[0], tool=[]))
+    assert not llm.active
+
+
 def test_bad_input(engine, llm):
     async def ask(prompt, params=None) -> None:
         async for _ in engine.stream(prompt, params):
@@ -136,6 +161,36 @@ def test_a_loop_that_ends_in_the_middle(engine, llm):
 
     for _ in range(3):
         assert asyncio.run(ask(4)) == 4
+
+
+def test_an_engine_that_is_closed(llm):
+    """No task waits forever, no request stays, and a later call says what to do."""
+    engine = AsyncLLM(llm)
+    message = "^the AsyncLLM is closed: make a new one$"
+
+    async def ask() -> None:
+        async for _ in engine.stream("Once", LONG):
+            pass
+
+    async def main() -> None:
+        running = asyncio.create_task(ask())
+        await until(lambda: llm.metrics()["num_requests_running"] == 1)
+        # its requests are queued while the loop is in `close`
+        begun = asyncio.create_task(ask())
+        cancelled = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        engine.close()
+        for task in (running, begun):
+            with pytest.raises(RuntimeError, match=message):
+                await asyncio.wait_for(task, 60)
+        await asyncio.wait([cancelled])
+        with pytest.raises(RuntimeError, match=message):
+            await ask()
+
+    asyncio.run(main())
+    engine.close()
+    check_idle(llm)
 
 
 def test_a_slow_task_gets_the_newest_output(engine, llm):

@@ -176,6 +176,16 @@ def test_structured_outputs(job):
     assert texts({4: found[4]})[4][0].startswith("{")
 
 
+def test_a_chat_without_a_url(job):
+    """Messages with parameters are short for a chat, as a prompt is for a completion."""
+    short = {"messages": [{"role": "user", "content": "12 + 34"}], "temperature": 0}
+    found = job([short, of_api(short, CHAT), short | {"custom_id": "mine", "max_tokens": 1}])
+    assert body_of(found[1])["choices"] == body_of(found[2])["choices"]
+    assert body_of(found[1])["choices"][0]["message"]["content"] == "46"
+    assert found[3]["custom_id"] == "mine"
+    assert body_of(found[3])["usage"]["completion_tokens"] == 1
+
+
 def test_several_completions_and_logprobs(job, llm):
     found = job([{"prompt": "Once upon", "n": 2, "max_tokens": 6, "temperature": 5},
                  {"prompt": "Once upon", "logprobs": 2, "max_tokens": 5, "ignore_eos": True},
@@ -213,7 +223,10 @@ def test_bad_rows(job):
         ("text", "object"), (None, "object"), ({}, "url"), ({"custom_id": "a"}, "url"),
         (of_api({}, "/v1/embeddings"), "url"), (of_api({}, ["x"]), "url"), (of_api({}), "prompt"),
         (of_api(None), "body"), (of_api([]), "body"), (of_api(good, method="GET"), "POST"),
-        (of_api(good, temperature=1), "nothing else"), (good | {"temperatur": 1}, "temperatur=1"),
+        (of_api(good, temperature=1), "nothing else"),
+        (good | {"temperatur": 1}, "completions: the nearest is temperature"),
+        ({"text": "x"}, '{"messages": …}'), (good | {"max_token": 1}, "nearest is max_tokens"),
+        (chat(max_completion_token=1), "nearest is max_completion_tokens"),
         (good | {"temperature": -1}, "temperature"), (good | {"temperature": "1"}, "temperature"),
         (good | {"max_tokens": 0}, "max_tokens"), (good | {"n": 2}, "greedy"),
         (good | {"logit_bias": {"x": 1}}, "'x'"), (good | {"logit_bias": [1]}, "list"),

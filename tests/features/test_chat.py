@@ -405,7 +405,9 @@ def test_without_a_template_the_error_says_what_to_do(bundled, template):
 
 @pytest.mark.parametrize("template, message", [
     (5, "chat_template=5 is not accepted"), ("{% if %}", "chat_template: "),
-    ("{{ 5 | nothing }}", "chat_template: ")])
+    ("{{ 5 | nothing }}", "chat_template: "),
+    ("chat_template.jinja", "chat_template=.*in Jinja: Path\\(…\\).read_text"),
+    ("a/template.txt", "chat_template=.*in Jinja: Path\\(…\\).read_text")])
 def test_what_is_no_template_is_refused(prompt, template, message):
     with pytest.raises(ValueError, match=message):
         prompt([{"role": "user", "content": "a"}], template)

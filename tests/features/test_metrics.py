@@ -102,6 +102,9 @@ def test_metrics_and_close(bundled):
         assert 0 <= times.queue_time <= times.time_to_first_token <= times.end_to_end_time
         assert times.time_per_output_token * 6 == pytest.approx(
             times.end_to_end_time - times.time_to_first_token)
+        assert after["guessed_tokens"] == after["num_requests_swapped"] == 0, "not in use"
+        with pytest.raises(KeyError):
+            after["num_step"]
         assert after["mean_batch"] == 3 and after["max_blocks_used"] > 0
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("a")

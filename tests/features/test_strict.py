@@ -16,6 +16,7 @@ from nanoengine.features import naming
 from nanoengine.observers import Feature
 from nanoengine_extensions import vllm
 from nanoengine_extensions.chat import render
+from nanoengine_extensions.strict import check_call
 
 
 @pytest.mark.parametrize("name, value, accepted", [
@@ -99,8 +100,17 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
      "leave it out, or import from nanoengine_extensions.vllm, which takes it"),
     (EngineConfig, "max_logprobs",
      "leave it out, or import from nanoengine_extensions.vllm, which takes it"),
+    (EngineConfig, "n_ctx", "use max_model_len"),
+    (EngineConfig, "tp_size", "use tensor_parallel_size"),
+    (EngineConfig, "max_batch_size", "use max_num_seqs"),
+    (EngineConfig, "stop_strings", "leave it out; help(EngineConfig) says what is known"),
     (EngineConfig, "zzz", "leave it out; help(EngineConfig) says what is known"),
     (SamplingParams, "guided_decoding", "use structured_outputs"),
+    (SamplingParams, "guided_json", "use structured_outputs"),
+    (SamplingParams, "response_format", "use structured_outputs"),
+    (SamplingParams, "max_completion_tokens", "use max_tokens"),
+    (SamplingParams, "stop_strings", "use stop"), (SamplingParams, "num_return_sequences", "use n"),
+    (BeamSearchParams, "stop_strings", "leave it out; help(BeamSearchParams) says what is known"),
     (SamplingParams, "max_new_tokens", "the nearest is max_tokens"),
     (SamplingParams, "best_of", "leave it out; help(SamplingParams) says what is known"),
     (BeamSearchParams, "do_sample", "leave it out; help(BeamSearchParams) says what is known"),
@@ -111,6 +121,15 @@ def test_a_keyword_that_is_not_known(make, name, advice):
     with pytest.raises(ValueError) as error:
         make(**given.get(make, {}), **{name: "awq"})
     assert str(error.value) == f"{name} is not known: {advice}"
+
+
+def test_messages_are_no_prompt():
+    """The error says which call takes them."""
+    for prompts in ({"role": "user", "content": "a"}, [{"role": "user", "content": "a"}]):
+        with pytest.raises(ValueError, match=r"^prompts\[0\]=.*; messages are for chat$"):
+            check_call(prompts, None, None, SamplingParams)
+    with pytest.raises(ValueError, match="or a list of these$"):
+        check_call([{"text": "a"}], None, None, SamplingParams)
 
 
 def test_an_option_of_a_chat_that_is_not_known():

@@ -132,7 +132,11 @@ def test_what_is_not_a_grammar_is_refused(llm, wanted):
     ({"json": {"properties": {f"key {i}": {"type": "text"} for i in range(99)}}}, "Invalid type"),
     ({"grammar": "not a grammar"}, "Invalid grammar specification: line 1: Expected token"),
     ({"grammar": 'start: "a" b\n'}, "Invalid grammar specification: line 1: unknown name"),
-    ({"grammar": 'start: "a" b\nb: c'}, "line 2: unknown name")])
+    ({"grammar": 'start: "a" b\nb: c'}, "line 2: unknown name"),
+    ({"regex": "(?=a)b"}, "parse error: look-around, .* is not supported"),
+    ({"grammar": "start: /(?=a)b/"}, "parse error: look-around, .* is not supported"),
+    ({"json": {"pattern": "(?=a)"}}, "parse error: look-around, .* is not supported"),
+    ({"rgex": "a"}, "'rgex' is not known")])
 def test_an_error_is_one_short_sentence(llm, wanted, reason):
     """It shows neither a whole schema nor the grammar that was made of it."""
     with pytest.raises(ValueError, match=reason) as error:
