@@ -35,9 +35,8 @@ class EngineConfig:
         float32 on a CPU without instructions for bfloat16.
     quantization: "int8" or "int4" rounds the weights to 8 or 4 bits when they are loaded, in groups
         of 32; None leaves them as they are. A model that is already quantized (GGUF, AWQ, GPTQ,
-        compressed-tensors) needs no option: see docs/quantization.md.
-    scale_sums: scales multiply sums of products, and not each quantized number: on a CPU with
-        AVX-512 this is faster for a few sequences, and slower for many: see docs/quantization.md.
+        compressed-tensors) needs no option. With "_sums", as in "int4_sums" or "gguf_sums", a few
+        sequences are faster on a CPU with AVX-512: see docs/quantization.md.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
     seed: a request without a seed gets one that is derived from this; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
@@ -103,7 +102,6 @@ class EngineConfig:
     download_dir: str | None = of("hub", None)
     dtype: str = "auto"
     quantization: str | None = of("quantized", None)
-    scale_sums: bool = of("quantized", False)
     device: str = "auto"
     seed: int = 0
     load_format: str = "auto"

@@ -113,7 +113,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """
     if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
-    with naming(f"{folder} needs tokenizer.json (not one in Python) or tokenizer=…"):
+    with naming(f"{folder}: tokenizer.json (not one in Python), or tokenizer=…"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # some mistakes in its files only show with a text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
@@ -140,8 +140,8 @@ def load_eos(folder: Path, config: PretrainedConfig,
 
 def place_on(model: nn.Module, device: str) -> None:
     """Allocates memory for the weights of a model, or of a part of one."""
-    if is_installed("strict"):
-        extension("strict").check_memory(model, device)
+    if is_installed("memory"):
+        extension("memory").check_memory(model, device)
     model.to_empty(device=device)
 
 

@@ -91,9 +91,7 @@ class ModelRunner:
 
     def load_model(self, folder: Path, **options: Callable) -> Decoder:
         """Returns the model; `options` are those of the loader, for several ranks."""
-        config = self.config
-        given = config.quantization or config.scale_sums
-        if given or getattr(self.model_config, "quantization_config", None):
+        if self.config.quantization or getattr(self.model_config, "quantization_config", None):
             options |= extension("quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
             return extension("transformers_models").load(self, folder, **options)
@@ -214,7 +212,7 @@ class ModelRunner:
 def choose_device(device: str) -> str:
     """"auto" is the GPU if there is one. Raises ValueError for "cuda" without a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise rejected("device", device, "'cpu' or 'auto', as PyTorch finds no GPU")
+        raise rejected("device", device, "'cpu' or 'auto': there is no GPU")
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 

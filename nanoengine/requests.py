@@ -182,7 +182,7 @@ class InputProcessor:
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
         elif (folder / "generation_config.json").is_file():
-            logger.warning("no generation_config.py: generation_config.json is ignored")
+            logger.warning("generation_config.json needs generation_config.py")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 

@@ -70,8 +70,8 @@ class Body:
         body = {name: value for name, value in body.items() if value is not None}
         for name in body.keys() - KNOWN[self.url] - IGNORED:
             if name not in NEUTRAL or body[name] != NEUTRAL[name]:
-                near = get_close_matches(name, KNOWN[self.url], 1)
-                advice = f"the nearest is {near[0]}" if near else "omit it"
+                near = [f"the nearest is {each}" for each in get_close_matches(name, KNOWN[self.url])]
+                advice = [*near, "omit it"][0]
                 raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: {advice}")
         options = body.get("stream_options", {})
         if not isinstance(options, dict):
@@ -89,7 +89,7 @@ class Body:
         if not isinstance(prompt, (str, list)) or prompt == []:
             raise ValueError("prompt must be a text, token ids, or a list of these, and not empty")
         are_several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
-        self.prompts = [*prompt] if are_several else [prompt]
+        self.prompts = prompt if are_several else [prompt]
         if self.echoes:
             self.tokenizer = llm.get_tokenizer()
             with naming("prompt"):
@@ -133,8 +133,7 @@ class Body:
             text, tokens = self.content(output, completion)
             content: dict[str, Any] = {"text": text}
             if self.url == CHAT:
-                message = {"role": "assistant", "content": text, "refusal": None}
-                content = {"message": message}
+                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
             choices.append(content | self.choice(output, completion, tokens))
         return self.head(model) | {"choices": [*self.edit(choices)], "usage": self.usage(outputs)}
 

@@ -16,11 +16,9 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Annotated, Any, Literal
 
-import psutil
 import torch
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import ValidationError
-from torch import nn
 
 from nanoengine.features import (
     OBSERVERS, Condition, check, extension, is_installed, rejected)
@@ -188,20 +186,6 @@ def checked_options(kind: Any) -> Any:
     if not kind.__dataclass_params__.frozen:
         kind.__setattr__ = __setattr__
     return kind
-
-
-def check_memory(model: nn.Module, device: str) -> None:
-    """Raises ValueError, before anything is allocated, if weights do not fit a device."""
-    num_bytes = sum(weights.nbytes for weights in model.parameters())
-    most = psutil.virtual_memory().total
-    if device == "cuda":
-        most = torch.cuda.mem_get_info()[1]
-    elif is_installed("containers"):
-        # where the kernel would kill the process without an error
-        most = extension("containers").free_memory(most)
-    if num_bytes > most:
-        raise rejected("model", f"{num_bytes / 2**30:.2f} GiB of weights", f"smaller: device "
-                       f"{device!r} has {most / 2**30:.2f} GiB of memory")
 
 
 # --------------------------------------------------------------------------- arguments of calls

@@ -35,12 +35,14 @@ from nanoengine_extensions.quantized.stored import (
     METHODS, Index, Opened, open_quantized, open_rounded)
 
 BITS = {"int8": 8, "int4": 4}
+# after the name of a method: see kernel.py
+SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 KNOWN = (*METHODS, "gguf")
 CONDITIONS: list[Condition] = [
-    ("quantization", lambda c: c.quantization in (None, *BITS, *KNOWN),
-     f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}"),
-    ("scale_sums", lambda c: c.scale_sums in (True, False), "True or False"),
+    ("quantization", lambda c: c.quantization.removesuffix(SUMS) in (*BITS, *KNOWN),
+     f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}; with '{SUMS}', scales "
+     "multiply sums"),
     ("load_format", lambda c: c.load_format != "dummy",
      "another one with quantization={quantization!r}, since random weights are not quantized")]
 
@@ -104,15 +106,16 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     entries = next(filter(None, (getattr(runner.model_config, name, None) for name in names)), {})
     if entries:
         methods.check(entries)
-    method: Any = entries.get("quant_method", config.quantization)
-    if config.quantization not in (None, method):
+    given = config.quantization or ""
+    by_sums = given.endswith(SUMS)
+    given = given.removesuffix(SUMS)
+    method: Any = entries.get("quant_method", given)
+    if given not in ("", method):
         raise rejected("quantization", config.quantization,
                        f"None or {method!r}, since the model is quantized already")
-    if not entries and method is None:
-        raise rejected("scale_sums", config.scale_sums, "False for a model that is not quantized")
     if not entries and method not in BITS:
-        raise rejected("quantization", method, "'int8', 'int4' or None, since the model is not "
-                       "quantized")
+        raise rejected("quantization", config.quantization, "'int8', 'int4' or None, since the "
+                       "model is not quantized")
     if config.load_format == "dummy":
         raise rejected("the model's quantization_config", entries, "None with "
                        "load_format='dummy', since random weights are not quantized")
@@ -129,17 +132,18 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if not is_own:
         found = {"read": partial(transformers_files.load, tensors)}
     if not stays_packed(runner):
-        if config.scale_sums:
-            raise rejected("scale_sums", True, "False unless weights stay packed: on a CPU with "
-                           "its kernels, in one process, in bfloat16 or float32")
+        if by_sums:
+            raise rejected("quantization", config.quantization, f"without '{SUMS}' unless weights "
+                           "stay packed: on a CPU with its kernels, in one process, in bfloat16 or "
+                           "float32")
         log_costs(files, opened.values(), runner.dtype)
         return found
     if not is_own:
         from nanoengine_extensions.quantized.transformers_linears import load_packed
-        return {"read": partial(load_packed, tensors, config.scale_sums), "is_packed": True}
+        return {"read": partial(load_packed, tensors, by_sums), "is_packed": True}
     from nanoengine_extensions.quantized.modules import Loading
     is_tied = runner.model_config.tie_word_embeddings and tie(opened)
-    loading = Loading(runner.dtype, is_tied, config.scale_sums)
+    loading = Loading(runner.dtype, is_tied, by_sums)
     return found | {"place": loading.place, "read": loading.read}
 
 

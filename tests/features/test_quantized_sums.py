@@ -1,4 +1,4 @@
-"""scale_sums: scales multiply the sums of groups. Where nothing is rounded, the bits are those of
+"""quantization="…_sums": scales multiply the sums of groups. Where nothing is rounded, the bits are those of
 products with dequantized weights; a row has the same bits whatever rows are beside it."""
 
 import os
@@ -119,7 +119,8 @@ def test_one_zero_of_all_groups(zero):
 def test_inputs_that_fill_no_vector():
     for bits in (4, 8):
         for inputs in (96, 100):
-            compare_exactly([formulas.rounded(torch.randn(70, inputs), bits)], torch.bfloat16, (1, 9))
+            weight = formulas.rounded(torch.randn(70, inputs), bits)
+            compare_exactly([weight], torch.bfloat16, (1, 9))
 
 
 def sums_of_another_cpu() -> None:
@@ -136,7 +137,7 @@ def test_on_other_cpus(name, features, tmp_path):
     folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "features")))
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name,
                    "PYTHONPATH": folders, "NUMBA_CPU_FEATURES": features}
-    script = "from test_scale_sums import *; sums_of_another_cpu(); print('equal')"
+    script = "from test_quantized_sums import *; sums_of_another_cpu(); print('equal')"
     found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
     assert found.split() == ["equal"]
 
@@ -147,40 +148,42 @@ def test_on_other_cpus(name, features, tmp_path):
 @pytest.mark.parametrize("kinds", [["Q8_0"], ["Q4_K", "Q6_K"]])
 def test_tokens_of_a_gguf(make_gguf, kinds):
     path, model = make_gguf(kinds)
-    with LLM(path, scale_sums=True, **OPTIONS) as llm:
+    with LLM(path, quantization="gguf_sums", **OPTIONS) as llm:
         parts = [part for linear in linears_of(llm) for part in linear.packed_parts]
         assert parts and all(packed.form_of(part).by_sums for part in parts)
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "Q4_K_M", "awq"])
+@pytest.mark.parametrize("name", ["int4", "int8", "gguf", "awq"])
 def test_schedules_do_not_matter(bundled, make_quantized, name):
-    model, options = bundled, dict(quantization=name)
-    if name == "Q4_K_M":
-        model, options = REAL, {}
+    model = bundled
+    if name == "gguf":
+        model = REAL
     elif name == "awq":
-        model, options = make_quantized("awq")[0], {}
-    wanted = logprobs_of(model, scale_sums=True, **options)
+        model = make_quantized("awq")[0]
+    options = dict(quantization=f"{name}_sums")
+    wanted = logprobs_of(model, **options)
     assert wanted[:5] == wanted[5:]
     for schedule in SCHEDULES:
-        assert logprobs_of(model, scale_sums=True, **options, **schedule) == wanted, schedule
+        assert logprobs_of(model, **options, **schedule) == wanted, schedule
 
 
 def test_the_memory_is_the_same(bundled):
     found = []
-    for scale_sums in (False, True):
-        with LLM(bundled, quantization="int4", scale_sums=scale_sums, **OPTIONS) as llm:
+    for quantization in ("int4", "int4_sums"):
+        with LLM(bundled, quantization=quantization, **OPTIONS) as llm:
             found.append(num_bytes(llm.engine.runner.model))
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("options, accepted", [
-    ({}, "False for a model that is not quantized"),
-    (dict(quantization="int4", kernels=False), "False unless weights stay packed"),
-    (dict(quantization="int4", dtype="float16"), "False unless weights stay packed"),
-    (dict(quantization="int4", scale_sums=2), "a valid boolean")])
+    (dict(quantization="gguf_sums"), "since the model is not quantized"),
+    (dict(quantization="fp8_sums"), "'int8', 'int4' or None, or what the model has"),
+    (dict(quantization="_sums"), "'int8', 'int4' or None, or what the model has"),
+    (dict(kernels=False), "without '_sums' unless weights stay packed"),
+    (dict(dtype="float16"), "without '_sums' unless weights stay packed")])
 def test_where_it_is_refused(tiny, options, accepted):
-    given = OPTIONS | dict(scale_sums=True) | options
-    with pytest.raises(ValueError, match=f"scale_sums={given['scale_sums']} is not.*{accepted}"):
+    given = OPTIONS | dict(quantization="int4_sums") | options
+    with pytest.raises(ValueError, match=f"quantization='{given['quantization']}' is.*{accepted}"):
         LLM(tiny, **given)
-    assert generated(tiny, quantization="int4", scale_sums=True)
+    assert generated(tiny, quantization="int4_sums")
