@@ -16,6 +16,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -46,9 +47,27 @@ class Linear(QuantizedLinear):
         with as_stored():
             return super().weight
 
-    def takes(self, x: Tensor) -> bool:
+    def forward(self, x: Tensor) -> Tensor:
         with as_stored():
-            return super().takes(x)
+            if self.is_quantized and x.dtype != self._parameters["weight"].dtype:
+                return self.in_float32(x)
+        return super().forward(x)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """From rows in float32 to the same, by the kernel for bfloat16, up to 2^-16. To dequantize
+        the weight for each product would take minutes."""
+        rows = x.reshape(-1, self.in_features)
+        upper = rows.bfloat16()
+        out = self.multiply(upper).float()
+        bias = self.packed_bias
+        # what is left of each row, if its result is subtracted before it is rounded
+        for row, result in zip(upper.split(1), out):
+            self.packed_bias = bias - F.pad(result, (0, len(bias) - len(result)))
+            result += self.multiply(row)[0]
+        self.packed_bias = torch.zeros_like(bias)
+        out += self.multiply((rows - upper.float()).bfloat16())
+        self.packed_bias = bias
+        return out.view(*x.shape[:-1], self.out_features)
 
 
 class Embedding(QuantizedEmbedding):

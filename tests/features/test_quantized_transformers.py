@@ -158,3 +158,83 @@ def test_what_is_packed(folder_of, caplog, name):
     assert all(line.startswith(f"quantized weights of {others} matrices are dequantized when they "
                                "are loaded, since no linear and no embedding has ")
                for line in lines)
+
+
+# ------------------------------------------------------------------------------ other formats
+
+
+@pytest.fixture
+def make_quantized(folder_of, tmp_path):
+    """Writes a model in a format. Returns its folder, and transformers' model with the dequantized
+    weights. As tools do, it leaves out embeddings, heads and routers."""
+
+    def make(name: str, form: str) -> tuple[Path, Any]:
+        bits, _, is_mixed, symmetric, pack, entries = FORMATS[form]
+        torch.manual_seed(0)
+        weights = load_file(folder_of(name) / "model.safetensors")
+        stored = dict(weights)
+        for key, weight in weights.items():
+            if weight.ndim != 2 or any(part in key for part in (
+                    "embed", "wte", "wpe", "lm_head", "gate.weight")):
+                continue
+            # (outputs, inputs) in files, whatever the module has
+            is_conv = name == "gpt2"
+            shape = weight.shape[::-1] if is_conv else weight.shape
+            groups = torch.randperm(shape[1]) // 32 if is_mixed else None
+            *parts, dequantized = drawn(bits, tuple(shape), 32, symmetric, groups)
+            weights[key] = dequantized.T if is_conv else dequantized
+            options = {} if pack is in_awq else dict(bits=bits, groups=groups)
+            del stored[key]
+            stored |= {f"{key.removesuffix('.weight')}.{end}": tensor
+                       for end, tensor in pack(*parts, **options).items()}
+        folder = with_weights(folder_of(name), tmp_path / "quantized", stored)
+        change_config(folder, quantization_config=entries)
+        return folder, compare.load_reference(
+            with_weights(folder_of(name), tmp_path / "plain", weights))
+
+    return make
+
+
+@pytest.mark.parametrize("name, form", [
+    *[(name, "gptq 4") for name in NAMES], ("gemma2", "awq"), ("phi3", "awq"), ("mixtral", "awq"),
+    ("olmo2", "w4a16"), ("gemma3_text", "w8a16"), ("mixtral", "w4a16 zeros"), ("phi3", "gptq 8"),
+    *(pytest.param(name, form, marks=pytest.mark.slow) for name in NAMES
+      for form in ("awq", "w4a16", "w8a16", "gptq v2"))])
+def test_every_format(make_quantized, caplog, name, form):
+    """Linears are packed. Embeddings and routers are not quantized, and experts cannot be packed:
+    a line says so."""
+    folder, reference = make_quantized(name, form)
+    with caplog.at_level(logging.WARNING), make_llm(folder) as llm:
+        is_packed = [each.is_quantized for each in packed_of(llm)]
+        # a head and routers are not quantized
+        assert len(is_packed) >= PACKED[name][0] - 4 - 3 * (name == "mixtral") or name == "gpt2"
+        assert not packed_of(llm, QuantizedEmbedding)
+        check_all(llm, reference)
+    has_others = name in ("mixtral", "gpt2")
+    assert ("no linear and no embedding has them" in caplog.text) == has_others
+    with make_llm(folder, kernels=False) as llm:
+        check_all(llm, reference)
+
+
+@pytest.mark.parametrize("form", ["gptq act-order", "w4a16 act-order"])
+def test_what_has_no_packed_form(make_quantized, caplog, form):
+    folder, reference = make_quantized("phi3", form)
+    compiling.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING), make_llm(folder) as llm:
+        assert not packed_of(llm)
+        check_all(llm, reference)
+    assert "know no act-order" in caplog.text
+
+
+def test_a_native_family_computed_by_transformers(tiny, tmp_path):
+    """It has the same tokens as the engine's own decoder; so has a GGUF file."""
+    for path, options in ((tiny, dict(quantization="int4")), (REAL, {})):
+        found = []
+        for model_impl in ("native", "transformers"):
+            with LLM(path, dtype="float32", num_kv_blocks=32, max_num_seqs=4,
+                     model_impl=model_impl, **options) as llm:
+                found.append([output.outputs[0].token_ids for output in llm.generate(
+                    [[5, 6, 7], [9] * 30], compare.GREEDY, use_tqdm=False)])
+                if model_impl == "transformers":
+                    assert packed_of(llm) and packed_of(llm, QuantizedEmbedding)
+        assert found[0] == found[1]
