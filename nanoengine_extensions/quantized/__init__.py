@@ -8,8 +8,9 @@ weights are dequantized when they are loaded, so that they take the memory of th
 the log says how much.
 
 It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
-files are read (`ModelRunner.load_model`); a model that transformers computes is read in
-transformers_files.py and transformers_linears.py. gguf_files.py needs a package: `pip install ".[gguf]"`.
+files are read (`ModelRunner.load_model`); that of a model of transformers is read in
+transformers_files.py, or packed in transformers_linears.py. gguf_files.py needs a package: `pip
+install ".[gguf]"`.
 """
 
 import atexit
@@ -99,7 +100,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     is_own = runner.model_config.model_type in FAMILIES
     # or that of weights which transformers dequantizes, if they are not rounded here
     names = "quantization_config", "unpacked_config"
-    entries = next(filter(None, (getattr(runner.model_config, name, None) for name in names)), {})
+    found_entries = (getattr(runner.model_config, name, None) for name in names)
+    entries: dict[str, Any] = next(filter(None, found_entries), {})
     if entries:
         methods.check(entries)
     method: Any = entries.get("quant_method", config.quantization)
