@@ -8,9 +8,9 @@ weights are dequantized when they are loaded, so that they take the memory of th
 the log says how much.
 
 It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
-files are read (`ModelRunner.load_model`); that of a model of transformers is read in
-transformers_files.py, or packed in transformers_linears.py. gguf_files.py needs a package: `pip
-install ".[gguf]"`.
+files are read (`ModelRunner.load_model`); a model that transformers computes is read in
+transformers_files.py and transformers_linears.py. gguf_files.py needs a package:
+`pip install ".[gguf]"`.
 """
 
 import atexit
