@@ -127,9 +127,8 @@ class Body:
 
         Raises RuntimeError for a completion that could not go on.
         """
-        outputs = sorted(outputs, key=lambda each: each.index)
         choices = []
-        for output, completion in pairs_of(outputs):
+        for output, completion in pairs_of(sorted(outputs, key=lambda each: each.index)):
             text, tokens = self.content(output, completion)
             content: dict[str, Any] = {"text": text}
             if self.url == CHAT:

@@ -85,7 +85,7 @@ def test_an_init_counts():
 # features that have kernels of their own, of the pieces of a library's; imported only with it
 WITH_KERNELS = {f"nanoengine_extensions.{name}" for name in (
     "quantized.modules", "quantized.packed", "quantized.kernel", "quantized.expanding",
-    "transformers_models.row_norms")}
+    "quantized.transformers_linears", "transformers_models.row_norms")}
 
 
 def test_they_point_one_way(needs):

@@ -103,7 +103,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     is_own = runner.model_config.model_type in FAMILIES
     # or that of weights which transformers dequantizes, if they are not rounded here
     names = "quantization_config", "unpacked_config"
-    entries = next(filter(None, (getattr(runner.model_config, name, None) for name in names)), {})
+    found_entries = (getattr(runner.model_config, name, None) for name in names)
+    entries: dict[str, Any] = next(filter(None, found_entries), {})
     if entries:
         methods.check(entries)
     given = config.quantization or ""

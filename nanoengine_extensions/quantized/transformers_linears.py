@@ -16,6 +16,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -46,9 +47,27 @@ class Linear(QuantizedLinear):
         with as_stored():
             return super().weight
 
-    def takes(self, x: Tensor) -> bool:
+    def forward(self: Any, x: Tensor) -> Tensor:
         with as_stored():
-            return super().takes(x)
+            if self.is_quantized and x.dtype != self._parameters["weight"].dtype:
+                return self.in_float32(x)
+        return super().forward(x)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """From rows in float32 to the same, by the kernel for bfloat16, up to 2^-16. To dequantize
+        the weight for each product would take minutes."""
+        rows = x.reshape(-1, self.in_features)
+        upper = rows.bfloat16()
+        out = self.multiply(upper).float()
+        bias = self.packed_bias
+        # what is left of each row, if its result is subtracted before it is rounded
+        for row, result in zip(upper.split(1), out):
+            self.packed_bias = bias - F.pad(result, (0, len(bias) - len(result)))
+            result += self.multiply(row)[0]
+        self.packed_bias = torch.zeros_like(bias)
+        out += self.multiply((rows - upper.float()).bfloat16())
+        self.packed_bias = bias
+        return out.view(*x.shape[:-1], self.out_features)
 
 
 class Embedding(QuantizedEmbedding):
@@ -89,7 +108,7 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
     """As `transformers_files.load`. dtype: of the model; by_sums: see kernel.py"""
     tensors = in_order(tensors, kind, config)
     given: dict[str, Any] = dict(tensors)
-    stand_ins = {name: stand_in(*each.shape, dtype) for name, each in tensors.items()
+    stand_ins = {name: stand_in(each.shape, dtype) for name, each in tensors.items()
                  if len(each.shape) == 2}
     while True:
         causal, found = from_tensors(given | stand_ins, kind, config, dtype=dtype, **options)
@@ -109,19 +128,19 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
         places.clear()
     with torch.device("cpu"):
         parts = {name: places[storage_of(each)] for name, each in stand_ins.items()}
-        for name, own in parts.items():
-            fill(own, tensors[name], dtype, by_sums)
+        known = {name for name, own in parts.items()
+                 if fill(own, tensors[name], dtype, by_sums)}
         causal(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
         for name, own in parts.items():
             if any(getattr(module, "was_read", False) for module, _ in own):
                 put(own, tensors[name].read().to(dtype))
-    log_others([name for name, each in given.items() if each.is_quantized
-                and not any(isinstance(module, (Linear, Embedding))
-                            for module, _ in parts.get(name, []))])
+                known.remove(name)
+    log_others([name for name, each in given.items() if each.is_quantized and name not in known])
     return causal, found
 
 
-def stand_in(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def stand_in(shape: list[int], dtype: torch.dtype) -> Tensor:
+    rows, columns = shape
     memory = torch.zeros(rows + 2 * columns, dtype=dtype, device="cpu")
     return memory.as_strided((rows, columns), STRIDES)
 
@@ -144,13 +163,16 @@ def is_left(tensor: Tensor, places: dict[int, Places]) -> bool:
         for each in found)
 
 
-def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> None:
-    """Gives modules their weight: packed, if all can have it so."""
+def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> bool:
+    """Gives modules their weight; returns whether all can have it packed. If it has no such form,
+    a line in the log says so."""
     if not all(can_be_packed(module, name, dtype) for module, name in places):
-        return put(places, tensor.read().to(dtype))
+        put(places, tensor.read().to(dtype))
+        return False
     weight = in_packed_form(tensor, dtype, by_sums)
     if weight.ndim == 2:
-        return put(places, weight)
+        put(places, weight)
+        return True
     for module, _ in places:
         own = type(module)
         is_linear = isinstance(module, nn.Linear)
@@ -163,6 +185,7 @@ def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> N
         module._parameters["weight"] = without_weight(dtype)
         # of gradients; it need not be one of the rows
         module.padding_idx = None
+    return True
 
 
 def put(places: Places, weight: Tensor) -> None:

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -795,13 +794,6 @@ def test_a_model_of_which_nothing_is_quantized(tiny, tmp_path, entries):
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entries}))
     with pytest.raises(ValueError, match="quantization_config=.* none of its weights is quantized"):
         LLM(folder, **OPTIONS)
-
-
-def test_a_model_of_another_family(tiny):
-    runner = SimpleNamespace(config=EngineConfig(tiny, quantization="int8"),
-                             model_config=transformers.PretrainedConfig())
-    with pytest.raises(ValueError, match="quantization='int8' .* None for a model that is not one"):
-        quantized.slots(runner, Path(tiny))
 
 
 def test_random_weights_are_not_quantized(tiny, make_quantized):

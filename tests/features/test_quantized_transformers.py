@@ -1,10 +1,10 @@
 """Quantized models that transformers computes: tokens as transformers generates them with the
 dequantized weights, which modules have packed weights, and what is dequantized or refused."""
 
-import json
 import logging
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +158,192 @@ def test_what_is_packed(folder_of, caplog, name):
     assert all(line.startswith(f"quantized weights of {others} matrices are dequantized when they "
                                "are loaded, since no linear and no embedding has ")
                for line in lines)
+
+
+# ------------------------------------------------------------------------------ other formats
+
+
+@pytest.fixture
+def make_quantized(folder_of, tmp_path):
+    """Writes a model in a format. Returns its folder, and transformers' model with the dequantized
+    weights. As tools do, it leaves out embeddings, heads and routers."""
+
+    def make(name: str, form: str) -> tuple[Path, Any]:
+        bits, _, is_mixed, symmetric, pack, entries = FORMATS[form]
+        torch.manual_seed(0)
+        weights = load_file(folder_of(name) / "model.safetensors")
+        stored = dict(weights)
+        for key, weight in weights.items():
+            if weight.ndim != 2 or any(part in key for part in (
+                    "embed", "wte", "wpe", "lm_head", "gate.weight")):
+                continue
+            # (outputs, inputs) in files, whatever the module has
+            is_conv = name == "gpt2"
+            shape = weight.shape[::-1] if is_conv else weight.shape
+            groups = torch.randperm(shape[1]) // 32 if is_mixed else None
+            *parts, dequantized = drawn(bits, tuple(shape), 32, symmetric, groups)
+            weights[key] = dequantized.T if is_conv else dequantized
+            options = {} if pack is in_awq else dict(bits=bits, groups=groups)
+            del stored[key]
+            stored |= {f"{key.removesuffix('.weight')}.{end}": tensor
+                       for end, tensor in pack(*parts, **options).items()}
+        folder = with_weights(folder_of(name), tmp_path / "quantized", stored)
+        change_config(folder, quantization_config=entries)
+        return folder, compare.load_reference(
+            with_weights(folder_of(name), tmp_path / "plain", weights))
+
+    return make
+
+
+@pytest.mark.parametrize("name, form", [
+    *[(name, "gptq 4") for name in NAMES], ("gemma2", "awq"), ("phi3", "awq"), ("mixtral", "awq"),
+    ("olmo2", "w4a16"), ("gemma3_text", "w8a16"), ("mixtral", "w4a16 zeros"), ("phi3", "gptq 8"),
+    *(pytest.param(name, form, marks=pytest.mark.slow) for name in NAMES
+      for form in ("awq", "w4a16", "w8a16", "gptq v2"))])
+def test_every_format(make_quantized, caplog, name, form):
+    """Linears are packed. Embeddings and routers are not quantized, and experts cannot be packed:
+    a line says so."""
+    folder, reference = make_quantized(name, form)
+    with caplog.at_level(logging.WARNING), make_llm(folder) as llm:
+        is_packed = [each.is_quantized for each in packed_of(llm)]
+        # a head and routers are not quantized
+        assert len(is_packed) >= PACKED[name][0] - 4 - 3 * (name == "mixtral") or name == "gpt2"
+        assert not packed_of(llm, QuantizedEmbedding)
+        check_all(llm, reference)
+    has_others = name in ("mixtral", "gpt2")
+    assert ("no linear and no embedding has them" in caplog.text) == has_others
+    with make_llm(folder, kernels=False) as llm:
+        check_all(llm, reference)
+
+
+@pytest.mark.parametrize("form", ["gptq act-order", "w4a16 act-order"])
+def test_what_has_no_packed_form(make_quantized, caplog, form):
+    folder, reference = make_quantized("phi3", form)
+    compiling.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING), make_llm(folder) as llm:
+        assert not packed_of(llm)
+        check_all(llm, reference)
+    assert "know no act-order" in caplog.text
+
+
+def test_a_native_family_computed_by_transformers(tiny, tmp_path):
+    """It has the same tokens as the engine's own decoder; so has a GGUF file."""
+    for path, options in ((tiny, dict(quantization="int4")), (REAL, {})):
+        found = []
+        for model_impl in ("native", "transformers"):
+            with LLM(path, dtype="float32", num_kv_blocks=32, max_num_seqs=4,
+                     model_impl=model_impl, **options) as llm:
+                found.append([output.outputs[0].token_ids for output in llm.generate(
+                    [[5, 6, 7], [9] * 30], compare.GREEDY, use_tqdm=False)])
+                if model_impl == "transformers":
+                    assert packed_of(llm) and packed_of(llm, QuantizedEmbedding)
+        assert found[0] == found[1]
+
+
+# -------------------------------------------------------------------- while a model is loaded
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+def test_only_one_matrix_is_there_at_a_time(folder_of, monkeypatch, name):
+    """Until the last one is packed, no module has memory for one that will be packed."""
+    sizes = []
+    fill = transformers_linears.fill
+
+    def spy(places, tensor, dtype):
+        if transformers_linears.can_be_packed(*places[0], dtype):
+            weight = places[0][0]._parameters[places[0][1]]
+            rows, columns = weight.shape
+            sizes.append(weight.untyped_storage().nbytes() // weight.itemsize - rows - 2 * columns)
+        return fill(places, tensor, dtype)
+
+    monkeypatch.setattr(transformers_linears, "fill", spy)
+    with make_llm(folder_of(name), quantization="int8"):
+        assert sizes and not any(sizes)
+
+
+def test_a_weight_that_its_model_reads_by_itself_is_not_packed(folder_of, monkeypatch, tmp_path):
+    """As where a model multiplies by it: to dequantize it in each step would be slow."""
+    module = import_module("transformers.models.olmo2.modeling_olmo2")
+    forward = module.Olmo2MLP.forward
+
+    def reading(self, x):
+        return forward(self, x) + torch.nn.functional.linear(x, self.down_proj.weight.T[:64, :64])
+
+    monkeypatch.setattr(module.Olmo2MLP, "forward", reading)
+    folder = folder_of("olmo2")
+    reference = compare.load_reference(with_weights(folder, tmp_path, rounded(folder, 4)))
+    with make_llm(folder, quantization="int4") as llm:
+        assert len(packed_of(llm)) == PACKED["olmo2"][0] - 3
+        check_all(llm, reference)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_file_with_both_of_two_tied_matrices(folder_of, tmp_path, is_same):
+    """They are one if they are equal; otherwise each is what the file has, as in transformers."""
+    weights = load_file(folder_of("gemma2") / "model.safetensors")
+    head = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"] = head if is_same else head.flip(0)
+    folder = with_weights(folder_of("gemma2"), tmp_path / "both", weights)
+    reference = compare.load_reference(
+        with_weights(folder, tmp_path / "rounded", rounded(folder, 4)))
+    with make_llm(folder, quantization="int4") as llm:
+        head = llm.engine.runner.model.head.lm_head
+        assert isinstance(head, QuantizedLinear) == is_same
+        check_all(llm, reference)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3", "opt"])
+def test_bfloat16_is_checked_in_float32(folder_of, monkeypatch, name):
+    """By products with the packed weights, and never by dequantized ones."""
+    errors = []
+    compare_steps = check.compare
+
+    def spy(runner, model, ids, wanted, backend, dtype, most):
+        assert wanted.dtype == torch.float32
+        errors.append(most)
+        # a tenth of what is allowed
+        most = most if most > 0.1 else 1e-4
+        return compare_steps(runner, model, ids, wanted, backend, dtype, most)
+
+    monkeypatch.setattr(check, "compare", spy)
+    with make_llm(folder_of(name), quantization="int4", dtype="bfloat16") as llm:
+        assert errors == [1e-3, 0.5] and packed_of(llm)
+        assert not any(each.was_read for each in packed_of(llm))
+        # each row has the same bits, whatever rows are beside it
+        for linear in packed_of(llm):
+            x = torch.randn(7, linear.in_features).bfloat16()
+            whole = linear(x)
+            assert torch.equal(whole, torch.cat([linear(row[None]) for row in x]))
+            exact = x.double() @ linear.weight.double().T
+            exact += 0 if linear.bias is None else linear.bias.double()
+            torch.testing.assert_close(linear(x.float()).double(), exact, atol=1e-4, rtol=1e-4)
+
+
+# ----------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("entries, options, message", [
+    (dict(quant_method="bitsandbytes", load_in_4bit=True), {}, "NF4 or INT8 of bitsandbytes"),
+    (dict(quant_method="fp8"), dict(quantization="int8"), "quantized as FP8"),
+    (dict(quant_method="mxfp4"), dict(quantization="int4"), "quantized as MXFP4"),
+    (dict(quant_method="gptq", bits=3), {}, "quantization_config.bits=3 is not accepted"),
+    (dict(quant_method="gptq", bits=4), dict(quantization="awq"), "None or 'gptq'"),
+    (dict(quant_method="gptq", bits=4), {}, "none of its weights is quantized"),
+    (dict(quant_method="gptq", bits=4), dict(load_format="dummy"), "random weights are not quan"),
+    ({}, dict(quantization="gptq"), "since the model is not quantized")])
+def test_what_is_refused(folder_of, tmp_path, entries, options, message):
+    shutil.copytree(folder_of("phi3"), tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, quantization_config=entries or None)
+    with pytest.raises(ValueError, match=message):
+        make_llm(tmp_path, **options)
+
+
+def test_a_tensor_that_is_missing(make_quantized):
+    folder, _ = make_quantized("phi3", "awq")
+    weights = load_file(folder / "model.safetensors")
+    gone = next(name for name in weights if "0.mlp.down_proj" in name).rpartition(".")[0]
+    save_file({name: each for name, each in weights.items() if not name.startswith(gone)},
+              folder / "model.safetensors", {"format": "pt"})
+    for kernels in (True, False):
+        with pytest.raises(ValueError, match=rf"safetensors lack \['{gone}.weight"):
+            make_llm(folder, kernels=kernels)
