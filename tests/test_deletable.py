@@ -95,7 +95,8 @@ NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"], "prometheus": 
 # what holds without those that are not asked for by a name
 WITHOUT = {
     "async_llm": "import nanoengine_extensions",
-    "containers": "LLM(model, dtype='float32', max_num_seqs=2, max_model_len=64).close()",
+    "containers": "LLM(model, dtype='float32', block_size=16, max_num_seqs=2, "
+                  "max_model_len=64).close()",
     "explain": "import contextlib, tempfile\n"
                "with contextlib.suppress(ValueError):\n"
                "    LLM(tempfile.mkdtemp(), **options)\n    raise AssertionError",

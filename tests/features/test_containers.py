@@ -152,6 +152,7 @@ def test_the_cache_takes_a_quarter_of_what_the_container_has_left(tiny, containe
         assert runner.num_kv_blocks == 2**23 // runner.block_bytes < most
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_weights_and_the_pool_of_swapping_have_to_fit_the_container(tiny, container):
     container(2**18)
     with pytest.raises(ValueError, match="model='0.00 GiB of weights' .* device 'cpu' has"):
