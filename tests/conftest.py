@@ -57,6 +57,11 @@ def what_stays_is_no_garbage() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    # or libraries would say that they have leaked
+    gc.unfreeze()
+
+
 # ------------------------------------------------------------------- features that are deleted
 
 

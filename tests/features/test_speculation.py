@@ -206,7 +206,8 @@ def test_a_guess_whose_k_and_v_are_nan_harms_no_sequence(make_model, always, opt
     with LLM(folder, speculation=lambda seq: forms[next(calls) % 4], **options) as llm:
         outputs = llm.generate(prompts, FREE, use_tqdm=False)
         assert [each.outputs for each in outputs] == [each.outputs for each in expected]
-        assert llm.metrics()["guessed_tokens"] > 100
+        # guesses get no blocks of their own: they end with a small one
+        assert llm.metrics()["guessed_tokens"] > (50 if options["block_size"] == 3 else 100)
         check_idle(llm)
 
 
@@ -607,7 +608,7 @@ def test_prompt_lookup_also_looks_in_other_texts_and_forgets_the_oldest():
 def test_real_texts(tmp_path):
     """A model that writes them, at the size of a toy: see prompter.py."""
     config = json.loads((prompter.ROOT / "models/qwen3-0.6b/config.json").read_text())
-    config |= {"hidden_size": 320, "num_hidden_layers": 2, "num_attention_heads": 2,
+    config |= {"hidden_size": 320, "num_hidden_layers": 2, "num_attention_heads": 8,
                "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 4096}
     tokenizer = Tokenizer.from_file(str(prompter.ROOT / "models/tiny-qwen3/tokenizer.json"))
     tasks = prompter.make_tasks(lambda text: tokenizer.encode(text).ids, 4096, 400, 128)
