@@ -159,7 +159,8 @@ def test_weights_and_the_pool_of_swapping_have_to_fit_the_container(tiny, contai
         LLM(tiny, num_kv_blocks=8, **OPTIONS)
     container(2**30)
     for num_ranks, most in ((1, "1.0"), (2, "0.5")):
-        options = dict(preemption_mode="swap", num_kv_blocks=8, tensor_parallel_size=num_ranks)
+        options = dict(preemption_mode="swap", block_size=16, num_kv_blocks=8,
+                       tensor_parallel_size=num_ranks)
         if num_ranks == 1:
             LLM(tiny, swap_space=0.9, **options).close()
         with pytest.raises(ValueError, match=f"swap_space=1.1 .* at most {most} GiB of memory"):
