@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import gc
 import itertools
 import os
 import re
@@ -21,6 +22,7 @@ import pytest
 # to be said before torch loads its OpenMP.
 os.environ |= {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}
 
+import forks  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
@@ -46,6 +48,18 @@ SLOWEST = ["test_gpu_path", "test_paged_attention", "test_quantized", "test_engi
 def pytest_collection_modifyitems(items: list) -> None:
     places = {name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_stays_is_no_garbage() -> None:
+    """A search for garbage need not look at all that has been imported: it takes 0.2 seconds."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    # or libraries would say that they have leaked
+    gc.unfreeze()
 
 
 # ------------------------------------------------------------------- features that are deleted
@@ -261,6 +275,16 @@ def wide_llm(bundled, wide_tokenizer):
 def make_llm(tiny):
     """An LLM of the tiny model, by default in float32 with blocks of 16 tokens."""
     return lambda **options: LLM(tiny, **dict(dtype="float32", block_size=16) | options)
+
+
+@pytest.fixture(scope="module")
+def forked_ranks():
+    """Ranks are forks of a process that has imported PyTorch. It has to come before engines."""
+    tensor_parallel = optional("nanoengine_extensions.tensor_parallel")
+    with pytest.MonkeyPatch.context() as patch:
+        if tensor_parallel:
+            patch.setattr(tensor_parallel, "start_process", forks.start_rank)
+        yield
 
 
 def generate(llm, prompts, params=GREEDY) -> list:

@@ -96,7 +96,8 @@ NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"], "prometheus": 
 # what holds without those that are not asked for by a name
 WITHOUT = {
     "async_llm": "import nanoengine_extensions",
-    "containers": "LLM(model, dtype='float32', max_num_seqs=2, max_model_len=64).close()",
+    "containers": "LLM(model, dtype='float32', block_size=16, max_num_seqs=2, "
+                  "max_model_len=64).close()",
     "explain": "import contextlib, tempfile\n"
                "with contextlib.suppress(ValueError):\n"
                "    LLM(tempfile.mkdtemp(), **options)\n    raise AssertionError",
@@ -119,6 +120,7 @@ SLOW = ["tensor_parallel"]
 # Each folder has the packages without one file. They are imported anew from each, in one process.
 SCRIPT = """
 import importlib, json, os, sys, traceback
+sys.dont_write_bytecode = False
 # an editable installation would find what is deleted
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
 folders, cases, refused, needs, without, slow, model, bundled = json.load(sys.stdin)
@@ -196,15 +198,19 @@ print(json.dumps(found))
 def found(tiny, bundled, tmp_path_factory) -> dict:
     """What went wrong without each of them, and what each case imports."""
     folders = {}
+    # of all folders: a file is compiled once. Without its source, no bytecode is found
+    bytecode = tmp_path_factory.mktemp("bytecode")
     for deleted in ["nothing", *FILES]:
         folder = tmp_path_factory.mktemp(deleted)
         folders[deleted] = str(folder)
-        for name in ("nanoengine", "nanoengine_cpu"):
-            (folder / name).symlink_to(ROOT / name)
-        (folder / FOLDER.name).mkdir()
-        for path in FOLDER.iterdir():
-            if path.stem not in (deleted, "__pycache__"):
-                (folder / FOLDER.name / path.name).symlink_to(path)
+        (folder / "nanoengine_cpu").symlink_to(ROOT / "nanoengine_cpu")
+        for package in (ROOT / "nanoengine", FOLDER):
+            (folder / package.name).mkdir()
+            (bytecode / package.name).mkdir(exist_ok=True)
+            (folder / package.name / "__pycache__").symlink_to(bytecode / package.name)
+            for path in package.iterdir():
+                if path.stem not in (deleted if package == FOLDER else "", "__pycache__"):
+                    (folder / package.name / path.name).symlink_to(path)
     inputs = json.dumps([folders, CASES, REFUSED, NEEDS, WITHOUT, SLOW, tiny, bundled])
     result = run_in_fork(SCRIPT, inputs, tmp_path_factory.mktemp("empty"))
     assert not result.returncode, result.stderr[-3000:]

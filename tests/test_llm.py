@@ -237,7 +237,7 @@ def test_a_completion_that_meets_nan_keeps_what_it_has(broken):
     """In a stream too, whose last output of the request says so."""
     bias = [None, {300: 1e9}]
     params = [SamplingParams(max_tokens=9, seed=1, logit_bias=each, logprobs=0) for each in bias]
-    with LLM(broken, dtype="float32", num_kv_blocks=64) as llm:
+    with LLM(broken, dtype="float32", block_size=16, num_kv_blocks=64) as llm:
         last = {}
         for output in llm.stream([[1, 2], [3, 4]], params):
             assert not (output.request_id in last and last[output.request_id].finished)

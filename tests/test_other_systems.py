@@ -60,7 +60,8 @@ print(llm.metrics()["attention_backend"])
 print(json.dumps([output.outputs[0].token_ids for output in outputs]))
 """
 ALL = ["proc", "madvise", "affinity", "libgomp", "platform"]
-OPTIONS = dict(dtype="float32", num_kv_blocks=20, max_model_len=200, max_num_seqs=3)
+OPTIONS = dict(dtype="float32", block_size=16, num_kv_blocks=40, max_model_len=200,
+               max_num_seqs=3)
 PROMPTS = random_prompts([3, 40, 90, 1])
 
 

@@ -470,15 +470,15 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
 
 def test_random_workloads():
     totals: Counter[str] = Counter()
-    for seed in range(1000):
+    for seed in range(500):
         totals.update(run_workload(seed))
     # the workloads are worth something only if all of this happened, and often
     for name in ("recompute_preemptions", "swap_preemptions", "shared_blocks", "swap_in_blocks",
                  "copy_on_write_blocks"):
-        assert totals[name] > 1000, name
-    assert totals["prefix_cache_hits"] > 10_000
-    assert totals["recomputed_tokens"] > 10_000
-    assert totals["errors"] > 400 and totals["scored"] > 10_000 and totals["ways_made"] > 400
+        assert totals[name] > 500, name
+    assert totals["prefix_cache_hits"] > 5000
+    assert totals["recomputed_tokens"] > 5000
+    assert totals["errors"] > 200 and totals["scored"] > 5000 and totals["ways_made"] > 200
 
 
 def test_searches_always_go_on():

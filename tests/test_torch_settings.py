@@ -100,6 +100,7 @@ def test_random_weights_are_the_same(tiny, name):
     prompts, params = [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=9)
     found = []
     for setting in (nullcontext, SETTINGS[name]):
-        with setting(), LLM(tiny, load_format="dummy", num_kv_blocks=16) as llm:
+        with setting(), LLM(
+                tiny, load_format="dummy", block_size=16, num_kv_blocks=32) as llm:
             found.append(generate(llm, prompts, params)[0].outputs[0].token_ids)
     assert found[0] == found[1]

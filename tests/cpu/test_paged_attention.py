@@ -21,10 +21,11 @@ from nanoengine_cpu import compiling
 
 # of processes of their own: the packages, and the tests
 PATHS = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parents[1]}"
-# Each is a kernel to compile, which takes ten seconds: so most have one precision, not both.
+# Each is a kernel to compile, which takes seconds: so most have one precision, not both, and the
+# tests below have shapes of these, or of the small models.
 SHAPES = [(2, 1, 32, 16, None, F32), (2, 1, 32, 16, None, BF16), (1, 2, 64, 128, 7, BF16),
           (2, 4, 80, 5, None, BF16), (1, 8, 128, 32, 300, BF16), (3, 3, 24, 1, 40, F32),
-          (1, 4, 256, 32, None, F32), (1, 24, 64, 32, None, F32)]
+          (1, 24, 256, 32, None, F32)]
 
 
 @pytest.mark.parametrize("num_tokens, has_norms", [
@@ -97,14 +98,14 @@ def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, num_tokens):
     step = make_step(num_tokens, [0, 700, 0, 15, 260, 31], 16)
     cache = random_cache(2, 64, 16, step, dtype)
     # scores from -24 to 24: most are far above the cap
-    qkv = torch.randn(sum(num_tokens), 10, 64).to(dtype)
-    qkv[:, :6] *= 6
-    options = options_of(soft_cap, has_sinks, 6)
+    qkv = torch.randn(sum(num_tokens), 12, 64).to(dtype)
+    qkv[:, :8] *= 6
+    options = options_of(soft_cap, has_sinks, 8)
     out = attend_in_tiles(
         qkv.clone(), NO_NORMS, no_turn(len(qkv), 64), cache, window, step, **options)
-    expected = plain_attention(qkv[:, :6], cache, window, step, **options)
+    expected = plain_attention(qkv[:, :8], cache, window, step, **options)
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
-    without = plain_attention(qkv[:, :6], cache, window, step)
+    without = plain_attention(qkv[:, :8], cache, window, step)
     assert (expected - without).abs().max() > 0.1
 
 
@@ -114,11 +115,11 @@ def test_a_sink_can_be_any_number(dtype, tolerance):
     torch.manual_seed(0)
     sinks = torch.tensor([-torch.inf, -1e30, -100, 0, 20, 80, 200, 1e30])
     step = make_step([1, 40], [599, 560], 16)
-    cache = random_cache(2, 32, 16, step, dtype)
-    qkv = torch.randn(41, 12, 32).to(dtype)
+    cache = random_cache(2, 64, 16, step, dtype)
+    qkv = torch.randn(41, 12, 64).to(dtype)
     for window in (None, 5):
         out = attend_in_tiles(
-            qkv.clone(), NO_NORMS, no_turn(41, 32), cache, window, step, sinks=sinks)
+            qkv.clone(), NO_NORMS, no_turn(41, 64), cache, window, step, sinks=sinks)
         expected = plain_attention(qkv[:, :8], cache, window, step, sinks=sinks)
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
         assert out[:, 6:].count_nonzero() == 0 and expected[:, 0].abs().min() > 0
@@ -144,13 +145,14 @@ def test_a_soft_cap_hides_no_nan():
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-def test_a_token_has_the_same_bits_alone_and_in_any_batch(block_size):
+@pytest.mark.parametrize("block_size, head_dim, group_size", [(16, 64, 4), (32, 128, 8)])
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(block_size, head_dim, group_size):
     torch.manual_seed(0)
     step = make_step([30, 1, 50], [0, 99, 270], block_size)
-    cache = random_cache(2, 128, block_size, step, torch.bfloat16)
-    qkv, angles = torch.randn(81, 20, 128).bfloat16(), torch.rand(2, 81, 64)
-    norms = random_norms(128, torch.bfloat16)
+    cache = random_cache(2, head_dim, block_size, step, torch.bfloat16)
+    qkv = torch.randn(81, 2 * group_size + 4, head_dim).bfloat16()
+    angles = torch.rand(2, 81, head_dim // 2)
+    norms = random_norms(head_dim, torch.bfloat16)
     whole = attend_in_tiles(qkv.clone(), norms, angles, cache, None, step)
     for rows in (slice(0, 1), slice(7, 12), slice(30, 31), slice(60, 81)):
         part = step.part(rows)
@@ -159,15 +161,17 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(block_size):
         assert torch.equal(alone, whole[rows])
 
 
-@pytest.mark.parametrize("block_size, head_dim, dtype", [
-    (5, 32, BF16), (16, 32, F32), (16, 32, BF16), (32, 64, F32), (32, 64, BF16)])
-def test_what_is_unwritten_and_what_others_wrote_may_be_nan(block_size, head_dim, dtype):
+@pytest.mark.parametrize("block_size, head_dim, group_size, dtype", [
+    (5, 80, 4, BF16), (16, 32, 1, F32), (16, 32, 1, BF16), (32, 64, 2, F32), (32, 64, 2, BF16)])
+def test_what_is_unwritten_and_what_others_wrote_may_be_nan(
+        block_size, head_dim, group_size, dtype):
     """The cache is memory that nothing has written yet, or that has been used before."""
     torch.manual_seed(0)
     lengths, heads = [1, 2, 17, 33], 2
-    qkv, norms = torch.randn(53, 3 * heads, head_dim).to(dtype), random_norms(head_dim, dtype)
+    qkv = torch.randn(53, (group_size + 2) * heads, head_dim).to(dtype)
+    norms = random_norms(head_dim, dtype)
     # K and V of the second sequence are NaN
-    qkv[1, heads] = qkv[2, 2 * heads] = torch.nan
+    qkv[1, group_size * heads] = qkv[2, (group_size + 1) * heads] = torch.nan
     outs = []
     for rest in (torch.nan, 0.0):
         step = make_step(lengths, [0] * 4, block_size)
@@ -185,11 +189,15 @@ def test_what_is_unwritten_and_what_others_wrote_may_be_nan(block_size, head_dim
                          ids=["plain", "capped"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 37])
-@pytest.mark.parametrize("block_size, head_dim", [(16, 32), (32, 64)])
-def test_same_bits_however_a_prompt_is_chunked(block_size, head_dim, chunk, dtype, options):
+@pytest.mark.parametrize("block_size, head_dim, group_size", [(16, 32, 1), (32, 64, 2)])
+def test_same_bits_however_a_prompt_is_chunked(
+        block_size, head_dim, group_size, chunk, dtype, options):
     torch.manual_seed(0)
     total = 150
-    qkv, norms = torch.randn(total, 6, head_dim).to(dtype), random_norms(head_dim, dtype)
+    qkv = torch.randn(total, 2 * group_size + 4, head_dim).to(dtype)
+    norms = random_norms(head_dim, dtype)
+    if "sinks" in options:
+        options = options | dict(sinks=options["sinks"].repeat(group_size))
     angles = torch.rand(2, total, head_dim // 2)
     whole = make_step([total], [0], block_size)
 
@@ -255,9 +263,9 @@ def bits_of_a_large_step():
     """A hash of what all kernels compute, also called in a process of its own."""
     torch.manual_seed(0)
     step = make_step([200] * 4, [0] * 4, 128)
-    cache = random_cache(8, 128, 128, step, torch.bfloat16)
-    norms, angles = random_norms(128, torch.bfloat16), torch.rand(2, 800, 64)
-    qkv = torch.randn(800, 32, 128).bfloat16()
+    cache = random_cache(8, 64, 128, step, torch.bfloat16)
+    norms, angles = random_norms(64, torch.bfloat16), torch.rand(2, 800, 32)
+    qkv = torch.randn(800, 32, 64).bfloat16()
     out = attend_in_tiles(qkv, norms, angles, cache, None, step)
     results = qkv[:, :16], out
     return hashlib.sha1(

@@ -152,13 +152,15 @@ def test_the_cache_takes_a_quarter_of_what_the_container_has_left(tiny, containe
         assert runner.num_kv_blocks == 2**23 // runner.block_bytes < most
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_weights_and_the_pool_of_swapping_have_to_fit_the_container(tiny, container):
     container(2**18)
     with pytest.raises(ValueError, match="model='0.00 GiB of weights' .* device 'cpu' has"):
         LLM(tiny, num_kv_blocks=8, **OPTIONS)
     container(2**30)
     for num_ranks, most in ((1, "1.0"), (2, "0.5")):
-        options = dict(preemption_mode="swap", num_kv_blocks=8, tensor_parallel_size=num_ranks)
+        options = dict(preemption_mode="swap", block_size=16, num_kv_blocks=8,
+                       tensor_parallel_size=num_ranks)
         if num_ranks == 1:
             LLM(tiny, swap_space=0.9, **options).close()
         with pytest.raises(ValueError, match=f"swap_space=1.1 .* at most {most} GiB of memory"):

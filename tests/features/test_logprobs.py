@@ -316,7 +316,8 @@ def test_prompt_logprobs_around_nan_do_not_depend_on_the_chunks(make_model):
     params = SamplingParams(max_tokens=3, prompt_logprobs=1, n=2, seed=1)
     found = []
     for budget in (2048, 4):
-        with LLM(folder, dtype="float32", max_num_batched_tokens=budget, num_kv_blocks=8) as llm:
+        with LLM(folder, dtype="float32", max_num_batched_tokens=budget, block_size=16,
+                 num_kv_blocks=16) as llm:
             *bad, good = generate(llm, prompts, params)
             assert [output.prompt_logprobs for output in bad] == [None, None]
             assert all(c.finish_reason == "error" for output in bad for c in output.outputs)

@@ -38,6 +38,8 @@ PROMPTS = random_prompts([3, 40])
 # K-quants have groups of 256 inputs
 SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64)
 OPTIONS = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
+# each dtype and size of blocks is a kernel to compile
+BFLOAT16 = OPTIONS | dict(dtype="bfloat16", block_size=32)
 
 
 def generated(model, **options) -> list[list[int]]:
@@ -829,6 +831,7 @@ def test_the_log_says_what_it_costs(tiny, caplog):
             f"files become {2 * count / 2**20:.1f} MiB of {dtype}"]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", ["awq", "gptq act-order", "gguf", "int4"])
 def test_several_ranks(make_quantized, make_gguf, tiny, name):
     """Each takes its part of the dequantized weights."""
@@ -964,7 +967,7 @@ def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
     line in the log."""
     lines: list[str] = []
     monkeypatch.setattr("nanoengine_extensions.quantized.modules.warn_once", lines.append)
-    options = dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=256, head_dim=96)
+    options = dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=256, head_dim=32)
     path, model = make_gguf(["Q8_0"], "Qwen3", **options)
     with LLM(path, **OPTIONS) as llm:
         names = {name for name, module in llm.engine.runner.model.named_modules()
@@ -1069,17 +1072,18 @@ def test_mixed_parts_of_gguf(make_gguf, kinds):
 
 # ways to run the same requests
 SCHEDULES = [dict(), dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1),
-             dict(num_kv_blocks=9, max_model_len=96), dict(enable_prefix_caching=False)]
+             dict(num_kv_blocks=5, max_model_len=96), dict(enable_prefix_caching=False)]
 
 
 def logprobs_of(model, **options) -> list:
     """Of all tokens of requests, of which two begin alike, in two calls."""
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=5)
-    prompts = random_prompts([3, 50, 40, 21])
+    prompts = random_prompts([3, 60, 40, 21])
     prompts.append(prompts[1][:40] + [5, 6, 7])
-    with LLM(model, **OPTIONS | dict(dtype="bfloat16") | options) as llm:
+    with LLM(model, **BFLOAT16 | options) as llm:
         outputs = [*llm.generate(prompts, params, use_tqdm=False),
                    *llm.generate(prompts[::-1], params, use_tqdm=False)[::-1]]
+        assert bool(llm.metrics()["num_preemptions"]) == ("num_kv_blocks" in options)
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
@@ -1107,12 +1111,11 @@ def num_bytes(model: torch.nn.Module) -> int:
 @pytest.mark.parametrize("quantization, bits", [("int8", 8.5), ("int4", 4.5)])
 def test_the_memory_of_a_model(bundled, quantization, bits):
     """Packed numbers and scales, once for a head that is the embedding, too."""
-    options = OPTIONS | dict(dtype="bfloat16")
-    with LLM(bundled, **options) as llm:
+    with LLM(bundled, **BFLOAT16) as llm:
         plain = llm.engine.runner.model
         count = sum(linear.in_features * linear.out_features for linear in plain.modules()
                     if isinstance(linear, torch.nn.Linear))
-    with LLM(bundled, quantization=quantization, **options) as llm:
+    with LLM(bundled, quantization=quantization, **BFLOAT16) as llm:
         model = llm.engine.runner.model
         assert model.embed_tokens.head is model.lm_head
         assert num_bytes(model) < 1.05 * count * bits / 8
@@ -1120,7 +1123,7 @@ def test_the_memory_of_a_model(bundled, quantization, bits):
 
 
 def test_the_memory_of_a_gguf():
-    with LLM(REAL, **OPTIONS | dict(dtype="bfloat16")) as llm:
+    with LLM(REAL, **BFLOAT16) as llm:
         stored = sum(tensor.n_bytes for tensor in gguf.GGUFReader(REAL).tensors)
         # numbers of 6 bits take 8
         assert num_bytes(llm.engine.runner.model) < 1.25 * stored

@@ -56,6 +56,7 @@ def test_scores_have_the_bits_of_whole_texts(make_llm, expected, options):
         check_idle(llm)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("options", [
     dict(attention_backend="gather"), dict(kernels=False), dict(tensor_parallel_size=2)])
 def test_scores_with_other_kernels_and_on_two_ranks(make_llm, expected, options):
@@ -143,12 +144,12 @@ def test_a_text_of_max_model_len(make_llm):
 def test_not_a_number(make_model):
     """A prompt after which the logits are not finite; its neighbours lose nothing."""
     folder, _ = make_model(num_hidden_layers=2)
-    with LLM(folder, dtype="float32", num_kv_blocks=64) as llm:
+    with LLM(folder, dtype="float32", block_size=16, num_kv_blocks=64) as llm:
         right = llm.score([5, 6], [[7, 8], [300]], use_tqdm=False)
     tensors = load_file(Path(folder) / "model.safetensors")
     tensors["model.embed_tokens.weight"][300, 5] = math.nan
     save_file(tensors, Path(folder) / "model.safetensors")
-    with LLM(folder, dtype="float32", num_kv_blocks=64) as llm:
+    with LLM(folder, dtype="float32", block_size=16, num_kv_blocks=64) as llm:
         good, bad = llm.score([[5, 6], [5, 300]], [[[7, 8]], [[7, 8], [9]]], use_tqdm=False)
         assert good[0].logprobs[0] == right[0].logprobs[0]
         assert [len(score.logprobs) for score in bad] == [2, 1]

@@ -146,7 +146,7 @@ def test_an_error_is_one_short_sentence(llm, wanted, reason):
 
 
 def test_a_grammar_needs_a_tokenizer(tiny):
-    with LLM(tiny, num_kv_blocks=8) as llm:
+    with LLM(tiny, block_size=16, num_kv_blocks=8) as llm:
         with pytest.raises(ValueError, match="tokenizer=None .* grammars"):
             llm.generate([5, 6], SamplingParams(structured_outputs={"regex": "a"}))
 

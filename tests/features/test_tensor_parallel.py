@@ -1,5 +1,6 @@
 """Tensor parallelism on the CPU: two ranks give the tokens of one, and leave nothing behind."""
 
+import functools
 import gc
 import os
 import signal
@@ -13,6 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from conftest import GREEDY, ROOT, check_idle, random_prompts, use_policies
+from forks import ForkedRank, start_rank
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.step_inputs import Launched
@@ -26,6 +28,15 @@ PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=10 + i, l
 SMALL = dict(dtype="float32", block_size=16, num_kv_blocks=100, max_num_seqs=8)
 SCARCE = SMALL | dict(num_kv_blocks=9, max_num_seqs=5, max_num_batched_tokens=16,
                       preemption_mode="swap", swap_space=0.01)
+# the tests of a start, of test_deletable.py and of the tutorial do not fork
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+start_process = tensor_parallel.start_process
+
+
+@pytest.fixture
+def no_forks(monkeypatch):
+    """Ranks are processes of their own, as a user's."""
+    monkeypatch.setattr(tensor_parallel, "start_process", start_process)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,7 +61,7 @@ def everything(llm: LLM) -> list:
     return found + [[beam.tokens for beam in output.sequences] for output in beams]
 
 
-def processes_of(llm: LLM) -> list[subprocess.Popen]:
+def processes_of(llm: LLM) -> list[ForkedRank]:
     return llm.engine.runner.ranks.processes
 
 
@@ -102,7 +113,7 @@ OF_A_SCRIPT = dict(
 
 
 @pytest.fixture(scope="module")
-def ranks_with_few_blocks(tiny):
+def ranks_with_few_blocks(tiny, forked_ranks):
     with LLM(tiny, tensor_parallel_size=2, **SCARCE, **OF_A_SCRIPT) as llm:
         yield llm
 
@@ -124,7 +135,7 @@ def two_ranks(tiny):
 
 
 @pytest.fixture(scope="module")
-def lasting_ranks(tiny):
+def lasting_ranks(tiny, forked_ranks):
     """For tests after which the ranks are as they were."""
     with LLM(tiny, tensor_parallel_size=2, **SMALL) as llm:
         yield llm
@@ -229,16 +240,11 @@ PLACES = {
 def start_rank_1(monkeypatch):
     """Lets the next rank 1 begin with some more lines."""
     def start(lines: str) -> None:
-        def start_process(rank, group):
-            code = ("import os, signal\n"
-                    "from nanoengine_extensions import tensor_parallel as tp\n"
-                    "tp.Group.gather = tp.Group.join\n"
-                    f"{textwrap.dedent(lines)}\n"
-                    f"tp.main{group.size, rank, group.store.port}\n")
-            return subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-        monkeypatch.setattr(tensor_parallel, "start_process", start_process)
+        code = ("import os, signal\n"
+                "from nanoengine_extensions import tensor_parallel as tp\n"
+                "tp.Group.gather = tp.Group.join\n" + textwrap.dedent(lines))
+        monkeypatch.setattr(tensor_parallel, "start_process",
+                            functools.partial(start_rank, lines=code))
     return start
 
 
@@ -305,7 +311,7 @@ def test_a_connection_that_never_comes(tiny, start_rank_1, monkeypatch):
         is_over.set()
 
 
-def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch, capfd):
+def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch, capfd, no_forks):
     send = Ranks.send
     monkeypatch.setattr(Ranks, "send", lambda ranks, options, part, folder: send(
         ranks, options, part, tmp_path))  # where there are no weights
@@ -314,7 +320,7 @@ def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch, ca
     assert f"ValueError: {tmp_path}: its safetensors lack" in capfd.readouterr().err
 
 
-def test_a_rank_that_does_not_even_start_is_named(tiny, monkeypatch):
+def test_a_rank_that_does_not_even_start_is_named(tiny, monkeypatch, no_forks):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     began = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 of the engine has died"):

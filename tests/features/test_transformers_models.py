@@ -79,7 +79,7 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_tokens_are_those_of_transformers(folder_of, name):
-    kind, what = compare.compare(folder_of(name))
+    kind, what = compare.compare(folder_of(name), max_tokens=12)
     assert (kind, what) == ("right", "slow attention" if name in IS_SLOW else "")
 
 
@@ -114,7 +114,9 @@ def test_bfloat16_is_checked_in_float32(folder_of, name, monkeypatch):
         compared(runner, model, ids, wanted, backend, dtype, most)
 
     monkeypatch.setattr(check, "compare", spy)
-    with make_llm(folder_of(name), dtype="bfloat16") as llm:
+    # each shape of heads is a kernel to compile
+    backend = "gather" if name == "deepseek_v3" else "auto"
+    with make_llm(folder_of(name), dtype="bfloat16", attention_backend=backend) as llm:
         assert errors == [(torch.float32, 1e-3), (torch.bfloat16, 0.5)]
         weights = {each.dtype for each in llm.engine.runner.model.embed_tokens.parameters()}
         assert weights == {torch.bfloat16}
@@ -123,6 +125,7 @@ def test_bfloat16_is_checked_in_float32(folder_of, name, monkeypatch):
 
 PROMPTS = compare.random_prompts((3, 21, 37, 11, 50))
 PROMPTS.append(PROMPTS[4][:33])
+SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, top_p=0.95, n=3, seed=7, max_tokens=12, ignore_eos=True)
 SCHEDULES: dict[str, dict[str, Any]] = {
     "plain": {}, "chunks": dict(max_num_batched_tokens=9), "ahead": dict(run_ahead=True),
@@ -137,16 +140,16 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 def test_schedules(folder_of, name):
     """Greedy tokens are those of transformers; others are the same under all schedules."""
     reference = compare.load_reference(folder_of(name))
-    expected = [[compare.expected_tokens(reference, prompt)] for prompt in PROMPTS]
+    expected = [[compare.expected_tokens(reference, prompt, 12)] for prompt in PROMPTS]
     drawn = []
     for schedule, options in SCHEDULES.items():
-        with make_llm(folder_of(name), **dict(block_size=16) | options) as llm:
-            assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected, schedule
+        with make_llm(folder_of(name), **options) as llm:
+            assert tokens(llm.generate(PROMPTS, SHORT, use_tqdm=False)) == expected, schedule
             counts = llm.metrics()
             preempted = sum(value for key, value in counts.items() if "preempt" in key)
             assert bool(preempted) == (schedule in ("recompute", "swap")), counts
             # from the prefix cache, and alone
-            outputs = llm.generate(PROMPTS[4:5], GREEDY, use_tqdm=False)
+            outputs = llm.generate(PROMPTS[4:5], SHORT, use_tqdm=False)
             assert tokens(outputs) == expected[4:5] and outputs[0].num_cached_tokens
             drawn.append(tokens(llm.generate(PROMPTS[:2], DRAWN, use_tqdm=False)))
     assert drawn.count(drawn[0]) == len(SCHEDULES)
@@ -180,10 +183,12 @@ def test_prompt_logprobs_and_beams(folder_of, name):
 
 @pytest.mark.parametrize("name", ["cohere2", "gemma2"])
 @pytest.mark.parametrize("options", [
-    dict(attention_backend="gather", block_size=16),
-    dict(attention_backend="flash-attn", dtype="bfloat16")], ids=["gather", "flash-attn"])
+    dict(attention_backend="gather"),
+    dict(attention_backend="flash-attn", dtype="bfloat16", block_size=256)],
+    ids=["gather", "flash-attn"])
 def test_a_gpu(folder_of, name, options):
     """On a GPU that is not there: with flash-attn, soft caps are gathered, and nothing else."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     # a fake tensor cannot take the data of another one
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
@@ -191,12 +196,13 @@ def test_a_gpu(folder_of, name, options):
             llm = make_llm(folder_of(name), device="cuda", max_model_len=200, **options)
             assert not llm.engine.runner.graphs.captured
             assert llm.engine.runner.backend == options["attention_backend"]
-            found = tokens(llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False))
+            found = tokens(llm.generate(PROMPTS[:3], params, use_tqdm=False))
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     if "dtype" not in options:
         reference = compare.load_reference(folder_of(name))
-        assert found == [[compare.expected_tokens(reference, prompt)] for prompt in PROMPTS[:3]]
+        assert found == [[compare.expected_tokens(reference, prompt, 6)]
+                         for prompt in PROMPTS[:3]]
 
 
 # ------------------------------------------------------------------------------ fast modules
@@ -351,10 +357,11 @@ def test_modules_stay_where_a_model_would_compute_something_else(folder_of, capl
 
 
 def test_own_families_stay_native(tiny):
-    with LLM(tiny, dtype="float32", num_kv_blocks=24) as llm:
+    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=24) as llm:
         assert isinstance(llm.engine.runner.model, Decoder)
         expected = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    with LLM(tiny, dtype="float32", num_kv_blocks=24, model_impl="transformers") as llm:
+    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=24,
+             model_impl="transformers") as llm:
         assert not isinstance(llm.engine.runner.model, Decoder)
         output = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0]
         assert output.token_ids == expected

@@ -98,7 +98,8 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
     assert not (OFF | WITHOUT_EFFECT) & {f.name for f in dataclasses.fields(EngineConfig)}
     assert not OFF & WITHOUT_EFFECT
     neutral = dict.fromkeys(OFF) | dict.fromkeys(WITHOUT_EFFECT, True)
-    with LLM(tiny, num_kv_blocks=16, **neutral, seed=None, max_model_len=-1) as llm:
+    with LLM(tiny, block_size=16, num_kv_blocks=32, **neutral, seed=None,
+             max_model_len=-1) as llm:
         assert llm.config.seed == 0 and llm.inputs.max_model_len == 512
 
 
@@ -222,7 +223,7 @@ def test_prompts_as_typed_dicts(llm):
 def test_max_logprobs_is_a_limit(tiny):
     for most, allowed, refused in ((2, [0, 1, 2], [-1, 3]), (None, [-1, 320], []),
                                    (-1, [-1, 320], []), (0, [0], [-1, 1])):
-        with LLM(tiny, max_logprobs=most, num_kv_blocks=8) as llm:
+        with LLM(tiny, max_logprobs=most, block_size=16, num_kv_blocks=8) as llm:
             for count in allowed:
                 for name in ("logprobs", "prompt_logprobs"):
                     params = SamplingParams(**{name: count}, max_tokens=1)
@@ -342,7 +343,7 @@ def test_a_grammar_that_is_none(name):
 
 def test_beam_search(tiny):
     prompts = random_prompts([5, 9])
-    with LLM(tiny, dtype="float32", num_kv_blocks=64) as llm:
+    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=64) as llm:
         outputs = llm.beam_search([TokensPrompt(prompt_token_ids=ids) for ids in prompts],
                                   vllm.BeamSearchParams(beam_width=3, max_tokens=6),
                                   use_tqdm=False)

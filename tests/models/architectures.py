@@ -67,7 +67,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma2": dict(num_hidden_layers=4), "gemma3_text": ALTERNATING,
     "gemma3n_text": ALTERNATING | dict(intermediate_size=[96] * 4, num_kv_shared_layers=2,
                                        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
-    "gemma4_text": ALTERNATING | dict(num_kv_shared_layers=2),
+    "gemma4_text": ALTERNATING | dict(num_kv_shared_layers=2, global_head_dim=32),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]], num_layers=4, window_size=8),
     "gpt_oss": dict(num_hidden_layers=4),
     "granite": dict(embedding_multiplier=3.0, attention_multiplier=0.1, residual_multiplier=0.5,

@@ -31,8 +31,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 LENGTHS = (3, 21, 37, 11)
 MAX_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, dtype="float32", num_kv_blocks=40,
-                               max_num_seqs=8, model_impl="transformers")
+OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, dtype="float32", block_size=16,
+                               num_kv_blocks=40, max_num_seqs=8, model_impl="transformers")
 # seconds for one model
 MOST_SECONDS = 100
 
@@ -64,8 +64,9 @@ def reason_of(error: ValueError) -> str:
     return since[1] if since else re.sub(r".*model='[^']*' ", "", message).partition(": it must")[0]
 
 
-def compare(folder: Path) -> tuple[str, str]:
+def compare(folder: Path, max_tokens: int = MAX_TOKENS) -> tuple[str, str]:
     """Returns "right", "wrong" or "refused", and details."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     try:
         llm = LLM(folder, **OPTIONS)
     except ValueError as error:
@@ -73,9 +74,9 @@ def compare(folder: Path) -> tuple[str, str]:
     with llm:
         model = load_reference(folder)
         prompts = [prompt for prompt in random_prompts()
-                   if len(prompt) + MAX_TOKENS <= llm.inputs.max_model_len]
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        same = [output.outputs[0].token_ids == expected_tokens(model, prompt)
+                   if len(prompt) + max_tokens <= llm.inputs.max_model_len]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        same = [output.outputs[0].token_ids == expected_tokens(model, prompt, max_tokens)
                 for prompt, output in zip(prompts, outputs)]
         if not all(same):
             return "wrong", f"{same.count(False)} of {len(same)} prompts"

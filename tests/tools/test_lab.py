@@ -190,11 +190,11 @@ def test_a_simulated_schedule_is_the_real_one(tmp_path):
 
 
 def test_arrivals_and_rejections(tmp_path):
-    flags = ("--workload", "decode-heavy", "--rate")
+    flags = ("--workload", "decode-heavy", "--n-k", 0.2, "--rate")
     calm, busy, refused = (
         run(simulate, tmp_path, *flags, *more)["medians"]["nanoengine"]
-        for more in ((0.5, "--reject", "--num-seqs", 30), (50, "--num-seqs", 300),
-                     (50, "--reject", "--num-seqs", 300)))
+        for more in ((2.5, "--reject", "--num-seqs", 30), (250, "--num-seqs", 300),
+                     (250, "--reject", "--num-seqs", 300)))
     assert calm["rejected_percent"] == 0 < refused["rejected_percent"] < 100
     assert calm["first_token_ms"] < busy["first_token_ms"] > refused["first_token_ms"]
     assert calm["output_tokens_per_second"] < busy["output_tokens_per_second"]
