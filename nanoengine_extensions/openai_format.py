@@ -70,8 +70,8 @@ class Body:
         body = {name: value for name, value in body.items() if value is not None}
         for name in body.keys() - KNOWN[self.url] - IGNORED:
             if name not in NEUTRAL or body[name] != NEUTRAL[name]:
-                near = [f"the nearest is {each}" for each in get_close_matches(name, KNOWN[self.url])]
-                advice = [*near, "omit it"][0]
+                near = get_close_matches(name, KNOWN[self.url], 1)
+                advice = f"the nearest is {near[0]}" if near else "omit it"
                 raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: {advice}")
         options = body.get("stream_options", {})
         if not isinstance(options, dict):

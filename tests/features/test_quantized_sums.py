@@ -1,5 +1,5 @@
-"""quantization="…_sums": scales multiply the sums of groups. Where nothing is rounded, the bits are those of
-products with dequantized weights; a row has the same bits whatever rows are beside it."""
+"""quantization="…_sums": scales multiply the sums of groups. Where nothing is rounded, the bits are
+those of products with dequantized weights; a row has the same bits whatever rows are beside it."""
 
 import os
 import subprocess
