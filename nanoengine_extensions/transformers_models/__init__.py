@@ -19,7 +19,6 @@ its projection. So a library of kernels that knows the one also makes the other 
 
 import copy
 import math
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,12 @@ from nanoengine.model import Attention
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.check import (
     Mask, NotComputed, Recorded, check_model, eager_of)
+from nanoengine_extensions.transformers_models.own_attention import current
 
 # the kinds of layers whose state is K and V of tokens
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 # from the original length on, their angles depend on the longest sequence of a step
 BY_LENGTH = ("dynamic", "longrope")
-# .attend: what computes the attention of the model that this thread runs
-current = threading.local()
 
 
 def attend(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
@@ -64,7 +62,10 @@ class Call(Attention):
     norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
 
     soft_cap, sinks: see `Recorded`. The kernel for a CPU has them.
+    is_own: whether it has the linears and norms of its module: see own_attention.py
     """
+
+    is_own = False
 
     def __init__(self, recorded: Recorded, kv_heads: int, head_dim: int) -> None:
         nn.Module.__init__(self)
@@ -81,6 +82,14 @@ class Call(Attention):
         # libraries read from it how many heads there are
         nothing.in_features = recorded.query[1] * head_dim
         self.qkv_proj = self.q_norm = self.k_norm = self.o_proj = nothing
+
+    @property
+    def can_be_own(self) -> bool:
+        """Whether it could be the engine's own attention with its cache."""
+        sizes = {each[3] for each in self.recorded[:3]}
+        is_soft = self.soft_cap is not None or self.sinks is not None
+        return (type(self) is Call and not is_soft and sizes == {self.head_dim}
+                and self.num_repeats == 1 and self.factor > 0)
 
     def in_cache(self, x: Tensor) -> Tensor:
         """Pads heads, from (1, heads, T, head_dim) to (T, heads, head_dim) of the cache."""
@@ -199,13 +208,16 @@ class Model(nn.Module):
         # cos and sin
         angles = torch.zeros(2, len(token_ids), 1, half, device=token_ids.device)
         angles[0] = 1
-        calls = iter(self.calls)
+        calls = iter([call for call in self.calls if not call.is_own])
+        current.step = step
+        current.angles = {}
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
                    **options: Any) -> Tensor:
             return next(calls).attend(step, angles, module, query, key, value, options)
 
         hidden = self.compute(token_ids, step.positions, attend)
+        current.step = current.angles = None
         if next(calls, None):
             raise RuntimeError("the model called attention less often than when it was loaded")
         return hidden[step.logits_indices]

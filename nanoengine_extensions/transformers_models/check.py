@@ -13,6 +13,7 @@ What is computed in another way is refused, and never run.
 
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ from nanoengine.features import logger
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.modules import (
-    InFloat32, exchange, fast_modules, given_inputs, optimize_modules)
+    InFloat32, Others, exchange, fast_modules, given_inputs, optimize_modules)
+from nanoengine_extensions.transformers_models.own_attention import own_attentions
 
 # options of a call that do not make it more than causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
@@ -69,7 +71,7 @@ class Recorded(NamedTuple):
     window: how many keys a query sees; None for all. soft_cap: scores, scaled, become soft_cap *
     tanh(score / soft_cap); None for none. sinks: (heads,) float32, a further score of each query
     head, whose weight is dropped; None for none. is_plain: whether it is causal attention in this
-    window with these, and nothing else.
+    window with these, and nothing else. owner: a weak reference to the module that calls.
     """
 
     query: torch.Size
@@ -81,6 +83,7 @@ class Recorded(NamedTuple):
     soft_cap: float | None
     sinks: Tensor | None
     is_plain: bool
+    owner: Any
 
 
 # --------------------------------------------------------------------------------- recording
@@ -106,7 +109,7 @@ def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
         sinks = options.get("s_aux")
         sinks = None if sinks is None else sinks.detach().float()
         call = Recorded(query.shape, key.shape, value.shape, scale, mask, window,
-                        options.get("softcap"), sinks, is_window and is_plain)
+                        options.get("softcap"), sinks, is_window and is_plain, weakref.ref(module))
         is_known = call.is_plain and is_computed(
             call, module, options, query.device)
         calls.append(call._replace(is_plain=is_known))
@@ -230,20 +233,31 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     head_dim += head_dim % 2
     vars(described).update(
         num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
-    model.calls.extend((plain if call.is_plain else other)(call, kv_heads, head_dim)
-                       for call in calls)
-    others: dict[nn.Module, nn.Module] = {}
-    exactly = runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32
-    try:
-        others |= fast_modules(inputs, runner.dtype)
-        exchange(causal, others)
-        with InFloat32():
-            compare(*exactly)
-    except Exception as error:
-        logger.info(f"transformers' own modules stay, since with others: {error}")
-        exchange(causal, {new: old for old, new in others.items()})
-        with InFloat32():
-            compare(*exactly)
+    longest = described.max_position_embeddings
+
+    def all_fast(others: Others) -> None:
+        others |= own_attentions(inputs, [*model.calls], longest, runner.dtype)
+        fast_modules(inputs, runner.dtype, others)
+
+    def some_fast(others: Others) -> None:
+        fast_modules(inputs, runner.dtype, others)
+
+    for find in (all_fast, some_fast, None):
+        model.calls = nn.ModuleList((plain if call.is_plain else other)(call, kv_heads, head_dim)
+                                    for call in calls)
+        others: Others = {}
+        try:
+            if find:
+                find(others)
+            exchange(causal, others)
+            with InFloat32():
+                compare(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
+            break
+        except Exception as error:
+            if not find:
+                raise
+            logger.info(f"transformers' own modules stay, since with others: {error}")
+            exchange(causal, {new: old for old, new in others.items()})
     # their memory
     inputs.clear()
     others.clear()
