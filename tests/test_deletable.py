@@ -49,6 +49,8 @@ ALL_CASES = {
     "logprobs": "assert len(run(llm, logprobs=2, prompt_logprobs=0).logprobs) == 4",
     "metrics": "assert llm.metrics()['num_steps'] > 0",
     "offload": "LLM(model, cpu_offload_gb=1, **options)",
+    "own_layers": "with_option = LLM(model, model_impl='transformers', **options); "
+                  "assert with_option.engine.runner.model.stack; with_option.close()",
     "openai_format": "from nanoengine_extensions.openai_format import Body; "
                      "Body('/v1/completions', '1').read({'prompt': 'a'}, texts)",
     "policies": "LLM(model, kv_allocation='reserve', scheduling='static', **options).close()",

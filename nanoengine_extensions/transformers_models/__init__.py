@@ -35,7 +35,7 @@ from nanoengine.model import Attention
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.check import (
     Mask, NotComputed, Recorded, check_model, eager_of)
-from nanoengine_extensions.transformers_models.own_attention import current
+from nanoengine_extensions.transformers_models.modules import current
 
 # the kinds of layers whose state is K and V of tokens
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -62,7 +62,7 @@ class Call(Attention):
     norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
 
     soft_cap, sinks: see `Recorded`. The kernel for a CPU has them.
-    is_own: whether it has the linears and norms of its module: see own_attention.py
+    is_own: whether it has the linears and norms of its module: see own_layers.py
     """
 
     is_own = False
@@ -165,7 +165,10 @@ class Model(nn.Module):
     """A model of transformers, with the interface of the engine's `Decoder`.
 
     causal: transformers' model, with its head.
-    calls: one for each call of the attention function in a step; `check_model` sets them.
+    calls: one for each call of the attention function in a step
+    stack: the engine's own decoder in place of all layers, or None: see own_layers.py
+
+    `check_model` sets both.
     """
 
     layers: Any
@@ -174,6 +177,7 @@ class Model(nn.Module):
     def __init__(self, causal: Any) -> None:
         super().__init__()
         self.calls: Any = nn.ModuleList()
+        self.stack: Any = None
         # libraries take rows for invariant only in a decoder that they know
         self.embed_tokens = causal.get_input_embeddings()
         self.given = Given()
@@ -204,6 +208,8 @@ class Model(nn.Module):
 
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """As `Decoder.forward`."""
+        if self.stack:
+            return self.stack(token_ids, step)
         half = self.calls[0].head_dim // 2
         # cos and sin
         angles = torch.zeros(2, len(token_ids), 1, half, device=token_ids.device)

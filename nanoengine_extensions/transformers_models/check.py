@@ -25,12 +25,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
-from nanoengine.features import logger
+from nanoengine.features import extension, is_installed, logger
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.modules import (
-    InFloat32, Others, exchange, fast_modules, given_inputs, optimize_modules)
-from nanoengine_extensions.transformers_models.own_attention import own_attentions
+    InFloat32, Inputs, Others, exchange, fast_modules, given_inputs, optimize_modules)
 
 # options of a call that do not make it more than causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
@@ -233,28 +232,20 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     head_dim += head_dim % 2
     vars(described).update(
         num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
-    longest = described.max_position_embeddings
-
-    def all_fast(others: Others) -> None:
-        others |= own_attentions(inputs, [*model.calls], longest, runner.dtype)
-        fast_modules(inputs, runner.dtype, others)
-
-    def some_fast(others: Others) -> None:
-        fast_modules(inputs, runner.dtype, others)
-
-    for find in (all_fast, some_fast, None):
+    # with all faster parts, without whole layers, without attention, and with none
+    for most in (3, 2, 1, 0):
+        model.stack = None
         model.calls = nn.ModuleList((plain if call.is_plain else other)(call, kv_heads, head_dim)
                                     for call in calls)
         others: Others = {}
         try:
-            if find:
-                find(others)
+            find_fast(runner, model, inputs, others, most)
             exchange(causal, others)
             with InFloat32():
                 compare(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
             break
         except Exception as error:
-            if not find:
+            if not most:
                 raise
             logger.info(f"transformers' own modules stay, since with others: {error}")
             exchange(causal, {new: old for old, new in others.items()})
@@ -271,6 +262,18 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     logger.info(
         f"transformers computes the model, without CUDA graphs: a token takes {token_bytes} "
         f"bytes of the KV cache, {kv_heads} heads of {head_dim} in each of {len(calls)} calls")
+
+
+def find_fast(runner: Any, model: Any, inputs: Inputs, others: Others, most: int) -> None:
+    """Adds what takes the place of modules, and gives the model its stack. most: see above"""
+    longest = runner.model_config.max_position_embeddings
+    own = extension("own_layers") if most > 1 and is_installed("own_layers") else None
+    if own:
+        others |= own.own_attentions(inputs, [*model.calls], longest, runner.dtype)
+    if most:
+        fast_modules(inputs, runner.dtype, others)
+    if own and most > 2:
+        model.stack = own.own_decoder(model, inputs, others, longest, runner.dtype)
 
 
 def check_windows(model: Any, calls: list[Recorded], longest: int) -> None:

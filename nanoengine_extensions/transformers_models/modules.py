@@ -9,6 +9,7 @@ on random inputs, in float32 (`InFloat32`) and in the dtype of the model. What d
 is.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ from torch.utils._pytree import tree_map
 
 from nanoengine.model import MLP, RMSNorm
 
+# .attend: what computes the attention of the model that this thread runs
+# .step, .angles: the inputs of its step, and the angles that it has had so far
+current = threading.local()
 # modules that take the place of others, by these
 Others = dict[nn.Module, nn.Module]
 # the arguments and options of each call of a module
