@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_map
 
 from nanoengine.model import Decoder, DecoderLayer, RMSNorm
 from nanoengine_extensions.transformers_models.modules import (
-    GatedMLP, InFloat32, Inputs, Others, are_close, current, known_part, side_by_side)
+    GatedMLP, InFloat32, Inputs, Others, are_close, current, known_part, layers_of,
+    side_by_side)
 
 
 class Own(nn.Module):
@@ -143,13 +144,17 @@ def own_decoder(model: Any, inputs: Inputs, others: Others, longest: int,
 
     others: what takes the place of modules, with attention and norms
     """
-    lists = (each for each in model.layers.modules() if isinstance(each, nn.ModuleList))
-    layers = next((each for each in lists if all(len(inputs[layer]) == 1 for layer in each)), [])
+    layers = layers_of(model.layers, inputs)
     found = [own_layer(layer, inputs, others, longest, dtype) for layer in layers]
     norms = [others[each] for each in model.layers.children() if type(others.get(each)) is RMSNorm]
     pairs = [states_and_angles(*inputs[layer][0])[1] for layer in layers]
-    if len(norms) != 1 or None in found or len({(own.turned, *map(id, pair)) for own, pair
-                                                in zip(found, pairs)}) != 1 or not pairs[0]:
+    embed = model.embed_tokens
+    if len(norms) != 1 or not found or None in found or not inputs[embed]:
+        return None
+    states = states_and_angles(*inputs[layers[0]][0])[0]
+    if not torch.equal(embed(*inputs[embed][0][0]), states[0]):
+        return None
+    if len({(own.turned, *map(id, pair)) for own, pair in zip(found, pairs)}) > 1 or not pairs[0]:
         return None
     for module, [given, *_] in inputs.items():
         out = None if [*module.parameters()] else module(*given[0], **given[1])

@@ -4,7 +4,8 @@
              attention over a paged cache cannot do, and models that count their tokens
     compare  runs two prompts in chunks and decodes, side by side, and compares all logits with
              those of transformers alone: in float32, in which right models differ by 1e-6 and wrong
-             ones by 5e-3 or more; and then as the engine runs it, in its dtype and with its kernels
+             ones by 5e-3 or more; and then as the engine runs it, in its dtype and with its kernels.
+             A few layers of each kind run: see few_layers.py
 
 The model that is compared has its faster modules (modules.py), unless it differs with them.
 
@@ -28,8 +29,10 @@ from nanoengine.attention import BACKENDS, make_caches
 from nanoengine.features import extension, is_installed, logger
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
+from nanoengine_extensions.transformers_models.few_layers import choose, noted_kinds, only
 from nanoengine_extensions.transformers_models.modules import (
-    InFloat32, Inputs, Others, exchange, fast_modules, given_inputs, optimize_modules)
+    InFloat32, Inputs, Others, exchange, fast_modules, given_inputs, layers_of,
+    optimize_modules)
 
 # options of a call that do not make it more than causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
@@ -88,10 +91,10 @@ class Recorded(NamedTuple):
 # --------------------------------------------------------------------------------- recording
 
 
-def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
+def record(model: Any, token_ids: Tensor, longest: int, log: list[Any]) -> list[Recorded]:
     """Returns the calls of the attention function in a step of these tokens.
 
-    longest: the most tokens of a sequence
+    longest: the most tokens of a sequence; log: gets all that is called, with its numbers
     """
     calls: list[Recorded] = []
 
@@ -112,10 +115,11 @@ def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
         is_known = call.is_plain and is_computed(
             call, module, options, query.device)
         calls.append(call._replace(is_plain=is_known))
+        log.append(calls[-1]._replace(sinks=None, owner=None))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     positions = torch.arange(len(token_ids), device=token_ids.device)
-    with Watch(len(token_ids)) as watch:
+    with Watch(len(token_ids), log) as watch:
         model.compute(token_ids, positions, attend)
     if not calls:
         raise NotComputed("it does not let a library compute its attention")
@@ -163,11 +167,13 @@ class Watch(TorchFunctionMode):
     become numbers of a computation, or indices of a table of positions.
 
     num_tokens: of the step
+    log: gets the functions that are called, with what is no tensor and no size
     """
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, log: list[Any]) -> None:
         super().__init__()
         self.num_tokens = num_tokens
+        self.log = log
         self.has_counted = False
         # by their ids; they are kept, so that no other object gets one
         self.counts: dict[int, Tensor] = {}
@@ -176,7 +182,9 @@ class Watch(TorchFunctionMode):
                            kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
-        if self.counts.keys() & map(id, tree_leaves((args, kwargs))):
+        leaves = tree_leaves((args, kwargs))
+        self.log.append((name, *(each for each in leaves if isinstance(each, float))))
+        if self.counts.keys() & map(id, leaves):
             # what is written to has counts, too
             self.follow(name, args[0], args[0] if name == "__setitem__" else result)
         elif name in COUNTING and result.shape[-1:] == (self.num_tokens,):
@@ -220,11 +228,16 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     described = runner.model_config
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(described.vocab_size, (2, 11), generator=generator).to(runner.device)
-    with InFloat32():
+    causal.set_attn_implementation("nanoengine")
+    first = ids.flatten()[:NUM_RECORDED]
+    log: list[Any] = []
+    with given_inputs(model.layers) as inputs, noted_kinds(model.layers, log) as kinds:
+        calls = record(model, first, described.max_position_embeddings, log)
+    few = choose(layers_of(model.layers, inputs), kinds, [call.owner() for call in calls])
+    causal.set_attn_implementation("eager")
+    with only(model, few), InFloat32():
         wanted = causal(input_ids=ids, use_cache=False).logits
     causal.set_attn_implementation("nanoengine")
-    with given_inputs(model.layers) as inputs:
-        calls = record(model, ids.flatten()[:NUM_RECORDED], described.max_position_embeddings)
     check_windows(model, calls, described.max_position_embeddings)
     kv_heads = math.lcm(*(call.key[1] for call in calls))
     head_dim = max(max(call.key[3], call.value[3]) for call in calls)
@@ -232,20 +245,20 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     head_dim += head_dim % 2
     vars(described).update(
         num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
-    # with all faster parts, without whole layers, without attention, and with none
-    for most in (3, 2, 1, 0):
-        model.stack = None
+    for is_fast in (True, False):
         model.calls = nn.ModuleList((plain if call.is_plain else other)(call, kv_heads, head_dim)
                                     for call in calls)
+        model.stack = None
         others: Others = {}
         try:
-            find_fast(runner, model, inputs, others, most)
+            if is_fast:
+                find_fast(runner, model, inputs, others)
             exchange(causal, others)
-            with InFloat32():
+            with only(model, few), InFloat32():
                 compare(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
             break
         except Exception as error:
-            if not most:
+            if not is_fast:
                 raise
             logger.info(f"transformers' own modules stay, since with others: {error}")
             exchange(causal, {new: old for old, new in others.items()})
@@ -258,21 +271,21 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     if BACKENDS[backend].attend is None and not runner.kernels.knows_attention(model):
         backend = "gather"
     runner.kernels.optimize(model, has_attention=BACKENDS[backend].attend is None)
-    token_bytes = compare(runner, model, ids, wanted, backend, runner.dtype, MOST)
+    with only(model, few):
+        token_bytes = compare(runner, model, ids, wanted, backend, runner.dtype, MOST)
     logger.info(
         f"transformers computes the model, without CUDA graphs: a token takes {token_bytes} "
         f"bytes of the KV cache, {kv_heads} heads of {head_dim} in each of {len(calls)} calls")
 
 
-def find_fast(runner: Any, model: Any, inputs: Inputs, others: Others, most: int) -> None:
-    """Adds what takes the place of modules, and gives the model its stack. most: see above"""
+def find_fast(runner: Any, model: Any, inputs: Inputs, others: Others) -> None:
+    """Adds what takes the place of modules."""
+    own = extension("own_layers") if is_installed("own_layers") else None
     longest = runner.model_config.max_position_embeddings
-    own = extension("own_layers") if most > 1 and is_installed("own_layers") else None
     if own:
         others |= own.own_attentions(inputs, [*model.calls], longest, runner.dtype)
-    if most:
-        fast_modules(inputs, runner.dtype, others)
-    if own and most > 2:
+    fast_modules(inputs, runner.dtype, others)
+    if own:
         model.stack = own.own_decoder(model, inputs, others, longest, runner.dtype)
 
 
