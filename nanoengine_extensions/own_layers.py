@@ -35,28 +35,27 @@ class Own(nn.Module):
     """In place of a module of transformers: `part`, the engine's own attention or layer.
 
     call: its attention
-    count, step: how many angles a head has, and where they are among those that the module gets:
-        each step-th is the next one
+    count, step: how many angles a head has, and that each step-th of what the module gets is one
     order: of the numbers of a head, as the module has them
     """
 
     def __init__(self, part: Any, call: Any, count: int, step: int, order: Tensor) -> None:
         super().__init__()
+        turned = count, step, call.factor, call.head_dim
         # the modules of a call are the model's
-        vars(self).update(part=part, call=call, order=order,
-                          turned=(count, step, call.factor, call.head_dim))
+        vars(self).update(part=part, call=call, turned=turned, order=order)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         [x], pairs = states_and_angles(arguments, options)
         angles = self.angles(pairs[0] if pairs else None, x)
-        return self.part(x[0], angles, current.step, slice(None))[None]
+        return self.part(x[0], angles, current.step, slice(None))[None]  # type: ignore[operator]
 
     def angles(self, pair: Any, x: Tensor) -> Tensor:
         """cos and sin for the tokens, (2, T, 1, head_dim / 2): once in a step for all layers.
 
         They scale queries and keys, too, since backends scale scores by 1 / sqrt(head_dim).
         """
-        count, step, factor, head_dim = self.turned
+        count, step, factor, head_dim = self.turned  # type: ignore[misc]
         key = self.turned, id(pair) if count else None
         if key not in current.angles:
             angles = torch.zeros(2, x.shape[1], 1, head_dim // 2, device=x.device)
@@ -76,11 +75,11 @@ class OwnAttention(Own):
 class OwnLayer(DecoderLayer):
     """The engine's own layer, of parts that there are."""
 
-    def __init__(self, attention: nn.Module, mlp: nn.Module, norms: tuple[Any, Any]) -> None:
+    def __init__(self, attention: Any, mlp: Any, norms: Any) -> None:
         nn.Module.__init__(self)
         self.input_layernorm, self.post_attention_layernorm = norms
-        self.self_attn: Any = attention
-        self.mlp: Any = mlp
+        self.self_attn = attention
+        self.mlp = mlp
 
 
 class OwnDecoder(Decoder):
@@ -103,15 +102,16 @@ class Rope:
     module: gives cos and sin; given: its arguments and options, with positions
     """
 
-    def __init__(self, module: nn.Module, given: Any, own: Own) -> None:
+    def __init__(self, module: Any, given: Any, own: Any) -> None:
         self.module = module
         self.given = given
         self.own = own
 
     def __getitem__(self, index: Any) -> Tensor:
         positions = index[1][None].long()
-        arguments, options = tree_map(lambda each: positions if is_integers(each) else each,
-                                      self.given)
+        arguments, options = tree_map(
+            lambda each: each if not torch.is_tensor(each) or each.is_floating_point()
+            else positions, self.given)
         current.angles = {}
         pair = self.module(*arguments, **options)
         angles = self.own.angles(pair, pair[0])
@@ -127,19 +127,14 @@ def own_attentions(inputs: Inputs, calls: list[Any], longest: int, dtype: torch.
     owners = [call.recorded.owner() for call in calls]
     for call, owner in zip(calls, owners):
         if call.can_be_own and owners.count(owner) == 1 == len(inputs[owner]):
-            nothing = call.qkv_proj
             same = (other for other in candidates(call, owner, inputs, dtype)
                     if is_same(other, owner, inputs[owner][0], longest, dtype))
             if found := next(same, None):
                 others[owner] = found
-                call.is_own = True
-            else:
-                call.qkv_proj = call.q_norm = call.k_norm = call.o_proj = nothing
     return others
 
 
-def own_decoder(model: Any, inputs: Inputs, others: Others, longest: int,
-                dtype: torch.dtype) -> OwnDecoder | None:
+def own_decoder(model: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> Any:
     """Returns what takes the place of all that gives hidden states, or None.
 
     others: what takes the place of modules, with attention and norms
@@ -147,34 +142,32 @@ def own_decoder(model: Any, inputs: Inputs, others: Others, longest: int,
     layers = layers_of(model.layers, inputs)
     found = [own_layer(layer, inputs, others, longest, dtype) for layer in layers]
     norms = [others[each] for each in model.layers.children() if type(others.get(each)) is RMSNorm]
-    pairs = [states_and_angles(*inputs[layer][0])[1] for layer in layers]
-    embed = model.embed_tokens
-    if len(norms) != 1 or not found or None in found or not inputs[embed]:
+    given_ids = inputs[model.embed_tokens]
+    if not found or None in found or len(norms) != 1 or len(given_ids) != 1:
         return None
-    states = states_and_angles(*inputs[layers[0]][0])[0]
-    if not torch.equal(embed(*inputs[embed][0][0]), states[0]):
-        return None
-    if len({(own.turned, *map(id, pair)) for own, pair in zip(found, pairs)}) > 1 or not pairs[0]:
+    states = [states_and_angles(*inputs[layer][0]) for layer in layers]
+    [x], pairs = states[0]
+    # all are rotated by the same angles
+    is_same_turn = len({(own.turned, *map(id, each)) for own, (_, each) in zip(found, states)}) == 1
+    if not pairs or not is_same_turn or not torch.equal(model.embed_tokens(*given_ids[0][0]), x):
         return None
     for module, [given, *_] in inputs.items():
         out = None if [*module.parameters()] else module(*given[0], **given[1])
-        if isinstance(out, tuple) and len(out) == 2 and all(map(torch.equal, out, pairs[0][0])):
+        if isinstance(out, tuple) and len(out) == 2 and all(map(torch.equal, out, pairs[0])):
             return OwnDecoder(model.embed_tokens, [own.part for own in found], norms[0],
                               Rope(module, given, found[0]))
     return None
 
 
-def own_layer(layer: nn.Module, inputs: Inputs, others: Others, longest: int,
-              dtype: torch.dtype) -> Own | None:
-    parts = [others.get(each) for each in layer.children()]
-    attention = [each for each in parts if isinstance(each, OwnAttention)]
-    mlps = [each for each in parts if isinstance(each, GatedMLP)]
-    norms = [each for each in parts if isinstance(each, RMSNorm)]
-    if [len(attention), len(mlps), len(norms)] != [1, 1, 2]:
+def own_layer(layer: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> Any:
+    parts: Any = [others.get(each) for each in layer.children()]
+    kinds = OwnAttention, GatedMLP, RMSNorm
+    attention, mlps, norms = ([each for each in parts if isinstance(each, kind)] for kind in kinds)
+    if (len(attention), len(mlps), len(norms)) != (1, 1, 2):
         return None
-    own = attention[0]
-    same = (Own(OwnLayer(own.call, mlps[0], each), own.call, *own.turned[:2], own.order)
-            for each in permutations(norms))
+    own: Any = attention[0]
+    given = own.call, own.turned[0], own.turned[1], own.order
+    same = (Own(OwnLayer(own.call, mlps[0], each), *given) for each in permutations(norms))
     return next((each for each in same
                  if is_same(each, layer, inputs[layer][0], longest, dtype)), None)
 
@@ -186,30 +179,27 @@ def states_and_angles(arguments: Any, options: Any) -> tuple[list[Tensor], list[
     """Returns what a module gets of hidden states, and of pairs of cos and sin."""
     values = *arguments, *options.values()
     states = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
-    return states, [each for each in values if isinstance(each, tuple)]
+    return states, [each for each in values if isinstance(each, tuple) and len(each) == 2]
 
 
-def is_integers(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_floating_point()
-
-
-def candidates(call: Any, owner: nn.Module, inputs: Inputs,
-               dtype: torch.dtype) -> Iterator[OwnAttention]:
-    """Yields what may compute the same as a module, by giving its linears and norms to a call."""
+def candidates(call: Any, owner: Any, inputs: Inputs, dtype: torch.dtype) -> Iterator[Any]:
+    """Yields what may compute the same as a module, while its linears and norms are the call's."""
     states, pairs = states_and_angles(*inputs[owner][0])
+    if len(states) != 1 or len(pairs) > 1:
+        return
     linears = [each for each in owner.modules() if type(each) is nn.Linear and inputs[each]]
     first = [each for each in linears if inputs[each][0][0][0] is states[0]]
     outer = [each for each in linears if each not in first]
     sizes = [heads * call.head_dim for heads in call.num_heads]
-    is_attention = len(states) == 1 and len(pairs) < 2
-    if not is_attention or [each.in_features for each in outer] != sizes[:1]:
+    if [each.in_features for each in outer] != sizes[:1]:
         return
     norms = [known_part(each, inputs[each], dtype) for each in owner.children()]
     norms = [each for each in norms if isinstance(each, RMSNorm)
              and len(each.weight) == call.head_dim] or [nn.Identity(), nn.Identity()]
-    turns = [(*turned_by(each), order) for pair in pairs for each in pair[:1]
-             for order in orders(turned_by(each)[0], call.head_dim)]
+    turns = [(*turned_by(cos), order) for cos, _ in pairs if cos.shape[:2] == states[0].shape[:2]
+             for order in orders(turned_by(cos)[0], call.head_dim)]
     turns.append((0, 1, torch.arange(call.head_dim)))
+    nothing = call.qkv_proj
     for (count, step, order), (each, rows), two in product(
             turns, arrangements(first, sizes, call.head_dim), permutations(norms, 2)):
         *turned, values = rows.split(sizes)
@@ -218,6 +208,7 @@ def candidates(call: Any, owner: nn.Module, inputs: Inputs,
         call.q_norm, call.k_norm = (reordered(copy.deepcopy(norm), order) for norm in two)
         call.o_proj = outer[0]
         yield OwnAttention(call, call, count, step, order)
+    call.qkv_proj = call.q_norm = call.k_norm = call.o_proj = nothing
 
 
 def turned_by(cos: Tensor) -> tuple[int, int]:
@@ -262,7 +253,7 @@ def reordered(module: nn.Module, rows: Tensor) -> Any:
 # ----------------------------------------------------------------------------------- trial
 
 
-def is_same(other: Own, owner: nn.Module, given: Any, longest: int, dtype: torch.dtype) -> bool:
+def is_same(other: Any, owner: nn.Module, given: Any, longest: int, dtype: torch.dtype) -> bool:
     """Whether a module computes the same as another one.
 
     given: arguments and options, in place of which there are random ones: hidden states are small
@@ -274,7 +265,7 @@ def is_same(other: Own, owner: nn.Module, given: Any, longest: int, dtype: torch
     def random(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if is_integers(value):
+        if not value.is_floating_point():
             return torch.randint_like(value, longest)
         numbers = torch.randn(value.shape, generator=generator).to(value)
         if value is states[0]:

@@ -65,7 +65,7 @@ class Call(Attention):
     is_own: whether it has the linears and norms of its module: see own_layers.py
     """
 
-    is_own = False
+    is_own = property(lambda self: type(self.qkv_proj) is not nn.Identity)
 
     def __init__(self, recorded: Recorded, kv_heads: int, head_dim: int) -> None:
         nn.Module.__init__(self)
@@ -73,6 +73,7 @@ class Call(Attention):
         self.window = recorded.window
         self.soft_cap = recorded.soft_cap
         self.sinks = recorded.sinks
+        self.is_soft = recorded.soft_cap is not None or recorded.sinks is not None
         self.head_dim = head_dim
         self.num_heads = [recorded.query[1], kv_heads, kv_heads]
         self.num_repeats = kv_heads // recorded.key[1]
@@ -87,8 +88,7 @@ class Call(Attention):
     def can_be_own(self) -> bool:
         """Whether it could be the engine's own attention with its cache."""
         sizes = {each[3] for each in self.recorded[:3]}
-        is_soft = self.soft_cap is not None or self.sinks is not None
-        return (type(self) is Call and not is_soft and sizes == {self.head_dim}
+        return (type(self) is Call and not self.is_soft and sizes == {self.head_dim}
                 and self.num_repeats == 1 and self.factor > 0)
 
     def in_cache(self, x: Tensor) -> Tensor:
@@ -102,9 +102,8 @@ class Call(Attention):
 
         angles: rotate nothing. module, options: whose attention it is, and what else it gives
         """
-        is_soft = self.soft_cap is not None or self.sinks is not None
         # other backends than the kernel have neither
-        if is_soft and self.backend is not None:
+        if self.is_soft and self.backend is not None:
             return self.gather(step, angles, module, query, key, value, options)
         if self.factor != 1:
             query = query * self.factor
@@ -215,15 +214,13 @@ class Model(nn.Module):
         angles = torch.zeros(2, len(token_ids), 1, half, device=token_ids.device)
         angles[0] = 1
         calls = iter([call for call in self.calls if not call.is_own])
-        current.step = step
-        current.angles = {}
+        vars(current).update(step=step, angles={})
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
                    **options: Any) -> Tensor:
             return next(calls).attend(step, angles, module, query, key, value, options)
 
         hidden = self.compute(token_ids, step.positions, attend)
-        current.step = current.angles = None
         if next(calls, None):
             raise RuntimeError("the model called attention less often than when it was loaded")
         return hidden[step.logits_indices]

@@ -105,8 +105,7 @@ def given_inputs(model: nn.Module) -> Iterator[Inputs]:
 def layers_of(model: nn.Module, inputs: Inputs) -> Any:
     """Returns the layers of a model, if each runs once in a step."""
     lists = (each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each))
-    once = (each for each in lists if all(len(inputs[layer]) == 1 for layer in each))
-    return next(once, nn.ModuleList())
+    return next((each for each in lists if all(len(inputs[one]) == 1 for one in each)), ())
 
 
 def fast_modules(inputs: Inputs, dtype: torch.dtype, others: Others) -> None:
@@ -117,11 +116,11 @@ def fast_modules(inputs: Inputs, dtype: torch.dtype, others: Others) -> None:
     groups: dict[Any, list[Any]] = defaultdict(list)
     known = {part for module in others for part in module.modules()}
     for module, calls in inputs.items():
-        if module in known or not all(map(is_one_tensor, calls)):
+        given = only_tensors(calls)
+        if module in known or not given:
             continue
         if type(module) is nn.Linear:
-            given = (id(arguments[0]) for arguments, _ in calls)
-            groups[(*given, module.weight.dtype)].append(module)
+            groups[(*map(id, given), module.weight.dtype)].append(module)
         if other := known_part(module, calls, dtype):
             others[module] = other
             known.update(module.modules())
@@ -132,17 +131,17 @@ def fast_modules(inputs: Inputs, dtype: torch.dtype, others: Others) -> None:
             others |= {each: Part(fused, sizes, kept, i) for i, each in enumerate(linears)}
 
 
-def is_one_tensor(call: tuple[tuple, dict[str, Any]]) -> bool:
-    arguments, options = call
-    return len(arguments) == 1 and not options and isinstance(arguments[0], Tensor)
+def only_tensors(calls: list[Any]) -> list[Tensor]:
+    """Returns what a module gets in its calls, if that is one tensor in each."""
+    given = [arguments[0] for arguments, options in calls if len(arguments) == 1 and not options]
+    is_all = len(given) == len(calls) and all(isinstance(each, Tensor) for each in given)
+    return given if is_all else []
 
 
 def known_part(module: nn.Module, calls: list[Any], dtype: torch.dtype) -> nn.Module | None:
     """Returns a norm or an MLP that computes the same, or None. calls: see `given_inputs`"""
-    if not calls or not all(map(is_one_tensor, calls)):
-        return None
-    same = (each for each in candidates(module) if is_same(each, module, calls[0][0][0], dtype))
-    return next(same, None)
+    return next((each for given in only_tensors(calls)[:1] for each in candidates(module)
+                 if is_same(each, module, given, dtype)), None)
 
 
 def candidates(module: nn.Module) -> Iterator[nn.Module]:

@@ -26,7 +26,7 @@ from fake_gpu import FakeGpu  # noqa: E402
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
 from nanoengine.model import Decoder, RMSNorm, rms_norm, swiglu  # noqa: E402
-from nanoengine_extensions.transformers_models import check, modules  # noqa: E402
+from nanoengine_extensions.transformers_models import check, modules, watching  # noqa: E402
 
 GREEDY = compare.GREEDY
 # of each kind: windows, soft caps, sinks, no positions, learned positions, other angles, experts,
@@ -229,9 +229,15 @@ class Gated(torch.nn.Module):
 
 def found_in(module, dtype=torch.float32):
     """The module that takes the place of one, or None."""
+    return others_in(module, torch.randn(1, 5, 24).to(dtype)).get(module)
+
+
+def others_in(module, x):
+    others = {}
     with modules.given_inputs(module) as inputs, torch.inference_mode():
-        module(torch.randn(1, 5, 24).to(dtype))
-    return modules.fast_modules(inputs, dtype).get(module)
+        module(x)
+    modules.fast_modules(inputs, x.dtype, others)
+    return others
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,9 +308,7 @@ def test_linears_with_the_same_input_are_one_product(bias):
     model = torch.nn.Sequential(Projections()).requires_grad_(False)
     xs = torch.randn(3, 1, 5, 24)
     expected = [model(x) for x in xs]
-    with modules.given_inputs(model) as inputs:
-        model(xs[0])
-    modules.exchange(model, modules.fast_modules(inputs, torch.float32))
+    modules.exchange(model, others_in(model, xs[0]))
     query, key, other = model[0].children()
     assert query.linear is key.linear and query.linear.weight.shape == (48, 24)
     assert type(other) is torch.nn.Linear
@@ -499,7 +503,7 @@ def test_the_check_finds_what_is_computed_wrong(folder_of, monkeypatch, change):
 
 
 def has_counted(function) -> bool:
-    with check.Watch(19, []) as watch:
+    with watching.Watch(19, []) as watch:
         function(torch.ones(19, 4))
     return watch.has_counted
 
