@@ -44,7 +44,7 @@ def noted_kinds(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Any], list[A
     log: list[Any] = []
     kinds: dict[nn.Module, Any] = {}
     begun: dict[nn.Module, int] = {}
-    outputs: list[Any] = []
+    done: list[Any] = []
 
     def begin(layer: nn.Module, arguments: Any) -> None:
         begun[layer] = len(log)
@@ -56,10 +56,11 @@ def noted_kinds(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Any], list[A
         is_plain = is_same and not {dict, list} & {*map(type, others)}
         shapes = tuple((name, each.shape) for name, each in layer.named_parameters())
         # whether anything comes between the layers
-        is_next = any(x is each for each in outputs)
+        is_next = any(x is each for each, _ in done)
         kind = type(layer), shapes, frozenset(log[begun[layer]:]), is_next, *map(
             id, tree_leaves(others))
-        outputs.append(output)
+        # what is kept, no other one can get the id of
+        done.append((output, others))
         kinds[layer] = kind if is_plain else layer
 
     layers = [layer for each in model.modules() if isinstance(each, nn.ModuleList)

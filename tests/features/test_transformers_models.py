@@ -532,11 +532,16 @@ def test_a_few_layers_of_each_kind_are_checked(folder_of, tmp_path, monkeypatch,
     assert not any(type(layer).__name__ == "Skipped" for layer in layers)
 
 
+class Same(torch.nn.Module):
+    def forward(self, x, *others):
+        return x
+
+
 class Stack(torch.nn.Module):
     def __init__(self, run) -> None:
         super().__init__()
         self.run = run
-        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(9))
+        self.layers = torch.nn.ModuleList(Same() for _ in range(9))
 
     def forward(self, x, state):
         for layer in self.layers:
@@ -545,10 +550,10 @@ class Stack(torch.nn.Module):
 
 @pytest.mark.parametrize("run, chosen", [
     (lambda layer, x, state: layer(x), {0, 1, 5, 8}),
-    # what a layer keeps for others, other shapes or things, and what comes between
+    # what a layer keeps for others, and other things than hidden states; other arguments
     (lambda layer, x, state: layer(x, state), {*range(9)}),
-    (lambda layer, x, state: layer(torch.cat((x, x)))[:len(x)], {*range(9)}),
-    (lambda layer, x, state: layer((x, x))[0], {*range(9)})])
+    (lambda layer, x, state: layer((x, x))[0], {*range(9)}),
+    (lambda layer, x, state: layer(x, x * 2), {*range(9)})])
 def test_layers_that_do_more_are_all_checked(run, chosen):
     model = Stack(run)
     with watching.noted_kinds(model) as (kinds, log):
