@@ -322,8 +322,8 @@ def test_linears_with_the_same_input_are_one_product(bias):
     assert torch.allclose(query(xs[0]), query(xs[0])) and torch.allclose(key(xs[1]), expected[1][1])
 
 
-# how many norms, MLPs and linears of three or four layers are known; those of attention modules that
-# are known as a whole do not count
+# how many norms, MLPs and linears of three or four layers are known; what is in attention modules
+# that are known as a whole does not count
 KNOWN = {"olmo2": (13, 3, 9), "gemma2": (17, 0, 20), "phi3": (7, 3, 0), "gpt2": (0, 0, 0),
          "cohere2": (0, 4, 0), "gpt_oss": (9, 0, 12), "mixtral": (7, 0, 0)}
 
