@@ -85,11 +85,11 @@ class Body:
             given = {name: body[name] for name in TEMPLATE & body.keys()}
             self.prompts = extension("chat").render(llm.inputs, [body.get("messages")], **given)
             return
-        prompt = body.get("prompt")
+        prompt: Any = body.get("prompt")
         if not isinstance(prompt, (str, list)) or prompt == []:
             raise ValueError("prompt must be a text, token ids, or a list of these, and not empty")
         are_several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
-        self.prompts = prompt if are_several else [prompt]
+        self.prompts = [*prompt] if are_several else [prompt]
         if self.echoes:
             self.tokenizer = llm.get_tokenizer()
             with naming("prompt"):

@@ -49,6 +49,8 @@ ALL_CASES = {
     "logprobs": "assert len(run(llm, logprobs=2, prompt_logprobs=0).logprobs) == 4",
     "metrics": "assert llm.metrics()['num_steps'] > 0",
     "offload": "LLM(model, cpu_offload_gb=1, **options)",
+    "own_layers": "with_option = LLM(model, model_impl='transformers', **options); "
+                  "assert with_option.engine.runner.model.stack; with_option.close()",
     "openai_format": "from nanoengine_extensions.openai_format import Body; "
                      "Body('/v1/completions', '1').read({'prompt': 'a'}, texts)",
     "policies": "LLM(model, kv_allocation='reserve', scheduling='static', **options).close()",
@@ -90,7 +92,8 @@ REFUSED = {"backends": "attention_backend='varlen' is not accepted",
 if importlib.util.find_spec("lm_eval"):
     del REFUSED["lm_eval"]
 # what needs another feature, as that is what it is made of
-NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"], "prometheus": ["metrics"],
+NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"],
+         "own_layers": ["transformers_models"], "prometheus": ["metrics"],
          "scores": ["constraints", "logprobs"], "serve": ["async_llm", "openai_format"]}
 
 # what holds without those that are not asked for by a name
@@ -103,6 +106,8 @@ WITHOUT = {
                "    LLM(tempfile.mkdtemp(), **options)\n    raise AssertionError",
     "generation_config": "assert texts.get_default_sampling_params() == SamplingParams()",
     "openai_format": "import nanoengine_extensions",
+    # transformers' own layers stay; without models of transformers, there is nothing to ask for
+    "own_layers": "import nanoengine_extensions",
     "strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
     "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Feature'",
     "vllm": "import nanoengine_extensions"}
@@ -243,7 +248,8 @@ def test_only_what_is_asked_for_is_imported(found):
     assert {*imported.pop("")} == ALWAYS
     for feature, others in imported.items():
         # an unknown keyword can be one of vLLM's; tools give no number of blocks
-        known = {"strict": {"vllm"}, "terminal": {"memory"}, "batch": {"memory"}}
+        known = {"strict": {"vllm"}, "terminal": {"memory"}, "batch": {"memory"},
+                 "transformers_models": {"own_layers"}}
         # what lacks its package is not imported
         itself = {feature} - ({"lm_eval"} & REFUSED.keys())
         needed = (itself | {*NEEDS.get(feature, ())}) - ALWAYS

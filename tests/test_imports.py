@@ -85,6 +85,7 @@ def test_an_init_counts():
 # features that have kernels of their own, of the pieces of a library's; imported only with it
 WITH_KERNELS = {f"nanoengine_extensions.{name}" for name in (
     "quantized.modules", "quantized.packed", "quantized.kernel", "quantized.expanding",
+    "quantized.sums", "quantized.weights", "quantized.whole_numbers",
     "quantized.transformers_linears", "transformers_models.row_norms")}
 
 

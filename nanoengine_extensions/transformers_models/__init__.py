@@ -19,7 +19,6 @@ its projection. So a library of kernels that knows the one also makes the other 
 
 import copy
 import math
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from nanoengine.model import Attention
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.check import (
     Mask, NotComputed, Recorded, check_model, eager_of)
+from nanoengine_extensions.transformers_models.modules import current
 
 # the kinds of layers whose state is K and V of tokens
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -43,8 +43,6 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attent
 BY_LENGTH = ("dynamic", "longrope")
 # what transformers itself dequantizes where there is no GPU for it
 UNPACKED = ("fp8", "mxfp4")
-# .attend: what computes the attention of the model that this thread runs
-current = threading.local()
 
 
 def attend(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
@@ -66,7 +64,10 @@ class Call(Attention):
     norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
 
     soft_cap, sinks: see `Recorded`. Only the kernel for a CPU computes them.
+    is_own: whether it has the linears and norms of its module: see own_layers.py
     """
+
+    is_own = property(lambda self: type(self.qkv_proj) is not nn.Identity)
 
     def __init__(self, recorded: Recorded, kv_heads: int, head_dim: int) -> None:
         nn.Module.__init__(self)
@@ -74,6 +75,7 @@ class Call(Attention):
         self.window = recorded.window
         self.soft_cap = recorded.soft_cap
         self.sinks = recorded.sinks
+        self.is_soft = recorded.soft_cap is not None or recorded.sinks is not None
         self.head_dim = head_dim
         self.num_heads = [recorded.query[1], kv_heads, kv_heads]
         self.num_repeats = kv_heads // recorded.key[1]
@@ -83,6 +85,13 @@ class Call(Attention):
         # libraries read from it how many heads there are
         nothing.in_features = recorded.query[1] * head_dim
         self.qkv_proj = self.q_norm = self.k_norm = self.o_proj = nothing
+
+    @property
+    def can_be_own(self) -> bool:
+        """Whether it could be the engine's own attention with its cache."""
+        sizes = {each[3] for each in self.recorded[:3]}
+        return (type(self) is Call and not self.is_soft and sizes == {self.head_dim}
+                and self.num_repeats == 1 and self.factor > 0)
 
     def in_cache(self, x: Tensor) -> Tensor:
         """Pads heads, from (1, heads, T, head_dim) to (T, heads, head_dim) of the cache."""
@@ -95,9 +104,8 @@ class Call(Attention):
 
         angles: rotate nothing. module, options: whose attention it is, and what else it gives
         """
-        is_soft = self.soft_cap is not None or self.sinks is not None
         # other backends than the kernel have neither
-        if is_soft and self.backend is not None:
+        if self.is_soft and self.backend is not None:
             return self.gather(step, angles, module, query, key, value, options)
         if self.factor != 1:
             query = query * self.factor
@@ -158,7 +166,10 @@ class Model(nn.Module):
     """A model of transformers, with the interface of the engine's `Decoder`.
 
     causal: transformers' model, with its head.
-    calls: one for each call of the attention function in a step; `check_model` sets them.
+    calls: one for each call of the attention function in a step
+    stack: the engine's own decoder in place of all layers, or None: see own_layers.py
+
+    `check_model` sets both.
     """
 
     layers: Any
@@ -167,6 +178,7 @@ class Model(nn.Module):
     def __init__(self, causal: Any) -> None:
         super().__init__()
         self.calls: Any = nn.ModuleList()
+        self.stack: Any = None
         # libraries take rows for invariant only in a decoder that they know
         self.embed_tokens = causal.get_input_embeddings()
         self.given = Given()
@@ -197,11 +209,14 @@ class Model(nn.Module):
 
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """As `Decoder.forward`."""
+        if self.stack:
+            return self.stack(token_ids, step)
         half = self.calls[0].head_dim // 2
         # cos and sin
         angles = torch.zeros(2, len(token_ids), 1, half, device=token_ids.device)
         angles[0] = 1
-        calls = iter(self.calls)
+        calls = iter([call for call in self.calls if not call.is_own])
+        vars(current).update(step=step, angles={})
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
                    **options: Any) -> Tensor:

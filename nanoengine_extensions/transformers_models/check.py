@@ -4,7 +4,8 @@
              attention over a paged cache cannot do, and models that count their tokens
     compare  runs two prompts in chunks and decodes, side by side, and compares all logits with
              those of transformers alone: in float32, in which right models differ by 1e-6 and wrong
-             ones by 5e-3 or more; and then as the engine runs it, in its dtype and with its kernels
+             ones by 5e-3 or more; and then as the engine runs it, in its dtype and with its
+             kernels. A few layers of each kind run: see watching.py
 
 The compared model has its faster modules (modules.py), unless they make it differ.
 
@@ -13,31 +14,28 @@ A model that computes something else is refused, and never run.
 
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
-from nanoengine.features import logger
+from nanoengine.features import extension, is_installed, logger
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.modules import (
-    InFloat32, exchange, fast_modules, given_inputs, optimize_modules)
+    InFloat32, Inputs, Others, exchange, fast_modules, given_inputs, layers_of, optimize_modules)
+from nanoengine_extensions.transformers_models.watching import Watch, choose, noted_kinds, only
 
 # options of a call that do not make it more than causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
          "output_router_logits", "cache_position", "position_embeddings"}
 # options that do, and that a kernel has
 SOFT = {"softcap", "s_aux"}
-# functions that count, and functions that only move rows of their first argument
-COUNTING = {"arange", "cumsum"}
-MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
 # by how much logits may differ, relative to their norm: in float32, and in the engine's dtype, in
 # which a right model can choose another expert
 MOST_IN_FLOAT32, MOST = 1e-3, 0.5
@@ -69,7 +67,7 @@ class Recorded(NamedTuple):
     window: how many keys a query sees; None for all. soft_cap: scores, scaled, become soft_cap *
     tanh(score / soft_cap); None for none. sinks: (heads,) float32, a further score of each query
     head, whose weight is dropped; None for none. is_plain: whether it is causal attention in this
-    window with these, and nothing else.
+    window with these, and nothing else. owner: a weak reference to the module that calls.
     """
 
     query: torch.Size
@@ -81,15 +79,16 @@ class Recorded(NamedTuple):
     soft_cap: float | None
     sinks: Tensor | None
     is_plain: bool
+    owner: Any
 
 
 # --------------------------------------------------------------------------------- recording
 
 
-def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
+def record(model: Any, token_ids: Tensor, longest: int, log: list[Any]) -> list[Recorded]:
     """Returns the calls of the attention function in a step of these tokens.
 
-    longest: the most tokens of a sequence
+    longest: the most tokens of a sequence; log: gets all that is called, with its numbers
     """
     calls: list[Recorded] = []
 
@@ -106,14 +105,14 @@ def record(model: Any, token_ids: Tensor, longest: int) -> list[Recorded]:
         sinks = options.get("s_aux")
         sinks = None if sinks is None else sinks.detach().float()
         call = Recorded(query.shape, key.shape, value.shape, scale, mask, window,
-                        options.get("softcap"), sinks, is_window and is_plain)
-        is_known = call.is_plain and is_computed(
-            call, module, options, query.device)
+                        options.get("softcap"), sinks, is_window and is_plain, weakref.ref(module))
+        is_known = call.is_plain and is_computed(call, module, options, query.device)
         calls.append(call._replace(is_plain=is_known))
+        log.append(calls[-1]._replace(sinks=None, owner=None))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     positions = torch.arange(len(token_ids), device=token_ids.device)
-    with Watch(len(token_ids)) as watch:
+    with Watch(len(token_ids), log) as watch:
         model.compute(token_ids, positions, attend)
     if not calls:
         raise NotComputed("it does not let a library compute its attention")
@@ -153,45 +152,6 @@ def is_computed(call: Recorded, module: Any, options: dict[str, Any],
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
-class Watch(TorchFunctionMode):
-    """Notices a model that counts its tokens: it would take their places in a step for positions.
-
-    No check of a few tokens finds that in Llama 4, where it matters from position 8,192 on. Counts
-    may be indices of rows of the step, as where tokens are sorted by their experts. They must not
-    become numbers of a computation, or indices of a table of positions.
-
-    num_tokens: of the step
-    """
-
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__()
-        self.num_tokens = num_tokens
-        self.has_counted = False
-        # by their ids; they are kept, so that no other object gets one
-        self.counts: dict[int, Tensor] = {}
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        name = getattr(function, "__name__", "")
-        if self.counts.keys() & map(id, tree_leaves((args, kwargs))):
-            # what is written to has counts, too
-            self.follow(name, args[0], args[0] if name == "__setitem__" else result)
-        elif name in COUNTING and result.shape[-1:] == (self.num_tokens,):
-            self.counts[id(result)] = result
-        return result
-
-    def follow(self, name: str, table: Any, written: Any) -> None:
-        """Keeps integers that counts became; notices if they become numbers of a computation."""
-        is_step = isinstance(table, Tensor) and table.shape[:1] == (self.num_tokens,)
-        moves_rows = name in MOVING and is_step and id(table) not in self.counts
-        for each in tree_leaves(written):
-            if isinstance(each, Tensor) and not each.is_floating_point():
-                self.counts[id(each)] = each
-            elif isinstance(each, Tensor) and not moves_rows:
-                self.has_counted = True
-
-
 @lru_cache(maxsize=4)
 def window_of(mask: Callable, length: int) -> tuple[int | None, bool]:
     """Returns the window of a mask, None for all keys, and whether the mask is just this window."""
@@ -218,32 +178,39 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     described = runner.model_config
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(described.vocab_size, (2, 11), generator=generator).to(runner.device)
-    with InFloat32():
+    causal.set_attn_implementation("nanoengine")
+    longest = described.max_position_embeddings
+    with given_inputs(model.layers) as inputs, noted_kinds(model.layers) as (kinds, log):
+        calls = record(model, ids.flatten()[:NUM_RECORDED], longest, log)
+    few = choose(layers_of(model.layers, inputs), kinds, [call.owner() for call in calls])
+    causal.set_attn_implementation("eager")
+    with only(model, *few), InFloat32():
         wanted = causal(input_ids=ids, use_cache=False).logits
     causal.set_attn_implementation("nanoengine")
-    with given_inputs(model.layers) as inputs:
-        calls = record(model, ids.flatten()[:NUM_RECORDED], described.max_position_embeddings)
-    check_windows(model, calls, described.max_position_embeddings)
+    check_windows(model, calls, longest)
     kv_heads = math.lcm(*(call.key[1] for call in calls))
     head_dim = max(max(call.key[3], call.value[3]) for call in calls)
     # the kernel for a CPU needs an even number
     head_dim += head_dim % 2
     vars(described).update(
         num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
-    model.calls.extend((plain if call.is_plain else other)(call, kv_heads, head_dim)
-                       for call in calls)
-    others: dict[nn.Module, nn.Module] = {}
-    exactly = runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32
-    try:
-        others |= fast_modules(inputs, runner.dtype)
-        exchange(causal, others)
-        with InFloat32():
-            compare(*exactly)
-    except Exception as error:
-        logger.info(f"transformers' own modules stay, since with others: {error}")
-        exchange(causal, {new: old for old, new in others.items()})
-        with InFloat32():
-            compare(*exactly)
+    for is_fast in (True, False):
+        model.calls = nn.ModuleList((plain if call.is_plain else other)(call, kv_heads, head_dim)
+                                    for call in calls)
+        model.stack = None
+        others: Others = {}
+        try:
+            if is_fast:
+                find_fast(model, inputs, others, longest, runner.dtype)
+            exchange(causal, others)
+            with only(model, *few), InFloat32():
+                compare(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
+            break
+        except Exception as error:
+            if not is_fast:
+                raise
+            logger.info(f"transformers' own modules stay, since with others: {error}")
+            exchange(causal, {new: old for old, new in others.items()})
     # their memory
     inputs.clear()
     others.clear()
@@ -253,10 +220,21 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     if BACKENDS[backend].attend is None and not runner.kernels.knows_attention(model):
         backend = "gather"
     runner.kernels.optimize(model, has_attention=BACKENDS[backend].attend is None)
-    token_bytes = compare(runner, model, ids, wanted, backend, runner.dtype, MOST)
+    with only(model, *few):
+        token_bytes = compare(runner, model, ids, wanted, backend, runner.dtype, MOST)
     logger.info(
         f"transformers computes the model, without CUDA graphs: a token takes {token_bytes} "
         f"bytes of the KV cache, {kv_heads} heads of {head_dim} in each of {len(calls)} calls")
+
+
+def find_fast(model: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> None:
+    """Adds what takes the place of modules."""
+    own = extension("own_layers") if is_installed("own_layers") else None
+    if own:
+        others |= own.own_attentions(inputs, [*model.calls], longest, dtype)
+    fast_modules(inputs, dtype, others)
+    if own:
+        model.stack = own.own_decoder(model, inputs, others, longest, dtype)
 
 
 def check_windows(model: Any, calls: list[Recorded], longest: int) -> None:

@@ -9,6 +9,7 @@ place, on random inputs, in float32 (`InFloat32`) and in the dtype of the model.
 as it is.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,13 @@ from torch.utils._pytree import tree_map
 
 from nanoengine.model import MLP, RMSNorm
 
+# .attend: what computes the attention of the model that this thread runs
+# .step, .angles: the inputs of its step, and the angles that it has had so far
+current = threading.local()
 # replacements of modules, by these
 Others = dict[nn.Module, nn.Module]
+# the arguments and options of each call of a module
+Inputs = dict[nn.Module, list[tuple[tuple, dict[str, Any]]]]
 HALVES = (torch.half, torch.bfloat16)
 # functions that look at a tensor, or at a part of it: `each.dtype` is a `__get__`
 VIEWING = {"__get__", "__getitem__", "transpose", "unbind", "chunk", "split", "view", "t"}
@@ -83,13 +89,12 @@ def side_by_side(linears: list[Any]) -> nn.Linear:
 
 
 @contextmanager
-def given_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[Any]]]:
-    """Notes what each module gets in each call: a tensor, or None for anything else."""
-    inputs: dict[nn.Module, list[Any]] = defaultdict(list)
+def given_inputs(model: nn.Module) -> Iterator[Inputs]:
+    """Notes what each module gets in each call."""
+    inputs: Inputs = defaultdict(list)
 
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        inputs[module].append(args[0] if is_one else None)
+    def note(module: nn.Module, arguments: Any, options: Any) -> None:
+        inputs[module].append((arguments, options))
 
     handles = [each.register_forward_pre_hook(note, with_kwargs=True) for each in model.modules()]
     yield inputs
@@ -97,18 +102,26 @@ def given_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[Any]]]:
         handle.remove()
 
 
-def fast_modules(inputs: dict[nn.Module, list[Any]], dtype: torch.dtype) -> Others:
-    """Returns replacements of modules that are faster. inputs: see `given_inputs`"""
-    others: Others = {}
+def layers_of(model: nn.Module, inputs: Inputs) -> Any:
+    """Returns the layers of a model, if each runs once in a step."""
+    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each))
+    return next((each for each in lists if all(len(inputs[one]) == 1 for one in each)), ())
+
+
+def fast_modules(inputs: Inputs, dtype: torch.dtype, others: Others) -> None:
+    """Adds replacements of modules that are faster. inputs: see `given_inputs`
+
+    others: replacements of larger modules
+    """
     groups: dict[Any, list[Any]] = defaultdict(list)
-    known: set[nn.Module] = set()
-    for module, given in inputs.items():
-        if module in known or any(x is None for x in given):
+    known = {part for module in others for part in module.modules()}
+    for module, calls in inputs.items():
+        given = only_tensors(calls)
+        if module in known or not given:
             continue
         if type(module) is nn.Linear:
             groups[(*map(id, given), module.weight.dtype)].append(module)
-        same = (each for each in candidates(module) if is_same(each, module, given[0], dtype))
-        if other := next(same, None):
+        if other := known_part(module, calls, dtype):
             others[module] = other
             known.update(module.modules())
     for linears in groups.values():
@@ -116,7 +129,19 @@ def fast_modules(inputs: dict[nn.Module, list[Any]], dtype: torch.dtype) -> Othe
             sizes, kept = [each.out_features for each in linears], dict[Any, Tensor]()
             fused = side_by_side(linears)
             others |= {each: Part(fused, sizes, kept, i) for i, each in enumerate(linears)}
-    return others
+
+
+def only_tensors(calls: list[Any]) -> list[Tensor]:
+    """Returns what a module gets in its calls, if that is one tensor in each."""
+    given = [arguments[0] for arguments, options in calls if len(arguments) == 1 and not options]
+    is_all = len(given) == len(calls) and all(isinstance(each, Tensor) for each in given)
+    return given if is_all else []
+
+
+def known_part(module: nn.Module, calls: list[Any], dtype: torch.dtype) -> nn.Module | None:
+    """Returns a norm or an MLP that computes the same, or None. calls: see `given_inputs`"""
+    return next((each for given in only_tensors(calls)[:1] for each in candidates(module)
+                 if is_same(each, module, given, dtype)), None)
 
 
 def candidates(module: nn.Module) -> Iterator[nn.Module]:
@@ -150,10 +175,16 @@ def is_same(other: nn.Module, module: nn.Module, given: Tensor, dtype: torch.dty
     x = torch.randn(1, 5, given.shape[-1], generator=generator).to(given.device)
     x *= torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], device=x.device)[:, None]
     with InFloat32():
-        found = [(torch.float32, module(x), other(x))]
-    found.append((dtype, module(x.to(dtype)), other(x.to(dtype))))
-    return all(bool(((one.double() - two.double()).norm(dim=-1) < one.double().norm(dim=-1)
-                     * MOST_ROUNDINGS * torch.finfo(kind).eps).all()) for kind, one, two in found)
+        if not are_close(module(x), other(x), torch.float32):
+            return False
+    return are_close(module(x.to(dtype)), other(x.to(dtype)), dtype)
+
+
+def are_close(one: Tensor, two: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all rows are equal, but for roundings in a dtype."""
+    error = (one.double() - two.double()).norm(dim=-1)
+    most = one.double().norm(dim=-1) * MOST_ROUNDINGS * torch.finfo(dtype).eps
+    return one.shape == two.shape and bool((error < most).all())
 
 
 def exchange(model: nn.Module, others: Others) -> None:

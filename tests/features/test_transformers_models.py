@@ -26,7 +26,7 @@ from fake_gpu import FakeGpu  # noqa: E402
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
 from nanoengine.model import Decoder, RMSNorm, rms_norm, swiglu  # noqa: E402
-from nanoengine_extensions.transformers_models import check, modules  # noqa: E402
+from nanoengine_extensions.transformers_models import check, modules, watching  # noqa: E402
 
 GREEDY = compare.GREEDY
 # of each kind: windows, soft caps, sinks, no positions, learned positions, other angles, experts,
@@ -235,9 +235,15 @@ class Gated(torch.nn.Module):
 
 def found_in(module, dtype=torch.float32):
     """The module that takes the place of one, or None."""
+    return others_in(module, torch.randn(1, 5, 24).to(dtype)).get(module)
+
+
+def others_in(module, x):
+    others = {}
     with modules.given_inputs(module) as inputs, torch.inference_mode():
-        module(torch.randn(1, 5, 24).to(dtype))
-    return modules.fast_modules(inputs, dtype).get(module)
+        module(x)
+    modules.fast_modules(inputs, x.dtype, others)
+    return others
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -308,9 +314,7 @@ def test_linears_with_the_same_input_are_one_product(bias):
     model = torch.nn.Sequential(Projections()).requires_grad_(False)
     xs = torch.randn(3, 1, 5, 24)
     expected = [model(x) for x in xs]
-    with modules.given_inputs(model) as inputs:
-        model(xs[0])
-    modules.exchange(model, modules.fast_modules(inputs, torch.float32))
+    modules.exchange(model, others_in(model, xs[0]))
     query, key, other = model[0].children()
     assert query.linear is key.linear and query.linear.weight.shape == (48, 24)
     assert type(other) is torch.nn.Linear
@@ -324,9 +328,10 @@ def test_linears_with_the_same_input_are_one_product(bias):
     assert torch.allclose(query(xs[0]), query(xs[0])) and torch.allclose(key(xs[1]), expected[1][1])
 
 
-# how many norms, MLPs and linears of three or four layers are known
+# how many norms, MLPs and linears of three or four layers are known; what is in attention modules
+# that are known as a whole does not count
 KNOWN = {"olmo2": (13, 3, 9), "gemma2": (17, 0, 20), "phi3": (7, 3, 0), "gpt2": (0, 0, 0),
-         "cohere2": (0, 4, 12), "gpt_oss": (9, 0, 12), "mixtral": (7, 0, 9)}
+         "cohere2": (0, 4, 0), "gpt_oss": (9, 0, 12), "mixtral": (7, 0, 0)}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -502,11 +507,93 @@ def test_the_check_finds_what_is_computed_wrong(folder_of, monkeypatch, change):
             make_llm(folder_of("qwen3_moe"), dtype=dtype)
 
 
+# ------------------------------------------------------------------------------- few layers
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LAYERS = {
+    "llama": (dict(num_hidden_layers=9), {0, 1, 5, 8}),
+    # every fourth is another one
+    "smollm3": (dict(num_hidden_layers=12, no_rope_layers=[1, 1, 1, 0] * 3,
+                     layer_types=[FULL] * 12), {0, 1, 3, 6, 7, 10, 11}),
+    "cohere2": (dict(num_hidden_layers=12, layer_types=[SLIDING, SLIDING, SLIDING, FULL] * 3),
+                {0, 1, 3, 6, 7, 10, 11}),
+    "deepseek_v3": (dict(num_hidden_layers=9, first_k_dense_replace=3), {0, 1, 2, 3, 6, 8})}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_few_layers_of_each_kind_are_checked(folder_of, tmp_path, monkeypatch, name):
+    entries, expected = LAYERS[name]
+    found = []
+    choose = check.choose
+
+    def spy(*arguments):
+        found.append(choose(*arguments))
+        return found[0]
+
+    monkeypatch.setattr(check, "choose", spy)
+    folder = changed(folder_of(name), tmp_path, **entries)
+    with make_llm(folder, load_format="dummy") as llm:
+        assert len(llm.engine.runner.model.calls) == entries["num_hidden_layers"]
+    layers, chosen, numbers = found[0]
+    assert chosen == numbers == expected and len(layers) == entries["num_hidden_layers"]
+    assert not any(type(layer).__name__ == "Skipped" for layer in layers)
+
+
+class Same(torch.nn.Module):
+    def forward(self, x, *others):
+        return x
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, run) -> None:
+        super().__init__()
+        self.run = run
+        self.layers = torch.nn.ModuleList(Same() for _ in range(9))
+
+    def forward(self, x, state):
+        for layer in self.layers:
+            x = self.run(layer, x, state)
+
+
+@pytest.mark.parametrize("run, chosen", [
+    (lambda layer, x, state: layer(x), {0, 1, 5, 8}),
+    # what a layer keeps for others, and other things than hidden states; other arguments
+    (lambda layer, x, state: layer(x, state), {*range(9)}),
+    (lambda layer, x, state: layer((x, x))[0], {*range(9)}),
+    (lambda layer, x, state: layer(x, x * 2), {*range(9)})])
+def test_layers_that_do_more_are_all_checked(run, chosen):
+    model = Stack(run)
+    with watching.noted_kinds(model) as (kinds, log):
+        model(torch.ones(2), {})
+    assert watching.choose(model.layers, kinds, [])[1] == chosen
+
+
+def test_a_layer_that_does_something_else_is_checked(folder_of, tmp_path, monkeypatch):
+    """It is in the middle of others that are alike."""
+    kind = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    plain, choose = kind.forward, check.choose
+    found = []
+
+    def forward(self, hidden_states, **options):
+        out = plain(self, hidden_states, **options)
+        return out * 1.5 if self.self_attn.layer_idx == 3 else out
+
+    def spy(*arguments):
+        found.append(choose(*arguments))
+        return found[0]
+
+    monkeypatch.setattr(kind, "forward", forward)
+    monkeypatch.setattr(check, "choose", spy)
+    folder = changed(folder_of("llama"), tmp_path, num_hidden_layers=9)
+    with make_llm(folder, load_format="dummy"):
+        assert found[0][1] == {0, 1, 3, 5, 8}
+
+
 # ---------------------------------------------------------------------------- counted tokens
 
 
 def has_counted(function) -> bool:
-    with check.Watch(19) as watch:
+    with watching.Watch(19, []) as watch:
         function(torch.ones(19, 4))
     return watch.has_counted
 

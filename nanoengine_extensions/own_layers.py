@@ -1,0 +1,313 @@
+"""Layers of a model of transformers, as the engine's own: what a library of kernels knows.
+
+    attention   from the hidden states to the output projection: one product for queries, keys and
+                values; norms of heads, rotation, the cache and attention as one kernel; one product
+    a layer     attention and a gated MLP, each after a norm and with a residual connection
+    all layers  if each is one of those: then the engine's own `Decoder` runs them, at its speed
+
+A module is known by what it computes, not by its names: its queries, keys and values, and its
+output for what attention returns, are those of the engine's own module with the same linears and
+norms. Both run on random hidden states, angles and positions, in float32 and in the dtype of the
+model. What differs stays what it is. Without this file, all of it stays transformers' own.
+
+Heads can be rotated in other pairs than (i, i + head_dim / 2), and in a part only. Then the rows of
+the weights get another order, and what is not rotated gets an angle of 0.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import permutations, product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from nanoengine.model import Decoder, DecoderLayer, RMSNorm
+from nanoengine_extensions.transformers_models.modules import (
+    GatedMLP, InFloat32, Inputs, Others, are_close, current, known_part, layers_of,
+    side_by_side)
+
+
+class Own(nn.Module):
+    """In place of a module of transformers: `part`, the engine's own attention or layer.
+
+    call: its attention
+    count, step: how many angles a head has, and that each step-th of what the module gets is one
+    order: of the numbers of a head, as the module has them
+    """
+
+    def __init__(self, part: Any, call: Any, count: int, step: int, order: Tensor) -> None:
+        super().__init__()
+        turned = count, step, call.factor, call.head_dim
+        # the modules of a call are the model's
+        vars(self).update(part=part, call=call, turned=turned, order=order)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        [x], pairs = states_and_angles(arguments, options)
+        angles = self.angles(pairs[0] if pairs else None, x)
+        return self.part(x[0], angles, current.step, slice(None))[None]  # type: ignore[operator]
+
+    def angles(self, pair: Any, x: Tensor) -> Tensor:
+        """cos and sin for the tokens, (2, T, 1, head_dim / 2): once in a step for all layers.
+
+        They scale queries and keys, too, since backends scale scores by 1 / sqrt(head_dim).
+        """
+        count, step, factor, head_dim = self.turned  # type: ignore[misc]
+        key = self.turned, id(pair) if count else None
+        if key not in current.angles:
+            angles = torch.zeros(2, x.shape[1], 1, head_dim // 2, device=x.device)
+            angles[0] = 1
+            if count:
+                angles[..., :count] = torch.cat(pair)[:, :, None, ::step][..., :count]
+            # together with the pair: no other one can get its id
+            current.angles[key] = angles * factor**0.5, pair
+        return current.angles[key][0]
+
+
+class OwnAttention(Own):
+    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
+        return super().forward(*arguments, **options), None
+
+
+class OwnLayer(DecoderLayer):
+    """The engine's own layer, of parts that there are."""
+
+    def __init__(self, attention: Any, mlp: Any, norms: Any) -> None:
+        nn.Module.__init__(self)
+        self.input_layernorm, self.post_attention_layernorm = norms
+        self.self_attn = attention
+        self.mlp = mlp
+
+
+class OwnDecoder(Decoder):
+    """The engine's own decoder, of layers that there are.
+
+    rope: at positions, the angles that transformers computes for them
+    """
+
+    def __init__(self, embed_tokens: Any, layers: list[Any], norm: nn.Module, rope: Any) -> None:
+        nn.Module.__init__(self)
+        self.embed_tokens = embed_tokens
+        self.layers = nn.ModuleList(layers)
+        self.norm: Any = norm
+        self.rope = rope
+
+
+class Rope:
+    """In place of a table of angles.
+
+    module: gives cos and sin; given: its arguments and options, with positions
+    """
+
+    def __init__(self, module: Any, given: Any, own: Any) -> None:
+        self.module = module
+        self.given = given
+        self.own = own
+
+    def __getitem__(self, index: Any) -> Tensor:
+        positions = index[1][None].long()
+        arguments, options = tree_map(
+            lambda each: each if not torch.is_tensor(each) or each.is_floating_point()
+            else positions, self.given)
+        current.angles = {}
+        pair = self.module(*arguments, **options)
+        angles = self.own.angles(pair, pair[0])
+        return angles if len(index) == 3 else angles[:, :, 0]
+
+
+def own_attentions(inputs: Inputs, calls: list[Any], longest: int, dtype: torch.dtype) -> Others:
+    """Returns what takes the place of attention modules. Their calls get linears and norms.
+
+    inputs: see `given_inputs`; longest: the most tokens of a sequence
+    """
+    others: Others = {}
+    owners = [call.recorded.owner() for call in calls]
+    for call, owner in zip(calls, owners):
+        if call.can_be_own and owners.count(owner) == 1 == len(inputs[owner]):
+            same = (other for other in candidates(call, owner, inputs, dtype)
+                    if is_same(other, owner, inputs[owner][0], longest, dtype))
+            if found := next(same, None):
+                others[owner] = found
+    return others
+
+
+def own_decoder(model: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> Any:
+    """Returns what takes the place of all that gives hidden states, or None.
+
+    others: what takes the place of modules, with attention and norms
+    """
+    layers = layers_of(model.layers, inputs)
+    found = [own_layer(layer, inputs, others, longest, dtype) for layer in layers]
+    norms = [others[each] for each in model.layers.children() if type(others.get(each)) is RMSNorm]
+    given_ids = inputs[model.embed_tokens]
+    if not found or None in found or len(norms) != 1 or len(given_ids) != 1:
+        return None
+    states = [states_and_angles(*inputs[layer][0]) for layer in layers]
+    [x], pairs = states[0]
+    # all are rotated by the same angles
+    is_same_turn = len({(own.turned, *map(id, each)) for own, (_, each) in zip(found, states)}) == 1
+    if not pairs or not is_same_turn or not torch.equal(model.embed_tokens(*given_ids[0][0]), x):
+        return None
+    for module, [given, *_] in inputs.items():
+        out = None if [*module.parameters()] else module(*given[0], **given[1])
+        if isinstance(out, tuple) and len(out) == 2 and all(map(torch.equal, out, pairs[0])):
+            return OwnDecoder(model.embed_tokens, [own.part for own in found], norms[0],
+                              Rope(module, given, found[0]))
+    return None
+
+
+def own_layer(layer: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> Any:
+    parts: Any = [others.get(each) for each in layer.children()]
+    kinds = OwnAttention, GatedMLP, RMSNorm
+    attention, mlps, norms = ([each for each in parts if isinstance(each, kind)] for kind in kinds)
+    if (len(attention), len(mlps), len(norms)) != (1, 1, 2):
+        return None
+    own: Any = attention[0]
+    given = own.call, own.turned[0], own.turned[1], own.order
+    same = (Own(OwnLayer(own.call, mlps[0], each), *given) for each in permutations(norms))
+    return next((each for each in same
+                 if is_same(each, layer, inputs[layer][0], longest, dtype)), None)
+
+
+# ------------------------------------------------------------------------------ candidates
+
+
+def states_and_angles(arguments: Any, options: Any) -> tuple[list[Tensor], list[tuple]]:
+    """Returns what a module gets of hidden states, and of pairs of cos and sin."""
+    values = *arguments, *options.values()
+    states = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
+    return states, [each for each in values if isinstance(each, tuple) and len(each) == 2]
+
+
+def candidates(call: Any, owner: Any, inputs: Inputs, dtype: torch.dtype) -> Iterator[Any]:
+    """Yields what may compute the same as a module, while its linears and norms are the call's."""
+    states, pairs = states_and_angles(*inputs[owner][0])
+    if len(states) != 1 or len(pairs) > 1:
+        return
+    linears = [each for each in owner.modules() if type(each) is nn.Linear and inputs[each]]
+    first = [each for each in linears if inputs[each][0][0][0] is states[0]]
+    outer = [each for each in linears if each not in first]
+    sizes = [heads * call.head_dim for heads in call.num_heads]
+    if [each.in_features for each in outer] != sizes[:1]:
+        return
+    norms = [known_part(each, inputs[each], dtype) for each in owner.children()]
+    norms = [each for each in norms if isinstance(each, RMSNorm)
+             and len(each.weight) == call.head_dim] or [nn.Identity(), nn.Identity()]
+    turns = [(*turned_by(cos), order) for cos, _ in pairs if cos.shape[:2] == states[0].shape[:2]
+             for order in orders(turned_by(cos)[0], call.head_dim)]
+    turns.append((0, 1, torch.arange(call.head_dim)))
+    nothing = call.qkv_proj
+    for (count, step, order), (each, rows), two in product(
+            turns, arrangements(first, sizes, call.head_dim), permutations(norms, 2)):
+        *turned, values = rows.split(sizes)
+        turned = [part.view(-1, len(order))[:, order].flatten() for part in turned]
+        call.qkv_proj = reordered(side_by_side(each), torch.cat((*turned, values)))
+        call.q_norm, call.k_norm = (reordered(copy.deepcopy(norm), order) for norm in two)
+        call.o_proj = outer[0]
+        yield OwnAttention(call, call, count, step, order)
+    call.qkv_proj = call.q_norm = call.k_norm = call.o_proj = nothing
+
+
+def turned_by(cos: Tensor) -> tuple[int, int]:
+    """How many angles cos is of, and where the next one is: each can be there twice."""
+    half = cos.shape[-1] // 2
+    if torch.equal(cos[..., ::2], cos[..., 1::2]):
+        return half, 2
+    return (half if torch.equal(cos[..., :half], cos[..., half:]) else cos.shape[-1]), 1
+
+
+def orders(count: int, head_dim: int) -> Iterator[Tensor]:
+    """Yields the numbers of a head, such that the first ones of its halves are the rotated pairs:
+    halves of what is rotated, or neighbours."""
+    numbers = torch.arange(head_dim)
+    rest = numbers[2 * count:].view(2, -1)
+    for pairs in (numbers[:2 * count].view(2, -1), numbers[:2 * count].view(-1, 2).T):
+        yield torch.cat((pairs, rest), dim=1).flatten()
+
+
+def arrangements(linears: list[Any], sizes: list[int],
+                 head_dim: int) -> Iterator[tuple[Any, Tensor]]:
+    """Yields linears, and the order of their outputs: queries, keys and values."""
+    rows = torch.arange(sum(sizes))
+    for each in permutations(linears):
+        if [linear.out_features for linear in each] in (sizes, [len(rows)]):
+            yield each, rows
+    if len(linears) == 1 and linears[0].out_features == len(rows):
+        # for each head of keys: its queries, the key and the value
+        queries, *others = rows.view(sizes[1] // head_dim, -1, head_dim).split(
+            [sizes[0] // sizes[1], 1, 1], dim=1)
+        yield linears, torch.cat([part.flatten() for part in (queries, *others)])
+
+
+def reordered(module: nn.Module, rows: Tensor) -> Any:
+    """Gives the parameters of a module another order."""
+    for name, each in [*module.named_parameters()]:
+        if not torch.equal(rows, rows.sort()[0]):
+            setattr(module, name, nn.Parameter(each[rows.to(each.device)], False))
+    return module
+
+
+# ----------------------------------------------------------------------------------- trial
+
+
+def is_same(other: Any, owner: nn.Module, given: Any, longest: int, dtype: torch.dtype) -> bool:
+    """Whether a module computes the same as another one.
+
+    given: arguments and options, in place of which there are random ones: hidden states are small
+    and large; positions are of all tokens of a sequence
+    """
+    generator = torch.Generator().manual_seed(0)
+    states, _ = states_and_angles(*given)
+
+    def random(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not value.is_floating_point():
+            return torch.randint_like(value, longest)
+        numbers = torch.randn(value.shape, generator=generator).to(value)
+        if value is states[0]:
+            return numbers * torch.logspace(-3, 3, value.shape[1]).to(value)[:, None]
+        count, step = turned_by(value)
+        places = torch.arange(value.shape[-1], device=value.device)
+        return numbers[..., places // step % count * step]
+
+    given = tree_map(random, given)
+    heads, head_dim = other.call.num_heads[0], other.call.head_dim
+    attended = torch.randn(states[0].shape[1], heads, head_dim, generator=generator)
+    for kind in (torch.float32, dtype):
+        right, found = (computed(module, other.call, given, attended, kind)
+                        for module in (owner, other))
+        scaled = [each[..., other.order] * other.call.factor**0.5 for each in right[:2]]
+        if len(right) != 4 or not all(map(are_close, [*scaled, *right[2:]], found, [kind] * 4)):
+            return False
+    return True
+
+
+def computed(module: nn.Module, call: Any, given: Any, attended: Tensor,
+             dtype: torch.dtype) -> list[Tensor]:
+    """Returns queries, keys and values of a module, (T, heads, head_dim), and its output; nothing
+    if it returns something else. attended: what attention returns"""
+    states: list[Tensor] = []
+    x = states_and_angles(*given)[0][0]
+    attended = attended.to(x.device, dtype)
+
+    def attend(owner: Any, *arguments: Any, **options: Any) -> Tensor:
+        states.extend(each[0].transpose(0, 1) for each in arguments[:3])
+        return attended[None]
+
+    def backend(query: Tensor, cache: Tensor, *others: Any) -> Tensor:
+        states.extend((query, *cache.flatten(1, 2)))
+        return attended
+
+    call.backend = backend
+    call.cache = attended.new_zeros(2, len(attended), 1, call.num_heads[1], call.head_dim)
+    current.attend, current.angles = attend, {}
+    current.step = SimpleNamespace(slot_mapping=torch.arange(len(attended), device=x.device))
+    arguments, options = tree_map(lambda each: each.to(dtype) if each is x else each, given)
+    with InFloat32() if dtype == torch.float32 else nullcontext():
+        out = module(*arguments, **options)
+    outs = out if isinstance(out, tuple) else (out,)
+    return [*states, outs[0][0]] if outs[1:] in ((), (None,)) else []

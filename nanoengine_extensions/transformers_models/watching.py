@@ -1,0 +1,152 @@
+"""What a model of transformers does in the step that is recorded: which of its layers do the same,
+and whether it counts its tokens.
+
+The check of a model runs a few layers of each kind: the first, one in the middle and the last.
+Layers are of one kind if they have the same class and shapes of parameters, get the hidden states
+of the layer before and otherwise the same arguments, and do the same: they call the same functions
+of PyTorch with the same numbers, and attention with the same shapes, mask and options. So a layer
+without positions, with another window or other angles, with experts, or with keys of another layer
+is of a kind of its own.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+# functions that count, and functions that only move rows of their first argument
+COUNTING = {"arange", "cumsum"}
+MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
+
+
+class Skipped(nn.Module):
+    """In place of a layer: returns the hidden states as they are."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        vars(self).update(layer=layer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["layer"], name)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return (*arguments, *options.values())[0]
+
+
+@contextmanager
+def noted_kinds(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Any], list[Any]]]:
+    """Notes the kinds of the layers that run, from a log of what they do."""
+    log: list[Any] = []
+    kinds: dict[nn.Module, Any] = {}
+    begun: dict[nn.Module, int] = {}
+    done: list[Any] = []
+
+    def begin(layer: nn.Module, arguments: Any) -> None:
+        begun[layer] = len(log)
+
+    def end(layer: nn.Module, arguments: tuple, options: dict, output: Any) -> None:
+        x, *others = *arguments, *options.values()
+        # others do more than to change hidden states
+        is_same = isinstance(output, Tensor) and output.shape == getattr(x, "shape", 0)
+        is_plain = is_same and not {dict, list} & {*map(type, others)}
+        shapes = tuple((name, each.shape) for name, each in layer.named_parameters())
+        # whether anything comes between the layers
+        is_next = any(x is each for each, _ in done)
+        kind = type(layer), shapes, frozenset(log[begun[layer]:]), is_next, *map(
+            id, tree_leaves(others))
+        # what is kept, no other one can get the id of
+        done.append((output, others))
+        kinds[layer] = kind if is_plain else layer
+
+    layers = [layer for each in model.modules() if isinstance(each, nn.ModuleList)
+              for layer in each]
+    hooks = [layer.register_forward_pre_hook(begin) for layer in layers]
+    hooks += [layer.register_forward_hook(end, with_kwargs=True) for layer in layers]
+    yield kinds, log
+    for each in hooks:
+        each.remove()
+
+
+def choose(layers: Any, kinds: dict[nn.Module, Any], owners: list[Any]) -> tuple[Any, Any, Any]:
+    """Returns the layers, the numbers of some of each kind, and those of their calls of attention.
+
+    owners: the modules that call it
+    """
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for i, layer in enumerate(layers):
+        groups[kinds[layer]].append(i)
+    chosen = {i for each in groups.values() for i in (each[0], each[len(each) // 2], each[-1])}
+    left_out = {module for i, layer in enumerate(layers) if i not in chosen
+                for module in layer.modules()}
+    return layers, chosen, {i for i, owner in enumerate(owners) if owner not in left_out}
+
+
+@contextmanager
+def only(model: Any, layers: Any, chosen: set[int], numbers: set[int]) -> Iterator[None]:
+    """Lets a model run some layers only: see `choose`."""
+    whole = [*layers]
+    calls = model.calls
+    stack = model.stack or SimpleNamespace(layers=nn.ModuleList())
+    own = stack.layers
+    model.calls = nn.ModuleList([call for i, call in enumerate(calls) if i in numbers])
+    for i, layer in enumerate(whole):
+        layers[i] = layer if i in chosen else Skipped(layer)
+    stack.layers = nn.ModuleList([layer for i, layer in enumerate(own) if i in chosen])
+    try:
+        yield
+    finally:
+        model.calls = calls
+        for i, layer in enumerate(whole):
+            layers[i] = layer
+        stack.layers = own
+
+
+# ---------------------------------------------------------------------------- counted tokens
+
+
+class Watch(TorchFunctionMode):
+    """Notices a model that counts its tokens: it would take their places in a step for positions.
+
+    No check of a few tokens finds that in Llama 4, where it matters from position 8,192 on. Counts
+    may be indices of rows of the step, as where tokens are sorted by their experts. They must not
+    become numbers of a computation, or indices of a table of positions.
+
+    num_tokens: of the step
+    log: gets the functions that are called, with what is no tensor and no size
+    """
+
+    def __init__(self, num_tokens: int, log: list[Any]) -> None:
+        super().__init__()
+        self.num_tokens = num_tokens
+        self.log = log
+        self.has_counted = False
+        # by their ids; they are kept, so that no other object gets one
+        self.counts: dict[int, Tensor] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        leaves = tree_leaves((args, kwargs))
+        self.log.append((name, *(each for each in leaves if isinstance(each, float))))
+        if self.counts.keys() & map(id, leaves):
+            # what is written to has counts, too
+            self.follow(name, args[0], args[0] if name == "__setitem__" else result)
+        elif name in COUNTING and result.shape[-1:] == (self.num_tokens,):
+            self.counts[id(result)] = result
+        return result
+
+    def follow(self, name: str, table: Any, written: Any) -> None:
+        """Keeps integers that counts became; notices numbers of a computation."""
+        is_step = isinstance(table, Tensor) and table.shape[:1] == (self.num_tokens,)
+        moves_rows = name in MOVING and is_step and id(table) not in self.counts
+        for each in tree_leaves(written):
+            if isinstance(each, Tensor) and not each.is_floating_point():
+                self.counts[id(each)] = each
+            elif isinstance(each, Tensor) and not moves_rows:
+                self.has_counted = True

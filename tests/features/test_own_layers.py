@@ -1,0 +1,134 @@
+"""Layers of models of transformers that are the engine's own: which ones, which stay, and why."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.models.llama import modeling_llama as llama
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "models"))
+
+import architectures  # noqa: E402
+import compare  # noqa: E402
+
+from nanoengine import LLM  # noqa: E402
+
+pytestmark = pytest.mark.needs("transformers_models")
+# whole decoders, in a dtype in which norms have it, too; then attention only: neighbours are
+# rotated, a part is, some layers rotate nothing, queries are scaled, all in one linear, experts
+DECODERS = ["llama", "mistral", "qwen2", "qwen3", "phi3", "ernie4_5", "cwm",
+            "llama partial"]
+ATTENTION = ["cohere2", "glm4", "stablelm", "smollm3", "granite", "gpt_neox", "gemma3_text",
+             "qwen3_moe", "biogpt"]
+# clipped, normed after the rotation, normed together, latent, with keys of other layers, gated;
+# soft caps and sinks
+STAYING = ["dbrx", "hunyuan_v1_dense", "olmo2", "deepseek_v3", "gemma4_text", "afmoe", "gemma2",
+           "gpt_oss"]
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """The folder of a tiny model, by its name in architectures.py."""
+    made: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("model")
+            architectures.make(name, made[name])
+        return made[name]
+
+    return find
+
+
+def found_in(folder, **options):
+    """How many calls of attention there are, how many are own, and whether the decoder is."""
+    with LLM(folder, **compare.OPTIONS | options) as llm:
+        model = llm.engine.runner.model
+        return len(model.calls), sum(call.is_own for call in model.calls), model.stack is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_are_known(folder_of, name, dtype):
+    calls, own, has_decoder = found_in(folder_of(name), dtype=dtype)
+    assert own == calls and has_decoder
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_is_known(folder_of, name):
+    calls, own, has_decoder = found_in(folder_of(name))
+    assert own == calls and not has_decoder
+    assert compare.compare(folder_of(name)) == ("right", "")
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_other_attention_stays(folder_of, name):
+    calls, own, has_decoder = found_in(folder_of(name))
+    assert not own and not has_decoder
+
+
+def test_layers_of_a_decoder_run_as_programs(folder_of):
+    with LLM(folder_of("llama"), **compare.OPTIONS) as llm:
+        llm.generate([[5, 6, 7]], compare.GREEDY, use_tqdm=False)
+        assert len(llm.engine.runner.model.stack.programs) == 2
+
+
+def rotated(change):
+    plain = llama.apply_rotary_pos_emb
+
+    def rotate(query, key, cos, sin, **options):
+        return change(*plain(query, key, cos, sin, **options))
+
+    return "apply_rotary_pos_emb", rotate
+
+
+def changed_forward(kind, change):
+    plain = kind.forward
+
+    def forward(self, hidden_states, *arguments, **options):
+        return change(plain, self, hidden_states, *arguments, **options)
+
+    return kind, forward
+
+
+@pytest.mark.parametrize("change", [
+    lambda query, key: (query * 1.0001, key), lambda query, key: (query, key + 1e-4),
+    lambda query, key: (key.repeat_interleave(2, 1), query[:, ::2]),
+    lambda query, key: (query, key.clamp(-50, 50))])
+def test_rotations_that_do_more_stay(folder_of, monkeypatch, change):
+    monkeypatch.setattr(llama, *rotated(change))
+    calls, own, has_decoder = found_in(folder_of("llama"))
+    assert not own and not has_decoder
+
+
+def later(plain, self, x, *arguments, position_ids=None, **options):
+    """What it computes differs from position 300 on."""
+    options["position_ids"] = position_ids
+    return plain(self, x * (1 + (position_ids[..., None] >= 300)), *arguments, **options)
+
+
+def scaled(plain, self, x, *arguments, **options):
+    return x + 1.01 * (plain(self, x, *arguments, **options) - x)
+
+
+@pytest.mark.parametrize("kind, change, has_own", [
+    (llama.LlamaAttention, later, False), (llama.LlamaDecoderLayer, scaled, True)])
+def test_modules_that_do_more_stay(folder_of, monkeypatch, kind, change, has_own):
+    """No prompt of the check has 300 tokens."""
+    monkeypatch.setattr(kind, "forward", changed_forward(kind, change)[1])
+    calls, own, has_decoder = found_in(folder_of("llama"))
+    assert own == (calls if has_own else 0) and not has_decoder
+
+
+def test_a_decoder_with_more_between_its_layers_stays(folder_of, monkeypatch):
+    """An embedding that is scaled."""
+    plain = llama.LlamaModel.forward
+
+    def forward(self, input_ids, **options):
+        embeds = self.embed_tokens(input_ids) * 2
+        return plain(self, **options | dict(inputs_embeds=embeds))
+
+    monkeypatch.setattr(llama.LlamaModel, "forward", forward)
+    calls, own, has_decoder = found_in(folder_of("llama"))
+    assert own == calls and not has_decoder
