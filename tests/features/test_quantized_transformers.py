@@ -249,12 +249,12 @@ def test_only_one_matrix_is_there_at_a_time(folder_of, monkeypatch, name):
     sizes = []
     fill = transformers_linears.fill
 
-    def spy(places, tensor, dtype):
+    def spy(places, tensor, dtype, *others):
         if transformers_linears.can_be_packed(*places[0], dtype):
             weight = places[0][0]._parameters[places[0][1]]
             rows, columns = weight.shape
             sizes.append(weight.untyped_storage().nbytes() // weight.itemsize - rows - 2 * columns)
-        return fill(places, tensor, dtype)
+        return fill(places, tensor, dtype, *others)
 
     monkeypatch.setattr(transformers_linears, "fill", spy)
     with make_llm(folder_of(name), quantization="int8"):
