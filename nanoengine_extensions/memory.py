@@ -1,5 +1,4 @@
-"""Whether weights fit into memory, and how much is left for the KV cache. The runner asks for the
-latter, unless num_kv_blocks is given.
+"""How much memory is left for the KV cache. The runner asks, unless num_kv_blocks is given.
 
 On a CPU it is a quarter of the free memory, or of what a container has left. On a GPU it is
 measured, not guessed: the weights are there, all CUDA graphs are captured, and the largest step
@@ -10,10 +9,9 @@ from dataclasses import fields
 
 import psutil
 import torch
-from torch import nn
 
 from nanoengine.engine import Engine
-from nanoengine.features import OBSERVERS, asked_by, extension, is_installed, rejected
+from nanoengine.features import OBSERVERS, asked_by, extension, is_installed
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature
 from nanoengine.sampling_params import SamplingParams
@@ -21,20 +19,6 @@ from nanoengine.sequence import Batch, Row, Sequence
 
 # parameters with which a step needs the most memory
 MOST = {"min_p": 0.1, "top_p": 0.9, "presence_penalty": 1.0, "logit_bias": {0: 1.0}, "logprobs": 20}
-
-
-def check_memory(model: nn.Module, device: str) -> None:
-    """Raises ValueError, before anything is allocated, if weights do not fit a device."""
-    num_bytes = sum(weights.nbytes for weights in model.parameters())
-    most = psutil.virtual_memory().total
-    if device == "cuda":
-        most = torch.cuda.mem_get_info()[1]
-    elif is_installed("containers"):
-        # where the kernel would kill the process without an error
-        most = extension("containers").free_memory(most)
-    if num_bytes > most:
-        raise rejected("model", f"{num_bytes / 2**30:.2f} GiB of weights", f"smaller: device "
-                       f"{device!r} has {most / 2**30:.2f} GiB of memory")
 
 
 def free_bytes(runner: ModelRunner) -> int:

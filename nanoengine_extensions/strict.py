@@ -16,9 +16,11 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Annotated, Any, Literal
 
+import psutil
 import torch
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import ValidationError
+from torch import nn
 
 from nanoengine.features import (
     OBSERVERS, Condition, check, extension, is_installed, rejected)
@@ -97,12 +99,6 @@ OWN_RULES: dict[str, Any] = {
         "seed": Annotated[Int | None, AfterValidator(lambda v: None if v == -1 else v)]},
     "EngineConfig": {"seed": Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)]},
     "BeamSearchParams": {"max_tokens": Count}}
-# what transformers, llama.cpp and OpenAI call an option, where the spelling is far from ours
-INSTEAD = {
-    "load_in_8bit": "quantization", "max_batch_size": "max_num_seqs",
-    "max_completion_tokens": "max_tokens", "n_ctx": "max_model_len", "num_return_sequences": "n",
-    "response_format": "structured_outputs", "stop_sequences": "stop", "stop_strings": "stop",
-    "tp_size": "tensor_parallel_size"}
 
 # what concerns several options, as in `features.check`
 CONDITIONS: dict[str, list[Condition]] = {
@@ -155,9 +151,8 @@ def checked_options(kind: Any) -> Any:
 
     def refuse_unknown(names: Iterable[str]) -> None:
         for name in names:
-            advice = extension("vllm").advice(name) if is_installed("vllm") else ""
+            advice = extension("vllm").advice(name, known) if is_installed("vllm") else ""
             near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
-            near = [f"use {INSTEAD[name]}"] if INSTEAD.get(name) in known else near
             last = f"leave it out; help({kind.__name__}) says what is known"
             raise ValueError(f"{name} is not known: {advice or [*near, last][0]}")
 
@@ -186,6 +181,20 @@ def checked_options(kind: Any) -> Any:
     if not kind.__dataclass_params__.frozen:
         kind.__setattr__ = __setattr__
     return kind
+
+
+def check_memory(model: nn.Module, device: str) -> None:
+    """Raises ValueError, before anything is allocated, if weights do not fit a device."""
+    num_bytes = sum(weights.nbytes for weights in model.parameters())
+    most = psutil.virtual_memory().total
+    if device == "cuda":
+        most = torch.cuda.mem_get_info()[1]
+    elif is_installed("containers"):
+        # where the kernel would kill the process without an error
+        most = extension("containers").free_memory(most)
+    if num_bytes > most:
+        raise rejected("model", f"{num_bytes / 2**30:.2f} GiB of weights", f"smaller: device "
+                       f"{device!r} has {most / 2**30:.2f} GiB of memory")
 
 
 # --------------------------------------------------------------------------- arguments of calls

@@ -34,11 +34,15 @@ OFF = {*"""additional_config config_format convert data_parallel_size disable_ad
     enable_prompt_embeds generation_config hf_overrides kv_cache_dtype kv_cache_memory_bytes
     logprobs_mode lora_request pipeline_parallel_size reasoning_parser runner
     speculative_config task tokenization_kwargs tokenizer_mode whitespace_pattern""".split()}
-# what nanoengine itself has in place of others
+# what nanoengine itself has in place of others, also of names of transformers, llama.cpp and OpenAI
 INSTEAD = {"guided_choice": "structured_outputs", "guided_decoding": "structured_outputs",
            "guided_grammar": "structured_outputs", "guided_json": "structured_outputs",
            "guided_regex": "structured_outputs", "num_gpu_blocks_override": "num_kv_blocks",
-           "speculative_config": "speculation"}
+           "speculative_config": "speculation", "load_in_8bit": "quantization",
+           "max_batch_size": "max_num_seqs", "max_completion_tokens": "max_tokens",
+           "n_ctx": "max_model_len", "num_return_sequences": "n", "stop_sequences": "stop",
+           "response_format": "structured_outputs", "stop_strings": "stop",
+           "tp_size": "tensor_parallel_size"}
 # values that turn on nothing, as texts; so do 0 as a flag and 1 as a size
 NEUTRAL = {*"False {} [] auto generate hf mp none raw_logprobs uni vllm".split(), ""}
 # methods of vLLM's LLM that this engine does without
@@ -52,9 +56,12 @@ RequestOutputKind = Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONL
 VLLMValidationError = ValueError
 
 
-def advice(name: str) -> str:
-    """Returns what to do with a keyword that only vLLM has; "" for any other one."""
-    if name in INSTEAD:
+def advice(name: str, known: list[str]) -> str:
+    """Returns what to do with a keyword of vLLM, or of others; "" for any other one.
+
+    known: the keywords that could take its place.
+    """
+    if INSTEAD.get(name) in known:
         return f"use {INSTEAD[name]}"
     if name in OFF:
         return "leave it out, since this engine has nothing like it"

@@ -5,7 +5,6 @@ import copy
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,12 +16,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, greedy_reference, random_prompts, token_ids
+from conftest import ROOT, greedy_reference, token_ids
 from fake_gpu import FakeGpu
+from quantizing import (AWQ, BFLOAT16, FORMATS, GPTQ, GREEDY, OPTIONS, PACKED, PROMPTS, REAL,
+    SCALES, SCHEDULES, change_config, compressed_config, draw, expected, generated, gguf_name,
+    in_words, linear_of, linears_of, logprobs_of, make_gguf, make_quantized, num_bytes)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine.config import EngineConfig
 from nanoengine.loader import checkpoint_tensors, find_model
 from nanoengine_extensions import quantized
@@ -33,22 +35,7 @@ from nanoengine_extensions.quantized import (
     formulas, gguf_files, gguf_numbers, methods, modules, packed)
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-PROMPTS = random_prompts([3, 40])
-# K-quants have groups of 256 inputs
-SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64)
-OPTIONS = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
-# each dtype and size of blocks is a kernel to compile
-BFLOAT16 = OPTIONS | dict(dtype="bfloat16", block_size=32)
-
-
-def generated(model, **options) -> list[list[int]]:
-    with LLM(model, **OPTIONS | options) as llm:
-        return token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-
-
-def expected(model) -> list[list[int]]:
-    return [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
+fixtures = make_gguf, make_quantized
 
 
 def weights_of(model, **options) -> dict[str, Tensor]:
@@ -63,108 +50,6 @@ def given(model) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------------------------ GGUF
-
-HEADS = {"q_proj": 4, "k_proj": 2}
-# where a block of a type has its scales in float16, and how large they are in a test
-SCALES = {"Q2_K": ((80, 82), 1e-3), "Q3_K": ((108,), 1e-4), "Q4_K": ((0, 2), 1e-4),
-          "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 1e-4)}
-
-
-def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor."""
-    name = name.removeprefix("model.")
-    whole = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-    layers = {
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down"}
-    if match := re.fullmatch(r"layers\.(\d+)\.(.*)\.(weight|bias)", name):
-        return f"blk.{match[1]}.{layers[match[2]]}.{match[3]}"
-    own, kind = name.rsplit(".", 1)
-    return f"{whole[own]}.{kind}"
-
-
-def in_gguf(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
-    """The bytes of a matrix. The package cannot quantize K-quants: they get random numbers."""
-    if kind not in SCALES:
-        return gguf.quantize(weight, gguf.GGMLQuantizationType[kind])
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, (len(weight), weight.shape[1] // block, size), dtype=np.uint8)
-    places, scale = SCALES[kind]
-    for place in places:
-        drawn = rng.standard_normal(raw.shape[:2] + (1,)) * scale
-        raw[:, :, place:place + 2] = drawn.astype(np.float16).view(np.uint8)
-    return raw.reshape(len(weight), -1)
-
-
-def order_of(name: str, rows: int) -> Tensor | None:
-    """How llama.cpp's converter orders the rows of q and k: halves of a head become pairs."""
-    heads = next((count for part, count in HEADS.items() if f".{part}." in name), 0)
-    if not heads:
-        return None
-    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
-
-
-@pytest.fixture
-def make_gguf(make_model, tmp_path):
-    """Writes a small random model as GGUF files, as llama.cpp's tools do.
-
-    Returns the path of the first, and transformers' model with the dequantized weights.
-
-    kinds: the types of its matrices, in turn; several parts: in several files.
-    """
-
-    def make(kinds: list[str], architecture: str = "Qwen3", num_parts: int = 1, entries=(),
-             **changes) -> tuple[Path, transformers.PreTrainedModel]:
-        _, model = make_model(architecture, **SIZES | changes)
-        arch = architecture.lower().replace("mistral", "llama")
-        config = model.config
-        path = tmp_path / "model.gguf"
-        if num_parts > 1:
-            path = tmp_path / f"model-00001-of-{num_parts:05}.gguf"
-        names = [path.name.replace("00001", f"{i + 1:05}", 1) for i in range(num_parts)]
-        writers = [gguf.GGUFWriter(tmp_path / name, arch) for name in names]
-        writer = writers[0]
-        writer.add_block_count(config.num_hidden_layers)
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-        for name, value in entries:
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-            (writer.add_string if isinstance(value, str) else add)(name.format(arch=arch), value)
-        state = model.state_dict()
-        if config.tie_word_embeddings:
-            del state["lm_head.weight"]
-        for number, (name, weight) in enumerate(state.items()):
-            order = order_of(name, len(weight)) if arch == "llama" else None
-            rows = (weight if order is None else weight[order]).numpy()
-            kind = gguf.GGMLQuantizationType[kinds[number % len(kinds)]]
-            if weight.ndim == 1:
-                kind = gguf.GGMLQuantizationType.F32
-            stored = in_gguf(rows, kind.name, number)
-            writers[number % num_parts].add_tensor(gguf_name(name), stored, raw_dtype=kind)
-            dequantized = torch.from_numpy(gguf.dequantize(stored, kind).copy())
-            if order is None:
-                weight.copy_(dequantized)
-            else:
-                weight[order] = dequantized
-        for each in writers:
-            each.write_header_to_file()
-            each.write_kv_data_to_file()
-            each.write_tensors_to_file()
-            each.close()
-        return path, model
-
-    return make
 
 
 @pytest.mark.parametrize("kind", gguf_files.TYPES)
@@ -337,8 +222,6 @@ def test_a_tensor_of_gguf_that_is_missing(make_gguf, monkeypatch):
         LLM(path)
 
 
-# made by llama.cpp's own tools: Q4_K and Q6_K, the bundled tokenizer, and a chat template
-REAL = ROOT / "tests" / "features" / "q3-q4_k_m.gguf"
 TEXTS = ["12 + 34 =", "hello wörld <|im_end|> foo\n\n  x", "Once upon a time, there was 1"]
 
 
@@ -475,135 +358,6 @@ def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
 
 
 # ----------------------------------------------------------------- AWQ, GPTQ, compressed-tensors
-
-
-def drawn(bits: int, shape: tuple[int, int], group: int, symmetric: bool, groups=None,
-          dtype=torch.float16) -> tuple[Tensor, ...]:
-    """Random numbers, zeros and scales of a weight, all from 0 on, and what they stand for."""
-    outputs, inputs = shape
-    numbers = torch.randint(2**bits, shape)
-    zeros = torch.randint(2**bits, (outputs, inputs // group))
-    if symmetric:
-        zeros.fill_(2 ** (bits - 1))
-    scales = (torch.rand(zeros.shape) * 0.4 / 2**bits).to(dtype)
-    if groups is None:
-        groups = torch.arange(inputs) // group
-    # in float64: each product is exact, and then rounded once
-    weight = torch.empty(shape, dtype=torch.float64)
-    for i, g in enumerate(groups.tolist()):
-        weight[:, i] = (numbers[:, i] - zeros[:, g]) * scales[:, g].double()
-    return numbers, zeros, scales, weight.float()
-
-
-def in_words(numbers: Tensor, bits: int) -> Tensor:
-    """(rows, columns) to (rows, columns * bits / 32) int32; the lowest bits first, rest unused."""
-    each = 32 // bits
-    words = torch.zeros(len(numbers), -(-numbers.shape[1] // each), dtype=torch.int64)
-    for column in range(numbers.shape[1]):
-        words[:, column // each] |= numbers[:, column] << bits * (column % each)
-    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
-
-
-def in_awq(numbers, zeros, scales, **_) -> dict[str, Tensor]:
-    """As `WQLinear_GEMM.from_linear` of AutoAWQ packs them."""
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-
-    def packed(x: Tensor) -> Tensor:
-        return in_words(x.unflatten(1, (-1, 8))[:, :, order].flatten(1), 4)
-
-    return {"qweight": packed(numbers.T), "qzeros": packed(zeros.T), "scales": scales.T}
-
-
-def in_gptq(numbers, zeros, scales, bits, groups=None, version=1) -> dict[str, Tensor]:
-    """As `QuantLinear.pack` of AutoGPTQ packs them; version 1 subtracts 1 from the zeros."""
-    if version == 1:
-        zeros = (zeros - 1) % 2**bits
-    found = {"qweight": in_words(numbers, bits).T, "qzeros": in_words(zeros.T, bits),
-             "scales": scales.T}
-    return found if groups is None else found | {"g_idx": groups.to(torch.int32)}
-
-
-def in_compressed(numbers, zeros, scales, bits, groups=None, symmetric=True) -> dict[str, Tensor]:
-    found = {"weight_packed": in_words(numbers, bits), "weight_scale": scales,
-             "weight_shape": torch.tensor(numbers.shape)}
-    if groups is not None:
-        found["weight_g_idx"] = groups.to(torch.int32)
-    if not symmetric:
-        found["weight_zero_point"] = in_words(zeros.T, bits).T
-    return found
-
-
-def compressed_config(bits: int = 4, **weights) -> dict:
-    weights = dict(num_bits=bits, type="int", strategy="group", symmetric=True) | weights
-    group = dict(weights=weights, input_activations=None, output_activations=None)
-    return dict(quant_method="compressed-tensors", format="pack-quantized",
-                config_groups=dict(group_0=group | dict(targets=["Linear"])), ignore=["lm_head"])
-
-
-# of each: bits, inputs of a group, whether inputs of a group are not neighbours, whether all zeros
-# are the middle, the function that packs a weight, and quantization_config
-AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm", zero_point=True)
-GPTQ = dict(quant_method="gptq", group_size=32, desc_act=False, sym=False)
-FORMATS = {
-    "awq": (4, 32, False, False, in_awq, AWQ),
-    "awq one group": (4, 256, False, False, in_awq, AWQ | dict(group_size=-1)),
-    "gptq 4": (4, 32, False, False, in_gptq, GPTQ | dict(bits=4)),
-    "gptq 8": (8, 32, False, True, in_gptq, GPTQ | dict(bits=8)),
-    "gptq act-order": (4, 32, True, False, in_gptq, GPTQ | dict(bits=4, desc_act=True)),
-    "gptq v2": (4, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
-                GPTQ | dict(bits=4, checkpoint_format="gptq_v2")),
-    "gptq v2 by format": (8, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
-                          GPTQ | dict(bits=8, format="gptq_v2")),
-    "w4a16": (4, 32, False, True, in_compressed, compressed_config()),
-    "w8a16": (8, 32, False, True, in_compressed, compressed_config(8)),
-    "w8a16 channel": (8, 256, False, True, in_compressed, compressed_config(8, strategy="channel")),
-    "w4a16 zeros": (4, 32, False, False, lambda *a, **o: in_compressed(*a, **o, symmetric=False),
-                    compressed_config(symmetric=False)),
-    "w4a16 act-order": (4, 32, True, True, in_compressed, compressed_config(actorder="group"))}
-
-
-@pytest.fixture
-def make_quantized(make_model, tmp_path):
-    """Writes a small random model in a format; returns its folder, and transformers' model with the
-    dequantized weights. changes: of the model's config."""
-
-    def make(name: str, architecture: str = "Llama", **changes):
-        bits, group, is_mixed, symmetric, pack, entries = FORMATS[name]
-        source, model = make_model(architecture, **changes | dict(
-            hidden_size=256, intermediate_size=256, num_hidden_layers=2, head_dim=64))
-        generator = torch.Generator().manual_seed(1)
-        tensors: dict[str, Tensor] = {}
-        for key, weight in model.state_dict().items():
-            module, _, part = key.rpartition(".")
-            if "_proj" not in key or part != "weight":
-                tensors[key] = weight
-                continue
-            groups = None
-            if is_mixed:
-                groups = torch.randperm(256, generator=generator) // group
-            *parts, dequantized = drawn(bits, tuple(weight.shape), group, symmetric, groups)
-            weight.copy_(dequantized)
-            options = {} if pack is in_awq else dict(bits=bits, groups=groups)
-            for end, tensor in pack(*parts, **options).items():
-                tensors[f"{module}.{end}"] = tensor.contiguous()
-        folder = tmp_path / "quantized"
-        shutil.copytree(source, folder)
-        (folder / "model.safetensors").unlink()
-        # the parts of a weight are in two files
-        names = sorted(tensors)
-        index = {key: f"model-{1 + i % 2}.safetensors" for i, key in enumerate(names)}
-        for file in {*index.values()}:
-            save_file({key: tensors[key] for key in names if index[key] == file}, folder / file)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-        change_config(folder, quantization_config=entries)
-        return folder, model
-
-    return make
-
-
-def change_config(folder: Path, **entries) -> None:
-    config = json.loads((folder / "config.json").read_text()) | entries
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -861,60 +615,6 @@ def test_on_a_gpu(make_quantized, tiny, name, options):
 # ------------------------------------------------------------- weights that stay packed, on a CPU
 
 
-def linears_of(llm) -> list[QuantizedLinear]:
-    """Those whose weights are packed."""
-    return [module for module in llm.engine.runner.model.modules()
-            if isinstance(module, QuantizedLinear) and module.is_quantized]
-
-
-# of each: bits, inputs of a group, how scales are stored, lows, a zero for each group, a sign
-PACKED = {
-    "Q8_0": (8, 32, "half", False, False, True), "Q4_0": (4, 32, "half", False, False, True),
-    "Q4_1": (4, 32, "half", True, False, False), "Q5_1": (8, 32, "half", True, False, False),
-    "Q4_K": (4, 32, "nested", True, False, False), "Q5_K": (8, 32, "nested", True, False, False),
-    "Q6_K": (8, 16, "nested", False, False, True), "Q3_K": (4, 16, "nested", False, False, True),
-    "AWQ": (4, 128, "half", False, True, False), "in bfloat16": (8, 64, "wide", False, True, False),
-    "a row": (4, 512, "wide", False, False, True)}
-
-
-def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
-         has_zeros: bool, has_sign: bool) -> formulas.Grouped:
-    numbers = torch.randint(2**bits, (outputs, inputs))
-    if has_sign:
-        numbers -= 2 ** (bits - 1)
-    size = outputs, inputs // group
-
-    def scales():
-        if storage == "nested":
-            return torch.randint(-128, 128, size, dtype=torch.int8)
-        return (torch.randn(size) * 0.01).to(torch.half if storage == "half" else torch.bfloat16)
-
-    above = [(torch.randn(outputs, inputs // 256) * 1e-4).half() for _ in range(1 + has_lows)]
-    zeros = torch.randint(2**bits, size, dtype=torch.uint8) if has_zeros else None
-    return formulas.Grouped(
-        numbers.to(torch.int8 if has_sign else torch.uint8), scales(), zeros, None, bits,
-        scales() if has_lows else None, tuple(above) if storage == "nested" else ())
-
-
-def linear_of(weights: list[formulas.Grouped], dtype: torch.dtype, halves: int, bias: Tensor | None,
-              kind: type) -> Any:
-    """A linear with these weights one below the other: packed, or dequantized."""
-    rows = [len(weight.numbers) for weight in weights]
-    linear: Any = torch.nn.Linear(weights[0].numbers.shape[1], sum(rows), bias is not None)
-    linear.__class__ = kind
-    linear.requires_grad_(False)
-    linear.halves = halves
-    if bias is not None:
-        linear.bias = torch.nn.Parameter(bias.to(dtype), False)
-    if kind is QuantizedLinear:
-        linear.keep([packed.pack(weight, dtype) for weight in weights], rows, dtype)
-    else:
-        whole = torch.cat([weight.dequantized() for weight in weights]).to(dtype)
-        linear.weight = torch.nn.Parameter(whole, False)
-        linear.pack()
-    return linear
-
-
 def compare_products(weights, dtype, num_rows, halves=1, bias=None) -> None:
     """With a norm, a residual and SwiGLU, each row has the bits of the dequantized weight."""
     linears = [linear_of(weights, dtype, halves, bias, kind)
@@ -998,10 +698,10 @@ def products_of_another_cpu() -> None:
 @pytest.mark.parametrize("name, features", [("haswell", "+avx,+avx2,+fma"), (
     "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd")])
 def test_products_on_other_cpus(name, features, tmp_path):
-    tests = ROOT / "tests"
+    folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "features")))
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name,
-                   "PYTHONPATH": f"{ROOT}{os.pathsep}{tests}", "NUMBA_CPU_FEATURES": features}
-    script = "from features.test_quantized import *; products_of_another_cpu(); print('equal')"
+                   "PYTHONPATH": folders, "NUMBA_CPU_FEATURES": features}
+    script = "from test_quantized import *; products_of_another_cpu(); print('equal')"
     found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
     assert found.split() == ["equal"]
 
@@ -1070,23 +770,6 @@ def test_mixed_parts_of_gguf(make_gguf, kinds):
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
 
 
-# ways to run the same requests
-SCHEDULES = [dict(), dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1),
-             dict(num_kv_blocks=5, max_model_len=96), dict(enable_prefix_caching=False)]
-
-
-def logprobs_of(model, **options) -> list:
-    """Of all tokens of requests, of which two begin alike, in two calls."""
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=5)
-    prompts = random_prompts([3, 60, 40, 21])
-    prompts.append(prompts[1][:40] + [5, 6, 7])
-    with LLM(model, **BFLOAT16 | options) as llm:
-        outputs = [*llm.generate(prompts, params, use_tqdm=False),
-                   *llm.generate(prompts[::-1], params, use_tqdm=False)[::-1]]
-        assert bool(llm.metrics()["num_preemptions"]) == ("num_kv_blocks" in options)
-    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
-
-
 @pytest.mark.parametrize("name", ["int4", "int8", "Q4_K_M", "awq"])
 def test_a_whole_model_has_the_bits_of_the_dequantized_one(
         bundled, make_quantized, monkeypatch, name):
@@ -1102,10 +785,6 @@ def test_a_whole_model_has_the_bits_of_the_dequantized_one(
     assert wanted[:5] == wanted[5:]
     for schedule in SCHEDULES:
         assert logprobs_of(model, **options, **schedule) == wanted, schedule
-
-
-def num_bytes(model: torch.nn.Module) -> int:
-    return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
 
 
 @pytest.mark.parametrize("quantization, bits", [("int8", 8.5), ("int4", 4.5)])
@@ -1133,9 +812,9 @@ def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
     """While it is loaded."""
     sizes = []
     pack = packed.pack
-    monkeypatch.setattr(packed, "pack", lambda weight, dtype: (
+    monkeypatch.setattr(packed, "pack", lambda weight, dtype, by_sums: (
         sizes.append(sum(each.numel() for each in model.parameters() if not each.is_meta)),
-        pack(weight, dtype))[1])
+        pack(weight, dtype, by_sums))[1])
     place = modules.Loading.place
 
     def remember(self, placed, device):

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, token_ids
-from test_quantized import (
-    GREEDY, OPTIONS, PACKED, PROMPTS, REAL, SCHEDULES, draw, expected, generated, linear_of,
-    linears_of, logprobs_of, make_gguf, make_quantized, num_bytes)
+from quantizing import (GREEDY, OPTIONS, PACKED, PROMPTS, REAL, SCHEDULES, draw, expected,
+    generated, linear_of, linears_of, logprobs_of, make_gguf, make_quantized, num_bytes)
 from torch import Tensor
 
 from nanoengine import LLM

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "tests" / "models"), str(ROOT / "tests" / "features")
 
 import architectures  # noqa: E402
 import compare  # noqa: E402
-from test_quantized import FORMATS, REAL, change_config, drawn, in_awq  # noqa: E402
+from quantizing import FORMATS, REAL, change_config, drawn, in_awq  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine_cpu import compiling  # noqa: E402
