@@ -151,7 +151,7 @@ def checked_options(kind: Any) -> Any:
 
     def refuse_unknown(names: Iterable[str]) -> None:
         for name in names:
-            advice = extension("vllm").advice(name, known) if is_installed("vllm") else ""
+            advice = extension("vllm").advice(name) if is_installed("vllm") else ""
             near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
             last = f"leave it out; help({kind.__name__}) says what is known"
             raise ValueError(f"{name} is not known: {advice or [*near, last][0]}")

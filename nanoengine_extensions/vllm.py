@@ -56,12 +56,9 @@ RequestOutputKind = Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONL
 VLLMValidationError = ValueError
 
 
-def advice(name: str, known: list[str]) -> str:
-    """Returns what to do with a keyword of vLLM, or of others; "" for any other one.
-
-    known: the keywords that could take its place.
-    """
-    if INSTEAD.get(name) in known:
+def advice(name: str) -> str:
+    """Returns what to do with a keyword of vLLM, or of others; "" for any other one."""
+    if name in INSTEAD:
         return f"use {INSTEAD[name]}"
     if name in OFF:
         return "leave it out, since this engine has nothing like it"
