@@ -130,6 +130,16 @@ def test_weights_are_rounded(folder_of, tmp_path, name, bits):
         check_all(llm, reference)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "phi3"])
+def test_scales_of_sums(folder_of, tmp_path, name):
+    folder = folder_of(name)
+    reference = compare.load_reference(with_weights(folder, tmp_path, rounded(folder, 4)))
+    with make_llm(folder, quantization="int4_sums") as llm:
+        forms = [packed.form_of(part) for each in packed_of(llm) for part in each.packed_parts]
+        assert forms and all(form.by_sums for form in forms)
+        check_all(llm, reference)
+
+
 # how many linears and embeddings of three or four layers are packed, and how many matrices are not
 PACKED = {"gemma2": (29, 1, 0), "phi3": (13, 1, 0), "olmo2": (22, 1, 0), "mixtral": (13, 1, 39),
           "gpt2": (1, 2, 12), "gemma3_text": (29, 1, 0)}
