@@ -15,7 +15,7 @@ BY_DEVICE: Any = None
 
 CONDITIONS: list[Condition] = [
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs >= 1,
-     "at least max_num_seqs={max_num_seqs}, and this at least 1"),
+     "at least max_num_seqs={max_num_seqs}, itself at least 1"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1")]
 
 
@@ -67,8 +67,8 @@ class EngineConfig:
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
     batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
         request, and however it was chunked, preempted or cached. On a CPU with packed weights this
-        always holds; where it cannot hold, True is an error. Every block_size that is a multiple of
-        32 gives the same bits; other sizes may not, because they group the sums differently.
+        always holds; where it cannot hold, True is an error. All multiples of 32 as block_size give
+        the same bits; other sizes may not, because they group the sums differently.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
         then prompts in the rest of the step); for comparison, "static" (a batch ends before the
         next one begins) or `overtaking(...)`. This policy and the next three are names in the

@@ -113,7 +113,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """
     if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
-    with naming(f"{folder}: tokenizer.json (not one in Python), or tokenizer=…"):
+    with naming(f"{folder}: tokenizer.json (not one in Python) or tokenizer=…"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # some mistakes in its files only show with a text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))

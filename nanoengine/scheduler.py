@@ -103,7 +103,7 @@ class Scheduler:
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            with naming(f"preemption_victim={self.victim} must return a running sequence"):
+            with naming(f"preemption_victim={self.victim} is none that returns a running one"):
                 self.preempt(self.victim(self.running))
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
@@ -188,7 +188,7 @@ class Scheduler:
         and V can be NaN as well."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
-        reason = "its logits are NaN or infinite (model, processors), or constraints leave no token"
+        reason = "its logits are NaN or infinite (model, processors) or constraints leave no token"
         self.finish(seq, "error", str(seq.error or f"request {seq.request_id}: {reason}"))
 
     # ---------------------------------------------------------------------- one sequence
