@@ -26,11 +26,15 @@ PATHS = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parents[1]}"
 SHAPES = [(2, 1, 32, 16, None, F32), (2, 1, 32, 16, None, BF16), (1, 2, 64, 128, 7, BF16),
           (2, 4, 80, 5, None, BF16), (1, 8, 128, 32, 300, BF16), (3, 3, 24, 1, 40, F32),
           (1, 24, 256, 32, None, F32)]
+# shapes that no small model has
+RARE = [pytest.param(*shape, marks=pytest.mark.slow) for shape in (
+    (1, 4, 256, 32, None, F32), (1, 24, 64, 32, None, F32), (1, 8, 512, 32, None, BF16),
+    (2, 1, 512, 16, 40, F32), (3, 3, 24, 16, 40, BF16))]
 
 
 @pytest.mark.parametrize("num_tokens, has_norms", [
     ([1, 1, 9, 1, 40, 2], True), ([1] * 6, False), ([1] * 6, True)])
-@pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window, dtype", SHAPES)
+@pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window, dtype", SHAPES + RARE)
 def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window, dtype, num_tokens,
                              has_norms):
     torch.manual_seed(0)
