@@ -36,7 +36,7 @@ class EngineConfig:
     quantization: "int8" or "int4" rounds the weights to 8 or 4 bits when they are loaded, in groups
         of 32; None leaves them as they are. A model that is already quantized (GGUF, AWQ, GPTQ,
         compressed-tensors) needs no option. With "_sums", as in "int4_sums" or "gguf_sums", a few
-        sequences are faster on a CPU with AVX-512: see docs/quantization.md.
+        sequences are faster in bfloat16 on a CPU with AVX-512: see docs/quantization.md.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
     seed: a request without a seed gets one that is derived from this; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",

@@ -127,6 +127,25 @@ def on_a_cpu(request, monkeypatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """The folder of a tiny model, by its name in tests/models/architectures.py."""
+    # its tests have this folder among those of modules
+    import architectures
+    made: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in made:
+            # transformers before 5.24 lacks some
+            if name not in [*architectures.ARCHITECTURES, *architectures.VARIANTS]:
+                pytest.skip(f"no {name} in transformers {transformers.__version__}")
+            made[name] = tmp_path_factory.mktemp("model")
+            architectures.make(name, made[name])
+        return made[name]
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def bundled() -> str:
     return str(ROOT / "models" / "tiny-qwen3")
 

@@ -1,8 +1,11 @@
 """Quantized models for tests: random weights in every format, written as their tools write them."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +349,18 @@ def logprobs_of(model, **options) -> list:
 
 def num_bytes(model: torch.nn.Module) -> int:
     return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+
+
+# for whose code kernels are compiled, in a process of its own
+OTHER_CPUS = [("haswell", "+avx,+avx2,+fma"), (
+    "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd")]
+
+
+def run_on_another_cpu(call: str, name: str, features: str, cache: Path) -> None:
+    """Calls a function, such as "test_x.function", with kernels for another CPU."""
+    folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "features")))
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "NUMBA_CPU_NAME": name,
+                   "PYTHONPATH": folders, "NUMBA_CPU_FEATURES": features}
+    script = f"import {call.partition('.')[0]}; {call}(); print('equal')"
+    found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+    assert found.split() == ["equal"]

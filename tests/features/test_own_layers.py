@@ -9,7 +9,6 @@ from transformers.models.llama import modeling_llama as llama
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "models"))
 
-import architectures  # noqa: E402
 import compare  # noqa: E402
 
 from nanoengine import LLM  # noqa: E402
@@ -25,20 +24,6 @@ ATTENTION = ["cohere2", "glm4", "stablelm", "smollm3", "granite", "gpt_neox", "g
 # soft caps and sinks
 STAYING = ["dbrx", "hunyuan_v1_dense", "olmo2", "deepseek_v3", "gemma4_text", "afmoe", "gemma2",
            "gpt_oss"]
-
-
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory):
-    """The folder of a tiny model, by its name in architectures.py."""
-    made: dict[str, Path] = {}
-
-    def find(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("model")
-            architectures.make(name, made[name])
-        return made[name]
-
-    return find
 
 
 def found_in(folder, **options):

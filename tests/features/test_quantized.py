@@ -4,9 +4,7 @@ them with these weights, and what is refused, each for its reason."""
 import copy
 import json
 import logging
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, greedy_reference, token_ids
+from conftest import greedy_reference, token_ids
 from fake_gpu import FakeGpu
-from quantizing import (AWQ, BFLOAT16, FORMATS, GPTQ, GREEDY, OPTIONS, PACKED, PROMPTS, REAL,
-    SCALES, SCHEDULES, change_config, compressed_config, draw, expected, generated, gguf_name,
-    in_words, linear_of, linears_of, logprobs_of, make_gguf, make_quantized, num_bytes)
+from quantizing import (AWQ, BFLOAT16, FORMATS, GPTQ, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS,
+    REAL, SCALES, SCHEDULES, change_config, compressed_config, draw, expected, generated,
+    gguf_name, in_words, linear_of, linears_of, logprobs_of, make_gguf, make_quantized, num_bytes,
+    run_on_another_cpu)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -695,15 +694,9 @@ def products_of_another_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, features", [("haswell", "+avx,+avx2,+fma"), (
-    "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd")])
+@pytest.mark.parametrize("name, features", OTHER_CPUS)
 def test_products_on_other_cpus(name, features, tmp_path):
-    folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "features")))
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name,
-                   "PYTHONPATH": folders, "NUMBA_CPU_FEATURES": features}
-    script = "from test_quantized import *; products_of_another_cpu(); print('equal')"
-    found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
-    assert found.split() == ["equal"]
+    run_on_another_cpu("test_quantized.products_of_another_cpu", name, features, tmp_path)
 
 
 @pytest.mark.parametrize("kind", gguf_numbers.SIZES)

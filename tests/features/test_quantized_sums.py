@@ -1,16 +1,14 @@
 """quantization="…_sums": scales multiply the sums of groups. Where nothing is rounded, the bits are
 those of products with dequantized weights; a row has the same bits whatever rows are beside it."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, token_ids
-from quantizing import (GREEDY, OPTIONS, PACKED, PROMPTS, REAL, SCHEDULES, draw, expected,
-    generated, linear_of, linears_of, logprobs_of, make_gguf, make_quantized, num_bytes)
+from conftest import token_ids
+from quantizing import (GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, REAL, SCHEDULES, draw,
+    expected, generated, linear_of, linears_of, logprobs_of, make_gguf, make_quantized, num_bytes,
+    run_on_another_cpu)
 from torch import Tensor
 
 from nanoengine import LLM
@@ -130,15 +128,9 @@ def sums_of_another_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, features", [("haswell", "+avx,+avx2,+fma"), (
-    "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd")])
+@pytest.mark.parametrize("name, features", OTHER_CPUS)
 def test_on_other_cpus(name, features, tmp_path):
-    folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "features")))
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name,
-                   "PYTHONPATH": folders, "NUMBA_CPU_FEATURES": features}
-    script = "from test_quantized_sums import *; sums_of_another_cpu(); print('equal')"
-    found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
-    assert found.split() == ["equal"]
+    run_on_another_cpu("test_quantized_sums.sums_of_another_cpu", name, features, tmp_path)
 
 
 # ---------------------------------------------------------------------------------- whole models

@@ -17,7 +17,6 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "models"), str(ROOT / "tests" / "features")]
 
-import architectures  # noqa: E402
 import compare  # noqa: E402
 from quantizing import FORMATS, REAL, change_config, drawn, in_awq  # noqa: E402
 
@@ -33,20 +32,6 @@ from nanoengine_extensions.transformers_models import check  # noqa: E402
 NAMES = ["gemma2", "gemma3_text", "phi3", "olmo2", "mixtral", "gpt2"]
 MORE = ["gpt_oss", "qwen3_moe", "gemma3 images", "gpt_neox", "opt", "deepseek_v3", "granite"]
 PROMPTS = compare.random_prompts()
-
-
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory):
-    """The folder of a tiny model, by its name in architectures.py."""
-    made: dict[str, Path] = {}
-
-    def find(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("model")
-            architectures.make(name, made[name])
-        return made[name]
-
-    return find
 
 
 def make_llm(folder: Path, **options: Any) -> LLM:

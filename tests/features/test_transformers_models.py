@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "models"))
 
-import architectures  # noqa: E402
 import compare  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 
@@ -39,23 +38,6 @@ RUNNING = [
     "gemma3 images", "mistral3 images", "qwen3_vl images", "phi3", "olmo2", "glm4", "gpt2 upcast",
     "llama partial", "llama gelu", "llama4 chunks", "dbrx"]
 IS_SLOW = {"llama4 chunks"}
-
-
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory):
-    """The folder of a tiny model, by its name in architectures.py."""
-    made: dict[str, Path] = {}
-
-    def find(name: str) -> Path:
-        if name not in made:
-            # transformers before 5.24 lacks some
-            if name not in [*architectures.ARCHITECTURES, *architectures.VARIANTS]:
-                pytest.skip(f"no {name} in transformers {transformers.__version__}")
-            made[name] = tmp_path_factory.mktemp("model")
-            architectures.make(name, made[name])
-        return made[name]
-
-    return find
 
 
 def make_llm(folder: Path, **options: Any) -> LLM:
