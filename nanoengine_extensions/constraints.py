@@ -289,7 +289,8 @@ def forbid(scores: Tensor, found: list[tuple[int, np.ndarray]]) -> None:
         numbers, arrays = zip(*found)
         owners = np.repeat(numbers, [len(token_ids) for token_ids in arrays])
         rows, token_ids = send(owners, scores.device), send(np.concatenate(arrays), scores.device)
-        scores[rows, token_ids] = -math.inf
+        # a number of Python would be copied to the GPU, and the host would wait for that
+        scores[rows, token_ids] = scores.new_full((), -math.inf)
 
 
 def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:

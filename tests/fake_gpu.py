@@ -419,6 +419,8 @@ class FakeGpu:
             if from_host:
                 self.read_on_host("an index from the host")
             on_host = on_host[len(from_host):]
+            if "put" in name and not isinstance(arguments[2], CudaTensor):
+                self.read_on_host("a number from the host that is put into places")
         makes_tensor = name.endswith("_like") or "::new_" in name
         if on_host and not makes_tensor:
             shown = [(type(tensor).__name__, tuple(tensor.shape)) for tensor in tensors]

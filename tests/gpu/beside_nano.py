@@ -86,7 +86,8 @@ def warm_up(number: int) -> tuple[list[list[int]], list[int]]:
 def run_ours(args) -> None:
     from nanoengine import LLM, SamplingParams
     backend = "auto" if DRY else args.backend
-    options = dict(enforce_eager=bool(args.eager), attention_backend=backend)
+    options = dict(enforce_eager=bool(args.eager), attention_backend=backend,
+                   model_impl=args.model_impl)
     if args.run_ahead is not None:
         options["run_ahead"] = bool(args.run_ahead)
     began = time.perf_counter()
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--run-ahead", type=int)
     parser.add_argument("--eager", type=int, default=0)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--model-impl", default="auto")
     args = parser.parse_args()
     if args.what == "make":
         make()

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -67,7 +68,8 @@ CALL1 = [
                                 " or every_logits_processor")),
      Step("features", 105, tests("preemption_chunks or weights_on_the_host or a_trace"
                                  " or autocast or current_device")),
-     Step("transformers", 105, tests("logits_are_those")),
+     Step("transformers", 105, tests("logits_are_those or transformers_computes")),
+     Step("extensions", 105, tests("features_give")),
      Step("nccl", 40, script("nccl_one.py"))],
     # alone on the card
     [Step("memory", 45, tests("drawn_tokens or cache_gets or out_of_memory or leave_nothing"
@@ -78,7 +80,7 @@ CALL1 = [
     [Step("roofline", 40, script("roofline.py"))]]
 CALL2 = [
     [Step("make-weights", 30, script(BESIDE, "make"))],
-    [Step("roofline", 40, script("roofline.py"))],
+    [Step("kernels-of-steps", 45, script("kernels_of_steps.py"))],
     [Step("ours", 55, script(BESIDE, "ours", "--repeat", "2"))],
     [Step("nano-vllm", 100, script(BESIDE, "nano", "--repeat", "2"), ".nano")],
     [Step("ours-again", 45, script(BESIDE, "ours"))],
@@ -89,6 +91,7 @@ CALL2 = [
     [Step("no-run-ahead", 45, script(BESIDE, "ours", "--run-ahead", "0"))],
     [Step("triton", 45, script(BESIDE, "ours", "--backend", "triton"))],
     [Step("eager", 50, script(BESIDE, "ours", "--eager", "1"))],
+    [Step("of-transformers", 50, script(BESIDE, "ours", "--model-impl", "transformers"))],
     [Step("shape-06b", 60, tests("06b_shape or leave_nothing and True"))]]
 
 
@@ -121,8 +124,8 @@ class Day:
         self.call = call
         self.began = time.monotonic()
         self.seconds = seconds
-        self.logs = OUT / "logs"
-        self.logs.mkdir(parents=True, exist_ok=True)
+        OUT.mkdir(parents=True, exist_ok=True)
+        self.logs = Path(tempfile.mkdtemp())
         self.table: list[tuple[str, str, float, str]] = []
 
     def run_phase(self, steps: list[Step]) -> None:
@@ -204,8 +207,8 @@ def end(process: subprocess.Popen) -> str:
 
 def set_environment() -> None:
     """For the steps: what was brought along can be imported."""
-    site = OUT / "site"
-    for wheel in () if site.exists() else (ROOT / ".whl").glob("*.whl"):
+    site = tempfile.mkdtemp()
+    for wheel in (ROOT / ".whl").glob("*.whl"):
         zipfile.ZipFile(wheel).extractall(site)
     paths = [FOLDER, ROOT / ".fa/sm90", site, ROOT, ROOT / "tests"]
     os.environ |= {

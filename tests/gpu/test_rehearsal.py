@@ -33,7 +33,7 @@ def run(out: Path, *arguments: str, **variables: str) -> tuple[int, str, dict[st
 def test_the_first_call(tmp_path):
     status, printed, table = run(tmp_path, "call1", "--seconds", "2000")
     names = ["flash", "kernels", "engine-flash", "engine-triton", "batches", "sampler", "features",
-             "transformers", "nccl", "memory", "bench", "roofline"]
+             "transformers", "extensions", "nccl", "memory", "bench", "roofline"]
     assert {*table} == {*names}, printed
     assert {name for name in names if table[name] != "ok"} == NOT_HERE & {*names}, printed
     assert "failed" not in printed and re.search(r"^sampler .* \d+ passed", printed, re.MULTILINE)
@@ -45,8 +45,9 @@ def test_the_first_call(tmp_path):
 
 def test_the_second_call(tmp_path):
     status, printed, table = run(tmp_path, "call2", "--only", "nccl", "--seconds", "2000")
-    names = ["nccl", "make-weights", "roofline", "ours", "nano-vllm", "ours-again", "batch-1",
-             "batch-1-wide", "no-run-ahead", "triton", "eager", "shape-06b"]
+    names = ["nccl", "make-weights", "kernels-of-steps", "ours", "nano-vllm", "ours-again",
+             "batch-1", "batch-1-wide", "no-run-ahead", "triton", "eager", "of-transformers",
+             "shape-06b"]
     assert [*table] == names, printed
     assert {name for name in names if table[name] != "ok"} == NOT_HERE & {*names}, printed
     assert ("ours / nano-vllm:" in printed) == NANO.exists()

@@ -756,7 +756,7 @@ def test_attention_with_other_norms_of_heads_keeps_its_forward(make_model, norms
     for is_fast in (False, True):
         model, _ = decoder(folder, torch.float32, gather_attention)
         for layer in model.layers:
-            layer.self_attn.q_norm, layer.self_attn.k_norm = norms
+            layer.self_attn.q_norm, layer.self_attn.k_norm = (each.to(DEVICE) for each in norms)
         if is_fast:
             optimize(model)
             assert type(model.layers[0].self_attn) is plain.Attention
