@@ -7,8 +7,8 @@ inputs, so that nothing here waits for a GPU. Greedy rows without constraints ta
 token. The other rows are sampled in matrices of at most MATRIX_SIZE logits. There is no generator
 state: a draw depends only on the seed of its sequence and on its position.
 
-A library of kernels can have faster functions for `truncate`, `nucleus` and `draw`: see kernels.py.
-With its `draw`, rows that nothing edits or truncates need no matrix.
+A library of kernels can have faster functions for `truncate` and `draw`: see kernels.py. With its
+`draw`, rows that nothing edits or truncates need no matrix.
 """
 
 import torch
@@ -21,7 +21,7 @@ from nanoengine.step_inputs import Draws, send
 
 # The most logits of one matrix. On a CPU it fits the cores' caches; on a GPU it is small compared
 # with the KV cache.
-MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**24}
+MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**26}
 
 
 def max_rows(logits: Tensor) -> int:
@@ -65,7 +65,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
         part = draws.of(index)
         scale(scores, part.temperature)
         tokens, weights = (library.truncate or truncate)(
-            scores, part, truncations, [seq.params.top_k for seq in chosen], library)
+            scores, part, truncations, [seq.params.top_k for seq in chosen])
         places = (library.draw or draw)(weights, part.uniform)
         found[index] = tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
     return found.where(found >= 0, NO_TOKEN)
@@ -89,9 +89,9 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))
 
 
-# nanoengine_cpu.truncate takes its place: it leaves out early the tokens that no row can draw
-def truncate(scores: Tensor, draws: Draws, truncations: set[str], top_ks: list[int],
-             library: Kernels = PLAIN) -> tuple[Tensor, Tensor]:
+# those of the libraries take its place: they leave out early the tokens that no row can draw
+def truncate(scores: Tensor, draws: Draws, truncations: set[str],
+             top_ks: list[int]) -> tuple[Tensor, Tensor]:
     """Returns two tensors: the tokens that some row can still draw, (few,), here all of them; and
     their weights, (rows, few), 0 where a token is truncated. The likeliest token is never
     truncated, nor are greedy rows.
@@ -116,7 +116,7 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str], top_ks: list[i
     weights = scores.masked_fill(scores < least, -torch.inf).exp_()
     if "top_p" in truncations:
         total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
-        is_kept = (library.nucleus or nucleus)(weights, draws.top_p[:, None] * total)
+        is_kept = nucleus(weights, draws.top_p[:, None] * total)
         weights = weights.where(is_kept, 0)
     return tokens, weights
 

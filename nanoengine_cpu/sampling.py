@@ -58,8 +58,8 @@ def nucleus(weights: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
     return is_above | (is_tie & (is_tie.cumsum(dim=1) <= num_ties))
 
 
-def truncate(scores: torch.Tensor, draws: Any, truncations: set[str], top_ks: list[int],
-             _: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+def truncate(scores: torch.Tensor, draws: Any, truncations: set[str],
+             top_ks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The function of nanoengine/sampler.py, with the same weights, but only for the tokens that
     some row can still draw.
 

@@ -4,7 +4,7 @@
     paged_attention(…)      attention over keys and values that lie in blocks
     rms_norm(…), swiglu(…), store_heads(…)
                             the other kernels, as functions of tensors
-    nucleus(…), draw(…)     sampling: the largest weights of each row, and one token of each row
+    truncate(…), draw(…)    sampling: the likeliest tokens of each row, and one token of each row
 
 To read: norms.py, then attention.py; modules.py puts them into a model. Importing this package
 raises ImportError where Triton is not installed. With TRITON_INTERPRET=1, set before the import,
@@ -14,9 +14,9 @@ the same functions take tensors of a CPU: Triton then interprets the kernels, ve
 from nanoengine_gpu.attention import paged_attention
 from nanoengine_gpu.modules import optimize
 from nanoengine_gpu.norms import rms_norm, store_heads, swiglu
-from nanoengine_gpu.sampling import draw, nucleus
+from nanoengine_gpu.sampling import draw, truncate
 
-__all__ = ["draw", "nucleus", "optimize", "paged_attention", "rms_norm", "store_heads", "swiglu"]
+__all__ = ["draw", "optimize", "paged_attention", "rms_norm", "store_heads", "swiglu", "truncate"]
 
 # what an engine can use without a look at the device
-KERNELS = {each.__name__: each for each in (optimize, paged_attention, nucleus, draw)}
+KERNELS = {each.__name__: each for each in (optimize, paged_attention, truncate, draw)}

@@ -1,8 +1,10 @@
 """Sampling without a sort, and without a float32 matrix of logits. Nothing is read on the host.
 
-    nucleus   a radix select: the largest weights of each row
+    truncate  a radix select: the likeliest tokens of each row
     draw      a search in two levels: a token of each row, by weights or by logits
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -14,63 +16,145 @@ from nanoengine_gpu.attention import IS_INTERPRETED
 
 # the tokens of a group, whose weights are added up to one sum
 GROUP = tl.constexpr(4096)
+# the search for likely tokens reads at most MOST, whose scores are at least LOW
+MOST, LOW = 8192, tl.constexpr(-16.0)
 
 
-@triton.jit(do_not_specialize=["shift"])
-def radix_kernel(all_bits, prefixes, sums, size, shift, BLOCK: tl.constexpr):
-    """A program has a part of a row. It adds each weight whose bits begin with the row's prefix to
-    the sum of its next digit: the 10 bits from `shift` on.
+@triton.jit
+def exp(x):
+    # that of Triton is less exact than PyTorch's, but the interpreter has no other
+    return tl.exp(x) if IS_INTERPRETED else libdevice.exp(x)
 
-    all_bits: (rows, size) int32, those of the weights
-    prefixes: (rows,) int64, what the rounds before found
-    sums: (rows, 1024) int64, in units of 2**-44
+
+# ------------------------------------------------------------------------------- truncation
+
+
+@triton.jit
+def keys_of(scores, least, BY_WEIGHT: tl.constexpr):
+    """A key for each score, at least 0: the likelier the token, the smaller its key. And what it
+    adds to a sum: 1, or its weight in units of 2**-44."""
+    if BY_WEIGHT:
+        # NaN is not above anything
+        weights = tl.where(scores >= least, exp(scores), 0.0)
+        return 0x3F800000 - weights.to(tl.int32, bitcast=True), (weights * 2**44).to(tl.int64)
+    return (0.0 - scores).to(tl.int32, bitcast=True), tl.full(scores.shape, 1, tl.int64)
+
+
+@triton.jit
+def sum_before(key, scores, size, least, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum over all tokens whose keys are less."""
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(scores + columns, columns < size, -float("inf"))
+        keys, numbers = keys_of(part, least, BY_WEIGHT)
+        total += tl.where(keys < key, numbers, 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def search_key(needed, scores, size, least, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """The key of the last token that is needed for a sum, bit by bit; and the sum before it."""
+    key, reached = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
+    for place in range(31):
+        larger = key + (1 << 30 - place)
+        total = sum_before(larger, scores, size, least, BY_WEIGHT, BLOCK)
+        if total < needed:
+            key, reached = larger, total
+    return key, reached
+
+
+@triton.jit
+def truncate_kernel(scores, all_least, top_ks, top_ps, candidates, size, MOST: tl.constexpr,
+                    BLOCK: tl.constexpr):
+    """A program has a row of scores. It overwrites them with weights.
+
+    candidates: (rows, MOST) float32, memory for a row's scores from LOW on
     """
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    bits = tl.load(all_bits + row * size + columns, columns < size, 0)
-    weight = bits.to(tl.float32, bitcast=True)
-    # NaN is not above 0
-    number = tl.where(weight > 0, weight * 2**44, 0.0).to(tl.int64)
-    is_counted = (number > 0) & (bits >> shift + 10 == tl.load(prefixes + row))
-    tl.atomic_add(sums + row * 1024 + (bits >> shift & 1023), number, is_counted, sem="relaxed")
+    scores += row * size
+    candidates += row * MOST
+    least = tl.load(all_least + row)
+    top_k = tl.minimum(tl.load(top_ks + row).to(tl.int32), size)
+    top_p = tl.load(top_ps + row)
+
+    # 1. copy the scores from LOW on, in their order
+    count = 0
+    total = tl.zeros([BLOCK], tl.int64)
+    copied = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(scores + columns, columns < size, -float("inf"))
+        is_high = part >= LOW
+        places = count + tl.cumsum(is_high.to(tl.int32), 0) - 1
+        tl.store(candidates + places, part, is_high & (places < MOST))
+        count += tl.sum(is_high.to(tl.int32), 0)
+        _, numbers = keys_of(part, least, True)
+        total += numbers
+        copied += tl.where(is_high, numbers, 0)
+    total, copied = tl.sum(total, 0), tl.sum(copied, 0)
+    # other threads of the program read them
+    tl.debug_barrier()
+    # do they decide all? If not, all scores are searched
+    is_enough = (count >= top_k) & ((top_k > 0) | (copied >= top_p * total)) & (count <= MOST)
+    origin = tl.where(is_enough, candidates, scores)
+    length = tl.where(is_enough, count, size)
+
+    # 2. search for the last token that is kept
+    if top_k > 0:
+        key, _ = search_key(top_k, origin, length, least, False, BLOCK)
+        least = tl.maximum(least, 0.0 - key.to(tl.float32, bitcast=True))
+        total = sum_before(0x7FFFFFFF, origin, length, least, True, BLOCK)
+    last = tl.full([], 0x7FFFFFFF, tl.int32)
+    num_equal = tl.full([], 0, tl.int64)
+    if top_p < 1:
+        needed = tl.ceil(top_p * total).to(tl.int64)
+        last, reached = search_key(needed, origin, length, least, True, BLOCK)
+        weight = (0x3F800000 - last).to(tl.float32, bitcast=True)
+        # of equal weights, as many as what is missing takes
+        num_equal = (needed - reached - 1) // tl.maximum((weight * 2**44).to(tl.int64), 1) + 1
+
+    # 3. write the weights
+    count = 0
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(scores + columns, columns < size, -float("inf"))
+        keys, _ = keys_of(part, least, True)
+        is_equal = keys == last
+        places = count + tl.cumsum(is_equal.to(tl.int32), 0)
+        count += tl.sum(is_equal.to(tl.int32), 0)
+        is_kept = (keys < last) | is_equal & (places <= num_equal)
+        weights = tl.where(is_kept & (part >= least), exp(part), 0.0)
+        tl.store(scores + columns, weights, columns < size)
 
 
-def nucleus(weights: Tensor, needed: Tensor) -> Tensor:
-    """Finds, in each row, the fewest largest weights that together reach `needed`; of equal ones,
-    the first. Returns whether each weight is one of them: (rows, tokens) bool.
+def truncate(scores: Tensor, draws: Any, truncations: set[str],
+             top_ks: list[int]) -> tuple[Tensor, Tensor]:
+    """The function of nanoengine/sampler.py, with the same weights, in place of the scores.
 
-    weights: (rows, tokens) float32, from 0 to 1
-    needed: (rows, 1) float64; if all weights of a row are less, all above 0 are kept
+    draws: columns `min_p`, `top_k` and `top_p`, (rows,) float64 each
 
     This is a radix select (Alabi et al., 2012, "Fast k-selection algorithms for graphics processing
-    units") that adds weights up instead of counting them. Numbers from 0 to 1 have the same order
-    as their bits, and need 30 of them. Three rounds find the bits of the smallest weight that is
-    kept, 10 in each round, from the highest on. A round takes the largest digit at which the
-    weights with this digit and with larger ones reach what is needed.
+    units"), one bit of a key after the other, for top-k by counts and for top-p by sums of weights.
+    Few tokens of a large vocabulary matter: those with a weight of at least exp(LOW) are copied
+    first, and the search reads these, if they are few and suffice, and else the whole row.
 
-    Atomic additions come in any order. So weights are added as whole numbers, in units of 2**-44:
-    the sum of integers does not depend on their order, and the result is the same in each run. What
-    is smaller than a unit is cut off: less than 2**-25 in a row, and nothing of weights from 2**-21
-    on. 64 bits are enough for the sum of fewer than 2**19 tokens.
+    Weights are added as whole numbers, in units of 2**-44: the sum of integers does not depend on
+    their order. What is smaller than a unit is cut off: less than 2**-25 in a row, and nothing of
+    weights from 2**-21 on. 64 bits are enough for the sum of fewer than 2**19 tokens.
     """
-    bits = weights.contiguous().view(torch.int32)
-    rows, size = bits.shape
-    # what is missing where all larger weights are kept
-    missing = (needed * 2**44).ceil().long()
-    found = torch.zeros_like(missing)
-    for shift in (20, 10, 0):
-        sums = missing.new_zeros(rows, 1024)
-        radix_kernel[rows, triton.cdiv(size, 1024)](
-            bits, found, sums, size, shift, 1024, enable_fp_fusion=False)
-        # the sum of all larger digits
-        above = sums.sum(dim=1, keepdim=True) - sums.cumsum(dim=1)
-        digit = (above >= missing).sum(dim=1, keepdim=True).clamp(max=1023)
-        missing -= above.gather(1, digit)
-        found = found * 1024 + digit
-    is_tie = bits == found
-    # of equal weights, as many as what is missing takes
-    num_ties = (missing - 1) // (found.int().view(torch.float32) * 2**44).long().clamp(min=1) + 1
-    return (bits > found) | is_tie & (is_tie.cumsum(dim=1, dtype=torch.int32) <= num_ties)
+    rows, size = scores.shape
+    tokens = torch.arange(size, device=scores.device)
+    if not truncations:
+        return tokens, scores.exp_()
+    scores = scores.contiguous()
+    truncate_kernel[(rows,)](
+        scores, draws.min_p.log().float(), draws.top_k, draws.top_p, scores.new_empty(rows, MOST),
+        size, MOST, 4096, num_warps=8, enable_fp_fusion=False)
+    return tokens, scores
+
+
+# ------------------------------------------------------------------------------------- draws
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "uniform"])
@@ -91,8 +175,7 @@ def draw_kernel(numbers, largest, temperature, uniform, sums, size, GROUPS: tl.c
     if temperature is not None:
         divisor = tl.maximum(tl.load(temperature + row).to(tl.float32), 1e-30)
         exponents = tl.div_rn(weights - tl.load(largest + row), divisor)
-        # that of Triton is less exact than PyTorch's, but the interpreter has no other
-        weights = tl.exp(exponents) if IS_INTERPRETED else libdevice.exp(exponents)
+        weights = exp(exponents)
     weights = tl.where(columns < size, weights, 0.0).to(tl.float64)
     if tokens is None:
         tl.store(sums + row * GROUPS + group, tl.sum(weights, 0))

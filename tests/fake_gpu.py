@@ -1053,8 +1053,8 @@ def library_functions() -> dict[tuple[str, str], Any]:
         return launch(triton_kernel, query, cache, step.lengths, step.query_starts,
                       step.block_tables, step.longest_query, step.longest_keys, window)
 
-    def nucleus(weights: Any, needed: Any) -> Any:
-        return launch(sampler.nucleus, weights, needed)
+    def truncate(*arguments: Any) -> Any:
+        return launch(sampler.truncate, *arguments)
 
     def draw(numbers: Any, uniform: Any, temperature: Any = None) -> Any:
         largest = numbers.amax(dim=1).float() if temperature is not None else None
@@ -1062,7 +1062,7 @@ def library_functions() -> dict[tuple[str, str], Any]:
         return launch(pick_kernel, numbers, largest, temperature, uniform, sums)
 
     in_modules = dict(rms_norm=rms_norm, swiglu=swiglu, store_heads=store_heads)
-    of_engine = dict(paged_attention=attend, nucleus=nucleus, draw=draw)
+    of_engine = dict(paged_attention=attend, truncate=truncate, draw=draw)
     return ({("nanoengine_gpu.modules", name): function for name, function in in_modules.items()}
             | {("nanoengine_gpu", name): function for name, function in of_engine.items()})
 

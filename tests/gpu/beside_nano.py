@@ -98,7 +98,8 @@ def run_ours(args) -> None:
           f"{len(llm.engine.runner.graphs.captured)} graphs", flush=True)
 
     def generate(prompts, lengths):
-        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in lengths]
+        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, top_k=args.top_k,
+                                 top_p=args.top_p) for n in lengths]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params,
                                use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
@@ -165,6 +166,8 @@ def main() -> None:
     parser.add_argument("--eager", type=int, default=0)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--model-impl", default="auto")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     args = parser.parse_args()
     if args.what == "make":
         make()

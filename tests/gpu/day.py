@@ -91,6 +91,7 @@ CALL2 = [
     [Step("no-run-ahead", 45, script(BESIDE, "ours", "--run-ahead", "0"))],
     [Step("triton", 45, script(BESIDE, "ours", "--backend", "triton"))],
     [Step("eager", 50, script(BESIDE, "ours", "--eager", "1"))],
+    [Step("top-p", 45, script(BESIDE, "ours", "--top-k", "20", "--top-p", "0.95"))],
     [Step("of-transformers", 50, script(BESIDE, "ours", "--model-impl", "transformers"))],
     [Step("shape-06b", 60, tests("06b_shape or leave_nothing and True"))]]
 
@@ -99,7 +100,7 @@ def rehearsed(step: Step) -> Step:
     """What stands for a step where there is no GPU."""
     command = {
         "kernels": ["env", "TRITON_INTERPRET=1",
-                    *tests("nucleus_of_no_rows or test_swiglu", file=KERNELS)],
+                    *tests("truncate_nothing or test_swiglu", file=KERNELS)],
         "bench": python("bench.py", "--workload", "small", "--num-seqs", "4", "--json",
                         str(OUT / "bench.json")),
         "nccl": python("-c", "from nanoengine_extensions.tensor_parallel import Group")}

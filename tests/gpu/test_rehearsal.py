@@ -46,8 +46,8 @@ def test_the_first_call(tmp_path):
 def test_the_second_call(tmp_path):
     status, printed, table = run(tmp_path, "call2", "--only", "nccl", "--seconds", "2000")
     names = ["nccl", "make-weights", "kernels-of-steps", "ours", "nano-vllm", "ours-again",
-             "batch-1", "batch-1-wide", "no-run-ahead", "triton", "eager", "of-transformers",
-             "shape-06b"]
+             "batch-1", "batch-1-wide", "no-run-ahead", "triton", "eager", "top-p",
+             "of-transformers", "shape-06b"]
     assert [*table] == names, printed
     assert {name for name in names if table[name] != "ok"} == NOT_HERE & {*names}, printed
     assert ("ours / nano-vllm:" in printed) == NANO.exists()

@@ -200,9 +200,10 @@ def kernels_of_sampling(dtype: torch.dtype) -> dict[str, Launch]:
         numbers = torch.empty(2, 256, dtype=torch.float64)
         sampling.draw(torch.empty(256, 151_936, dtype=dtype), *numbers)
         if dtype == torch.float32:
-            sampling.nucleus(torch.empty(256, 151_936), numbers[0, :, None])
+            draws = SimpleNamespace(min_p=numbers[0], top_k=numbers[0], top_p=numbers[0])
+            sampling.truncate(torch.empty(256, 151_936), draws, {"top_p"}, [0])
 
-    return dict(zip(("draw, sums", "draw, pick", "radix"), launches_of(run)))
+    return dict(zip(("draw, sums", "draw, pick", "truncate"), launches_of(run)))
 
 
 def rows(chosen: list[str]) -> Iterator[str]:

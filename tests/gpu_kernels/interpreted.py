@@ -26,7 +26,7 @@ from nanoengine.loader import load_model
 from nanoengine.sequence import NO_TOKEN, Row, Sequence
 from nanoengine.step_inputs import Draws, draws_of
 from nanoengine_gpu import (
-    attention, draw, nucleus, optimize, paged_attention, rms_norm, store_heads, swiglu)
+    attention, draw, optimize, paged_attention, rms_norm, sampling, store_heads, swiglu, truncate)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -324,83 +324,92 @@ def test_attention_in_chunks():
 # --------------------------------------------------------------------------------- sampling
 
 
+# min_p, top_k, top_p
+TRUNCATIONS = [
+    (0, 0, 1.0), (0, 0, 0.95), (0, 0, 0.5), (0, 0, 1e-12), (0, 1, 1.0), (0, 20, 1.0), (0, 20, 0.9),
+    (0.01, 0, 1.0), (0.05, 0, 0.8), (0.001, 50, 0.99), (0, 10**6, 0.999)]
+
+
 def kinds_of_rows(size: int) -> torch.Tensor:
-    """Weights from 2**-20 to 1, whose sums have no rounding error, and 0: (kinds, size)."""
+    """Scores of all kinds of rows, the largest one 0: (kinds, size)."""
     logits = torch.randn(6, size) * 3
+    # many are equal
     logits[1:3] = logits[1:3].bfloat16().float()
+    logits[2] /= 30
     logits[3] = 0
-    logits[4] = -13 * torch.rand(size)
+    logits[4, torch.rand(size) < 0.5] = -torch.inf
     logits[4, size // 2] = 0
     logits[5] = -torch.inf
     logits[5, size // 3] = 0
-    weights = (logits - logits.amax(dim=1, keepdim=True)).exp()
-    weights[2, torch.rand(size) < 0.5] = 0
-    weights[2, 0] = 1
-    return weights.where(weights > 2**-20, 0)
+    return logits - logits.amax(dim=1, keepdim=True)
 
 
-TOP_PS = [1.0, 0.95, 0.5, 1e-12]
+def truncations_of(rows: list[tuple]) -> SimpleNamespace:
+    columns = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).T.contiguous()
+    return SimpleNamespace(**dict(zip(("min_p", "top_k", "top_p"), columns)))
 
 
+def check_truncated(scores: torch.Tensor, rows: list[tuple]) -> torch.Tensor:
+    """Compares with plain PyTorch: the same tokens, and their weights; returns these."""
+    given = truncations_of(rows), {"min_p", "top_k", "top_p"}, [int(top_k) for _, top_k, _ in rows]
+    tokens, expected = sampler.truncate(scores.clone(), *given)
+    found_tokens, found = truncate(scores.clone(), *given)
+    assert torch.equal(tokens, found_tokens)
+    assert torch.equal(found > 0, expected > 0)
+    torch.testing.assert_close(found, expected)
+    return found
+
+
+@pytest.mark.parametrize("most", [32, 8192])
 @pytest.mark.parametrize("size", [1, 257, 2_050])
-def test_nucleus(size):
-    weights = kinds_of_rows(size).repeat_interleave(len(TOP_PS), dim=0)
-    total = weights.double().sum(dim=1, keepdim=True)
-    needed = torch.tensor(TOP_PS, dtype=torch.float64).repeat(6)[:, None] * total
-    found = nucleus(weights, needed)
-    assert found.dtype == torch.bool and torch.equal(found, sampler.nucleus(weights, needed))
-    is_all, _, _, is_least = found.unflatten(0, (6, len(TOP_PS))).unbind(1)
-    assert torch.equal(is_all, weights[::len(TOP_PS)] > 0)
-    assert (is_least.sum(dim=1) == 1).all()
+def test_truncate(size, most, monkeypatch):
+    """With few likely tokens, and with more than the kernel copies."""
+    monkeypatch.setattr(sampling, "MOST", most)
+    scores = kinds_of_rows(size).repeat_interleave(len(TRUNCATIONS), dim=0)
+    found = check_truncated(scores, TRUNCATIONS * 6).unflatten(0, (6, len(TRUNCATIONS)))
+    assert (found[:3, 3] > 0).sum(dim=-1).eq(1).all(), "the likeliest one alone"
 
 
-def test_nucleus_of_a_vocabulary():
-    weights = kinds_of_rows(20_000)[1:5]
-    needed = torch.tensor([[0.9], [0.99], [0.3], [0.8]]).double() * weights.double().sum(1)[:, None]
-    found = nucleus(weights, needed)
-    assert torch.equal(found, sampler.nucleus(weights, needed))
-    assert (found.sum(dim=1) > 10).all()
+def test_truncate_a_vocabulary():
+    rows = [(0, 0, 0.9), (0, 50, 0.99), (0, 0, 0.3), (0.1, 1000, 0.8)]
+    found = check_truncated(kinds_of_rows(20_000)[:4], rows)
+    assert ((found > 0).sum(dim=1) > 10).all()
 
 
-def test_nucleus_that_needs_nothing_or_too_much():
-    weights = kinds_of_rows(77)
-    total = weights.double().sum(dim=1, keepdim=True)
-    assert not nucleus(weights, 0 * total).any()
-    assert torch.equal(nucleus(weights, 2 * total), sampler.nucleus(weights, 2 * total))
-    # weights that are less than a unit of the sums
-    weights = torch.tensor([[2.0**-50, 1.0, 0.0, 2.0**-60, 1e-42]])
-    total = weights.double().sum(dim=1, keepdim=True)
-    assert nucleus(weights, total)[weights > 0].all()
-    assert nucleus(weights, total * (1 - 1e-9)).tolist() == [[False, True, False, False, False]]
+def test_truncate_what_is_less_than_a_unit_of_the_sums():
+    scores = torch.tensor([[-40.0, 0.0, -torch.inf, -42.0]]).repeat(2, 1)
+    _, found = truncate(scores, truncations_of([(0, 3, 1.0), (0, 0, 1 - 1e-9)]), {"top_p"}, [3, 0])
+    assert (found > 0).tolist() == [[True, True, False, True], [False, True, False, False]]
 
 
-def test_nucleus_with_nan():
-    weights = kinds_of_rows(300)
-    needed = weights.double().sum(dim=1, keepdim=True) * 0.9
-    expected = sampler.nucleus(weights, needed)
-    weights[1] = torch.nan
-    weights[2] = -torch.tensor(torch.nan)
-    weights[4, 7] = torch.nan
-    needed[[1, 2, 4]] = torch.nan
-    found = nucleus(weights, needed)
+def test_truncate_with_nan():
+    scores = kinds_of_rows(300)
+    rows = [(0, 0, 0.9), (0, 20, 0.9), (0.01, 0, 1.0)] * 2
+    expected = check_truncated(scores, rows)
+    scores[1] = torch.nan
+    scores[2] = -torch.tensor(torch.nan)
+    scores[4] = torch.nan
+    _, found = truncate(scores, truncations_of(rows), {"top_p"}, [0, 20, 0] * 2)
     assert torch.equal(found[[0, 3, 5]], expected[[0, 3, 5]])
-    tokens = draw(weights.where(found, 0), torch.rand(6, dtype=torch.float64))
+    tokens = draw(found, torch.rand(6, dtype=torch.float64))
     assert ((tokens == -1) == torch.tensor([0, 1, 1, 0, 1, 0])).all()
 
 
-def test_nucleus_does_not_depend_on_the_order_of_sums():
+def test_truncate_does_not_depend_on_the_order_of_sums():
     """These weights have rounding errors in sums of float64."""
-    weights = (-30 * torch.rand(2, 3000)).exp()
-    needed = torch.tensor([[0.7], [0.999_999]]).double() * weights.double().sum(dim=1, keepdim=True)
-    expected = nucleus(weights, needed)
+    scores = -30 * torch.rand(2, 3000)
+    given = truncations_of([(0, 0, 0.7), (0, 2000, 0.999_999)]), {"top_p"}, [0, 2000]
+    expected = truncate(scores.clone(), *given)[1]
     order = torch.randperm(3000)
-    assert torch.equal(nucleus(weights[:, order], needed), expected[:, order])
+    assert torch.equal(truncate(scores[:, order], *given)[1], expected[:, order])
     # of other strides
-    assert torch.equal(nucleus(weights.T.contiguous().T, needed), expected)
+    assert torch.equal(truncate(scores.T.contiguous().T, *given)[1], expected)
 
 
-def test_nucleus_of_no_rows():
-    assert nucleus(torch.zeros(0, 64), torch.zeros(0, 1).double()).shape == (0, 64)
+def test_truncate_nothing():
+    scores = kinds_of_rows(64)
+    tokens, weights = truncate(scores.clone(), truncations_of([(0, 0, 1.0)] * 6), set(), [0] * 6)
+    assert tokens.tolist() == [*range(64)] and torch.equal(weights, scores.exp())
 
 
 def weights_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

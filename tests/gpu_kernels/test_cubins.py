@@ -29,7 +29,7 @@ def run(script: str) -> list:
 @pytest.mark.parametrize("model, dtype, kernel, arch", [
     ("Qwen3-0.6B", "bfloat16", "heads", 90), ("Llama-3-8B", "bfloat16", "attention, decode", 80),
     ("Mistral-7B", "bfloat16", "attention, prompt", 120), ("Qwen2.5-7B", "float32", "norm", 90),
-    ("head_dim 256", "float32", "attention, split", 90), (None, "float32", "radix", 120),
+    ("head_dim 256", "float32", "attention, split", 90), (None, "float32", "truncate", 120),
     (None, "bfloat16", "draw, sums", 80), (None, "bfloat16", "draw, pick", 90)])
 def test_a_kernel_compiles_and_spills_nothing(model, dtype, kernel, arch):
     (figures,) = run(f"""if True:
@@ -51,7 +51,7 @@ def test_the_table_has_all_kernels_and_none_spills():
     kernels = {"norm", "swiglu", "heads", "join", "attention, prompt", "attention, mixed",
                "attention, decode", "attention, split"}
     of_rows = {(row["model"], row["dtype"], row["GPU"], row["kernel"]) for row in rows}
-    assert of_rows >= {("any", "float32", gpu, "radix") for gpu in ("sm_80", "sm_90", "sm_120")}
+    assert of_rows >= {("any", "float32", gpu, "truncate") for gpu in ("sm_80", "sm_90", "sm_120")}
     assert of_rows >= {("any", dtype, gpu, f"draw, {name}") for name in ("sums", "pick")
                        for dtype in ("bfloat16", "float32") for gpu in ("sm_80", "sm_90", "sm_120")}
     # what is said of it holds for this release of the compiler
@@ -107,7 +107,9 @@ def test_no_step_compiles_a_kernel_again():
             norms.store_heads(torch.zeros(tokens, 8, 64, dtype=torch.bfloat16), None, None, 0.0,
                               torch.zeros(2, tokens, 1, 32), cache, slots)
             numbers = torch.zeros(2 * seqs + 2, dtype=torch.float64)[offset % 2:][:2 * seqs]
-            sampling.nucleus(torch.zeros(seqs, 64), numbers[:seqs, None])
+            draws = SimpleNamespace(
+                **{name: numbers[:seqs] for name in ("min_p", "top_k", "top_p")})
+            sampling.truncate(torch.zeros(seqs, 64), draws, {"top_p"}, [0])
             for temperature in (None, numbers[seqs:]):
                 sampling.draw(torch.zeros(seqs, 64), numbers[:seqs], temperature)
         for seqs, width, offset in ((1, 1, 0), (2, 7, 1), (16, 16, 2), (17, 32, 3), (48, 3, 4)):
@@ -119,6 +121,6 @@ def test_no_step_compiles_a_kernel_again():
     decodes, all_steps = ([name.rpartition(".")[2] for name in names] for names in counts)
     # draws have two launches each, by weights and by logits
     once = ["attention_kernel", *["draw_kernel"] * 4, "heads_kernel", "join_kernel", "norm_kernel",
-            "radix_kernel", "swiglu_kernel"]
+            "swiglu_kernel", "truncate_kernel"]
     assert decodes == once
     assert all_steps == ["attention_kernel", *once]
