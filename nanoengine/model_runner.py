@@ -124,9 +124,9 @@ class ModelRunner:
         self.model.bind(rope.to(self.device), caches, BACKENDS[self.backend].attend)
         self.blocks = caches.movedim(2, 0)
         self.host_blocks = self.blocks[:0]
-        # not every forward of transformers can be captured
-        is_own = isinstance(self.model, Decoder)
-        if is_own and BACKENDS[self.backend].has_graphs and not self.config.enforce_eager:
+        # a forward of transformers may read on the host
+        is_fit = getattr(self.model, "has_graphs", True)
+        if is_fit and BACKENDS[self.backend].has_graphs and not self.config.enforce_eager:
             with torch.autocast(self.device, enabled=False):
                 self.graphs.capture(self)
 
@@ -171,8 +171,8 @@ class ModelRunner:
         for pairs, origins, targets in ((copies.swap_out, self.blocks, self.host_blocks),
                                         (copies.copy_on_write, self.blocks, self.blocks),
                                         (copies.swap_in, self.host_blocks, self.blocks)):
-            for target, origin in pairs.items():
-                targets[target].copy_(origins[origin], non_blocking=True)
+            for to, origin in pairs.items():
+                targets[to].copy_(origins[origin], non_blocking=True)
         if shape in self.graphs.captured:
             return self.graphs.replay(buffer, shape)
         step = StepInputs.from_buffer(buffer.to(self.device, non_blocking=True), shape)

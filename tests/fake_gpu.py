@@ -43,11 +43,13 @@ import os
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,15 @@ def place() -> str:
     while frame and not frame.f_code.co_filename.startswith(ENGINE_FOLDER):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "a test"
+
+
+def warn_here(message: str) -> None:
+    """A warning at the line that has called PyTorch, as PyTorch's own are."""
+    frame: Any = sys._getframe()
+    within = str(Path(torch.__file__).parent), __file__
+    while frame.f_code.co_filename.startswith(within):
+        frame = frame.f_back
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
 # ------------------------------------------------------------------------------- operators
@@ -300,6 +311,7 @@ class FakeGpu:
         self.capture_began = 0
         self.intercept = Intercept(self)
         self.of_thread = threading.local()
+        self.sync_debug_mode = "default"
 
     def reset_counters(self) -> None:
         self.host_reads: Counter[str] = Counter()
@@ -628,6 +640,8 @@ class FakeGpu:
         """The host needs a value, or memory, that the device has: it waits for all of its work."""
         self.check_not_capturing(cause)
         self.host_reads[f"{place()}: {cause}"] += 1
+        if self.sync_debug_mode == "warn":
+            warn_here("called a synchronizing CUDA operation")
         self.wait_for(self.num_transfers)
 
     def check_not_capturing(self, what: str) -> None:
@@ -1101,6 +1115,8 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.num_bytes, gpu.num_bytes)),
         (torch.cuda, "synchronize", gpu.synchronize),
+        (torch.cuda, "get_sync_debug_mode", lambda: gpu.sync_debug_mode),
+        (torch.cuda, "set_sync_debug_mode", partial(setattr, gpu, "sync_debug_mode")),
         (torch.cuda, "current_stream", gpu.current_stream),
         (torch.cuda, "stream", gpu.use_stream),
         (torch.cuda, "Stream", FakeStream),

@@ -168,10 +168,13 @@ class Model(nn.Module):
     causal: transformers' model, with its head.
     calls: one for each call of the attention function in a step
     stack: the engine's own decoder in place of all layers, or None: see own_layers.py
+    waits: the lines of code in which a decode step waits for the GPU
 
-    `check_model` sets both.
+    `check_model` sets all three.
     """
 
+    # whether CUDA graphs can capture a decode step
+    has_graphs = property(lambda self: not self.waits)
     layers: Any
     head: Any
 
@@ -179,6 +182,7 @@ class Model(nn.Module):
         super().__init__()
         self.calls: Any = nn.ModuleList()
         self.stack: Any = None
+        self.waits: list[str] = []
         # libraries take rows for invariant only in a decoder that they know
         self.embed_tokens = causal.get_input_embeddings()
         self.given = Given()
@@ -203,8 +207,8 @@ class Model(nn.Module):
         self.given.output = self.layers(
             input_ids=token_ids[None].long(), position_ids=positions[None].long(),
             attention_mask=torch.ones_like(token_ids)[None], use_cache=False)
-        # it would keep the cache of a closed engine alive
-        current.attend = None
+        # they would keep the memory of a closed engine alive
+        vars(current).clear()
         return self.given.output.last_hidden_state[0]
 
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:

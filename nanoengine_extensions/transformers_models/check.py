@@ -29,7 +29,8 @@ from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.modules import (
     InFloat32, Inputs, Others, exchange, fast_modules, given_inputs, layers_of, optimize_modules)
-from nanoengine_extensions.transformers_models.watching import Watch, choose, noted_kinds, only
+from nanoengine_extensions.transformers_models.watching import (
+    Watch, choose, noted_kinds, noted_waits, only)
 
 # options of a call that do not make it more than causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
@@ -41,8 +42,8 @@ SOFT = {"softcap", "s_aux"}
 MOST_IN_FLOAT32, MOST = 1e-3, 0.5
 # how many tokens are recorded: no other size of a model is likely to be the same
 NUM_RECORDED = 19
-# the chunks of each step: (prompt, its first token, after its last token)
-STEPS = [(0, 0, 4)], [(0, 4, 10), (1, 0, 9)], [(0, 10, 11), (1, 9, 11)]
+# the chunks of each step: (prompt, its first token, after its last token); the last one decodes
+STEPS = [(0, 0, 4)], [(0, 4, 9), (1, 0, 8)], [(0, 9, 10), (1, 8, 10)], [(0, 10, 11), (1, 10, 11)]
 
 
 class NotComputed(ValueError):
@@ -222,9 +223,11 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     runner.kernels.optimize(model, has_attention=BACKENDS[backend].attend is None)
     with only(model, *few):
         token_bytes = compare(runner, model, ids, wanted, backend, runner.dtype, MOST)
+    for place in model.waits[:1]:
+        logger.info(f"there are no CUDA graphs, since the host waits for the GPU at {place}")
     logger.info(
-        f"transformers computes the model, without CUDA graphs: a token takes {token_bytes} "
-        f"bytes of the KV cache, {kv_heads} heads of {head_dim} in each of {len(calls)} calls")
+        f"transformers computes the model: a token takes {token_bytes} bytes of the KV cache, "
+        f"{kv_heads} heads of {head_dim} in each of {len(calls)} calls")
 
 
 def find_fast(model: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> None:
@@ -273,7 +276,9 @@ def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
                       num_tokens=[stop - start for _, start, stop in parts])
         buffer, shape = runner.prepare(batch)
         step = StepInputs.from_buffer(buffer.to(runner.device), shape)
-        logits = model.lm_head(model(step.token_ids, step)).float()
+        with noted_waits(runner.device) as model.waits:
+            hidden = model(step.token_ids, step)
+        logits = model.lm_head(hidden).float()
         right = torch.cat([wanted[i, start:stop] for i, start, stop in parts])
         error = float((logits - right).norm() / right.norm())
         if not error < most:

@@ -1,5 +1,5 @@
-"""What a model of transformers does in the step that is recorded: which of its layers do the same,
-and whether it counts its tokens.
+"""What a model of transformers does in a step: which of its layers do the same, whether it counts
+its tokens, and where the host waits for the GPU.
 
 The check of a model runs a few layers of each kind: the first, one in the middle and the last.
 Layers are of one kind if they have the same class and shapes of parameters, get the hidden states
@@ -9,12 +9,15 @@ without positions, with another window or other angles, with experts, or with ke
 is of a kind of its own.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -104,6 +107,27 @@ def only(model: Any, layers: Any, chosen: set[int], numbers: set[int]) -> Iterat
         for i, layer in enumerate(whole):
             layers[i] = layer
         stack.layers = own
+
+
+@contextmanager
+def noted_waits(device: str) -> Iterator[list[str]]:
+    """Notes the lines of code in which the host waits for the GPU: CUDA graphs cannot capture
+    them."""
+    places: list[str] = []
+    if device == "cpu":
+        yield places
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        # no errors: other threads may wait for the GPU
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    places += [f"{Path(each.filename).name}:{each.lineno}" for each in found
+               if "a synchronizing CUDA operation" in str(each.message)]
 
 
 # ---------------------------------------------------------------------------- counted tokens
