@@ -364,6 +364,8 @@ def test_models_that_transformers_computes(folder_of, name):
     with LLM(folder_of(name), **options) as llm:
         found = [output.outputs[0].token_ids
                  for output in llm.generate(prompts, params, use_tqdm=False)]
+        runner = llm.engine.runner
+        note(f"{len(runner.graphs.captured)} graphs, waits at {runner.model.waits}")
     reference = compare.load_reference(folder_of(name))
     assert found == [compare.expected_tokens(reference, prompt, 12) for prompt in prompts]
 
