@@ -4,6 +4,7 @@
     draw      a search in two levels: a token of each row, by weights or by logits
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ from nanoengine_gpu.attention import IS_INTERPRETED
 
 # the tokens of a group, whose weights are added up to one sum
 GROUP = tl.constexpr(4096)
-# the search for likely tokens reads at most MOST, whose scores are at least LOW
-MOST, LOW = 8192, tl.constexpr(-16.0)
 
 
 @triton.jit
@@ -40,117 +39,102 @@ def keys_of(scores, least, BY_WEIGHT: tl.constexpr):
     return (0.0 - scores).to(tl.int32, bitcast=True), tl.full(scores.shape, 1, tl.int64)
 
 
-@triton.jit
-def sum_before(key, scores, size, least, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum over all tokens whose keys are less."""
-    total = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        part = tl.load(scores + columns, columns < size, -float("inf"))
-        keys, numbers = keys_of(part, least, BY_WEIGHT)
-        total += tl.where(keys < key, numbers, 0)
-    return tl.sum(total, 0)
+@triton.jit(do_not_specialize=["shift"])
+def radix_kernel(scores, all_least, prefixes, sums, size, shift, BINS: tl.constexpr,
+                 BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """A program has a part of a row. For each key that begins with the row's prefix, it adds the
+    number of the token to the sum of the next digit: the bits from `shift` on.
 
-
-@triton.jit
-def search_key(needed, scores, size, least, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """The key of the last token that is needed for a sum, bit by bit; and the sum before it."""
-    key, reached = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
-    for place in range(31):
-        larger = key + (1 << 30 - place)
-        total = sum_before(larger, scores, size, least, BY_WEIGHT, BLOCK)
-        if total < needed:
-            key, reached = larger, total
-    return key, reached
-
-
-@triton.jit
-def truncate_kernel(scores, all_least, top_ks, top_ps, candidates, size, MOST: tl.constexpr,
-                    BLOCK: tl.constexpr):
-    """A program has a row of scores. It overwrites them with weights.
-
-    candidates: (rows, MOST) float32, memory for a row's scores from LOW on
+    prefixes: (rows,) int64, what the rounds before found
+    sums: (rows, BINS) int64
     """
     row = tl.program_id(0).to(tl.int64)
-    scores += row * size
-    candidates += row * MOST
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.load(scores + row * size + columns, columns < size, 0.0)
+    keys, numbers = keys_of(part, tl.load(all_least + row), BY_WEIGHT)
+    digits = (keys >> shift) - tl.load(prefixes + row) * 1024
+    is_counted = (columns < size) & (digits >= 0) & (digits < BINS) & (numbers > 0)
+    tl.atomic_add(sums + row * BINS + digits, numbers, is_counted, sem="relaxed")
+
+
+def select(scores: Tensor, least: Tensor, needed: Callable[[Tensor], Tensor],
+           by_weight: bool) -> tuple[Tensor, Tensor]:
+    """Finds, in each row, the key of the last token that is needed; and what is missing when all
+    smaller keys are kept: (rows,) int64 each.
+
+    needed: how much of the sum of all, (rows,) int64, is needed
+
+    This is a radix select (Alabi et al., 2012, "Fast k-selection algorithms for graphics processing
+    units"). Three rounds find the bits of the key: first 11, then 10 and 10. A round takes the last
+    digit before which the sum is less than what is needed.
+
+    Atomic additions come in any order, so they add whole numbers. Of weights, what is smaller than
+    2**-44 is cut off: less than 2**-25 in a row, and nothing of weights from 2**-21 on. 64 bits
+    are enough for the sum of fewer than 2**19 tokens.
+    """
+    rows, size = scores.shape
+    found = least.new_zeros(rows, dtype=torch.int64)
+    missing = found
+    for shift, bins in ((20, 2048), (10, 1024), (0, 1024)):
+        sums = found.new_zeros(rows, bins)
+        radix_kernel[rows, triton.cdiv(size, 1024)](
+            scores, least, found, sums, size, shift, bins, by_weight, 1024, enable_fp_fusion=False)
+        if shift == 20:
+            missing = needed(sums.sum(dim=1))
+        before = sums.cumsum(dim=1) - sums
+        digit = ((before < missing[:, None]).sum(dim=1) - 1).clamp(min=0)
+        missing = missing - before.gather(1, digit[:, None])[:, 0]
+        found = found * 1024 + digit
+    return found, missing
+
+
+@triton.jit
+def keep_kernel(scores, all_least, last_keys, all_missing, size, BLOCK: tl.constexpr):
+    """A program has a row of scores, and overwrites them with weights: of keys up to the last one,
+    and of tokens with the last key as many as give what is missing, the first ones."""
+    row = tl.program_id(0).to(tl.int64)
     least = tl.load(all_least + row)
-    top_k = tl.minimum(tl.load(top_ks + row).to(tl.int32), size)
-    top_p = tl.load(top_ps + row)
-
-    # 1. copy the scores from LOW on, in their order
-    count = 0
-    total = tl.zeros([BLOCK], tl.int64)
-    copied = tl.zeros([BLOCK], tl.int64)
+    last = tl.load(last_keys + row).to(tl.int32)
+    unit = ((0x3F800000 - last).to(tl.float32, bitcast=True) * 2**44).to(tl.int64)
+    num_equal = (tl.load(all_missing + row) - 1) // tl.maximum(unit, 1) + 1
+    count = tl.full([], 0, tl.int32)
     for start in range(0, size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        part = tl.load(scores + columns, columns < size, -float("inf"))
-        is_high = part >= LOW
-        places = count + tl.cumsum(is_high.to(tl.int32), 0) - 1
-        tl.store(candidates + places, part, is_high & (places < MOST))
-        count += tl.sum(is_high.to(tl.int32), 0)
-        _, numbers = keys_of(part, least, True)
-        total += numbers
-        copied += tl.where(is_high, numbers, 0)
-    total, copied = tl.sum(total, 0), tl.sum(copied, 0)
-    # other threads of the program read them
-    tl.debug_barrier()
-    # do they decide all? If not, all scores are searched
-    is_enough = (count >= top_k) & ((top_k > 0) | (copied >= top_p * total)) & (count <= MOST)
-    origin = tl.where(is_enough, candidates, scores)
-    length = tl.where(is_enough, count, size)
-
-    # 2. search for the last token that is kept
-    if top_k > 0:
-        key, _ = search_key(top_k, origin, length, least, False, BLOCK)
-        least = tl.maximum(least, 0.0 - key.to(tl.float32, bitcast=True))
-        total = sum_before(0x7FFFFFFF, origin, length, least, True, BLOCK)
-    last = tl.full([], 0x7FFFFFFF, tl.int32)
-    num_equal = tl.full([], 0, tl.int64)
-    if top_p < 1:
-        needed = tl.ceil(top_p * total).to(tl.int64)
-        last, reached = search_key(needed, origin, length, least, True, BLOCK)
-        weight = (0x3F800000 - last).to(tl.float32, bitcast=True)
-        # of equal weights, as many as what is missing takes
-        num_equal = (needed - reached - 1) // tl.maximum((weight * 2**44).to(tl.int64), 1) + 1
-
-    # 3. write the weights
-    count = 0
-    for start in range(0, size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        part = tl.load(scores + columns, columns < size, -float("inf"))
+        part = tl.load(scores + row * size + columns, columns < size, -float("inf"))
         keys, _ = keys_of(part, least, True)
-        is_equal = keys == last
-        places = count + tl.cumsum(is_equal.to(tl.int32), 0)
-        count += tl.sum(is_equal.to(tl.int32), 0)
-        is_kept = (keys < last) | is_equal & (places <= num_equal)
+        is_equal = (keys == last).to(tl.int32)
+        places = count + tl.cumsum(is_equal, 0)
+        count += tl.sum(is_equal, 0)
+        is_kept = (keys < last) | (is_equal > 0) & (places <= num_equal)
         weights = tl.where(is_kept & (part >= least), exp(part), 0.0)
-        tl.store(scores + columns, weights, columns < size)
+        tl.store(scores + row * size + columns, weights, columns < size)
 
 
 def truncate(scores: Tensor, draws: Any, truncations: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
-    """The function of nanoengine/sampler.py, with the same weights, in place of the scores.
+    """The function of nanoengine/sampler.py, with the same weights, without a sort.
 
     draws: columns `min_p`, `top_k` and `top_p`, (rows,) float64 each
-
-    This is a radix select (Alabi et al., 2012, "Fast k-selection algorithms for graphics processing
-    units"), one bit of a key after the other, for top-k by counts and for top-p by sums of weights.
-    Few tokens of a large vocabulary matter: those with a weight of at least exp(LOW) are copied
-    first, and the search reads these, if they are few and suffice, and else the whole row.
-
-    Weights are added as whole numbers, in units of 2**-44: the sum of integers does not depend on
-    their order. What is smaller than a unit is cut off: less than 2**-25 in a row, and nothing of
-    weights from 2**-21 on. 64 bits are enough for the sum of fewer than 2**19 tokens.
     """
     rows, size = scores.shape
     tokens = torch.arange(size, device=scores.device)
     if not truncations:
         return tokens, scores.exp_()
     scores = scores.contiguous()
-    truncate_kernel[(rows,)](
-        scores, draws.min_p.log().float(), draws.top_k, draws.top_p, scores.new_empty(rows, MOST),
-        size, MOST, 4096, num_warps=8, enable_fp_fusion=False)
+    least = draws.min_p.log().float()
+    if "top_k" in truncations:
+        top_k = draws.top_k.long().clamp(max=size)
+        key, _ = select(scores, least, lambda _: top_k, by_weight=False)
+        kth = -key.int().view(torch.float32)
+        least = least.maximum(kth.where(top_k > 0, -torch.inf))
+    if "top_p" not in truncations:
+        return tokens, scores.masked_fill_(scores < least[:, None], -torch.inf).exp_()
+    top_p = draws.top_p
+    # what is cut off counts only where all tokens are kept
+    last, missing = select(scores, least, lambda total: torch.where(
+        top_p < 1, (top_p * total).ceil().long(), total + 1), by_weight=True)
+    keep_kernel[(rows,)](scores, least, last, missing, size, 4096, num_warps=16,
+                         enable_fp_fusion=False)
     return tokens, scores
 
 

@@ -203,7 +203,8 @@ def kernels_of_sampling(dtype: torch.dtype) -> dict[str, Launch]:
             draws = SimpleNamespace(min_p=numbers[0], top_k=numbers[0], top_p=numbers[0])
             sampling.truncate(torch.empty(256, 151_936), draws, {"top_p"}, [0])
 
-    return dict(zip(("draw, sums", "draw, pick", "truncate"), launches_of(run)))
+    names = ("draw, sums", "draw, pick", "radix, first", "radix", "radix", "keep")
+    return dict(zip(names, launches_of(run)))
 
 
 def rows(chosen: list[str]) -> Iterator[str]:
@@ -248,8 +249,8 @@ registers, threads and shared memory; *occupancy*: which share of its threads th
 computes prompts (4 of 2,048 tokens), a chunk of 8,192 tokens beside 255 decodes (*mixed*), decodes
 (256 sequences) and decodes with split keys (one sequence); *join* adds the splits up. *Norm*
 includes the residual sum, and *heads* are norm (Qwen3), rotation and the storing of K and V.
-*Radix* is the kernel of top-p sampling, and *draw* adds weights up and picks tokens, for
-256 rows of 151,936 logits.
+*Radix* and *keep* are those of top-p sampling, and *draw* adds weights up and picks tokens,
+for 256 rows of 151,936 logits.
 
 | model | dtype | kernel | GPU | threads | registers | spilled | shared | programs | occupancy |
 | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |

@@ -29,7 +29,7 @@ def run(script: str) -> list:
 @pytest.mark.parametrize("model, dtype, kernel, arch", [
     ("Qwen3-0.6B", "bfloat16", "heads", 90), ("Llama-3-8B", "bfloat16", "attention, decode", 80),
     ("Mistral-7B", "bfloat16", "attention, prompt", 120), ("Qwen2.5-7B", "float32", "norm", 90),
-    ("head_dim 256", "float32", "attention, split", 90), (None, "float32", "truncate", 120),
+    ("head_dim 256", "float32", "attention, split", 90), (None, "float32", "radix", 120),
     (None, "bfloat16", "draw, sums", 80), (None, "bfloat16", "draw, pick", 90)])
 def test_a_kernel_compiles_and_spills_nothing(model, dtype, kernel, arch):
     (figures,) = run(f"""if True:
@@ -51,7 +51,8 @@ def test_the_table_has_all_kernels_and_none_spills():
     kernels = {"norm", "swiglu", "heads", "join", "attention, prompt", "attention, mixed",
                "attention, decode", "attention, split"}
     of_rows = {(row["model"], row["dtype"], row["GPU"], row["kernel"]) for row in rows}
-    assert of_rows >= {("any", "float32", gpu, "truncate") for gpu in ("sm_80", "sm_90", "sm_120")}
+    assert of_rows >= {("any", "float32", gpu, kernel) for gpu in ("sm_80", "sm_90", "sm_120")
+                       for kernel in ("radix, first", "radix", "keep")}
     assert of_rows >= {("any", dtype, gpu, f"draw, {name}") for name in ("sums", "pick")
                        for dtype in ("bfloat16", "float32") for gpu in ("sm_80", "sm_90", "sm_120")}
     # what is said of it holds for this release of the compiler
@@ -120,7 +121,7 @@ def test_no_step_compiles_a_kernel_again():
         print(json.dumps(sorted(name for name, _ in compiled)))""")
     decodes, all_steps = ([name.rpartition(".")[2] for name in names] for names in counts)
     # draws have two launches each, by weights and by logits
-    once = ["attention_kernel", *["draw_kernel"] * 4, "heads_kernel", "join_kernel", "norm_kernel",
-            "swiglu_kernel", "truncate_kernel"]
+    once = ["attention_kernel", *["draw_kernel"] * 4, "heads_kernel", "join_kernel", "keep_kernel",
+            "norm_kernel", "radix_kernel", "radix_kernel", "swiglu_kernel"]
     assert decodes == once
     assert all_steps == ["attention_kernel", *once]
