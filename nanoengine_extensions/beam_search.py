@@ -182,7 +182,7 @@ class BeamSearch(Request):
         seq.kept["temperature"] = params.temperature
         # the summed log-probability of each beam; at the end, of the last beams
         self.scores = {seq: 0.0}
-        # beams have no text of their own
+        # beams have no texts
         seq.kept.pop("text", None)
         # the log-probabilities of the next tokens of paused beams
         self.found: dict[Sequence, dict[int, Any]] = {}

@@ -1,7 +1,7 @@
 """Why a model cannot be run, in one sentence: what was found, and what to do instead.
 
-`loader.py` asks before it reads a model. The engine would refuse all of this, too, but later, and
-in the words of the library that fails. To support one of these kinds, remove its row.
+`loader.py` asks before it reads a model. Without this file, the engine refuses these models later,
+with the error of the library that fails. To support one of these kinds, remove its row.
 """
 
 import json

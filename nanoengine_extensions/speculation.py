@@ -121,7 +121,7 @@ class PromptLookup:
         end = next((end for end in ends if end in self.seen), ())
         self.kind = len(end)
         found, place = self.seen.get(end, ([], 0))
-        # a repetition goes on for ever
+        # a repetition never ends
         return cycle(found[place:place + 32])
 
 
@@ -212,7 +212,7 @@ class Speculation:
         after_guesses = iter(tokens[num_rows:])
         for row, (_, seq, _) in enumerate(batch.sampled):
             drawn = [tokens[row], *islice(after_guesses, len(guesses.get(seq, ())))]
-            # also compares, for nothing, the first guess that was not computed
+            # also compares, at no cost, the first guess that was not computed
             guess, kind, odds = asked.get(seq, ((), "", {}))
             are_right = [*map(eq, guess, drawn)]
             num_right = [*are_right, False].index(False)

@@ -3,7 +3,7 @@
 When the sequence comes back, it takes full blocks that the prefix cache still has; only the others
 are copied back (PagedAttention: Kwon et al., 2023, arXiv:2309.06180).
 
-The engine makes a `SwappingBlockManager` in place of its `BlockManager`. `preempt` and `allocate`
+The engine makes a `SwappingBlockManager` instead of a `BlockManager`. `preempt` and `allocate`
 note the copies in `Batch.copies`, and the runner makes them, between its blocks and `host_pool`.
 """
 
