@@ -289,7 +289,7 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room
 
     of_heads: (norm, eps, sinks, cap): the norm of queries; a sink of each query head, or none; see
         `soften`
-    tile, after: see `find_tile`; keys of the tile after this one are asked for
+    tile, after: see `find_tile`; keys of the tile after this one are prefetched
     room: for each row a query, the scores of a span, the weighted values so far, and a state, see
         WEIGHTS and MAXIMUM; weights take the place of the scores
     shape: (head_dim, and that in whole vectors, group_size, block_size, per_word, unit): spans

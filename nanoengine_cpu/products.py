@@ -119,7 +119,7 @@ def add_slice(rows, line, below, weight, piece):
     """Adds products of 32 rows with a slice of the weight, on tiles.
 
     piece: (place, depth, ahead, asked): where the slice begins, and how deep it is, in words; where
-        words lie that are needed later, and for how many of them each word of depth asks
+        words lie that are needed later, and how many of them each word of depth prefetches
     """
     place, depth, ahead, asked = piece
     for k in range(0, depth, LANES):

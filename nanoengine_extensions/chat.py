@@ -202,7 +202,7 @@ def missing_content(template: str) -> dict[str, Any]:
     Some templates write a call only if the content is None, or is not defined; others would print
     "None". A template cannot tell None from an empty text by `if message.content`.
     """
-    # the first message, as a rule of the system, is often tested for itself
+    # templates often test the first message, usually the system's, separately
     found = uses(template, "content", but_first=True)
     is_shown = {"for", "| tojson"} & found
     if "is none" in found or ("is string" in found and not is_shown):
@@ -251,7 +251,7 @@ def form_of_arguments(template: str) -> str:
     return "text" if as_text & found and not as_object & found else "object"
 
 
-# filters after which a value is another one
+# filters that change a value
 CONVERTING = {"tojson", "string", "items", "dictsort", "length", "count"}
 
 

@@ -203,7 +203,7 @@ class News:
 
 
 class Stream(StreamingResponse):
-    """Sends in the task of the call, so that a cancelled one can say so in its last event."""
+    """Sends in the task of the call, so that a cancelled call can report this in its last event."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         # cancelled while the client does not read
@@ -212,7 +212,7 @@ class Stream(StreamingResponse):
 
 
 def refused(http: Request, answer: Response) -> Response:
-    """Answers before the body has come, but ends after it: many clients read nothing earlier."""
+    """Answers before the body has come, but ends after it: many clients do not read earlier."""
     async def parts() -> AsyncIterator[bytes]:
         yield bytes(answer.body)
         while (await http.receive()).get("more_body"):

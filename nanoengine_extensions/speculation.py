@@ -231,7 +231,7 @@ class Speculation:
         often recent guesses of each kind were right. A guess is the text that a grammar forces, or
         else what the policy guesses and a grammar permits.
 
-        Forced text that was wrong of late gives way to the policy. If all kinds were wrong, no
+        If forced text was wrong recently, the policy guesses instead. If all kinds were wrong, no
         guess is made, except in every eighth step. An error of the policy becomes that of the
         sequence.
         """

@@ -25,7 +25,7 @@ ROUNDED = "rounded"
 class Stored:
     """A tensor of a file, in the form of `safe_open(…).get_slice(name)`.
 
-    kind: what it is stored as, for messages.
+    kind: the type in which it is stored, for messages.
     load: returns it whole, in floating point or as numbers and scales.
     """
 

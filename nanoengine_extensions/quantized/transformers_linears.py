@@ -207,7 +207,7 @@ def can_be_packed(module: Any, name: str, dtype: torch.dtype) -> bool:
 
 
 def looks_up(embedding: nn.Embedding) -> bool:
-    """Whether it computes each row from this row alone, by trying."""
+    """Tries whether it computes each row from this row alone."""
     trial = copy.copy(embedding)
     trial.padding_idx = None
     weight = torch.randn(5, embedding.embedding_dim)
