@@ -293,7 +293,7 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room
     room: for each row a query, the scores of a span, the weighted values so far, and a state, see
         WEIGHTS and MAXIMUM; weights take the place of the scores
     shape: (head_dim, and that in whole vectors, group_size, block_size, per_word, unit): spans
-        begin anew after `unit` keys
+        begin again after `unit` keys
     panel: see `multiply`
     """
     begin, end, last, kv_head, _ = tile
@@ -418,7 +418,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
         vectors = 2 if is_tiled else largest_divisor(width // LANES, MOST_VECTORS // rows)
         return rows, vectors, per_word, is_tiled
 
-    # A tile of keys lies in one block. So spans begin anew with each block of other sizes.
+    # A tile of keys lies in one block. So for other block sizes, spans begin again in each block.
     unit = SPAN if block_size % LANES == 0 else block_size
     # LLVM unrolls and vectorises over these numbers. numba knows those in plain tuples when it
     # compiles a function; in named tuples they would be any numbers, and compiling take longer.

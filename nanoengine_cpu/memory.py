@@ -145,7 +145,7 @@ def limit_threads(*_: object) -> None:
 
 
 def end_threads() -> None:
-    """Ends the OpenMP threads that belong to the calling thread; its next product starts them anew.
+    """Ends the OpenMP threads that belong to the calling thread; its next product starts new ones.
 
     Each thread that has computed keeps its own team. Once all teams together have more threads than
     there are cores, libgomp's threads no longer spin while they wait: a small model took 40 %

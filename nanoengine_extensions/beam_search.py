@@ -39,7 +39,7 @@ class BeamSearchParams:
 
     beam_width: how many beams are kept, and returned.
     max_tokens: the most tokens to generate.
-    ignore_eos: go on after EOS.
+    ignore_eos: continue after EOS.
     temperature: divides the logits; 0 leaves them as they are. No token is drawn at random.
     length_penalty: the score of a finished beam is its summed log-probability divided by its
         number of generated tokens to this power, -40 to 40; larger values favour longer beams.

@@ -45,7 +45,7 @@ class RowLogprobs:
     """The log-probabilities of a row: of its drawn or scored token, then of the likeliest ones.
 
     entries: (1 + count, 3) float64: token id, log-probability, rank; on their way to the host.
-    token_ids: those of its sequence.
+    token_ids: the tokens of its sequence.
     position, start: the place of this token, and of the first one of its prompt or output.
     """
 
@@ -77,7 +77,7 @@ def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
     The token that completes a character has all of it, and the tokens that began it have none. So
     the texts of all tokens, joined, are the whole text.
 
-    before: the tokens before it, or those of them that have no text yet.
+    before: the tokens before it, or only the last of them, which have no text yet.
     """
     begun = begun_in(before, tokenizer)
     text = tokenizer.decode([*begun, token_id], skip_special_tokens=False)

@@ -50,7 +50,7 @@ def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Lets a GPU copy from this host memory while the host goes on; returns the tensor.
+    """Lets a GPU copy from this host memory while the host continues; returns the tensor.
 
     `Tensor.pin_memory` would round its size up to a power of two.
     """

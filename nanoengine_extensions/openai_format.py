@@ -125,7 +125,7 @@ class Body:
     def response(self, outputs: list[RequestOutput], model: str) -> dict[str, Any]:
         """Returns the whole answer to one prompt or several.
 
-        Raises RuntimeError for a completion that could not go on.
+        Raises RuntimeError for a completion that could not continue.
         """
         choices = []
         for output, completion in pairs_of(sorted(outputs, key=lambda each: each.index)):

@@ -11,7 +11,7 @@ and a status:
     401  for a call without the key of --api-key
     413  for a body of more than --max-body bytes
     429  for more completions at once than `max_num_seqs` and --max-waiting together
-    500  if the engine cannot go on, for example for lack of memory
+    500  if the engine cannot continue, for example when it is out of memory
     503  if the server ends and the call is not done after --graceful-timeout
     504  if a call takes longer than --timeout; a header asks clients not to repeat it
 

@@ -91,7 +91,7 @@ class StepCosts(dict[int, float]):
 
 
 class PromptLookup:
-    """Guesses that a text goes on as the latest text did after the same eight or fewer tokens
+    """Guesses that a text continues as the latest text did after the same eight or fewer tokens
     (prompt lookup decoding: Saxena, 2023). That text is the sequence itself, or any other, even one
     that has ended. Each token is indexed once, when its sequence is looked at.
 
@@ -108,7 +108,7 @@ class PromptLookup:
 
     def __call__(self, seq: Sequence) -> Any:
         text = seq.token_ids
-        # most of them have ended; the others are indexed anew
+        # most of them have ended; the others are indexed again
         if len(self.indexed) > 2000:
             self.indexed.clear()
         for place in range(self.indexed.get(seq, 1), len(text)):
@@ -232,8 +232,8 @@ class Speculation:
         else what the policy guesses and a grammar permits.
 
         If forced text was wrong recently, the policy guesses instead. If all kinds were wrong, no
-        guess is made, except in every eighth step. An error of the policy becomes that of the
-        sequence.
+        guess is made, except in every eighth step. An error of the policy becomes the
+        sequence's.
         """
         self.odds = {row.seq: self.odds.get(row.seq, {}) for row in batch.sampled}
         asked: dict[Sequence, Any] = {}

@@ -35,7 +35,7 @@ def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
     count = int(num_bytes // blocks[0].nbytes)
     pool = torch.empty((count, *blocks.shape[1:]), dtype=blocks.dtype, device="cpu")
     if blocks.device.type == "cuda" and count:
-        # a GPU can then copy while the host goes on; `pin_memory` would round the size up
+        # a GPU can then copy while the host continues; `pin_memory` would round the size up
         cuda: Any = torch.cuda.cudart()
         torch.cuda.check_error(cuda.cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
         weakref.finalize(pool, cuda.cudaHostUnregister, pool.data_ptr())

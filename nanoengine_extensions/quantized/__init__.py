@@ -101,7 +101,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     """
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
-    # or that of weights which transformers dequantizes, if they are not rounded here
+    # or the entry of a model that transformers dequantizes, if it is not rounded here
     names = "quantization_config", "unpacked_config"
     found_entries = (getattr(runner.model_config, name, None) for name in names)
     entries: dict[str, Any] = next(filter(None, found_entries), {})

@@ -119,7 +119,7 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     (outputs * bits / 32, groups), (inputs,).
 
     Numbers and zeros are stored plus 8, or plus 128 with 8 bits. Unused bits fill the last word of
-    a row. A scale can be that of all outputs, and zeros that are not int32 are not packed.
+    a row. One scale can be for all outputs, and zeros that are not int32 are not packed.
     """
     outputs, inputs = shape
     bits = 8 if 4 * packed.shape[1] >= inputs else 4

@@ -1,7 +1,7 @@
 """Linears and embeddings whose weights stay packed (packed.py), and how they are loaded.
 
-They take the places of those of a model before memory is allocated: `Loading.place`. Each tensor of
-a file is packed when it is read, so that at most one matrix exists in the model's dtype.
+`Loading.place` puts them into a model before memory is allocated. Each tensor of a file is packed
+when it is read, so that at most one matrix exists in the model's dtype.
 """
 
 from typing import Any
@@ -120,7 +120,7 @@ class QuantizedLinear(PackedLinear):
 class QuantizedEmbedding(nn.Embedding):
     """An embedding whose rows are dequantized when they are looked up.
 
-    part_0: the packed weight; without it, that of the head of the model.
+    part_0: the packed weight; without it, the model's head has the weight.
     """
 
     @property
@@ -129,7 +129,7 @@ class QuantizedEmbedding(nn.Embedding):
         return nn.Parameter(self(ids), requires_grad=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Its weight stays as it was loaded: that of the head, if both are tied."""
+        """Its weight stays as it was loaded: the weight of the head, if both are tied."""
         if name == "weight":
             own: Any = self._parameters[name]
             self._parameters[name] = without_weight(own.dtype)
