@@ -33,7 +33,7 @@ def read_prompts(file: Path) -> dict[int, str]:
 def unanswered(requests: dict[int, dict], answers: Path) -> list[dict]:
     """Returns the requests without an answer in the file. Removes an incomplete last line.
 
-    Exits, with the file as it was, if an answer is not that of its request.
+    Exits without changing the file if an answer does not belong to its request.
     """
     missing = requests.copy()
     content = answers.read_bytes() if answers.exists() else b""

@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def news(outputs: Iterable[RequestOutput], n: int) -> Iterator[dict[str, Any]]:
-    """Yields what is new in each completion; n: of each prompt."""
+    """Yields the new text of each completion. n: the number of completions of a prompt."""
     sent: dict[int, str] = {}
     for output in outputs:
         for each in output.outputs:

@@ -1,4 +1,4 @@
-"""The limit of the device, and the times of decode steps and prompts beside it.
+"""The times of decode steps and prompts, compared with the limit of the device.
 
     python -m lab.limits --config qwen3-0.6b --plot limits.png
     python -m lab.limits --config qwen3-0.6b --batches 1 32 --contexts 256 --prompts 1024

@@ -83,9 +83,9 @@ class EngineConfig:
         to a pool on the host ("swap"); when the pool is full, they are dropped.
     swap_space: GiB of host memory for the pool of "swap", for each rank.
     speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
-        the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text goes on as it
-        did before. A function from a `Sequence` to token ids can guess instead. It works only on a
-        CPU, with run_ahead=False. How much is guessed depends on how long steps take; the tokens
+        the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text continues as
+        it did before. A function from a `Sequence` to token ids can guess instead. It works only on
+        a CPU, with run_ahead=False. How much is guessed depends on how long steps take; the tokens
         never do.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in host memory and cross to the GPU
         in each step. With several GPUs, each offloads that much. On a CPU it must be 0.

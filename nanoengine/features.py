@@ -13,7 +13,7 @@ A feature plugs into the engine in one of four ways:
 `extension` imports a feature by its name, when it is asked for.
 
 The engine itself refuses what would hang, silently compute the wrong thing, or fail in the middle
-of a step. The types of all options are checked by nanoengine_extensions/strict.py, if it is there.
+of a step. If nanoengine_extensions/strict.py is there, it checks the types of all options.
 """
 
 import logging

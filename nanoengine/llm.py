@@ -43,9 +43,10 @@ class LLM(AbstractContextManager):
     checkpoint that it cannot use.
 
     Any thread can call at any time, and the requests of all calls run in the same steps. An error
-    of one request ends its own call only. An error that breaks a step, such as Ctrl-C or a lack of
-    memory, ends all requests in the engine and leaves it with all blocks free. The thread that ran
-    the step gets this error; the threads of the other requests get a RuntimeError that names it.
+    of one request ends its own call only. An error that breaks a step, such as Ctrl-C or running
+    out of memory, ends all requests in the engine and leaves it with all blocks free. The
+    thread that ran the step gets this error; the threads of the other requests get a RuntimeError
+    that names it.
     """
 
     # for help() and notebooks
@@ -70,11 +71,11 @@ class LLM(AbstractContextManager):
         self.inputs.max_model_len = runner.max_model_len
         # requests that the next turn of any thread adds to the engine
         self.arrived: deque[Request] = deque()
-        # requests that it ends
+        # requests that the next turn ends
         self.dropped: deque[Request] = deque()
-        # the requests that the engine has, changed only in a turn
+        # the requests in the engine; only a turn changes them
         self.entered: dict[str, Request] = {}
-        # held by the thread that has its turn
+        # the thread that has its turn holds it
         self.lock: Any = threading.RLock()
         # names what interrupted the last turn
         self.error: RuntimeError | None = None

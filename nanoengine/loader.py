@@ -23,9 +23,9 @@ from nanoengine.model import FAMILIES, Decoder, rope_table
 
 # the classes of transformers that `Decoder` computes
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
-# the files of a repository that are read, and so downloaded
+# the files that are read from a repository, and so downloaded
 FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors", "model-*-of-*.safetensors"]
-# what all families have in config.json; without an entry, transformers assumes these values, too
+# what every family has in config.json; transformers assumes the same for a missing entry
 USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
 
@@ -115,7 +115,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         return None
     with naming(f"{folder}: tokenizer.json (not one in Python) or tokenizer=…"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        # some mistakes in its files only show with a text
+        # some mistakes in its files show only when it encodes a text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
     return tokenizer
 

@@ -197,9 +197,9 @@ class ModelRunner:
                                   self.last_sampled, self.features, self.kernels)
             for feature in self.features.values():
                 feature.drawn(rows, logits, tokens[part])
-        # More rows than last_sampled has occur only when forks begin, and then the next step waits
-        # for their tokens. The next step computes token 0 in place of NO_TOKEN; its sequence has
-        # ended, so the result is dropped.
+        # A step has more rows than last_sampled only when forks begin; then the next step waits for
+        # their tokens. The next step computes token 0 instead of NO_TOKEN; its sequence has ended,
+        # so the result is dropped.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

@@ -33,10 +33,10 @@ class Feature:
         for options that it cannot serve."""
 
     def enter(self, seqs: list[Sequence], inputs: Any) -> None:
-        """A request is made, of these sequences, in the thread of its caller. A feature that edits
-        their logits adds its class's name to `Sequence.edits` of each.
+        """A request of these sequences is made, in the caller's thread. A feature that edits their
+        logits adds the name of its class to `Sequence.edits` of each.
 
-        inputs: the `InputProcessor`. Raises ValueError for what it cannot use.
+        inputs: the `InputProcessor`. Raises ValueError for parameters that it cannot use.
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:

@@ -38,8 +38,8 @@ BATCHING: Table = {"prefill-first": prefill_first, "mixed": mixed}
 ORDERS: Table = {"fcfs": lambda seq: 0}
 # which sequence is preempted: one of those that run, in the order of admission
 VICTIMS: Table = {"youngest": lambda running: running[-1]}
-# the least number of tokens for which a sequence holds blocks, from its admission on; the second
-# argument is max_model_len
+# for how many tokens, at least, an admitted sequence holds blocks; the second argument is
+# max_model_len
 KV_ALLOCATION: Table = {"on-demand": lambda seq, longest: 0}
 
 # by the option of `LLM`

@@ -39,7 +39,7 @@ class CompletionOutput:
     logprobs: for each token, a dict from token ids to `Logprob` (logprob, rank, decoded_token);
         None where cumulative_logprob is.
     finish_reason: "stop" (EOS, a stop token or string), "length", "abort", "error" (no token could
-        be sampled), or None while it goes on.
+        be sampled), or None until it ends.
     stop_reason: the stop string or token id that ended it, None for the tokenizer's EOS; after
         "error", what went wrong.
     """
@@ -103,7 +103,7 @@ class Request:
     seq = property(lambda self: self.seqs[0])
     request_id = property(lambda self: self.seq.request_id)
     is_finished = property(lambda self: all(seq.finish_reason for seq in self.seqs))
-    # what its call has to raise
+    # the error that its call must raise
     error = property(lambda self: next((seq.error for seq in self.seqs if seq.error), None))
 
     def end(self, error: Exception | None = None) -> None:
@@ -129,9 +129,9 @@ class Request:
         token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
         text = ""
         if self.tokenizer and seq.finish_reason:
-            # without the token that has ended it
+            # without the token that ended it
             end = seq.num_known_tokens - (seq.finish_reason == "stop")
-            # what its tokens add to the prompt: some decoders strip a space where a text begins
+            # the text that its tokens add to the prompt: some decoders strip a text's first space
             decode = self.tokenizer.backend_tokenizer.decode
             prompt = decode(seq.token_ids[:seq.num_prompt_tokens])
             text = decode(seq.token_ids[:end])[len(prompt):]
@@ -231,7 +231,7 @@ class InputProcessor:
         with naming(name):
             if token_ids is None:
                 token_ids = self.get_tokenizer().encode(text, verbose=False)
-            # integers of Python
+            # as integers of Python, not of NumPy
             token_ids = [*map(index, token_ids)]
         self.check_vocabulary(name, token_ids)
         most = self.max_model_len

@@ -40,7 +40,7 @@ class SamplingParams:
     stop_token_ids: tokens that end the completion, besides EOS.
     include_stop_str_in_output: keep the stop string, or the text of the stop token or EOS, in the
         text.
-    ignore_eos: go on after EOS.
+    ignore_eos: continue after EOS.
     truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1: as many as
         leave room for max_tokens.
     skip_special_tokens: leave special tokens out of the text.
@@ -48,7 +48,7 @@ class SamplingParams:
     logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
         likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
     prompt_logprobs: the same for each token of the prompt except the first, in
-        `RequestOutput.prompt_logprobs`. The prompt is then computed anew, whatever is cached.
+        `RequestOutput.prompt_logprobs`. The prompt is then computed again, whatever is cached.
     prompt_logprobs_start: the place of the first token that needs prompt_logprobs. Earlier tokens
         have None, and can come from the prefix cache.
     presence_penalty: subtracted from the logits of tokens that were generated before.

@@ -49,7 +49,7 @@ class Scheduler:
         self.block_manager.reset()
 
     def enqueue(self, seq: Sequence, in_front: bool = False) -> None:
-        """Queues a sequence, behind or in front of all others of its rank."""
+        """Queues a sequence, at the back or at the front of those of its rank."""
         insert = insort_left if in_front else insort_right
         insert(self.waiting, seq, key=self.order)
 

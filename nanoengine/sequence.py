@@ -83,7 +83,7 @@ class Sequence:
     kept: dict[str, Any] = engine_field(dict)
     finish_reason: str | None = engine_field(lambda: None)
     stop_reason: int | str | None = engine_field(lambda: None)
-    # the error that its call has to raise
+    # the error that its call must raise
     error: Exception | None = engine_field(lambda: None)
 
     num_tokens = property(lambda self: len(self.token_ids))

@@ -18,7 +18,7 @@ Layout = tuple[tuple[str, tuple[int, ...], int], ...]
 
 
 class Draws(NamedTuple):
-    """What sampling needs to know of each row, (R,) float64 each: its parameters, and a number in
+    """What sampling needs to know about each row, (R,) float64 each: parameters, and a number in
     [0, 1) that decides the draw."""
 
     temperature: Tensor
@@ -33,8 +33,8 @@ class Draws(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What the host knows of a step's inputs: the layout of their buffer, and numbers that are also
-    fields of `StepInputs`. Steps of one shape can replay one CUDA graph."""
+    """What the host knows about a step's inputs: the layout of their buffer, and numbers that are
+    also fields of `StepInputs`. Steps of one shape can replay one CUDA graph."""
 
     layout: Layout
     num_decodes: int
@@ -46,7 +46,7 @@ class StepShape(NamedTuple):
 class StepInputs:
     """What the device needs for one step: T tokens of S sequences, R rows to sample.
 
-    buffer: int32, of which all tensors below are views.
+    buffer: int32; all tensors below are views of it.
     num_decodes: how many sequences at the start of the batch compute one token each.
     longest_query, longest_keys: the most tokens, and the most keys, of any sequence (max_seqlen).
     draws: see `Draws`.

@@ -16,21 +16,21 @@ bfloat16. Keys and values are in tiles of 16 keys; each line is read as vectors 
         k0[0:2] k1[0:2] k2[0:2] …                       v0[0],v1[0]  v0[1],v1[1]  …
         k0[2:4] k1[2:4] k2[2:4] …                       v2[0],v3[0]  v2[1],v3[1]  …
 
-Blocks are padded to whole tiles, head_dim to whole vectors. What is unwritten can hold NaN: scores
-there are replaced, and values there reach no result; the other half of a pair is set to 0 if it is
-NaN or infinity.
+Blocks are padded to whole tiles, head_dim to whole vectors. A slot that was never written can hold
+NaN: its scores are replaced, and its values reach no result; the other half of a pair is set to 0
+if it is NaN or infinity.
 (NaN or infinity that was written reaches all tokens of its tile: 0 times NaN is NaN.)
 
-Where the CPU multiplies matrices by itself (`tiles.py`), 16 of these lines are one of its tiles.
+On a CPU with instructions for products of matrices (`tiles.py`), 16 of these lines form a tile.
 
-A tile of few tokens waits for memory. So while it reads the keys of a span, it asks for the values,
-and while it reads the values, for the keys of the next span, or of the next task. A head in `qkv`
-lies far from that of the next token, so each head is prefetched a few tokens ahead.
+A tile of few tokens waits for memory. So while it reads the keys of a span, it prefetches the
+values, and while it reads the values, the keys of the next span or task. In `qkv`, a head is far
+from the same head of the next token, so each head is prefetched a few tokens ahead.
 
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
 arXiv:2309.06180). Spans begin at fixed positions, and each sum goes over them in one order: a token
-has the same bits whatever runs beside it, and in however many chunks its prompt came. The plain
+has the same bits whatever runs beside it, and however its prompt was chunked. The plain
 version that the tests compare with is `plain_attention` in `tests/cpu/reference.py`.
 
 Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118). A head can have a sink
@@ -85,7 +85,7 @@ def round_up(number, multiple):
 
 
 def numbers_per_token(head_dim: int, block_size: int) -> int:
-    """How many numbers the K, or the V, of a token takes in a block, padding included."""
+    """Returns how many numbers K, or V, of a token takes in a block, with padding."""
     numbers = round_up.py_func(head_dim, LANES) * round_up.py_func(block_size, LANES)
     return round_up.py_func(-(-numbers // block_size), 2)
 
@@ -98,8 +98,8 @@ def empty_cache(layers: int, num_blocks: int, block_size: int, kv_heads: int, he
                 dtype: torch.dtype) -> Tensor:
     """K and V of all layers, (layers, 2, num_blocks, block_size, kv_heads, numbers).
 
-    It becomes memory when it is written to. How the numbers of a head lie within a block, and are
-    padded, is the kernel's own business: only whole blocks can be copied.
+    The system provides the memory when it is first written to. Only the kernel knows how the
+    numbers of a head lie, and are padded, within a block: copy whole blocks only.
     """
     shape = layers, 2, num_blocks, kv_heads, block_size, numbers_per_token(head_dim, block_size)
     return in_huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape).transpose(3, 4)
@@ -141,7 +141,7 @@ def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim):
 
 @inlined()
 def write(room, value, keys, values, offset, head_dim, width, per_word):
-    """K, in `room`, and V, (head_dim,), go to their place in a block, (words,)."""
+    """Writes K, in `room`, and V, (head_dim,) each, to their place in a block, (words,)."""
     words = array_at(room, head_dim // per_word, np.uint32)
     tile, lane = divmod(offset, LANES)
     for w in range(head_dim // per_word):
@@ -151,7 +151,7 @@ def write(room, value, keys, values, offset, head_dim, width, per_word):
     kept = np.uint32(0 if per_word == 1 else 0xFFFF if second else 0xFFFF0000)
     for d in range(head_dim):
         other = line[d] & kept
-        # a second half that is unwritten can be NaN or infinity
+        # a second half that was never written can be NaN or infinity
         is_number = other & 0x7F800000 != 0x7F800000
         line[d] = (other if is_number else np.uint32(0)) | np.uint32(value[d]) << 16 * second
 
@@ -173,8 +173,9 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
     columns: where each vector begins, in the first line
     panel: (rows, vectors, per_word, is_tiled): how much is multiplied, how many numbers a word
         holds, and whether AMX multiplies, 16 lines at a time, which must be finite
-    soon: (words, starts, all_rows): what is needed soon, laid out as `right`. With each line that
-        is multiplied, a line of it is requested. AMX does so only where few rows wait for memory.
+    soon: (words, starts, all_rows): lines that are needed soon, laid out as `right`. With each
+        line that is multiplied, one of them is prefetched. AMX does so only for few rows, which
+        wait for memory.
     """
     in_piece, line = lines
     words_soon, starts_soon, all_rows = soon
@@ -288,11 +289,11 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room
 
     of_heads: (norm, eps, sinks, cap): the norm of queries; a sink of each query head, or none; see
         `soften`
-    tile, after: see `find_tile`; keys of the tile after this one are asked for
+    tile, after: see `find_tile`; keys of the tile after this one are prefetched
     room: for each row a query, the scores of a span, the weighted values so far, and a state, see
         WEIGHTS and MAXIMUM; weights take the place of the scores
     shape: (head_dim, and that in whole vectors, group_size, block_size, per_word, unit): spans
-        begin anew after `unit` keys
+        begin again after `unit` keys
     panel: see `multiply`
     """
     begin, end, last, kv_head, _ = tile
@@ -417,7 +418,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
         vectors = 2 if is_tiled else largest_divisor(width // LANES, MOST_VECTORS // rows)
         return rows, vectors, per_word, is_tiled
 
-    # A tile of keys lies in one block. So spans begin anew with each block of other sizes.
+    # A tile of keys lies in one block. So for other block sizes, spans begin again in each block.
     unit = SPAN if block_size % LANES == 0 else block_size
     # LLVM unrolls and vectorises over these numbers. numba knows those in plain tuples when it
     # compiles a function; in named tuples they would be any numbers, and compiling take longer.
@@ -524,7 +525,7 @@ def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cach
 def call_attention(cache: Tensor, num_queries: int, norms: Tensor, eps: float,
                    window: int | None, soft_cap: float | None, sinks: Tensor | None,
                    *step: int) -> list[int]:
-    """The call of the kernel. step: see `step_numbers`"""
+    """Returns the call of the kernel. step: see `step_numbers`"""
     _, num_blocks, block_size, kv_heads, _ = cache.shape
     kernel = make_kernel(
         norms.shape[1], num_queries // kv_heads, block_size, cache.dtype, soft_cap)
@@ -534,6 +535,6 @@ def call_attention(cache: Tensor, num_queries: int, norms: Tensor, eps: float,
 
 def step_numbers(qkv: Tensor, out: Tensor, angles: Tensor, slot_mapping: Tensor,
                  block_tables: Tensor, sequence_of_token: Tensor, positions: Tensor) -> list[int]:
-    """What the kernel needs of a step, in its order."""
+    """Returns the arguments of the kernel that differ between steps, in its order."""
     tensors = qkv, out, angles, slot_mapping, block_tables, sequence_of_token, positions
     return [*map(Tensor.data_ptr, tensors), len(positions), *block_tables.shape]

@@ -1,7 +1,7 @@
 """Kernels: how numba compiles them, keeps them on disk, and runs them on all threads.
 
-A kernel is what one thread does. All threads run it at the same time, and each takes some of the
-tasks, then some of those that are left. So a slow core does less than a fast one.
+A kernel is the code of one thread. All threads run it at the same time. Each takes a few tasks, and
+then more, until none are left. So a slow core computes less than a fast one.
 
     def kernel(phase, threads, arguments_at):
         x, out, rows = numbers_at(arguments_at, 3)
@@ -12,10 +12,10 @@ In compiled form, kernel(x, out, rows) returns a call of it, a list of numbers, 
 addresses. A `Program` runs one call or many. Where a kernel has several phases, each begins when
 all threads have ended the one before.
 
-numba runs its loops on OpenMP where it can. On Linux that is the very libgomp that torch has
-loaded (`memory.py` sees to it, for ARM): there is one pool of threads, and the two never fight over
-the cores. numba compiles a loop over threads four times, with all that it calls. So there is one
-such loop, `run_calls`, which calls kernels by their addresses.
+numba runs its loops on OpenMP where it can. On Linux it uses the libgomp that torch has loaded (on
+ARM, `memory.py` makes sure of it). So the two share one pool of threads, and never compete for the
+cores. numba compiles a loop over threads four times, with every function that it calls. So there is
+one such loop, `run_calls`, which calls kernels by their addresses.
 """
 
 import functools
@@ -70,11 +70,11 @@ class Announcement(numba.core.event.Listener):
 
 
 def compile_cached(jit: Any, function: Any) -> Any:
-    """Returns what `jit` makes of a function, from numba's cache on disk if it has it.
+    """Returns a function compiled by `jit`, from numba's cache on disk if it is there.
 
     Where the cache cannot be read or written, it warns, and compiles without a cache.
     """
-    # numba looks for changes only in the function's own file, not in those of what it calls
+    # numba looks for changes only in the function's own file, not in those of its callees
     folders = {Path(__file__).parent, Path(function.__code__.co_filename).parent}
     files = sorted(file for folder in folders for file in folder.glob("*.py"))
     sources = b"".join(file.read_bytes() for file in files)
@@ -102,7 +102,7 @@ def call_at(builder, function, phase, threads, arguments):
 def take_tasks(tasks, size, arguments_at):
     """The tasks that one thread takes, `size` neighbours at a time, until none are left.
 
-    The number before a call's arguments counts those that are taken.
+    The number before a call's arguments counts the tasks that were taken.
     """
     first = add_atomic(arguments_at - 8, size)
     while first < tasks:
@@ -155,13 +155,13 @@ class Program:
     """Calls of kernels, one after the other, each on all threads.
 
     It is for a CPU what a CUDA graph is for a GPU: Python makes the calls once, not in each step.
-    What changes from run to run has a negative number, -1 for the first of `run`'s arguments.
+    A negative number stands for an argument of `run`: -1 for the first one, and so on.
     """
 
     def __init__(self, *calls: list[int]) -> None:
         self.numbers = np.concatenate(calls)
         self.at = self.numbers.ctypes.data
-        # the bits of a negative number are further below
+        # the bits of a negative float32 number are far smaller
         self.places = np.flatnonzero((self.numbers < 0) & (self.numbers > -100))
         self.which = -1 - self.numbers[self.places]
 
@@ -181,5 +181,5 @@ def run_call(call: list[int]) -> None:
 
 @functools.lru_cache
 def bits_of_number(number: float) -> int:
-    """The bits of a float32 number, as kernels take it."""
+    """Returns the bits of a float32 number, the form in which kernels take it."""
     return int(np.float32(number).view(np.int32))

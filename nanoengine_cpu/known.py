@@ -12,8 +12,8 @@
         \"""
 
 Functions that the forward calls by their names follow it. Comments, docstrings, types and layout do
-not count; all else does. So a forward that was changed, overridden in a subclass or set on a module
-stays what it is.
+not count; everything else does. So `optimize` does not replace a forward that was changed,
+overridden in a subclass or set on a module.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""What the operating system and its libraries do for us: memory, threads, what the CPU can."""
+"""What the operating system and its libraries provide: memory, threads, features of the CPU."""
 
 import ctypes
 import functools
@@ -16,7 +16,7 @@ import torch
 
 
 def read_system(name: str) -> str:
-    """What Linux writes into a file of /proc; nothing on other systems."""
+    """Returns the text of a file of /proc on Linux, and an empty text on other systems."""
     with suppress(FileNotFoundError):
         return os.fsdecode(Path("/proc", name).read_bytes())
     return ""
@@ -56,8 +56,8 @@ def is_fork(process: int) -> bool:
 
 @functools.cache
 def inherits_numba(process: int) -> bool:
-    """Whether numba has started threads before the fork: it ends a fork that computes in threads.
-    The first call counts."""
+    """Whether numba had started threads before the fork; it ends a fork that then computes in
+    threads. The result of the first call is kept."""
     return is_fork(process) and numba.np.ufunc.parallel._is_initialized
 
 
@@ -65,8 +65,8 @@ def inherits_numba(process: int) -> bool:
 def can_compute(process: int) -> bool:
     """Whether the thread that went through a fork can compute in OpenMP's threads.
 
-    If it did so before the fork, OpenMP waits forever for threads that are missing here, and tells
-    nobody. So a fork of this fork tries it, and an alarm ends it after 5 seconds.
+    If it did so before the fork, OpenMP silently waits forever for threads that are missing here.
+    So a fork of this fork tries it, and an alarm ends it after 5 seconds.
     """
     # more than Python's: it has computed here
     if len(os.listdir("/proc/self/task")) > threading.active_count():
@@ -82,9 +82,9 @@ def can_compute(process: int) -> bool:
 
 
 def has_threads() -> bool:
-    """Whether this process has OpenMP's threads of the calling thread, if there are any."""
+    """Whether the OpenMP threads of the calling thread, if it has any, exist in this process."""
     process = os.getpid()
-    # threads that began after a fork miss nothing
+    # a thread that began after a fork has all its own
     is_main = threading.current_thread() is threading.main_thread()
     return not (is_main and is_fork(process)) or (
         torch.get_num_threads() > 1 and can_compute(process))
@@ -92,12 +92,13 @@ def has_threads() -> bool:
 
 def check_process(made_in: int | None = None) -> int:
     """Returns the number of this process. Raises RuntimeError in a fork in which PyTorch would hang
-    since its threads are missing: not if PyTorch computes in one thread, or had not computed.
+    because its threads are missing. It would not if it computes in one thread, or had not computed
+    before the fork.
 
-    made_in: the process that has made what is used now; it cannot be used in a fork of it
+    made_in: the process that made the caller's object, which cannot be used in a fork
     """
     process = os.getpid()
-    # also while PyTorch computes in one thread, since the first call counts
+    # also while PyTorch computes in one thread, since the result of the first call is kept
     inherits = inherits_numba(process)
     is_broken = torch.get_num_threads() > 1 and (inherits or not has_threads())
     if is_broken or made_in not in (None, process):
@@ -108,17 +109,17 @@ def check_process(made_in: int | None = None) -> int:
 
 # ---------------------------------------------------------------------------- threads
 
-# Libraries that are loaded from now on find torch's libgomp before any other. On ARM it has a name
-# of its own, and numba would otherwise load the system's, with other threads. There can be another
-# one by now: one that replaces torch's (LD_PRELOAD), or one of some other package.
+# Libraries that are loaded from now on find torch's libgomp before any other. On ARM its name
+# differs, and numba would otherwise load the system's, with other threads. Another one can already
+# be loaded: one that replaces torch's (LD_PRELOAD), or that of another package.
 files = set(re.findall(r"(?m)/.*/libgomp[-\w]*\.so[.\d]*$", read_system("self/maps")))
 ordered = sorted(files, key=lambda f: not f.startswith(str(Path(torch.__file__).resolve().parent)))
 LIBGOMPS = [ctypes.CDLL(file, ctypes.RTLD_GLOBAL) for file in ordered]
 
 
 def stack_size() -> int:
-    """The least stack that a thread of a kernel gets, in bytes: by `ulimit -s`, and by variables
-    that libgomp reads, "512", "512 K" or "1m"; without a unit, they are in KiB."""
+    """Returns the smallest stack that a kernel's thread can get, in bytes: from `ulimit -s` and
+    the variables that libgomp reads, "512", "512 K" or "1m"; without a unit, they are in KiB."""
     limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
     sizes = [limit] if limit > 0 else []
     for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
@@ -144,11 +145,11 @@ def limit_threads(*_: object) -> None:
 
 
 def end_threads() -> None:
-    """Ends the OpenMP threads that belong to the calling thread; its next product starts them anew.
+    """Ends the OpenMP threads that belong to the calling thread; its next product starts new ones.
 
-    Each thread that has ever computed keeps a team of its own. Once all teams together have more
-    threads than there are cores, libgomp's no longer spin while they wait: a small model took 40 %
-    longer where it was called in two threads in turn. Other OpenMPs are left alone.
+    Each thread that has computed keeps its own team. Once all teams together have more threads than
+    there are cores, libgomp's threads no longer spin while they wait: a small model took 40 %
+    longer when two threads called it by turns. Other versions of OpenMP are left alone.
     """
     # it would wait for threads that are missing
     if has_threads():

@@ -22,7 +22,7 @@ torch_modules.register_module_module_registration_hook(lambda *_: changes.update
 
 
 def optimize(model: nn.Module, has_attention: bool = True) -> bool:
-    """Gives modules that it knows a class of its own; all else that they have stays.
+    """Gives each module that it knows a faster class; everything else in the module stays.
 
         nn.Linear, or a class with its forward
         an MLP, see `GatedMLP`
@@ -30,9 +30,9 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
         a decoder, see `Layers`
 
     The last three are known by the code of their forward, which the docstrings show (known.py).
-    A module with other code keeps its own forward, and the linears in it are fast. If one attention
-    of a model does, all do, since they share a cache. The kernel of attention norms heads itself:
-    hooks of their norms do not run.
+    A module with other code keeps its forward, but its linears become fast. If one attention of a
+    model keeps its forward, all do, since they share a cache. The kernel of attention also norms
+    the heads: hooks of these norms do not run.
 
     Attributes that are set later take effect: `module.weight = …`, `module.down_proj = …`. Numbers
     that are written into a weight or a bias later do not.
@@ -125,7 +125,7 @@ def plainly(name: str) -> Any:
 
 class PackedLinear(nn.Linear):
     """Its weight is packed in the order in which `products.py` reads it. So a row has the same bits
-    whatever rows are beside it. What the kernel does not support is left to PyTorch.
+    whatever rows are beside it. PyTorch computes what the kernel does not support.
 
     weight: a copy, in the order of nn.Linear
     halves: 2 if the first half of the outputs are gates, the second one ups; a packed weight then
@@ -149,7 +149,7 @@ class PackedLinear(nn.Linear):
     def pack(self: Any) -> None:
         """Packs the weight; where there is no kernel for it, it warns."""
         weight = self.weight
-        # a part of a model can have another weight than it was made with
+        # a module can have another weight than the one it was made with
         self.out_features, self.in_features = weight.shape
         try:
             packed, self.packed_bias = products.pack(weight, self.bias, self.halves)
@@ -161,7 +161,7 @@ class PackedLinear(nn.Linear):
         self.padding = packed.shape[1] * 4 // packed.itemsize - self.in_features
 
     def takes(self: Any, x: Tensor) -> bool:
-        """Whether the kernel computes the product: as PyTorch would, but for the last bits."""
+        """Whether the kernel computes the product, which equals PyTorch's up to the last bits."""
         packed = self._parameters["weight"]
         has_gradient = x.requires_grad or packed.requires_grad or (
             self.bias is not None and self.bias.requires_grad)
@@ -224,7 +224,7 @@ class PagedAttention(nn.Module):
 
     It has `head_dim`, `window` (how many keys a query sees; None: all) and its part of the `cache`.
     `q_norm` and `k_norm` are RMSNorms with one eps, or nn.Identity. It can have a `soft_cap` and
-    `sinks`, see `paged_attention`, if its `backend` heeds them, too. In place of:
+    `sinks`, see `paged_attention`, if its `backend` uses them as well. In place of:
 
         def forward(self, x, angles, step, rows):
             qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
@@ -245,7 +245,7 @@ class PagedAttention(nn.Module):
 
     @cached_property
     def head_norms(self: Any) -> tuple[Tensor, float]:
-        """Weights and eps. They are kept, since calls have the address."""
+        """Returns weights and eps. They are kept, because calls contain the address."""
         ones = torch.ones(self.head_dim, dtype=torch.float32, device="cpu")
         weights = [getattr(norm, "weight", ones).float() for norm in (self.q_norm, self.k_norm)]
         return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)
@@ -262,7 +262,7 @@ class PagedAttention(nn.Module):
         """x: (T, hidden_size); angles: of the T positions, see `paged_attention`
 
         step: has tensors with the names of the last four arguments of `step_numbers`
-        rows: those of which an output is wanted
+        rows: those that need an output
         """
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         attended = attention.paged_attention(
@@ -284,18 +284,18 @@ def tensors_of(step: Any) -> tuple[Tensor, ...]:
 
 # ------------------------------------------------------------------------- all layers in two calls
 
-# What a program gets in each run: how many rows; where the hidden states lie, and what is computed
-# from them; and what attention needs of the step.
+# The arguments of a program in each run: the number of rows; the addresses of the hidden states and
+# of the results that are computed from them; and the numbers of the step for attention.
 ROWS, X, MIDDLE, ACTIVATED, QKV, ATTENDED, *OF_STEP = range(-1, -15, -1)
 
 
 class Layers(nn.Module):
-    """Runs all layers of a decoder as two programs: up to the last attention, and what follows it,
-    for the rows that need an output.
+    """Runs all layers of a decoder as two programs: one up to the last attention, and one for the
+    rest, for the rows that need an output.
 
-    Python would take up to a fifth of the time of a decode to call kernel after kernel. A program
-    has the addresses of weights and caches, and is made anew when they change. If a module has
-    hooks, or is of an unknown kind, the layers are called one by one, as before. In place of:
+    If Python called each kernel, that would take up to a fifth of the time of a decode. A program
+    contains the addresses of weights and caches, and is made again when they change. If a module
+    has hooks, or is of an unknown kind, the layers are called one by one, as before. In place of:
 
         def forward(self, token_ids, step):
             x = self.embed_tokens(token_ids)
@@ -308,7 +308,7 @@ class Layers(nn.Module):
 
     def forward(self: Any, token_ids: Tensor, step: Any) -> Tensor:
         """From (T,) token ids to (rows, hidden_size), of the rows `step.logits_indices`."""
-        # a copy of a decoder needs programs of its own
+        # a copy of a decoder needs its own programs
         if getattr(self, "version", None) != (changes["all"], id(self)):
             self.make_programs()
         if not self.programs or any(self.hooks):

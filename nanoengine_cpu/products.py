@@ -9,7 +9,7 @@
                         sums    rows x outputs, which begin with the bias
                         for each word of the slice:
                             sums += rows times weight
-                            ask for a share of the next slice, unless the rows are few
+                            prefetch a share of the next slice, unless the rows are few
                         out     after the last slice: the sums, or SwiGLU
 
                                    outputs of a block    words of a slice    rows at a time
@@ -17,7 +17,7 @@
     on registers of AVX-512        64                    128                 6
     on registers of AVX2           16                    512                 4
 
-Rows are read from far away once, the weight once for each part. A part, at most 1 MiB, stays in the
+Rows are read from memory once, the weight once for each part. A part, at most 1 MiB, stays in the
 caches while the blocks go by. The weight of a slice, 32 KiB, stays in the first one while the rows
 go by.
 
@@ -28,7 +28,7 @@ line of a block is a word of each of its outputs. In bfloat16, with 32 outputs:
     w0[2:4] w1[2:4] … w31[2:4]        …
 
 Each sum goes over the inputs in one order, so that a row has the same bits whatever rows are beside
-it. What comes before or after a product is part of it: RMSNorm (Zhang & Sennrich, 2019,
+it. A product includes the operations before and after it: RMSNorm (Zhang & Sennrich, 2019,
 arXiv:1910.07467), SwiGLU (Shazeer, 2020, arXiv:2002.05202), which is SiLU(gate) * up, and the sum
 with a residual.
 """
@@ -95,13 +95,13 @@ def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tens
     if bias is None:
         bias = torch.zeros(halves * outputs, dtype=torch.float32, device="cpu")
     padded = F.pad(bias.float().unflatten(0, (halves, -1)), (0, more[-1])).flatten()
-    # fewer pages: the CPU keeps more of their addresses at hand
+    # with fewer pages, the CPU caches more of their addresses
     packed = in_huge_pages(lines.nbytes).view(torch.int32).view(lines.shape).copy_(lines)
     return packed.view(weight.dtype), padded
 
 
 def unpack(packed: Tensor, outputs: int, inputs: int, halves: int) -> Tensor:
-    """The weight, (outputs, inputs), that was packed: a copy."""
+    """Returns a copy of the weight that was packed, (outputs, inputs)."""
     lines = packed.unflatten(2, (BLOCKS[packed.dtype], -1)).transpose(1, 2)
     padded = lines.flatten(2).flatten(0, 1).unflatten(0, (halves, -1))
     return padded[:, :outputs // halves, :inputs].flatten(0, 1)
@@ -119,7 +119,7 @@ def add_slice(rows, line, below, weight, piece):
     """Adds products of 32 rows with a slice of the weight, on tiles.
 
     piece: (place, depth, ahead, asked): where the slice begins, and how deep it is, in words; where
-        words lie that are needed later, and for how many of them each word of depth asks
+        words lie that are needed later, and how many of them each word of depth prefetches
     """
     place, depth, ahead, asked = piece
     for k in range(0, depth, LANES):
@@ -153,7 +153,7 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
 @inlined()
 def silu(x, out):
     """x / (1 + e^-x) of 16 numbers, as exact as the numbers of `out` need it."""
-    # e^87 is near the largest float32; what is further below gives about 0, too
+    # e^87 is near the largest float32; smaller numbers than -87 also give about 0
     least = fill(np.float32(-87))
     x = where_less(x, least, least, x)
     return x / (fill(np.float32(1)) + exp2(x * fill(np.float32(-np.log2(np.e))), out))
@@ -193,7 +193,7 @@ def product(dtype: torch.dtype) -> Callable:
     """kernel(norm, weight, bias, words, outputs, halves, eps_bits, x, residual, out, rows)
 
     out = RMSNorm of x times weight + bias + residual. With two halves, the product becomes SwiGLU
-    before the last sum: its first half are gates, the second one ups. Arrays are addresses, of
+    before the last sum: its first half are gates, its second half ups. Arrays are addresses, of
     numbers of `dtype` or words of them:
 
         norm: (inputs,) of `dtype`, the weight of the norm; 0 for no norm

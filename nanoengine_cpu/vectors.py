@@ -3,10 +3,10 @@
     x = load(numbers, 32)                       numbers[32:48], of an array of 32-bit words
     store(numbers, 0, x * x + fill(one))        numbers[0:16] = x * x + one
 
-numba has no vectors of its own, and where a sum must have one order, LLVM may not vectorise its
-loop. So each operation here is written in LLVM's own language, and LLVM fits it to the CPU: a
-vector is one register of AVX-512, two of AVX2, four of SSE. Which instructions there are follows
-the CPU that numba compiles for.
+numba has no vectors, and LLVM may not vectorise the loop of a sum that must keep its order. So each
+operation here is written in LLVM's own language, and LLVM fits it to the CPU: a vector is one
+register of AVX-512, two of AVX2, four of SSE. The CPU that numba compiles for decides which
+instructions exist.
 """
 
 import functools
@@ -22,20 +22,20 @@ from numba.extending import intrinsic, models, overload, register_model
 from numba.np.arrayobj import np_cfarray
 
 
-# the numbers that kernels know, and the integers that they take for them
+# the dtypes that kernels know, and the integers with the same bits
 DTYPES = {torch.float32: np.uint32, torch.bfloat16: np.uint16}
 LANES = 16
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
 
-# part of a kernel, and never called from Python; some read what need not exist
+# part of a kernel, and never called from Python; some read places that need not exist
 inlined = functools.partial(njit, forceinline=True, error_model="numpy", no_cpython_wrapper=True,
                             no_cfunc_wrapper=True, boundscheck=False)
 
 
 class Vector(types.Type):
-    """What numba calls the type of a vector."""
+    """The type of a vector in numba."""
 
 
 register_model(Vector)(lambda manager, kind: models.PrimitiveModel(manager, kind, FLOATS))
@@ -85,9 +85,9 @@ def same(kind, number):
 def array_at(context, place, shape, dtype):
     """A contiguous array at an address, or in `stack`.
 
-    Kernels are called with addresses: to make an array of a tensor takes longer than a small kernel
-    runs, all the more where a matrix product has just swept the caches. numba's own `carray` takes
-    longer to compile.
+    Kernels are called with addresses, because making an array from a tensor takes longer than a
+    small kernel runs, most of all after a matrix product has emptied the caches. numba's own
+    `carray` takes longer to compile.
     """
     kind = types.Array(dtype.dtype, getattr(shape, "count", 1), "C")
 
@@ -182,7 +182,7 @@ def store_part(row, first, size, numbers):
 def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
     """Copies rows of `vectors` vectors. A pitch is the distance between rows, in numbers.
 
-    For each constant that it is called with, numba compiles a variant, but not for np.int64(6).
+    numba compiles a variant for each constant argument, but not for np.int64(6).
     """
     for r in range(rows):
         for c in range(0, vectors * LANES, LANES):

@@ -23,7 +23,7 @@ def triton_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
 
 
 def has_triton(device: str, dtype: torch.dtype) -> bool:
-    """Whether nanoengine_gpu is there."""
+    """Whether nanoengine_gpu is installed."""
     return device == "cuda" and kernels(device).paged_attention is not None
 
 
@@ -40,7 +40,7 @@ def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
 
 
 def splits_of(query: Tensor, keys: Tensor, window: int | None, step: StepInputs) -> dict[str, Any]:
-    """Returns the option that keeps the keys of a sequence in one piece, where they have to be.
+    """Returns the option that keeps the keys of a sequence in one piece, where that is necessary.
 
     torch 2.13 splits the keys of several sequences, and then loses all results but the first,
     except where the heads of a group share a decode (pytorch/pytorch#194167). 2.12 has no such

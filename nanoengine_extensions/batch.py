@@ -50,7 +50,7 @@ class Line:
     def read(self, line: bytes, llm: LLM, finds_calls: bool = False) -> None:
         """Raises ValueError for anything but a request, and for unsupported options.
 
-        finds_calls: whether calls of tools are looked for in the answer.
+        finds_calls: whether to look for tool calls in the answer.
         """
         row = openai.object_of(line)
         self.custom_id = row.pop("custom_id", None)
@@ -78,7 +78,7 @@ class Line:
 
 
 def hash_of(number: int, line: bytes, model: str) -> int:
-    """Returns what a request must have in common with its result, 0 for a blank line.
+    """Returns the hash that a request shares with its result; 0 for a blank line.
 
     A byte order mark and the characters at the end of the line do not count.
     """
@@ -89,8 +89,8 @@ def hash_of(number: int, line: bytes, model: str) -> int:
 def drop_finished(hashes: array, source: Path, results: Path) -> tuple[int, int]:
     """Sets the hashes of the lines that have a result to 0, and removes an incomplete last result.
 
-    Returns the number of results, and how many of them are errors. Exits if a result is not that of
-    its line.
+    Returns the number of results, and how many of them are errors. Exits if a result does not
+    belong to its line.
     """
     num_finished = 0
     num_errors = 0
@@ -141,8 +141,8 @@ class Job:
     """Keeps the engine full until all lines are done.
 
     lines: the lines to do, from `unfinished`. results: an unbuffered file for the results.
-    finds_calls: of tools in answers.
-    active: the requests in the engine, each with the engine's own, by request_id.
+    finds_calls: whether to look for tool calls in answers.
+    active: the lines in the engine, each with the engine's request, by request_id.
     """
 
     llm: LLM

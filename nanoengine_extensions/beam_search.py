@@ -39,7 +39,7 @@ class BeamSearchParams:
 
     beam_width: how many beams are kept, and returned.
     max_tokens: the most tokens to generate.
-    ignore_eos: go on after EOS.
+    ignore_eos: continue after EOS.
     temperature: divides the logits; 0 leaves them as they are. No token is drawn at random.
     length_penalty: the score of a finished beam is its summed log-probability divided by its
         number of generated tokens to this power, -40 to 40; larger values favour longer beams.
@@ -182,7 +182,7 @@ class BeamSearch(Request):
         seq.kept["temperature"] = params.temperature
         # the summed log-probability of each beam; at the end, of the last beams
         self.scores = {seq: 0.0}
-        # beams have no text of their own
+        # beams have no texts
         seq.kept.pop("text", None)
         # the log-probabilities of the next tokens of paused beams
         self.found: dict[Sequence, dict[int, Any]] = {}

@@ -1,4 +1,4 @@
-"""`python -m nanoengine bench`: starts bench.py, which lies beside the packages, like the lab."""
+"""`python -m nanoengine bench`: starts bench.py, which is next to the packages, like the lab."""
 
 import runpy
 import sys

@@ -1,8 +1,8 @@
 """Turns conversations into prompts, by the tokenizer's chat template, for `LLM.chat`.
 
-Templates differ in the form of a message that they expect: contents as texts or as lists of parts,
-arguments of tool calls as objects or as texts of JSON. `uses` finds in the syntax tree of a
-template what it does with a field.
+Templates expect messages in different forms: contents as texts or as lists of parts, arguments of
+tool calls as objects or as texts of JSON. `uses` looks at the syntax tree of a template, and finds
+how it uses a field.
 """
 
 import json
@@ -46,7 +46,7 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     messages: the content of each is a text, or a list of texts and {"type": "text", "text": …},
         which are joined by newlines, unless the template loops over the parts itself. Arguments of
         tool calls are objects, or texts of JSON. Other fields reach the template as they are.
-    chat_template: in place of the tokenizer's own.
+    chat_template: the template to use instead of the tokenizer's own.
     add_generation_prompt: let the assistant begin its answer; by default True.
     continue_final_message: leave the last message open, so that the model continues it; by
         default False, and True needs add_generation_prompt=False.
@@ -202,7 +202,7 @@ def missing_content(template: str) -> dict[str, Any]:
     Some templates write a call only if the content is None, or is not defined; others would print
     "None". A template cannot tell None from an empty text by `if message.content`.
     """
-    # the first message, as a rule of the system, is often tested for itself
+    # templates often test the first message, usually the system's, separately
     found = uses(template, "content", but_first=True)
     is_shown = {"for", "| tojson"} & found
     if "is none" in found or ("is string" in found and not is_shown):
@@ -251,7 +251,7 @@ def form_of_arguments(template: str) -> str:
     return "text" if as_text & found and not as_object & found else "object"
 
 
-# filters after which a value is another one
+# filters that change a value
 CONVERTING = {"tojson", "string", "items", "dictsort", "length", "count"}
 
 

@@ -203,7 +203,7 @@ def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list
 def bytes_of(piece: str, text: str) -> bytes:
     """Returns the bytes of a token that has a part of a character, from its name in the vocabulary.
 
-    text: what it decodes to, with a replacement letter; it is used if the name stands for no bytes.
+    text: its decoded text, with a replacement character; used if the name stands for no bytes.
     """
     # byte fallback
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):

@@ -10,8 +10,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-# of a cgroup: its limit, what its processes use, and which part of this is a cache of files. The
-# kernel takes this part back before it kills. Versions 2 and 1
+# files of a cgroup, in versions 2 and 1: its limit, the memory that its processes use, and the part
+# of this that caches files, which the kernel takes back before it kills a process
 FILES = (("memory.max", "memory.current", "inactive_file"),
          ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
 # the cgroups of a process, and where their files are: see proc_pid_cgroup(5), …_mountinfo(5)
@@ -26,7 +26,7 @@ def free_memory(host: int, root: Path = Path("/")) -> int:
     """
     groups = dict(find(CGROUP, root / "proc/self/cgroup"))
     for top, point, version in find(MOUNT, root / "proc/self/mountinfo"):
-        # a container can see a part of all cgroups, from `top` on
+        # a container may see only the cgroups below `top`
         own = groups.get("" if version else "memory", top).removeprefix(top)
         folder = root / point[1:] / own.strip("/")
         # with the cgroups around it; the folders further out have no such files

@@ -1,6 +1,6 @@
 """Random weights, for benchmarks with nothing to download: `load_format="dummy"`.
 
-It plugs into `loader.load_model`, in place of the files of a checkpoint.
+It plugs into `loader.load_model`, and replaces the files of a checkpoint.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Why a model cannot be run, in one sentence: what was found, and what to do instead.
 
-`loader.py` asks before it reads a model. The engine would refuse all of this, too, but later, and
-in the words of the library that fails. To support one of these kinds, remove its row.
+`loader.py` asks before it reads a model. Without this file, the engine refuses these models later,
+with the error of the library that fails. To support one of these kinds, remove its row.
 """
 
 import json
@@ -91,7 +91,7 @@ def has_several_ropes(config: Config) -> bool:
     return isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
 
 
-# of another family than those of the engine
+# families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "has no architectures in its config.json",
      'completed there, for example by "architectures": ["LlamaForCausalLM"]'),
@@ -120,7 +120,7 @@ OWN: tuple[Kind, ...] = (
 
 
 def check_file(name: str, path: Path) -> None:
-    """Raises ValueError if a path is that of a file. name: of the argument."""
+    """Raises ValueError if a path leads to a file. name: of the argument."""
     if path.is_file():
         with path.open("rb") as opened:
             is_gguf = opened.read(4) == b"GGUF"

@@ -2,7 +2,7 @@
 
 An observer: `drawn` finds them for the rows of a step, and `output` reads them. For a prompt,
 `scheduled` adds rows to a batch, as if they were sampled, for a sequence that has already ended, so
-that what is drawn for them is dropped.
+that their tokens are dropped.
 
 Each is read once, for the first output that has it. A later output copies the list.
 """
@@ -45,7 +45,7 @@ class RowLogprobs:
     """The log-probabilities of a row: of its drawn or scored token, then of the likeliest ones.
 
     entries: (1 + count, 3) float64: token id, log-probability, rank; on their way to the host.
-    token_ids: those of its sequence.
+    token_ids: the tokens of its sequence.
     position, start: the place of this token, and of the first one of its prompt or output.
     """
 
@@ -77,7 +77,7 @@ def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
     The token that completes a character has all of it, and the tokens that began it have none. So
     the texts of all tokens, joined, are the whole text.
 
-    before: the tokens before it, or those of them that have no text yet.
+    before: the tokens before it, or only the last of them, which have no text yet.
     """
     begun = begun_in(before, tokenizer)
     text = tokenizer.decode([*begun, token_id], skip_special_tokens=False)
@@ -103,8 +103,8 @@ def begun_in(token_ids: list[int], tokenizer: Any) -> list[int]:
 def is_half(text: str, token_ids: list[int], tokenizer: Any) -> bool:
     """Returns whether the text of some tokens ends within a character.
 
-    A decoder writes U+FFFD for the part that is there. A model can write U+FFFD itself: then the
-    names of its tokens spell it.
+    A decoder writes U+FFFD for an incomplete character. A model can also write U+FFFD itself: then
+    the names of its tokens spell it.
     """
     if not text.endswith("\ufffd"):
         return False
@@ -113,15 +113,16 @@ def is_half(text: str, token_ids: list[int], tokenizer: Any) -> bool:
 
 
 class Logprobs(Feature):
-    """The log-probabilities of all requests that ask for any. It keeps of a sequence:
+    """The log-probabilities of all requests that ask for any. For each sequence it keeps:
 
-    logprobs: those that were found, by position; to be read once their step is over.
+    logprobs: those that were found, by position; they can be read once their step is over.
     output_logprobs, prompt_logprobs: those that outputs have had so far.
-    cumulative_logprob: the sum of the former.
-    temperature: of the logits of a beam. Only beams have one, as only they are chosen by
+    cumulative_logprob: the sum of output_logprobs.
+    temperature: of the logits of a beam. Only beams have one, since only they are chosen by
         log-probability.
     scorer: a sequence that stands for the prompt in the rows that score its tokens.
-    tokens: those that a scorer, or a copy with guesses, stands for. is_scorer: of a scorer.
+    tokens: for a scorer, or a copy with guesses: the tokens of the sequence that it stands for.
+    is_scorer: whether it is a scorer.
     """
 
     def __init__(self) -> None:

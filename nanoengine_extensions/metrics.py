@@ -189,7 +189,7 @@ class Metrics(Feature):
             record.tokens = step.tokens.tolist()
             record.metrics = self.gauges()
         self.trace += records
-        # others were broken off
+        # the other steps were interrupted
         self.records = [each for each in self.records[-1:] if each not in records]
 
     def output(self, seqs: list[Sequence], output: RequestOutput) -> None:

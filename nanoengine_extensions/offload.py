@@ -2,12 +2,12 @@
 
 The weights of such a layer cross to the GPU before it computes, into one of two buffers that these
 layers use in turn. One layer computes from one buffer while the weights of the next are copied into
-the other, on a stream of their own (ZeRO-Inference; Aminabadi et al., 2022, arXiv:2207.00032):
+the other, on a separate stream (ZeRO-Inference; Aminabadi et al., 2022, arXiv:2207.00032):
 
     side stream   │ weights of 1 │ weights of 3 │ weights of 5 │
     main stream   │ layer 0 ─────│ layers 1, 2 ─│ layers 3, 4 ─│ layer 5
 
-The parameters of a layer are views of its buffer, so that the layer knows nothing of this, and CUDA
+The parameters of a layer are views of its buffer, so the layer knows nothing about this, and CUDA
 graphs capture the copies like everything else. `ModelRunner.load_model` calls `load_offloaded`.
 """
 
@@ -50,7 +50,7 @@ def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Lets a GPU copy from this host memory while the host goes on; returns the tensor.
+    """Lets a GPU copy from this host memory while the host continues; returns the tensor.
 
     `Tensor.pin_memory` would round its size up to a power of two.
     """

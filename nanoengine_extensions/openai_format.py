@@ -36,7 +36,7 @@ IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cac
 NEUTRAL: dict[str, Any] = {
     "best_of": 1, "echo": False, "modalities": ["text"], "priority": 0, "tool_choice": "none",
     "use_beam_search": False}
-# a token, and what is known of it: nothing of the first token of a prompt
+# a token and its log-probabilities; the first token of a prompt has none
 Tokens = list[tuple[int, dict[int, Any] | None]]
 
 
@@ -46,7 +46,7 @@ class Body:
 
     url: CHAT or COMPLETION. name: ends the id of the answer.
     echoes: the answer begins with the prompt. is_echo: it is the prompt alone.
-    tokenizer: for the text of an echo. edit: what becomes of the choices, as a tool's calls.
+    tokenizer: for the text of an echo. edit: changes the choices: see tool_calls.py.
     """
 
     url: str
@@ -125,7 +125,7 @@ class Body:
     def response(self, outputs: list[RequestOutput], model: str) -> dict[str, Any]:
         """Returns the whole answer to one prompt or several.
 
-        Raises RuntimeError for a completion that could not go on.
+        Raises RuntimeError for a completion that could not continue.
         """
         choices = []
         for output, completion in pairs_of(sorted(outputs, key=lambda each: each.index)):

@@ -129,7 +129,7 @@ VICTIMS |= {
     "least-recently-run": LeastRecentlyRun,
     # equal in every run with the same seeds
     "random": highest(lambda seq: hash((seq.seed, seq.num_tokens)))}
-# all that a sequence can ever have, so that it is not preempted; or all that any sequence can have
+# the most tokens that this sequence can have, so that it is never preempted; or that any can have
 KV_ALLOCATION |= {
     "reserve": lambda seq, max_model_len: seq.max_num_tokens,
     "max-length": lambda seq, max_model_len: max_model_len}

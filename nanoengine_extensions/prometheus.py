@@ -36,7 +36,7 @@ BUCKETS = {
 class Times(Feature):
     """How many completions took how long, since the start: histograms for `as_text`.
 
-    What ends early, because its client leaves or by an error, has no whole time.
+    A completion that ends early, since its client leaves or by an error, has no whole time.
 
     counts: of the values in each bucket, the last of which has no end. sums: of the values, in
     seconds.

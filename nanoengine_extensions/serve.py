@@ -4,18 +4,18 @@
 
 It uses Starlette and uvicorn, which are small, well maintained and common. FastAPI would add checks
 of the parameters, which `SamplingParams` makes already. openai_format.py knows the format. The name
-of the model is ignored. `/health` answers, and `/metrics` counts, without a key. Errors have
-OpenAI's error object, and a status:
+of the model is ignored. `/health` and `/metrics` need no key. Errors have OpenAI's error object,
+and a status:
 
     400  for bad input or an unsupported parameter, which `param` names
     401  for a call without the key of --api-key
     413  for a body of more than --max-body bytes
     429  for more completions at once than `max_num_seqs` and --max-waiting together
-    500  if the engine cannot go on, for example for lack of memory
+    500  if the engine cannot continue, for example when it is out of memory
     503  if the server ends and the call is not done after --graceful-timeout
     504  if a call takes longer than --timeout; a header asks clients not to repeat it
 
-In a stream that has begun, an error is the last event, in place of [DONE]. A client that leaves
+In a stream that has begun, an error is the last event, instead of [DONE]. A client that leaves
 frees its requests at once. For a client that does not read, only the newest texts are kept.
 
 With --tool-call-parser, calls of tools in an answer become `tool_calls`: see tool_calls.py.
@@ -141,7 +141,7 @@ class Server:
         """
         late = HTTPException(504, "the time limit is over", {"x-should-retry": "false"})
         call = asynchronous.Call(self.engine, lambda: self.add(body), not body.streams)
-        # the body was read: the next message is that the client has left; the error goes nowhere
+        # the body was read, so the next message says that the client has left; it gets no answer
         left = asyncio.ensure_future(http.receive())
         ended = asyncio.ensure_future(asyncio.wait([left], timeout=self.flags.timeout))
         ended.add_done_callback(lambda _: call.end(late))
@@ -203,7 +203,7 @@ class News:
 
 
 class Stream(StreamingResponse):
-    """Sends in the task of the call, so that a cancelled one can say so in its last event."""
+    """Sends in the task of the call, so that a cancelled call can report this in its last event."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         # cancelled while the client does not read
@@ -212,7 +212,7 @@ class Stream(StreamingResponse):
 
 
 def refused(http: Request, answer: Response) -> Response:
-    """Answers before the body has come, but ends after it: many clients read nothing earlier."""
+    """Answers before the body has come, but ends after it: many clients do not read earlier."""
     async def parts() -> AsyncIterator[bytes]:
         yield bytes(answer.body)
         while (await http.receive()).get("more_body"):

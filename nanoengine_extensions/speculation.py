@@ -91,7 +91,7 @@ class StepCosts(dict[int, float]):
 
 
 class PromptLookup:
-    """Guesses that a text goes on as the latest text did after the same eight or fewer tokens
+    """Guesses that a text continues as the latest text did after the same eight or fewer tokens
     (prompt lookup decoding: Saxena, 2023). That text is the sequence itself, or any other, even one
     that has ended. Each token is indexed once, when its sequence is looked at.
 
@@ -108,7 +108,7 @@ class PromptLookup:
 
     def __call__(self, seq: Sequence) -> Any:
         text = seq.token_ids
-        # most of them have ended; the others are indexed anew
+        # most of them have ended; the others are indexed again
         if len(self.indexed) > 2000:
             self.indexed.clear()
         for place in range(self.indexed.get(seq, 1), len(text)):
@@ -121,7 +121,7 @@ class PromptLookup:
         end = next((end for end in ends if end in self.seen), ())
         self.kind = len(end)
         found, place = self.seen.get(end, ([], 0))
-        # a repetition goes on for ever
+        # a repetition never ends
         return cycle(found[place:place + 32])
 
 
@@ -212,7 +212,7 @@ class Speculation:
         after_guesses = iter(tokens[num_rows:])
         for row, (_, seq, _) in enumerate(batch.sampled):
             drawn = [tokens[row], *islice(after_guesses, len(guesses.get(seq, ())))]
-            # also compares, for nothing, the first guess that was not computed
+            # also compares, at no cost, the first guess that was not computed
             guess, kind, odds = asked.get(seq, ((), "", {}))
             are_right = [*map(eq, guess, drawn)]
             num_right = [*are_right, False].index(False)
@@ -231,9 +231,9 @@ class Speculation:
         often recent guesses of each kind were right. A guess is the text that a grammar forces, or
         else what the policy guesses and a grammar permits.
 
-        Forced text that was wrong of late gives way to the policy. If all kinds were wrong, no
-        guess is made, except in every eighth step. An error of the policy becomes that of the
-        sequence.
+        If forced text was wrong recently, the policy guesses instead. If all kinds were wrong, no
+        guess is made, except in every eighth step. An error of the policy becomes the
+        sequence's.
         """
         self.odds = {row.seq: self.odds.get(row.seq, {}) for row in batch.sampled}
         asked: dict[Sequence, Any] = {}

@@ -100,7 +100,7 @@ OWN_RULES: dict[str, Any] = {
     "EngineConfig": {"seed": Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)]},
     "BeamSearchParams": {"max_tokens": Count}}
 
-# what concerns several options, as in `features.check`
+# conditions on several options, as in `features.check`
 CONDITIONS: dict[str, list[Condition]] = {
     "EngineConfig": [
         # an empty path would be the current folder
@@ -141,8 +141,8 @@ def values_of(options: Any) -> dict[str, Any]:
 
 def checked_options(kind: Any) -> Any:
     """Decorates a dataclass: unknown and missing keywords are ValueErrors, which name the nearest
-    known one. Types are checked before `__post_init__`, and shorthands turned into what they stand
-    for. What is assigned later is checked like an argument."""
+    known one. Types are checked, and shorthands written out, before `__post_init__`. A value
+    that is assigned later is checked like an argument."""
     known = [each.name for each in fields(kind)]
     needed = [each.name for each in fields(kind) if each.default is each.default_factory is MISSING]
     complete = {*known}
@@ -248,7 +248,7 @@ def message_of(error: Exception, message: str) -> str:
     comes from a signal handler: then it is not about the user's input."""
     if is_from_signal(error):
         raise error
-    # that of PyTorch on a CPU has no class of its own
+    # PyTorch's error on a CPU has no separate class
     if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
             or isinstance(error, RuntimeError) and "can't allocate memory" in message):
         message = (message.removesuffix(".") +

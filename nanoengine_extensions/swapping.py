@@ -3,7 +3,7 @@
 When the sequence comes back, it takes full blocks that the prefix cache still has; only the others
 are copied back (PagedAttention: Kwon et al., 2023, arXiv:2309.06180).
 
-The engine makes a `SwappingBlockManager` in place of its `BlockManager`. `preempt` and `allocate`
+The engine makes a `SwappingBlockManager` instead of a `BlockManager`. `preempt` and `allocate`
 note the copies in `Batch.copies`, and the runner makes them, between its blocks and `host_pool`.
 """
 
@@ -35,7 +35,7 @@ def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
     count = int(num_bytes // blocks[0].nbytes)
     pool = torch.empty((count, *blocks.shape[1:]), dtype=blocks.dtype, device="cpu")
     if blocks.device.type == "cuda" and count:
-        # a GPU can then copy while the host goes on; `pin_memory` would round the size up
+        # a GPU can then copy while the host continues; `pin_memory` would round the size up
         cuda: Any = torch.cuda.cudart()
         torch.cuda.check_error(cuda.cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
         weakref.finalize(pool, cuda.cudaHostUnregister, pool.data_ptr())

@@ -275,7 +275,7 @@ class Ranks(Group, AbstractContextManager):
             self.check(timeout=0.1)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """If a rank has died, a RuntimeError that names it takes the place of any other error.
+        """If a rank has died, a RuntimeError that names it replaces any other error.
         Errors that could be the consequence of its end can come a little earlier."""
         if error:
             # never destroyed: the destructor would wait for an operation that Gloo has lost

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def converse(llm: LLM, params: SamplingParams) -> None:
-    """Answers each line of standard input, with what was said before. Ctrl-C ends only the answer.
+    """Answers each line of standard input, in one conversation. Ctrl-C ends only the answer.
 
     Raises ValueError if the model has no chat template.
     """

@@ -116,8 +116,8 @@ class Text:
     def _is_half(self, text: str) -> bool:
         """Returns whether the text of the newest tokens ends in the middle of a character.
 
-        A decoder writes U+FFFD for the part that is there. A model can write U+FFFD itself: then
-        the names of its tokens spell it.
+        A decoder writes U+FFFD for an incomplete character. A model can also write U+FFFD itself:
+        then the names of its tokens spell it.
         """
         if not text.endswith("\ufffd"):
             return False

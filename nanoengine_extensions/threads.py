@@ -1,8 +1,8 @@
-"""Ends threads of OpenMP that wait for nothing, since they would slow down others.
+"""Ends idle OpenMP threads, since they would slow down others.
 
-An observer of steps. Each thread that calls the engine has computing threads of its own, which spin
-for a while when a step is over. They disturb the steps of other callers, and whatever a program
-does after a call.
+An observer of steps. Each thread that calls the engine has its own computing threads, which spin
+for a while after a step. They slow down the steps of other callers, and whatever a program does
+after a call.
 """
 
 import threading

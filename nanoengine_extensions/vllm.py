@@ -3,8 +3,8 @@
     from nanoengine_extensions.vllm import LLM, SamplingParams
 
 nanoengine's own `LLM` uses vLLM's names for the same features. This file adds the rest: keywords
-that have no effect here, names of types, and subclasses with what else `SamplingParams` and `LLM`
-have. The engine does not know these subclasses. Outputs are nanoengine's own.
+that have no effect here, names of types, and subclasses with the rest of `SamplingParams` and
+`LLM`. The engine does not know these subclasses. Outputs are nanoengine's own.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ OFF = {*"""additional_config config_format convert data_parallel_size disable_ad
     enable_prompt_embeds generation_config hf_overrides kv_cache_dtype kv_cache_memory_bytes
     logprobs_mode lora_request pipeline_parallel_size reasoning_parser runner
     speculative_config task tokenization_kwargs tokenizer_mode whitespace_pattern""".split()}
-# what nanoengine itself has in place of others, also of names of transformers, llama.cpp and OpenAI
+# nanoengine's names for keywords of vLLM, transformers, llama.cpp and OpenAI
 INSTEAD = {"guided_choice": "structured_outputs", "guided_decoding": "structured_outputs",
            "guided_grammar": "structured_outputs", "guided_json": "structured_outputs",
            "guided_regex": "structured_outputs", "num_gpu_blocks_override": "num_kv_blocks",
@@ -119,7 +119,7 @@ class LLM(nanoengine.LLM):
         super().__init__(model, **without(options))
         if options.get("generation_config") == "vllm":
             self.inputs.default_params = nanoengine.SamplingParams()
-        # the names of the file, of which one differs
+        # the file's names; one of them differs
         changes = {"max_tokens" if name == "max_new_tokens" else name: value
                    for name, value in (override_generation_config or {}).items()}
         self.inputs.default_params = replace(self.inputs.default_params, **changes)

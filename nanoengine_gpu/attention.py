@@ -4,7 +4,7 @@ The kernel is FlashAttention-2 (Dao, 2023, arXiv:2307.08691) over PagedAttention
 (Kwon et al., 2023, arXiv:2309.06180):
 
     a tile     some queries of one sequence, and all heads of a group, so that these read each key
-               once. A decode has one query: its tile has the heads of the group alone
+               once. A decode has one query: its tile has only the heads of the group
     its keys   come in groups of KEYS. The softmax is online: it keeps the largest score so far, the
                sum of weights, and the weighted sum of values, and scales them when a larger score
                comes (Milakov & Gimelshein, 2018, arXiv:1805.02867)
@@ -51,7 +51,7 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
     # the interpreter multiplies the bits of bfloat16 as if they were integers
     factor: tl.constexpr = tl.float32 if IS_INTERPRETED else dtype
 
-    # 1. The sequence of this tile: the last one whose first tile is not behind it.
+    # 1. The sequence of this tile: the last one whose first tile does not come after it.
     tile = tl.program_id(0)
     seq = -1
     for begin in range(0, num_seqs, 256):
@@ -94,7 +94,7 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
         blocks = tl.load(table + places_of_keys // BLOCK_SIZE, is_key, 0)
         slots = blocks.to(tl.int64) * BLOCK_SIZE + places_of_keys % BLOCK_SIZE
         numbers = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + columns[None, :]
-        # what is not read is 0: a weight of 0 would not stop another sequence's NaN
+        # values that are not read are 0: a weight of 0 would not stop another sequence's NaN
         is_number = is_key[:, None] & (columns < HEAD_DIM)[None, :]
         k = tl.load(keys + numbers, is_number, 0.0)
         scores = tl.dot(q.to(factor), k.to(factor).T, input_precision="ieee") * scale
@@ -161,8 +161,8 @@ def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any)
     num_seqs = len(step.lengths)
     group = num_heads // kv_heads
     columns = triton.next_power_of_2(head_dim)
-    # Tiles of prompts are large: all of their rows share what is read. A step with decodes and
-    # prompts has smaller ones, since most rows of a decode's tile are empty.
+    # Tiles of prompts are large: all of their rows share the keys that are read. A step with
+    # decodes and prompts has smaller ones, since most rows of a decode's tile are empty.
     kind = 0 if step.longest_query == 1 else 1 if num_tokens * group < 128 * num_seqs else 2
     rows, keys, warps, stages = TILES[query.dtype == torch.float32, columns > 128][kind]
     # a group always fits

@@ -10,7 +10,7 @@ from nanoengine_gpu.norms import rms_norm, store_heads, swiglu
 
 
 def optimize(model: nn.Module, has_attention: bool = False) -> bool:
-    """Gives modules that it knows a forward of few kernels; all else that they have stays.
+    """Gives each module that it knows a forward of few kernels; everything else in it stays.
 
         nn.RMSNorm, with a weight and an eps, see `RMSNorm`
         an MLP, see `GatedMLP`
@@ -21,8 +21,8 @@ def optimize(model: nn.Module, has_attention: bool = False) -> bool:
     other code keeps its own forward. Each module is called as a module, so that hooks of any of
     them run; the head norms are the exception, since one kernel does their work with the rotation.
 
-    has_attention: without effect, as attention calls the `backend` of its module; a library whose
-        attention has a cache of its own asks for it
+    has_attention: has no effect, since attention calls the `backend` of its module; libraries whose
+        attention has its own cache need it
 
     Returns whether a row has the same bits whatever rows are beside it: False.
     """
@@ -43,7 +43,7 @@ def optimize(model: nn.Module, has_attention: bool = False) -> bool:
 
 
 def replace_forward(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Makes the module's class a subclass of its own, with the forward of `kind`."""
+    """Gives the module a subclass of its own class, with the forward of `kind`."""
     module.__class__ = type(type(module).__name__, (kind, type(module)), {})
 
 

@@ -51,7 +51,7 @@ def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
     """Returns a folder like that of any model, with an index of GGUF files: see gguf_files.py. It
     is deleted when Python ends.
 
-    path: a GGUF file, or a folder of one, which can also have config.json and a tokenizer.
+    path: a GGUF file, or a folder with one, which can also have config.json and a tokenizer.
     name: "model" or "tokenizer", the argument.
 
     Raises ValueError for a path without a model, and for a model that cannot be run.
@@ -96,12 +96,12 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     model's files, and if weights stay packed, two that allocate and fill them as such. For a model
     that transformers computes, arguments of `transformers_models.load`.
 
-    Raises ValueError for a model that is quantized in a way other than `quantization` says, or in
-    one that is not read.
+    Raises ValueError for a model that is quantized in another way than `quantization` says, or in
+    a way that cannot be read.
     """
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
-    # or that of weights which transformers dequantizes, if they are not rounded here
+    # or the entry of a model that transformers dequantizes, if it is not rounded here
     names = "quantization_config", "unpacked_config"
     found_entries = (getattr(runner.model_config, name, None) for name in names)
     entries: dict[str, Any] = next(filter(None, found_entries), {})

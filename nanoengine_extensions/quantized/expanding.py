@@ -1,4 +1,4 @@
-"""16 words of packed numbers become weights: in LLVM's language, for kernel.py.
+"""Turns 16 words of packed numbers into weights, in LLVM's language, for kernel.py.
 
 Numbers become floating point without a conversion: u is put into the mantissa of 1, which gives
 f = 1 + u / unit, and (u - zero) * scale = f * (unit * scale) - (unit + zero) * scale. Scales have

@@ -1,4 +1,4 @@
-"""What the numbers of quantized weights stand for: whole numbers, scales and zeros.
+"""The meaning of the numbers of quantized weights: whole numbers, scales and zeros.
 
     weight[o, i] = (number[o, i] - zero[o, g]) * scale[o, g]        g: the group of input i
 
@@ -49,7 +49,7 @@ class Grouped(NamedTuple):
         return size if size and torch.equal(self.groups, torch.arange(inputs) // size) else 0
 
     def middle(self) -> int:
-        """Returns what makes all numbers positive when it is added."""
+        """Returns the number that makes all numbers positive when it is added."""
         return 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
 
     def zero(self) -> Tensor | int:
@@ -119,7 +119,7 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     (outputs * bits / 32, groups), (inputs,).
 
     Numbers and zeros are stored plus 8, or plus 128 with 8 bits. Unused bits fill the last word of
-    a row. A scale can be that of all outputs, and zeros that are not int32 are not packed.
+    a row. One scale can be for all outputs, and zeros that are not int32 are not packed.
     """
     outputs, inputs = shape
     bits = 8 if 4 * packed.shape[1] >= inputs else 4

@@ -39,13 +39,13 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj"}
 # where tensors lie in the files, in the folder that `write_folder` fills
 TABLE = "tensors.json"
-# Llama 3's ways to cut a text, by `tokenizer.ggml.pre`: as llama.cpp knows, BOS comes first, and a
+# Llama 3's ways to cut a text, by `tokenizer.ggml.pre`: as in llama.cpp, BOS comes first, and a
 # word that is a token stays whole, whatever the merges are
 LLAMA_3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Returns the files of a model, of which the given one is the first or the only one."""
+    """Returns all files of a model, from its first or only one."""
     split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", file.name)
     if split is None:
         return [file]

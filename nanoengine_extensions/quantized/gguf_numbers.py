@@ -23,7 +23,7 @@ def signed(raw: Tensor) -> Tensor:
 
 
 def parts(raw: Tensor, bits: int) -> Tensor:
-    """The numbers of so many bits in bytes: the lowest of all bytes, then the next ones."""
+    """The numbers of so many bits in bytes: first the lowest of each byte, then the next ones."""
     found = [raw >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
     return torch.stack(found, -2)
 
@@ -76,7 +76,7 @@ def of_256(x: Tensor, kind: str) -> Grouped:
 def nested(numbers: Tensor, scales: Tensor, bits: int, above: Tensor, lows: Tensor | None = None,
            zero: int = 0) -> Grouped:
     """above: of each block, the scale of the scales, then that of the lows, which are minus this.
-    zero: that of all groups."""
+    zero: the zero of all groups."""
     scales = scales.to(torch.int8).flatten(1)
     zeros = torch.full(scales.shape, zero, dtype=torch.uint8) if zero else None
     if lows is not None:

@@ -1,9 +1,9 @@
-"""Products with a packed weight (packed.py), for a CPU: what comes before and after them.
+"""Products with a packed weight (packed.py), for a CPU, with the operations around them.
 
     weights.py      each number becomes a weight, which is multiplied
-    sums.py         numbers are multiplied, and the sums of each group by its scale then
+    sums.py         numbers are multiplied, and then the sums of each group by its scale
 
-A row has the same bits whatever rows are beside it, with one of the two.
+With either of the two, a row has the same bits whatever rows are beside it.
 """
 
 import functools
@@ -25,7 +25,7 @@ from nanoengine_extensions.quantized.weights import COLUMNS, add_few, add_many
 
 @inlined()
 def part_of(parts, number):
-    """Where the part lies that has a block of outputs, and the block's number in it."""
+    """Returns where the part with a block of outputs lies, and the block's number in the part."""
     first, end_1, second, end_2, third = parts
     if number < end_1:
         return first, number

@@ -1,7 +1,7 @@
 """Linears and embeddings whose weights stay packed (packed.py), and how they are loaded.
 
-They take the places of those of a model before memory is allocated: `Loading.place`. Each tensor of
-a file is packed when it is read, so that at most one matrix exists in the model's dtype.
+`Loading.place` puts them into a model before memory is allocated. Each tensor of a file is packed
+when it is read, so that at most one matrix exists in the model's dtype.
 """
 
 from typing import Any
@@ -25,12 +25,12 @@ END = 2**40
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Returns what a parameter and its parts have in common, even where views know no base."""
+    """Returns a key that a parameter shares with its views, even if they have no `_base`."""
     return tensor.untyped_storage()._cdata
 
 
 def without_weight(dtype: torch.dtype) -> nn.Parameter:
-    """What is left of the weight of a module whose weight is packed: its dtype."""
+    """Returns a weight without numbers, which keeps the dtype of a packed weight."""
     empty = torch.empty(0, 0, 0, dtype=dtype, device="cpu")
     return nn.Parameter(empty, requires_grad=False)
 
@@ -73,7 +73,7 @@ class QuantizedLinear(PackedLinear):
         return dequantized(self.packed_parts, self.part_rows, self.in_features, dtype)
 
     def keep(self: Any, parts: list[Tensor], rows: list[int], dtype: torch.dtype) -> None:
-        """Takes packed parts in place of the weight."""
+        """Replaces the weight by packed parts."""
         for number, part in enumerate(parts):
             self.register_buffer(f"part_{number}", part, persistent=False)
         self.part_rows = rows
@@ -120,7 +120,7 @@ class QuantizedLinear(PackedLinear):
 class QuantizedEmbedding(nn.Embedding):
     """An embedding whose rows are dequantized when they are looked up.
 
-    part_0: the packed weight; without it, that of the head of the model.
+    part_0: the packed weight; without it, the model's head has the weight.
     """
 
     @property
@@ -129,7 +129,7 @@ class QuantizedEmbedding(nn.Embedding):
         return nn.Parameter(self(ids), requires_grad=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Its weight stays as it was loaded: that of the head, if both are tied."""
+        """Its weight stays as it was loaded: the weight of the head, if both are tied."""
         if name == "weight":
             own: Any = self._parameters[name]
             self._parameters[name] = without_weight(own.dtype)
@@ -174,7 +174,7 @@ class Loading:
         self.dtype = dtype
         self.is_tied = is_tied
         self.by_sums = by_sums
-        # by the storage of a parameter: its module, the class of this, and what is loaded of it
+        # by the storage of a parameter: its module, the module's own class, and the loaded parts
         self.modules: dict[int, tuple[Any, type, dict[int, Tensor]]] = {}
 
     def place(self, model: nn.Module, device: str) -> None:
@@ -191,17 +191,17 @@ class Loading:
         weights = [module._parameters.pop("weight") for module in taken]
         place_on(model, device)
         for (module, kind), weight in zip(taken.items(), weights):
-            # in its place: the weight comes first
+            # the weight comes first, as it did before
             module._parameters = {"weight": weight} | module._parameters
             own = type(module)
             self.modules[storage_of(weight)] = module, own, {}
             module.__class__ = type(own.__name__, (kind, own), {})
         if self.is_tied:
-            # no module of the embedding: it has its own place in the model
+            # not as a submodule of the embedding: it already is a part of the model
             vars(embedding)["head"] = model.lm_head
 
     def read(self, tensor: Stored, target: Tensor) -> Tensor:
-        """Reads a tensor of a file. If it is packed, all that is returned is its shape."""
+        """Reads a tensor of a file. If it is packed, the result has only a shape."""
         if not target.is_meta:
             return tensor[:]
         module, own, parts = self.modules[storage_of(target)]

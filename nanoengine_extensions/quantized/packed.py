@@ -42,7 +42,7 @@ class Form(NamedTuple):
     """The first numbers of a header.
 
     group, record, head: inputs of a group, bytes of its record, and bytes before its numbers.
-    storage: how scales are stored; zero: that of all groups, unless they have_zeros.
+    storage: how scales are stored; zero: the zero of all groups, unless they have_zeros.
     nested: groups with one scale above theirs; 0: there is none.
     begin, size: bytes of a block before the first record, and in all.
     block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
@@ -114,7 +114,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
     more = padding(inputs, group, dtype), -outputs % block
 
     def in_blocks(x: Tensor, columns: int) -> Tensor:
-        """(outputs, columns) to bytes: (blocks, columns, those of a block)."""
+        """(outputs, columns) to bytes: (blocks, columns, outputs of a block)."""
         x = F.pad(x, (0, columns - x.shape[1], 0, more[1])).unflatten(0, (-1, block))
         return x.transpose(1, 2).contiguous().view(torch.uint8)
 

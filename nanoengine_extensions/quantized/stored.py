@@ -1,7 +1,7 @@
 """Quantized tensors as `safe_open` would give them, if they were not quantized.
 
 `loader.load_model` opens each file of weights, and asks for its names and for one tensor at a time.
-What is here answers the same calls, and dequantizes when a tensor is read. `Stored.load` gives
+These classes answer the same calls, and dequantize a tensor when it is read. `Stored.load` gives
 numbers and scales as they are.
 """
 
@@ -25,7 +25,7 @@ ROUNDED = "rounded"
 class Stored:
     """A tensor of a file, in the form of `safe_open(…).get_slice(name)`.
 
-    kind: what it is stored as, for messages.
+    kind: the type in which it is stored, for messages.
     load: returns it whole, in floating point or as numbers and scales.
     """
 
@@ -144,7 +144,7 @@ METHODS = {"awq": awq, "gptq": gptq, "compressed-tensors": compressed}
 
 
 def open_quantized(index: Index, method: Method, file: Path) -> Opened:
-    """Returns the tensors of a file of safetensors, with a weight in place of its parts."""
+    """Returns the tensors of a file of safetensors, with one weight instead of its parts."""
     opened = Opened()
     for name, tensor in plain(file).items():
         module, _, part = name.rpartition(".")

@@ -3,9 +3,10 @@
     row * ((number - zero) * scale + low)
         = (row * (number - middle)) * scale + row * (low + (middle - zero) * scale)
 
-The packed numbers are those less `middle`, which is 8 or 128. The last term is the sum of the row
-itself in the group, times what is added to all weights there; it is left out where that is 0. The
-sum of a group begins with 0, and goes over its inputs in their order, for any number of rows.
+The packed numbers are the numbers minus `middle`, which is 8 or 128. The last term is the sum of
+the row itself in the group, times what is added to all weights there; if that is 0, the term is
+left out. The sum of a group begins with 0, and goes over its inputs in their order, for any number
+of rows.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Quantized weights of models that transformers computes (transformers_models), dequantized.
 
-transformers fills a model by rules of its own: it renames tensors, ties them, and merges those of
+transformers fills a model by its own rules: it renames tensors, ties them, and merges those of
 experts. It gets them as a dict, in which each is dequantized when it is read.
 """
 

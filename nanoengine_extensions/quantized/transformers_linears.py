@@ -1,12 +1,12 @@
 """Quantized weights of models that transformers computes (transformers_models), packed for a CPU.
 
-transformers fills a model by rules of its own: it renames tensors, ties them, and merges those of
+transformers fills a model by its own rules: it renames tensors, ties them, and merges those of
 experts. So it gets a stand-in for each matrix at first. This has nearly no memory, and tells where
 in the model the matrix belongs. Then one matrix after the other is read and packed.
 
     linears, embeddings       their numbers stay packed
     others                    dequantized: such as Conv1D of GPT-2, and linears whose weight the
-                              model reads by itself
+                              model reads directly
     no stand-in is left       transformers has merged or cast it, as those of experts: it loads
                               once more, with the dequantized numbers of these
 """
@@ -37,7 +37,7 @@ as_stored = torch._C.DisableTorchFunction
 
 
 class Linear(QuantizedLinear):
-    """was_read: whether its model has read the weight by itself."""
+    """was_read: whether its model has read the weight directly."""
 
     was_read = False
 
@@ -54,8 +54,8 @@ class Linear(QuantizedLinear):
         return super().forward(x)
 
     def in_float32(self, x: Tensor) -> Tensor:
-        """From rows in float32 to the same, by the kernel for bfloat16, up to 2^-16. To dequantize
-        the weight for each product would take minutes."""
+        """Multiplies rows in float32 by the kernel for bfloat16, with errors of up to 2^-16.
+        Dequantizing the weight for each product would take minutes."""
         rows = x.reshape(-1, self.in_features)
         upper = rows.bfloat16()
         out = self.multiply(upper).float()
@@ -156,7 +156,7 @@ def places_of(model: nn.Module) -> dict[int, Places]:
 
 
 def is_left(tensor: Tensor, places: dict[int, Places]) -> bool:
-    """Whether a stand-in is a parameter of the model, and as it was."""
+    """Whether a stand-in is still a parameter of the model, unchanged."""
     found = [module._parameters[name] for module, name in places[storage_of(tensor)]]
     return bool(found) and all(
         (each.shape, each.stride(), each.storage_offset()) == (tensor.shape, STRIDES, 0)
@@ -207,7 +207,7 @@ def can_be_packed(module: Any, name: str, dtype: torch.dtype) -> bool:
 
 
 def looks_up(embedding: nn.Embedding) -> bool:
-    """Whether it computes each row from this row alone, by trying."""
+    """Tries whether it computes each row from this row alone."""
     trial = copy.copy(embedding)
     trial.padding_idx = None
     weight = torch.randn(5, embedding.embedding_dim)
@@ -216,7 +216,7 @@ def looks_up(embedding: nn.Embedding) -> bool:
         whole = functional_call(trial, {"weight": weight}, (ids,))
         part = functional_call(trial, {"weight": weight[ids[0]]}, (torch.arange(4)[None],))
     except Exception:
-        # it takes other arguments, or knows ids that this weight has not
+        # it takes other arguments, or ids that this weight does not have
         return False
     return torch.equal(whole, part)
 

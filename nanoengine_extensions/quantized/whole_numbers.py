@@ -1,4 +1,4 @@
-"""16 words of packed numbers become the same whole numbers, with a sign: in LLVM's language.
+"""Turns 16 words of packed numbers into whole numbers with a sign, in LLVM's language.
 
 In bfloat16, whole numbers of 8 bits are exact. Those of 4 bits are looked up in a table of 16
 numbers, which a register holds: two operations for 32 of them.
