@@ -129,10 +129,9 @@ def truncate(scores: Tensor, draws: Any, truncations: set[str],
         least = least.maximum(kth.where(top_k > 0, -torch.inf))
     if "top_p" not in truncations:
         return tokens, scores.masked_fill_(scores < least[:, None], -torch.inf).exp_()
-    top_p = draws.top_p
-    # what is cut off counts only where all tokens are kept
+    # without top-p, tokens whose weight is cut off are kept, too: no sum reaches total + 1
     last, missing = select(scores, least, lambda total: torch.where(
-        top_p < 1, (top_p * total).ceil().long(), total + 1), by_weight=True)
+        draws.top_p < 1, (draws.top_p * total).ceil().long(), total + 1), by_weight=True)
     keep_kernel[(rows,)](scores, least, last, missing, size, 4096, num_warps=16,
                          enable_fp_fusion=False)
     return tokens, scores

@@ -88,6 +88,8 @@ CALL2 = [
     # flash-attn splits keys by the width of the block table, and not by the lengths
     [Step("batch-1-wide", 35, script(BESIDE, "ours", "--num-seqs", "1", "--output", "512",
                                      "--max-model-len", "40960"))],
+    [Step("nano-batch-1", 60, script(BESIDE, "nano", "--num-seqs", "1", "--output", "512"),
+          ".nano")],
     [Step("no-run-ahead", 45, script(BESIDE, "ours", "--run-ahead", "0"))],
     [Step("triton", 45, script(BESIDE, "ours", "--backend", "triton"))],
     [Step("eager", 50, script(BESIDE, "ours", "--eager", "1"))],

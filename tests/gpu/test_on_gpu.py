@@ -164,8 +164,10 @@ def test_logits_are_those_of_transformers(make_model, architecture, changes):
 def test_logits_of_the_06b_shape(tmp_path):
     config = transformers.AutoConfig.from_pretrained(ROOT / "models/qwen3-0.6b")
     torch.manual_seed(0)
-    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    reference.save_pretrained(tmp_path)
+    # on a CPU, to draw them takes longer than all else
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
     check_logits(str(tmp_path), 0.15)
 
 
@@ -428,7 +430,7 @@ def test_out_of_memory_says_what_helps(small):
         assert len(run(llm)) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("count, enforce_eager", [(30, True), (3, False)])
+@pytest.mark.parametrize("count, enforce_eager", [(12, True), (3, False)])
 def test_engines_leave_nothing_behind(small, count, enforce_eager):
     left = []
     for number in range(count):

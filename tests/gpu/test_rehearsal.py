@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parent
 NANO = FOLDER.parents[1] / ".nano"
 # on a machine without any of it
-NOT_HERE = {name for name, needed in {"flash": ".fa", "nano-vllm": ".nano"}.items()
+NEEDED = {"flash": ".fa", "nano-vllm": ".nano", "nano-batch-1": ".nano"}
+NOT_HERE = {name for name, needed in NEEDED.items()
             if not (FOLDER.parents[1] / needed).exists()}
 
 
@@ -46,7 +47,7 @@ def test_the_first_call(tmp_path):
 def test_the_second_call(tmp_path):
     status, printed, table = run(tmp_path, "call2", "--only", "nccl", "--seconds", "2000")
     names = ["nccl", "make-weights", "kernels-of-steps", "ours", "nano-vllm", "ours-again",
-             "batch-1", "batch-1-wide", "no-run-ahead", "triton", "eager", "top-p",
+             "batch-1", "batch-1-wide", "nano-batch-1", "no-run-ahead", "triton", "eager", "top-p",
              "of-transformers", "shape-06b"]
     assert [*table] == names, printed
     assert {name for name in names if table[name] != "ok"} == NOT_HERE & {*names}, printed
