@@ -2,7 +2,7 @@
 
 serve.py and batch.py use it. Parameters are OpenAI's and vLLM's, such as `top_k` and `ignore_eos`;
 null stands for the default. Parameters without an effect on the answer, such as `user`, are
-accepted. `tools` go to the chat template; without an `edit`, tool calls come as text.
+accepted. `tools` go to the chat template; tool_calls.py knows what becomes of calls.
 """
 
 import json
@@ -81,7 +81,7 @@ class Body:
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:
             if body.keys() & {"tools", "tool_choice"}:
-                extension("tool_calls", "tools").check(body)
+                extension("tool_calls", "tools").read(self, body)
             given = {name: body[name] for name in TEMPLATE & body.keys()}
             self.prompts = extension("chat").render(llm.inputs, [body.get("messages")], **given)
             return

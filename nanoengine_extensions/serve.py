@@ -162,8 +162,7 @@ class Server:
         try:
             async for output in outputs:
                 for choice in body.edit(stream.choices(output)):
-                    event = f'{begin}"choices": [{json.dumps(choice)}], "usage": null}}\n\n'
-                    yield event.encode()
+                    yield f'{begin}"choices": [{json.dumps(choice)}], "usage": null}}\n\n'.encode()
             if body.with_usage:
                 usage = json.dumps(body.usage([*stream.last.values()]))
                 yield f'{begin}"choices": [], "usage": {usage}}}\n\n'.encode()
@@ -265,8 +264,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a call")
     parser.add_argument("--graceful-timeout", type=float, default=25, help="seconds after SIGTERM")
     parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of calls of tools")
-    parser.add_argument("--options", default="{}", metavar="JSON",
-                        help="""keywords of LLM: '{"max_num_seqs": 64}'""")
+    parser.add_argument("--enable-auto-tool-choice", action="store_const", const="hermes",
+                        dest="tool_call_parser", help="the same as --tool-call-parser hermes")
+    parser.add_argument("--options", default="{}", help="""LLM's keywords as JSON: '{"seed": 1}'""")
     flags = parser.parse_args(arguments)
     try:
         # before the model is loaded

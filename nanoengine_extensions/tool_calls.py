@@ -10,6 +10,10 @@ Hermes, Qwen2.5 and Qwen3:
 
 A client gets them as `tool_calls`, with "tool_calls" in place of "stop" as `finish_reason`. A
 stream sends each call as a whole, as soon as it is complete. What is no such call stays text.
+
+Where `tool_choice` is "required" or names a function, a grammar makes the model write calls in this
+format and nothing else, with arguments that are valid by the function's `parameters`. A client gets
+them as `tool_calls` without --tool-call-parser, too.
 """
 
 import json
@@ -18,20 +22,90 @@ from collections.abc import Iterable, Iterator
 from re import finditer
 from typing import Any
 
+from nanoengine.features import extension, naming
+
 BEGIN = "<tool_call>"
 END = "</tool_call>"
 
 
 def check(body: dict[str, Any]) -> None:
-    """Raises ValueError for tools that are not OpenAI's, and for a choice among no tools."""
+    """Raises ValueError for tools that are not OpenAI's, and for a choice that is not among them.
+
+    body: of a chat. "auto" lets the model decide whether it calls any; "required" makes it call at
+        least one of the tools, {"type": "function", "function": {"name": …}} this one once.
+    """
     tools = body.get("tools", [])
     if not isinstance(tools, list) or not all(
             isinstance(tool, dict) and tool.get("type") == "function" for tool in tools):
         raise ValueError('tools must be a list of {"type": "function", "function": …}')
+    if body.get("parallel_tool_calls", True) not in (False, True):
+        raise ValueError("parallel_tool_calls must be true or false")
     choice = body.get("tool_choice", "none")
-    if choice != "none" and (choice != "auto" or not tools):
-        raise ValueError(f"tool_choice={choice!r} is not supported: it must be 'none', or 'auto' "
-                         "with tools")
+    if choice == "none" or choice == "auto" and tools:
+        return
+    schemas = schemas_of(tools)
+    if choice == "required" and len(schemas) == len(tools) > 0:
+        return
+    if named(choice) not in schemas:
+        known = f": {', '.join(schemas)}" if schemas else ""
+        raise ValueError(
+            f"tool_choice={choice!r} is not supported: it must be 'none', or with tools 'auto', "
+            "or 'required' if each has a name of its own, or {'type': 'function', 'function': "
+            f"{{'name': …}}}} with one of their names{known}")
+
+
+def named(choice: Any) -> str | None:
+    """Returns the name of the function that a tool_choice asks for."""
+    match choice:
+        case {"type": "function", "function": {"name": str(name), **others}} if not others:
+            return name
+    return None
+
+
+def schemas_of(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the schema of the arguments of each tool that has a name."""
+    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    # without parameters, a function takes none
+    return {each["name"]: each.get("parameters") or {"properties": {}} for each in functions
+            if isinstance(each.get("name"), str) and each["name"]}
+
+
+def read(body: Any, given: dict[str, Any]) -> None:
+    """Checks the tools of a chat, and makes a model write the calls that are required.
+
+    body: whose `params` are known. given: the object that the client has sent.
+
+    Raises ValueError, also for parameters of a function that no grammar can enforce.
+    """
+    check(given)
+    choice = given.get("tool_choice", "auto")
+    if choice in ("none", "auto"):
+        return
+    if body.params.structured_outputs is not None:
+        raise ValueError(f"tool_choice={choice!r} is not accepted beside response_format or "
+                         "structured_outputs: leave one of them out")
+    schemas = schemas_of(given["tools"])
+    name = named(choice)
+    is_one = name is not None or given.get("parallel_tool_calls") is False
+    wanted = {"structural_tag": calls_of({name: schemas[name]} if name else schemas, is_one)}
+    with naming("tools"):
+        extension("structured_outputs", "tool_choice").check(wanted)
+    body.params.structured_outputs = wanted
+    find(body, given)
+
+
+def calls_of(schemas: dict[str, Any], is_one: bool) -> dict[str, Any]:
+    """Returns the structural tag of calls of some functions, or of one call."""
+    tags = []
+    for name, schema in schemas.items():
+        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+            raise ValueError(f"tools: parameters of {name} must be the JSON schema of an object")
+        begin = f'{BEGIN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        content = {"type": "json_schema", "json_schema": {**schema, "type": "object"}}
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": f"}}\n{END}"})
+    return {"type": "structural_tag", "format": {
+        "type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True,
+        "stop_after_first": is_one}}
 
 
 def call_of(text: str) -> dict[str, str] | None:
@@ -84,11 +158,14 @@ def parsed(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]]]:
 class ToolCalls:
     """The calls in one answer.
 
+    most: how many it may have; None for any number. reason: the finish_reason after calls.
     texts: of its choices, so far. sent: the characters and the calls that the client has had.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, most: int | None = None, reason: str = "tool_calls") -> None:
         self.name = name
+        self.most = most
+        self.reason = reason
         self.texts = defaultdict[int, str](str)
         self.sent = defaultdict[int, tuple[int, int]](lambda: (0, 0))
 
@@ -100,6 +177,7 @@ class ToolCalls:
             message = choice.get("delta") or choice["message"]
             self.texts[index] += message["content"]
             content, calls = parsed(self.texts[index], choice["finish_reason"] is not None)
+            calls = calls[:self.most]
             num_characters, num_calls = self.sent[index]
             self.sent[index] = len(content), len(calls)
             message["content"] = content[num_characters:] or (None if calls else "")
@@ -110,7 +188,7 @@ class ToolCalls:
                     "id": f"call_{self.name}_{index}_{number}", "type": "function",
                     "function": call})
             if calls and choice["finish_reason"] == "stop":
-                choice["finish_reason"] = "tool_calls"
+                choice["finish_reason"] = self.reason
             is_new = len(message) > 1 or message["content"] or choice["logprobs"]
             if is_new or choice["finish_reason"]:
                 yield choice
@@ -118,7 +196,11 @@ class ToolCalls:
 
 def find(body: Any, given: dict[str, Any]) -> None:
     """Lets the answer to a body have calls, if what was given allows them."""
-    if given.get("tools") and given.get("tool_choice") != "none":
+    choice = given.get("tool_choice")
+    if given.get("tools") and choice != "none":
         # the tags can be special tokens
         body.params.skip_special_tokens = False
-        body.edit = ToolCalls(body.name).edit
+        most = 1 if given.get("parallel_tool_calls") is False else None
+        # OpenAI's reason after a call that the client has named
+        reason = "stop" if isinstance(choice, dict) else "tool_calls"
+        body.edit = ToolCalls(body.name, most, reason).edit

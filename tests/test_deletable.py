@@ -122,13 +122,25 @@ if "strict" not in FILES:
 # those whose case starts a process: they are asked for where they, or nothing, are deleted
 SLOW = ["tensor_parallel"]
 
+
+def asked_without(deleted: str, are_all: bool) -> list[str]:
+    """The features that are asked for without one: all, or those that it concerns, and of the
+    others every fourth, such that each is asked for without every fourth feature."""
+    if deleted == "nothing":
+        return [*CASES]
+    place = [*FILES].index(deleted)
+    return [feature for number, feature in enumerate(CASES)
+            if deleted in (feature, *NEEDS.get(feature, ())) or (
+                feature not in SLOW and (are_all or (number + place) % 4 == 0))]
+
+
 # Each folder has the packages without one file. They are imported anew from each, in one process.
 SCRIPT = """
 import importlib, json, os, sys, traceback
 sys.dont_write_bytecode = False
 # an editable installation would find what is deleted
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
-folders, cases, refused, needs, without, slow, model, bundled = json.load(sys.stdin)
+folders, asked, cases, refused, needs, without, model, bundled = json.load(sys.stdin)
 options = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
 
 def begin(folder, case="texts"):
@@ -166,12 +178,11 @@ def ask(feature, deleted, names):
 
 def check(deleted):
     names = begin(folders[deleted])
-    for feature in cases:
-        if deleted in ("nothing", feature) or feature not in slow:
-            try:
-                ask(feature, deleted, names)
-            except Exception as error:
-                raise AssertionError(f"{feature} without {deleted}") from error
+    for feature in asked[deleted]:
+        try:
+            ask(feature, deleted, names)
+        except Exception as error:
+            raise AssertionError(f"{feature} without {deleted}") from error
     assert names["run"](names["llm"]).token_ids == names["tokens"]
     names["llm"].close(), names["texts"].close()
 
@@ -193,16 +204,16 @@ for deleted in folders:
         found[deleted] = ""
     except Exception:
         found[deleted] = traceback.format_exc()
-asked = [feature for feature in cases if feature not in slow]
-found["imported"] = {feature: imported_by(feature) for feature in ["", *asked]}
+found["imported"] = {feature: imported_by(feature) for feature in asked["imported"]}
 print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def found(tiny, bundled, tmp_path_factory) -> dict:
+def find(tiny, bundled, tmp_path_factory, are_all: bool) -> dict:
     """What went wrong without each of them, and what each case imports."""
     folders = {}
+    asked = {deleted: asked_without(deleted, are_all) for deleted in ["nothing", *FILES]}
+    asked["imported"] = [] if are_all else ["", *(name for name in CASES if name not in SLOW)]
     # of all folders: a file is compiled once. Without its source, no bytecode is found
     bytecode = tmp_path_factory.mktemp("bytecode")
     for deleted in ["nothing", *FILES]:
@@ -216,10 +227,20 @@ def found(tiny, bundled, tmp_path_factory) -> dict:
             for path in package.iterdir():
                 if path.stem not in (deleted if package == FOLDER else "", "__pycache__"):
                     (folder / package.name / path.name).symlink_to(path)
-    inputs = json.dumps([folders, CASES, REFUSED, NEEDS, WITHOUT, SLOW, tiny, bundled])
+    inputs = json.dumps([folders, asked, CASES, REFUSED, NEEDS, WITHOUT, tiny, bundled])
     result = run_in_fork(SCRIPT, inputs, tmp_path_factory.mktemp("empty"))
     assert not result.returncode, result.stderr[-3000:]
     return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def found(tiny, bundled, tmp_path_factory) -> dict:
+    return find(tiny, bundled, tmp_path_factory, are_all=False)
+
+
+@pytest.fixture(scope="module")
+def all_found(tiny, bundled, tmp_path_factory) -> dict:
+    return find(tiny, bundled, tmp_path_factory, are_all=True)
 
 
 def test_each_has_a_case():
@@ -243,7 +264,14 @@ def test_no_test_imports_those_of_a_feature():
 
 @pytest.mark.parametrize("deleted", ["nothing", *FILES])
 def test_one_is_deleted(found, deleted):
+    """What it concerns, and some others: each is asked for without a quarter of the features."""
     assert not found[deleted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", FILES)
+def test_all_others_work_without_one(all_found, deleted):
+    assert not all_found[deleted]
 
 
 def test_only_what_is_asked_for_is_imported(found):

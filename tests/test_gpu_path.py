@@ -132,11 +132,17 @@ def needs(backend: str) -> None:
 # ------------------------------------------------------------------------------ plain steps
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def with_kinds(cases: list[tuple], *all_of: tuple) -> list:
+    """Each case with "both", and these with all kinds; the rest is slow."""
+    return [pytest.param(*case, kind, marks=() if kind == "both" or case in all_of
+                         else pytest.mark.slow) for case in cases for kind in KINDS]
+
+
 @pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("backend, enforce_eager", [
+@pytest.mark.parametrize("backend, enforce_eager, kind", with_kinds([
     ("flash-attn", False), ("flash-attn", True), ("triton", False), ("triton", True),
-    ("varlen", False), ("varlen", True), ("gather", False)])
+    ("varlen", False), ("varlen", True), ("gather", False)],
+    ("flash-attn", False), ("gather", False)))
 def test_backends_graphs_and_running_ahead(engines, tiny, backend, enforce_eager, run_ahead, kind):
     needs(backend)
     engine = engines.get(tiny, attention_backend=backend, enforce_eager=enforce_eager,
@@ -152,9 +158,8 @@ def test_backends_graphs_and_running_ahead(engines, tiny, backend, enforce_eager
         check_no_host_reads(engine.gpu)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend, library", [
-    ("gather", False), ("gather", HAS_TRITON), ("triton", True)])
+@pytest.mark.parametrize("backend, library, kind", with_kinds([
+    ("gather", False), ("gather", HAS_TRITON), ("triton", True)], ("gather", HAS_TRITON)))
 def test_float32_is_as_on_a_cpu(engines, tiny, backend, library, kind):
     needs(backend)
     on_gpu = engines.get(tiny, **EXACT | {"attention_backend": backend}, library=library,

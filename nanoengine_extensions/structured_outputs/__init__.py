@@ -4,6 +4,7 @@
 """
 
 import math
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +14,15 @@ from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import send
+
+
+def check(wanted: dict[str, Any]) -> None:
+    """Raises ValueError for what no grammar can be made of. Needs no tokenizer."""
+    with naming("structured_outputs need llguidance"):
+        from nanoengine_extensions.structured_outputs.grammar import LLMatcher, reason_of, to_lark
+    (kind, value), = wanted.items()
+    if error := LLMatcher.validate_grammar(to_lark(kind, value)):
+        raise ValueError(reason_of(error))
 
 
 class Grammars(Feature):

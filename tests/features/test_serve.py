@@ -355,6 +355,48 @@ def test_calls_of_tools(serve, llm):
     check_idle(llm)
 
 
+@pytest.mark.needs("structured_outputs", "tool_calls")
+@pytest.mark.parametrize("flags", [(), ("--enable-auto-tool-choice",)])
+@pytest.mark.parametrize("choice, reason", [
+    ("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")])
+def test_required_calls_of_tools(serve, llm, flags, choice, reason):
+    """Whole and as a stream."""
+    port = serve(*flags)
+    cities = {"city": {"enum": ["Rome", "Oslo"]}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {
+        "type": "object", "properties": cities, "required": ["city"]}}}
+    asked = {"model": NAME, "messages": CHAT, "tools": [tool], "tool_choice": choice, "seed": 1,
+             "parallel_tool_calls": False, "max_tokens": 99, "n": 3}
+    with connect(port) as client:
+        whole = client.chat.completions.create(**asked).choices
+        with client.chat.completions.stream(**asked) as stream:
+            for _ in stream:
+                pass
+            streamed = stream.get_final_completion().choices
+    for choices in (whole, streamed):
+        for each in choices:
+            call, = each.message.tool_calls
+            assert call.function.name == "weather" and each.finish_reason == reason
+            assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+            assert not each.message.content
+    assert [each.message.tool_calls[0].function.arguments for each in whole] == [
+        each.message.tool_calls[0].function.arguments for each in streamed]
+    check_idle(llm)
+
+
+@pytest.mark.needs("tool_calls")
+@pytest.mark.parametrize("flags", [
+    ("--enable-auto-tool-choice",), ("--tool-call-parser", "hermes"),
+    ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")])
+def test_calls_are_found_with_the_flags_of_vllm(serve, flags):
+    port = serve(*flags)
+    asked = {"model": NAME, "messages": CHAT, "tools": [TOOL],
+             "extra_body": {"structured_outputs": {"choice": CALLS[:1]}}}
+    with connect(port) as client:
+        choice, = client.chat.completions.create(**asked).choices
+    assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls) == 1
+
+
 # ---------------------------------------------------------------------------------- errors
 
 

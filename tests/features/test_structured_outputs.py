@@ -456,6 +456,39 @@ def test_a_grammar_of_llama_cpp_is_refused_by_name(llm):
     assert ByteGrammar("grammar", 'start: "a ::= b"').accepts("a ::= b")
 
 
+def tag(begin="<", schema=None, end=">", **options) -> dict:
+    """A structural tag with one kind of tag, or with several: begin is then a list of texts."""
+    content = {"type": "json_schema", "json_schema": {"type": "boolean"} | (schema or {})}
+    tags = [{"type": "tag", "begin": each, "content": content, "end": end}
+            for each in ([begin] if isinstance(begin, str) else begin)]
+    return {"type": "structural_tag", "format": {
+        "type": "tags_with_separator", "tags": tags, "separator": ", "} | options}
+
+
+@pytest.mark.parametrize("value, yes, no", [
+    (tag(), ["", "<true>", "<true>, <false>"], ["<5>", "<true>,", "<true><true>", "true"]),
+    (tag(at_least_one=True), ["<true>", "<true>, <false>"], [""]),
+    (tag(stop_after_first=True), ["", "<true>"], ["<true>, <false>"]),
+    (tag(at_least_one=True, stop_after_first=True), ["<true>"], ["", "<true>, <false>"]),
+    (tag(separator="", at_least_one=True), ["<true>", "<true><false>"], ["<true>, <false>"]),
+    (tag(["a", 'b"\n'], end=""), ["atrue", 'b"\nfalse, atrue'], ["a", "true", "b\ntrue"]),
+    (tag(schema={"$ref": "#/$defs/A", "$defs": {"A": {"const": True}}}), ["<true>"], ["<false>"]),
+    (json.dumps(tag()), ["<true>"], ["<5>"])])
+def test_structural_tags(value, yes, no):
+    found = ByteGrammar("structural_tag", value)
+    assert all(map(found.accepts, yes)) and not any(map(found.accepts, no))
+
+
+@pytest.mark.parametrize("value", [
+    5, "x", {}, tag() | {"type": "x"}, tag() | {"format": 5}, tag(type="triggered_tags"),
+    tag(tags=[]), tag(tags=[5]), tag(separator=5), tag(seperator="x"), tag(begin=[5]), tag(end=5),
+    tag(schema={"uniqueItems": True}), tag(schema={"pattern": "(?=a)", "type": "string"})])
+def test_other_structural_tags_are_refused(llm, value):
+    params = SamplingParams(structured_outputs={"structural_tag": value})
+    with pytest.raises(ValueError, match="structured_outputs=.*'structural_tag'"):
+        llm.generate("Once", params, use_tqdm=False)
+
+
 def test_thousands_of_choices(llm):
     choices = [f"number {number} of many" for number in range(2000)]
     found = texts(llm, "Once", structured_outputs={"choice": choices}, n=5)
@@ -525,6 +558,20 @@ def test_special_tokens_are_no_letters(llm):
     name = next(iter(known.get_added_vocab()))
     found = texts(llm, "Once", structured_outputs={"choice": [name]}, skip_special_tokens=True)
     assert found == [name], "it is spelled, and does not vanish from the text"
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_tag_can_be_a_token(special):
+    """Or be spelled, as everywhere. One that is no token is only spelled."""
+    letters = tokenizer(models.BPE(ALPHABET, []), decoders.ByteLevel())
+    letters.add_tokens(["<tool>", "</tool>"], special_tokens=special)
+    less, slash = ALPHABET["<"], ALPHABET["/"]
+    wanted = {"structural_tag": tag("<tool>", end="</tool>", at_least_one=True)}
+    assert allowed(wanted, letters, 258, []) == [less, 256]
+    true = [ALPHABET[letter] for letter in "true"]
+    assert allowed(wanted, letters, 258, [], [256, *true]) == [less, 257]
+    assert allowed(wanted, letters, 258, [], [256, *true, less]) == [slash]
+    assert allowed({"structural_tag": tag("<other>")}, letters, 258, []) == [less]
 
 
 def test_any_tokens_can_spell_a_text(llm):

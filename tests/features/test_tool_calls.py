@@ -5,8 +5,11 @@ import json
 import random
 
 import pytest
+from jsonschema import Draft202012Validator
 
-from nanoengine_extensions.tool_calls import ToolCalls, check, parsed
+from nanoengine import LLM
+from nanoengine_extensions.openai_format import CHAT, Body
+from nanoengine_extensions.tool_calls import ToolCalls, check, find, parsed
 
 ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
 OSLO = {"name": "weather", "arguments": '{"city": "Oslo"}'}
@@ -152,10 +155,148 @@ def test_an_event_without_news_is_left_out():
     assert choice["logprobs"] and choice["delta"]["content"] == ""
 
 
+# ------------------------------------------------------------------------ calls that are required
+
+
+def tool(name: object = "weather", **parameters: object) -> dict:
+    return {"type": "function", "function": {"name": name, **parameters}}
+
+
+def schema_of(**properties: object) -> dict:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+SCHEMAS = {
+    "weather": schema_of(city={"enum": ["Rome", "Zürich"]}, days={"type": "integer", "minimum": 1,
+                                                                "maximum": 9}),
+    "now": {"properties": {}, "additionalProperties": False},
+    "by reference": {"$ref": "#/$defs/A", "$defs": {
+        "A": schema_of(html={"const": "</tool_call>"})}},
+    'a "quoted"\nname': schema_of(points={"type": "array", "maxItems": 2, "items": schema_of(
+        x={"type": "boolean"})})}
+# a function without parameters takes none
+TOOLS = [tool(name, parameters=schema) if name != "now" else tool(name)
+         for name, schema in SCHEMAS.items()]
+MESSAGES = [{"role": "user", "content": "Which?"}]
+
+
+@pytest.fixture(scope="module")
+def llm(bundled):
+    with LLM(bundled, dtype="float32", num_kv_blocks=400) as llm:
+        yield llm
+
+
+def body_of(llm: LLM, choice: object, **changes: object) -> Body:
+    body = Body(CHAT, "1")
+    body.read({"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "temperature": 2,
+               "max_tokens": 400, "seed": 1, "n": 24} | changes, llm)
+    return body
+
+
+def answers(llm: LLM, choice: object, **changes: object) -> list[dict]:
+    """The choices of an answer. All are nothing but calls with valid arguments."""
+    body = body_of(llm, choice, **changes)
+    outputs = llm.generate(body.prompts, body.params, use_tqdm=False)
+    found = body.response(outputs, "m")["choices"]
+    assert len(found) == 24
+    for each in found:
+        message = each["message"]
+        assert message["content"] is None
+        for call in message["tool_calls"]:
+            schema = SCHEMAS[call["function"]["name"]]
+            Draft202012Validator(schema).validate(json.loads(call["function"]["arguments"]))
+    return found
+
+
+@pytest.mark.needs("structured_outputs", "chat")
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_one_call_or_more(llm, parallel):
+    found = answers(llm, "required", parallel_tool_calls=parallel)
+    names = {call["function"]["name"] for each in found for call in each["message"]["tool_calls"]}
+    assert names == SCHEMAS.keys()
+    counts = {len(each["message"]["tool_calls"]) for each in found}
+    assert counts == {1} if parallel is False else max(counts) > 1
+    whole = [each["finish_reason"] for each in found if each["finish_reason"] != "length"]
+    assert {*whole} == {"tool_calls"} and len(whole) >= (24 if parallel is False else 1)
+
+
+@pytest.mark.needs("structured_outputs", "chat")
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_one_call_of_a_named_function(llm, name, parallel):
+    """OpenAI's finish_reason is then "stop"."""
+    found = answers(llm, tool(name), parallel_tool_calls=parallel)
+    assert {each["finish_reason"] for each in found} == {"stop"}
+    assert [call["function"]["name"] for each in found
+            for call in each["message"]["tool_calls"]] == [name] * 24
+
+
+@pytest.mark.needs("structured_outputs", "chat")
+@pytest.mark.parametrize("choice", ["required", tool("weather")], ids=str)
+def test_required_calls_in_the_form_of_hermes(llm, choice):
+    body = body_of(llm, choice, parallel_tool_calls=False)
+    output, = llm.generate(body.prompts, body.params, use_tqdm=False)
+    for completion in output.outputs:
+        _, call, end = completion.text.split("\n")
+        assert completion.text == f"<tool_call>\n{call}\n</tool_call>" and end == "</tool_call>"
+        assert [*json.loads(call)] == ["name", "arguments"]
+
+
+@pytest.mark.needs("structured_outputs", "chat")
+@pytest.mark.parametrize("choice", ["required", tool("weather")], ids=str)
+def test_a_parser_of_calls_changes_no_required_ones(llm, choice):
+    """serve.py looks for calls itself, with --tool-call-parser."""
+    found = []
+    for finds_calls in (False, True):
+        body = body_of(llm, choice, n=1)
+        if finds_calls:
+            find(body, {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": None})
+        found += [*body.edit([whole_of(written(city="Rome"), 0, "stop")])]
+    assert found[0] == found[1] and found[0]["message"]["tool_calls"]
+
+
+def test_at_most_one_call_if_they_may_not_be_parallel():
+    """Of those that a model writes by itself, a client gets the first."""
+    text = "I look. " + written(city="Rome") + written(city="Oslo")
+    for parallel, count in ((True, 2), (None, 2), (False, 1)):
+        body = Body(CHAT, "1")
+        find(body, {"tools": TOOLS, "parallel_tool_calls": parallel})
+        choice, = body.edit([whole_of(text, 0, "stop")])
+        message = choice["message"]
+        assert [call["function"] for call in message["tool_calls"]] == [ROME, OSLO][:count]
+        assert message["content"] == "I look." and choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.needs("structured_outputs", "chat")
+@pytest.mark.parametrize("changes, error", [
+    ({"response_format": {"type": "json_object"}}, "tool_choice='required' is not accepted beside"),
+    ({"structured_outputs": {"regex": "a"}}, "tool_choice='required' is not accepted beside"),
+    ({"tools": [tool(parameters={"type": "string"})]}, "tools: parameters of weather must be"),
+    ({"tools": [tool(parameters=5)]}, "tools: parameters of weather must be"),
+    ({"tools": [tool(parameters=schema_of(x={"uniqueItems": True}))]}, "tools: .*uniqueItems"),
+    ({"tools": [tool(parameters=schema_of(x={"pattern": "\\b"}))]}, "tools: .* not supported")])
+def test_what_no_grammar_can_require_is_refused(llm, changes, error):
+    with pytest.raises(ValueError, match=f"^{error}"):
+        body_of(llm, "required", **changes)
+
+
 @pytest.mark.parametrize("body, name", [
     ({"tools": "x"}, "tools"), ({"tools": [5]}, "tools"), ({"tools": [{}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
-    ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice")])
+    ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": tool()}, "tool_choice"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [tool(5)], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [tool("")], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [tool(), tool()], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": 5}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": ["weather"]}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
+    ({"tools": [tool(), tool("now")], "tool_choice": tool("wether")},
+     r"tool_choice=.*'wether'.* names: weather, now$"),
+    ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls")])
 def test_what_is_refused(body, name):
     with pytest.raises(ValueError, match=f"^{name}"):
         check(body)
