@@ -4,10 +4,10 @@ and does what it says.
 Each heading has a namespace, in which its blocks run in order.
 """
 
-import ast
 import contextlib
 import importlib.util
 import io
+import ast
 import json
 import math
 import os
@@ -120,6 +120,8 @@ def test_figures_of_the_readme_are_those_of_the_docs():
     fast, = re.findall(r"^- \*\*Fast\.\*\*(.*?)\n\n", FIRST_SCREEN, flags=re.DOTALL | re.MULTILINE)
     figures = re.findall(r"(\d+(?:\.\d+)?) times", fast)
     engines = re.findall(r"vLLM|Hugging(?=\s+Face)", fast)
+    beside_nano, *figures = figures
+    assert f"| **{beside_nano}** |" in section("## On a GPU", results)
     assert len(figures) == len(engines) == 2, "one figure for each"
     table = section("## Against other engines", results)
     assert "with AMX" in fast and "\n| | AMX |" in table, "the first column"
@@ -330,6 +332,7 @@ def test_serve(monkeypatch, capsys):
     pytest.importorskip("openai")
     monkeypatch.chdir(ROOT)
     client, = recipe("A service")
+    calls, = recipe("Required calls of tools")
     *arguments, port = command("serve")
     assert f":{port}/v1" in client
     with socket.socket() as free:
@@ -340,11 +343,15 @@ def test_serve(monkeypatch, capsys):
                           stderr=subprocess.PIPE) as server:
         try:
             assert any("running on" in line for line in server.stderr)
-            exec(client.replace(port, number), {})
+            names: dict = {}
+            exec(client.replace(port, number), names)
+            exec(calls, names)
         finally:
             server.terminate()
             server.stderr.read()
-    assert capsys.readouterr().out == "46"
+    text, bracket, found = capsys.readouterr().out.partition("[")
+    cities = [json.loads(call)["city"] for call in ast.literal_eval(bracket + found)]
+    assert text == "46" and cities and {*cities} <= {"Rome", "Oslo"}
 
 
 @pytest.mark.slow
