@@ -4,10 +4,10 @@ and does what it says.
 Each heading has a namespace, in which its blocks run in order.
 """
 
+import ast
 import contextlib
 import importlib.util
 import io
-import ast
 import json
 import math
 import os
