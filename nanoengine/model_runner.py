@@ -171,8 +171,8 @@ class ModelRunner:
         for pairs, origins, targets in ((copies.swap_out, self.blocks, self.host_blocks),
                                         (copies.copy_on_write, self.blocks, self.blocks),
                                         (copies.swap_in, self.host_blocks, self.blocks)):
-            for to, origin in pairs.items():
-                targets[to].copy_(origins[origin], non_blocking=True)
+            for target, origin in pairs.items():
+                targets[target].copy_(origins[origin], non_blocking=True)
         if shape in self.graphs.captured:
             return self.graphs.replay(buffer, shape)
         step = StepInputs.from_buffer(buffer.to(self.device, non_blocking=True), shape)

@@ -8,6 +8,8 @@ import math
 import shutil
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,28 +165,50 @@ def test_prompt_logprobs_and_beams(folder_of, name):
     assert score == pytest.approx(float(added.sum()), abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["cohere2", "gemma2"])
-@pytest.mark.parametrize("options", [
-    dict(attention_backend="gather"),
-    dict(attention_backend="flash-attn", dtype="bfloat16", block_size=256)],
-    ids=["gather", "flash-attn"])
-def test_a_gpu(folder_of, name, options):
-    """On a GPU that is not there: with flash-attn, soft caps are gathered, and nothing else."""
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+@contextmanager
+def fake_gpu() -> Iterator[FakeGpu]:
     # a fake tensor cannot take the data of another one
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
-        with FakeGpu():
-            llm = make_llm(folder_of(name), device="cuda", max_model_len=200, **options)
-            assert not llm.engine.runner.graphs.captured
-            assert llm.engine.runner.backend == options["attention_backend"]
-            found = tokens(llm.generate(PROMPTS[:3], params, use_tqdm=False))
+        with FakeGpu() as gpu:
+            yield gpu
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
-    if "dtype" not in options:
-        reference = compare.load_reference(folder_of(name))
-        assert found == [[compare.expected_tokens(reference, prompt, 6)]
-                         for prompt in PROMPTS[:3]]
+
+
+FEW = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+FLASH = dict(device="cuda", attention_backend="flash-attn", dtype="bfloat16", block_size=256,
+             max_model_len=200)
+
+
+@pytest.mark.parametrize("name", ["cohere2", "gemma2"])
+def test_a_gpu(folder_of, name):
+    with fake_gpu(), make_llm(folder_of(name), device="cuda", attention_backend="gather",
+                              max_model_len=200) as llm:
+        assert not llm.engine.runner.graphs.captured
+        found = tokens(llm.generate(PROMPTS[:3], FEW, use_tqdm=False))
+    reference = compare.load_reference(folder_of(name))
+    assert found == [[compare.expected_tokens(reference, prompt, 6)] for prompt in PROMPTS[:3]]
+
+
+@pytest.mark.parametrize("name, has_graphs", [
+    ("cohere2", True), ("olmo2", True), ("gpt2", True), ("gemma2", False)])
+def test_graphs_where_no_step_waits_for_the_gpu(folder_of, name, has_graphs, caplog):
+    """Own layers or not. With flash-attn, soft caps are gathered on the host."""
+    caplog.set_level(logging.INFO, "nanoengine")
+    results = []
+    for options in (dict(enforce_eager=True), {}, dict(run_ahead=False)):
+        caplog.clear()
+        with fake_gpu() as gpu, make_llm(folder_of(name), **FLASH | options) as llm:
+            runner = llm.engine.runner
+            assert runner.backend == "flash-attn"
+            assert bool(runner.graphs.captured) == (has_graphs and "enforce_eager" not in options)
+            gpu.reset_counters()
+            results.append(tokens(llm.generate(PROMPTS[:3], FEW, use_tqdm=False)))
+            assert bool(gpu.num_replays) == bool(runner.graphs.captured)
+            assert bool(gpu.host_reads) != has_graphs
+        assert ("no CUDA graphs, since the host waits" in caplog.text) != has_graphs
+    assert results[0] == results[1] == results[2]
 
 
 # ------------------------------------------------------------------------------ fast modules
