@@ -366,7 +366,9 @@ class FakeGpu:
                 return self.execute(operator, arguments, options)
         name = operator.name().split(".")[0]
         options = dict(options)
-        device = options.get("device")
+        # `Tensor.to` of another tensor gives its device among the arguments
+        given = (each for each in arguments if isinstance(each, torch.device))
+        device = options.get("device") or next(given, None)
         if name == "aten::_to_copy" and device is not None and device.type == "meta":
             # "cuda" without an index: `device_guard` was asked for it, and is meta's
             device = options["device"] = torch.device("cuda:0")
