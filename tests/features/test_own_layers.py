@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from fake_gpu import FakeGpu
 from transformers.models.llama import modeling_llama as llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +53,28 @@ def test_attention_is_known(folder_of, name):
 def test_other_attention_stays(folder_of, name):
     calls, own, has_decoder = found_in(folder_of(name))
     assert not own and not has_decoder
+
+
+@pytest.mark.parametrize("name, has_decoder", [
+    ("phi3", True), ("llama partial", True), ("granite", False), ("gemma3_text", False)])
+def test_cuda_graphs_hold_own_layers(folder_of, name, has_decoder, monkeypatch):
+    """On a GPU that is not there: a whole decoder, and attention between scales and other norms."""
+    # a fake tensor cannot take the data of another one
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+    options = compare.OPTIONS | dict(device="cuda", attention_backend="flash-attn", block_size=256,
+                                     dtype="bfloat16", max_model_len=200)
+    prompts, results = compare.random_prompts()[:3], []
+    for changes in (dict(enforce_eager=True), dict(run_ahead=False), dict(run_ahead=True)):
+        with FakeGpu() as gpu, LLM(folder_of(name), **options | changes) as llm:
+            model = llm.engine.runner.model
+            assert all(call.is_own for call in model.calls)
+            assert (model.stack is not None) == has_decoder
+            gpu.reset_counters()
+            outputs = llm.generate(prompts, compare.GREEDY, use_tqdm=False)
+            assert bool(gpu.num_replays) == ("enforce_eager" not in changes)
+            assert not gpu.host_reads
+        results.append([output.outputs[0].token_ids for output in outputs])
+    assert results[0] == results[1] == results[2]
 
 
 def test_layers_of_a_decoder_run_as_programs(folder_of):

@@ -356,14 +356,20 @@ def test_features_give_what_they_give_on_a_cpu(bundled, name):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("name", [
-    "gemma2", "gpt_oss", "olmo2", "mixtral", "phi3", "gpt2", "deepseek_v3"])
+# whether the host never waits for the GPU in a decode step. In float32, PyTorch reads on the host
+# how many tokens each expert has
+HAVE_GRAPHS = {"gemma2": False, "gpt_oss": False, "olmo2": True, "mixtral": False, "phi3": True,
+               "gpt2": True, "deepseek_v3": False}
+
+
+@pytest.mark.parametrize("name", HAVE_GRAPHS)
 def test_models_that_transformers_computes(folder_of, name):
     """Soft caps, sinks, own layers, experts, plain modules, latent attention."""
     prompts = compare.random_prompts()[:5]
     params = SamplingParams(**SHORT)
     options = compare.OPTIONS | dict(device="cuda", block_size=256, num_kv_blocks=12)
     with LLM(folder_of(name), **options) as llm:
+        assert bool(llm.engine.runner.graphs.captured) == HAVE_GRAPHS[name]
         found = [output.outputs[0].token_ids
                  for output in llm.generate(prompts, params, use_tqdm=False)]
         runner = llm.engine.runner
