@@ -41,7 +41,7 @@ def decode(llm: LLM, num_seqs: int, length: int, num_steps: int, **params: float
     milliseconds = (time.perf_counter() - began) / num_steps * 1000
     of_host = (time.thread_time() - busy) / num_steps * 1000
     print(f"\n{num_seqs} sequences of {length} tokens, {params}: {milliseconds:.3f} ms a step, "
-          f"of which the host's thread computes {of_host:.3f} ms")
+          f"the host's thread is busy for {of_host:.3f} ms, also while it waits for the GPU")
     if not DRY:
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             for _ in range(num_steps):
