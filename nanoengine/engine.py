@@ -10,8 +10,8 @@ A plain step is three lines:
     scheduler.postprocess(batch, launched.wait())       # the tokens join their sequences
 
 Running ahead keeps a step in flight: the engine schedules and launches step 2 before it waits for
-the tokens of step 1, so that the device never waits for the host. For that,
-step 1 is advanced first: its tokens join their sequences as pending tokens, whose ids come later.
+the tokens of step 1, so that the device never waits for the host. For that, it advances step 1
+first: the tokens join their sequences as pending tokens, whose ids come later.
 
     host     schedule 1  launch 1 │ advance 1  schedule 2  launch 2  collect 1 │ advance 2  sche…
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───

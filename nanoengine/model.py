@@ -50,6 +50,9 @@ FAMILIES = {
 class Decoder(nn.Module):
     """From token ids to hidden states; `lm_head` turns them into logits."""
 
+    # whether CUDA graphs can capture a decode step
+    has_graphs = True
+
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

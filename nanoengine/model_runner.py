@@ -124,9 +124,9 @@ class ModelRunner:
         self.model.bind(rope.to(self.device), caches, BACKENDS[self.backend].attend)
         self.blocks = caches.movedim(2, 0)
         self.host_blocks = self.blocks[:0]
-        # a forward of transformers may read on the host
-        is_fit = getattr(self.model, "has_graphs", True)
-        if is_fit and BACKENDS[self.backend].has_graphs and not self.config.enforce_eager:
+        # in a model of transformers, the host may wait for the GPU
+        has_graphs = BACKENDS[self.backend].has_graphs and self.model.has_graphs
+        if has_graphs and not self.config.enforce_eager:
             with torch.autocast(self.device, enabled=False):
                 self.graphs.capture(self)
 

@@ -33,7 +33,7 @@ def keys_of(scores, least, BY_WEIGHT: tl.constexpr):
     """A key for each score, at least 0: the likelier the token, the smaller its key. And what it
     adds to a sum: 1, or its weight in units of 2**-44."""
     if BY_WEIGHT:
-        # NaN is not above anything
+        # 0x3F800000 has the bits of 1.0, the largest weight; NaN is not above anything
         weights = tl.where(scores >= least, exp(scores), 0.0)
         return 0x3F800000 - weights.to(tl.int32, bitcast=True), (weights * 2**44).to(tl.int64)
     return (0.0 - scores).to(tl.int32, bitcast=True), tl.full(scores.shape, 1, tl.int64)
@@ -95,8 +95,8 @@ def keep_kernel(scores, all_least, last_keys, all_missing, size, BLOCK: tl.const
     row = tl.program_id(0).to(tl.int64)
     least = tl.load(all_least + row)
     last = tl.load(last_keys + row).to(tl.int32)
-    unit = ((0x3F800000 - last).to(tl.float32, bitcast=True) * 2**44).to(tl.int64)
-    num_equal = (tl.load(all_missing + row) - 1) // tl.maximum(unit, 1) + 1
+    each = ((0x3F800000 - last).to(tl.float32, bitcast=True) * 2**44).to(tl.int64)
+    num_equal = (tl.load(all_missing + row) - 1) // tl.maximum(each, 1) + 1
     count = tl.full([], 0, tl.int32)
     for start in range(0, size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -106,7 +106,7 @@ def keep_kernel(scores, all_least, last_keys, all_missing, size, BLOCK: tl.const
         places = count + tl.cumsum(is_equal, 0)
         count += tl.sum(is_equal, 0)
         is_kept = (keys < last) | (is_equal > 0) & (places <= num_equal)
-        weights = tl.where(is_kept & (part >= least), exp(part), 0.0)
+        weights = tl.where(is_kept, (0x3F800000 - keys).to(tl.float32, bitcast=True), 0.0)
         tl.store(scores + row * size + columns, weights, columns < size)
 
 
@@ -125,8 +125,7 @@ def truncate(scores: Tensor, draws: Any, truncations: set[str],
     if "top_k" in truncations:
         top_k = draws.top_k.long().clamp(max=size)
         key, _ = select(scores, least, lambda _: top_k, by_weight=False)
-        kth = -key.int().view(torch.float32)
-        least = least.maximum(kth.where(top_k > 0, -torch.inf))
+        least = least.maximum((-key.int().view(torch.float32)).where(top_k > 0, -torch.inf))
     if "top_p" not in truncations:
         return tokens, scores.masked_fill_(scores < least[:, None], -torch.inf).exp_()
     # without top-p, tokens whose weight is cut off are kept, too: no sum reaches total + 1

@@ -13,7 +13,7 @@ which token belongs to which sequence, and the engine has one that does:
                modules.py which of its parts have a faster form
 
 The calls of the attention function are the same in each step, so they have numbers: call 5 has
-layer 5 of the cache. A call is a module with the forward of the engine's own `Attention`, behind
+layer 5 of the cache. A call is a module with the forward of the engine's own `Attention`, after
 its projection. So a library of kernels that knows the one also makes the other fast.
 """
 
