@@ -1117,6 +1117,8 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.num_bytes, gpu.num_bytes)),
         (torch.cuda, "synchronize", gpu.synchronize),
+        # a fake tensor cannot take the data of another one
+        (torch.__future__, "_overwrite_module_params_on_conversion", True),
         (torch.cuda, "get_sync_debug_mode", lambda: gpu.sync_debug_mode),
         (torch.cuda, "set_sync_debug_mode", partial(setattr, gpu, "sync_debug_mode")),
         (torch.cuda, "current_stream", gpu.current_stream),

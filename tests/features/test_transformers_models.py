@@ -8,8 +8,6 @@ import math
 import shutil
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,17 +163,6 @@ def test_prompt_logprobs_and_beams(folder_of, name):
     assert score == pytest.approx(float(added.sum()), abs=1e-3)
 
 
-@contextmanager
-def fake_gpu() -> Iterator[FakeGpu]:
-    # a fake tensor cannot take the data of another one
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        with FakeGpu() as gpu:
-            yield gpu
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
 FEW = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 FLASH = dict(device="cuda", attention_backend="flash-attn", dtype="bfloat16", block_size=256,
              max_model_len=200)
@@ -183,8 +170,8 @@ FLASH = dict(device="cuda", attention_backend="flash-attn", dtype="bfloat16", bl
 
 @pytest.mark.parametrize("name", ["cohere2", "gemma2"])
 def test_a_gpu(folder_of, name):
-    with fake_gpu(), make_llm(folder_of(name), device="cuda", attention_backend="gather",
-                              max_model_len=200) as llm:
+    with FakeGpu(), make_llm(folder_of(name), device="cuda", attention_backend="gather",
+                             max_model_len=200) as llm:
         assert not llm.engine.runner.graphs.captured
         found = tokens(llm.generate(PROMPTS[:3], FEW, use_tqdm=False))
     reference = compare.load_reference(folder_of(name))
@@ -199,7 +186,7 @@ def test_graphs_where_no_step_waits_for_the_gpu(folder_of, name, has_graphs, cap
     results = []
     for options in (dict(enforce_eager=True), {}, dict(run_ahead=False)):
         caplog.clear()
-        with fake_gpu() as gpu, make_llm(folder_of(name), **FLASH | options) as llm:
+        with FakeGpu() as gpu, make_llm(folder_of(name), **FLASH | options) as llm:
             runner = llm.engine.runner
             assert runner.backend == "flash-attn"
             assert bool(runner.graphs.captured) == (has_graphs and "enforce_eager" not in options)

@@ -25,8 +25,6 @@ def pytest_configure(config) -> None:
     from nanoengine.cuda_graphs import padded
     from nanoengine_extensions import dummy, memory
     torch.cuda.set_sync_debug_mode = lambda mode: None
-    # a fake tensor cannot take the data of another one
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
     # the largest step would take a CPU half a minute
     memory.largest_batch = lambda runner: padded(Batch(), runner.config.max_num_seqs)
     dummy.fill = fill
