@@ -23,12 +23,12 @@ WIDE = 90
 DENSITY = {"width": 44.3, "wide": 0.06, "pairs": 2}
 LIMITS: dict[str, dict[str, float]] = {
     "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1185},
-    "nanoengine_gpu": {"lines": 450}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
+    "nanoengine_gpu": {"lines": 465}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
 FEATURE: dict[str, float] = {"lines": 200}
 # several files, none above 200 lines: the formats of quantized files, and products with packed
 # weights; a model of transformers, its check and its fast modules; grammars of all kinds
 LARGE: dict[str, dict[str, float]] = {
-    "quantized": {"lines": 1680}, "transformers_models": {"lines": 675},
+    "quantized": {"lines": 1680}, "transformers_models": {"lines": 686},
     "structured_outputs": {"lines": 235}}
 
 

@@ -12,6 +12,9 @@ The kernel is FlashAttention-2 (Dao, 2023, arXiv:2307.08691) over PagedAttention
                programs share the keys of a tile, and a second kernel joins their results
                (Flash-Decoding)
 
+Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118). A head can have a sink
+(gpt-oss): one more score in its softmax, without a value.
+
 The grid depends on the shape of a step and not on its numbers, and nothing is read on the host:
 CUDA graphs can capture it.
 """
@@ -26,24 +29,31 @@ from torch import Tensor
 # these change from step to step: a kernel for each of their alignments would be compiled in mid-run
 CHANGING = ["starts", "lengths", "tables", "num_seqs", "num_tokens", "width", "window"]
 
+# the kernel computes powers of 2
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 # The rows and keys of a tile, num_warps and num_stages: of decodes, of steps with both, of prompts.
-# By (is_float32, is_wide): more than 128 numbers in a head. Larger ones spill registers.
+# By (is_float32, the most numbers in a head, as a power of 2). Larger ones spill registers.
 TILES = {
-    (False, False): ((16, 64, 4, 3), (64, 32, 4, 3), (128, 32, 8, 3)),
-    (False, True): ((16, 32, 4, 3), (64, 32, 8, 2), (64, 32, 8, 2)),
-    (True, False): ((16, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 2)),
-    (True, True): ((16, 16, 4, 2), (32, 16, 8, 2), (32, 16, 8, 2))}
+    (False, 128): ((16, 64, 4, 3), (64, 32, 4, 3), (128, 32, 8, 3)),
+    (False, 256): ((16, 32, 4, 3), (64, 32, 8, 2), (64, 32, 8, 2)),
+    (False, 512): ((16, 32, 4, 3), (32, 16, 8, 2), (32, 16, 8, 2)),
+    (True, 128): ((16, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 2)),
+    (True, 256): ((16, 16, 4, 2), (32, 16, 8, 2), (32, 16, 8, 2)),
+    (True, 512): ((16, 16, 4, 2), (16, 16, 8, 2), (16, 16, 8, 2))}
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, num_seqs, num_tokens,
-                     width, window, scale, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
-                     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-                     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+                     width, window, scale, soft_cap, sinks, BLOCK_SIZE: tl.constexpr,
+                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+                     COLUMNS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+                     KEYS: tl.constexpr):
     """A program has a split of a tile, for one head of keys.
 
     out: (splits, T, heads, head_dim); sums: (splits, T, heads), log2 of the sums of weights; None
         without splits
+    scale: of scores in powers of 2; soft_cap, sinks: see `paged_attention`
     """
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -88,6 +98,11 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if sinks is not None:
+        # one split counts their weights; they have no values
+        if split == 0:
+            largest = tl.load(sinks + heads) * LOG2_E
+            total += 1
     for begin in range(least, most, KEYS):
         places_of_keys = begin + tl.arange(0, KEYS)
         is_key = places_of_keys < most
@@ -98,6 +113,9 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
         is_number = is_key[:, None] & (columns < HEAD_DIM)[None, :]
         k = tl.load(keys + numbers, is_number, 0.0)
         scores = tl.dot(q.to(factor), k.to(factor).T, input_precision="ieee") * scale
+        if soft_cap is not None:
+            tanh = 1 - 2 / (tl.exp2(scores * (2 / soft_cap)) + 1)
+            scores = tanh * (soft_cap * LOG2_E)
         ages = positions[:, None] - places_of_keys[None, :]
         is_seen = (ages >= 0) & (ages < window) & is_key[None, :]
         scores = tl.where(is_seen, scores, -float("inf"))
@@ -141,7 +159,8 @@ def join_kernel(parts, sums, out, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
     tl.store(out + head * HEAD_DIM + columns, joined.to(out.dtype.element_ty), is_column)
 
 
-def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any) -> Tensor:
+def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any,
+                    soft_cap: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """Each query attends to the keys of its sequence up to its own.
 
     query: (T, heads, head_dim), rotated
@@ -151,12 +170,16 @@ def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any)
     step: has S sequences with T tokens: query_starts, (S + 1,), where the tokens of each begin, and
         T; lengths, (S,), how many keys each has; block_tables, (S, width); all int32. And numbers
         that the host knows: longest_query and longest_keys, the most of any sequence.
+    soft_cap: scores, scaled, become soft_cap * tanh(score / soft_cap); None for none
+    sinks: (heads,) float32: e^sink is one more weight of a head's softmax; None for none
 
     Returns (T, heads, head_dim). Heads and dtype are those of the model; float32 stays float32.
     """
     if not cache.is_contiguous():
         raise ValueError(f"cache={tuple(cache.shape)} with strides {cache.stride()}: contiguous")
     num_tokens, num_heads, head_dim = query.shape
+    if head_dim > 512:
+        raise ValueError(f"head_dim={head_dim} is not accepted: it must be at most 512")
     _, _, block_size, kv_heads, _ = cache.shape
     num_seqs = len(step.lengths)
     group = num_heads // kv_heads
@@ -164,7 +187,7 @@ def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any)
     # Tiles of prompts are large: all of their rows share the keys that are read. A step with
     # decodes and prompts has smaller ones, since most rows of a decode's tile are empty.
     kind = 0 if step.longest_query == 1 else 1 if num_tokens * group < 128 * num_seqs else 2
-    rows, keys, warps, stages = TILES[query.dtype == torch.float32, columns > 128][kind]
+    rows, keys, warps, stages = TILES[query.dtype == torch.float32, max(columns, 128)][kind]
     # a group always fits
     rows = max(rows, triton.next_power_of_2(group))
     queries = rows // group
@@ -178,9 +201,8 @@ def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any)
     attention_kernel[(tiles, kv_heads, splits)](
         query.contiguous(), *cache, parts, sums, step.query_starts, step.lengths,
         step.block_tables, num_seqs, num_tokens, step.block_tables.stride(0), window or 2**30,
-        # log2(e), as the kernel computes powers of 2
-        1.4426950408889634 / head_dim**0.5, block_size, kv_heads, group, head_dim, columns,
-        queries, rows, keys, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+        LOG2_E.value / head_dim**0.5, soft_cap, sinks, block_size, kv_heads, group, head_dim,
+        columns, queries, rows, keys, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
     if splits > 1:
         join_kernel[num_tokens * num_heads,](
             parts, sums, out, head_dim, columns, splits, enable_fp_fusion=True)

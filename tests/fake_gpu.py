@@ -852,12 +852,14 @@ def check_maximum(name: str, value: Any, most: int) -> None:
 
 def paged_attention(query: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor,
                     counts: list[int], lengths: list[int], window: int, is_causal: bool,
-                    scale: float) -> Tensor:
+                    scale: float, soft_cap: float | None = None,
+                    sinks: Tensor | None = None) -> Tensor:
     """What the kernels compute, in float64, rounded once.
 
     query: (T, heads, head_dim); keys, values: (blocks, block_size, kv_heads, head_dim).
     counts, lengths: how many queries, and how many keys, each sequence has.
     window: a query sees so many keys to its left, -1 for all.
+    soft_cap, sinks: as those of nanoengine_gpu.
     """
     num_groups = query.shape[1] // keys.shape[2]
     block_size = keys.shape[1]
@@ -876,7 +878,13 @@ def paged_attention(query: Tensor, keys: Tensor, values: Tensor, block_tables: T
         is_seen = (ages >= 0) if is_causal else torch.ones_like(ages, dtype=torch.bool)
         if window >= 0:
             is_seen &= ages <= window
-        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
+        if soft_cap is not None:
+            scores = soft_cap * (scores / soft_cap).tanh()
+        scores = scores.masked_fill(~is_seen, -torch.inf)
+        if sinks is not None:
+            sink = sinks.double()[:, None, None].expand(-1, count, 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :length]
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
     return out
 
@@ -1017,14 +1025,14 @@ def heads_kernel(qkv: Tensor, query_norm: Any, key_norm: Any, eps: float, angles
 
 def triton_kernel(query: Tensor, cache: Tensor, lengths: Tensor, starts: Tensor,
                   block_tables: Tensor, longest_query: int, longest_keys: int,
-                  window: int | None) -> Tensor:
+                  window: int | None, soft_cap: float | None, sinks: Tensor | None) -> Tensor:
     """It takes float32 as well, and blocks of any size."""
     counts = starts.diff().tolist()
     check_maximum("longest_query", longest_query, max(counts))
     check_maximum("longest_keys", longest_keys, int(lengths.max()))
     left = window - 1 if window else -1
     return paged_attention(query, *cache, block_tables, counts, lengths.tolist(), left, True,
-                           query.shape[-1] ** -0.5)
+                           query.shape[-1] ** -0.5, soft_cap, sinks)
 
 
 def weights_of(numbers: Tensor, temperature: Tensor | None) -> Tensor:
@@ -1060,14 +1068,19 @@ def library_functions() -> dict[tuple[str, str], Any]:
         check(arguments[5].is_contiguous(), "the cache must be contiguous")
         return launch(heads_kernel, *arguments)
 
-    def attend(query: Any, cache: Any, window: int | None, step: Any) -> Any:
+    def attend(query: Any, cache: Any, window: int | None, step: Any,
+               soft_cap: float | None = None, sinks: Any = None) -> Any:
         named = {"query_starts": len(step.lengths) + 1, "lengths": len(step.lengths)}
         for name, size in named.items():
             check_counts(name, getattr(step, name), size)
         check(cache.is_contiguous(), "the cache must be contiguous")
         check(step.block_tables.dtype == torch.int32, "block_tables must be int32")
+        if sinks is not None:
+            check((sinks.dtype, sinks.shape) == (torch.float32, query.shape[1:2]),
+                  "sinks must be float32, one for each head")
         return launch(triton_kernel, query, cache, step.lengths, step.query_starts,
-                      step.block_tables, step.longest_query, step.longest_keys, window)
+                      step.block_tables, step.longest_query, step.longest_keys, window, soft_cap,
+                      sinks)
 
     def truncate(*arguments: Any) -> Any:
         return launch(sampler.truncate, *arguments)

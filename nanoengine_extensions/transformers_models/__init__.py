@@ -20,6 +20,7 @@ its projection. So a library of kernels that knows the one also makes the other 
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from nanoengine.attention import flash_attention, gather_attention
 from nanoengine.features import extension, is_installed, logger, rejected
 from nanoengine.model import Attention
 from nanoengine.step_inputs import StepInputs
@@ -63,7 +65,7 @@ class Call(Attention):
     The forward is that of the engine's own attention, with projections that do nothing, and no head
     norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
 
-    soft_cap, sinks: see `Recorded`. Only the kernel for a CPU computes them.
+    soft_cap, sinks: see `Recorded`. Only the kernels of our libraries compute them.
     is_own: whether it has the linears and norms of its module: see own_layers.py
     """
 
@@ -86,6 +88,17 @@ class Call(Attention):
         nothing.in_features = recorded.query[1] * head_dim
         self.qkv_proj = self.q_norm = self.k_norm = self.o_proj = nothing
 
+    def bind(self, cache: Tensor, backend: Any, other: Callable | None) -> None:
+        """Gives the call its memory. other: a backend that can do more, or None"""
+        self.cache = cache
+        self.backend = backend
+        if backend is flash_attention and (self.head_dim > 256 or self.head_dim % 8):
+            self.backend = other or gather_attention
+        # of all backends, only this one and the kernel for a CPU (None) have soft caps and sinks
+        self.is_gathered = self.is_soft and backend is not None and other is None
+        if self.is_soft and backend and other:
+            self.backend = partial(other, soft_cap=self.soft_cap, sinks=self.sinks)
+
     @property
     def can_be_own(self) -> bool:
         """Whether it could be the engine's own attention with its cache."""
@@ -104,8 +117,7 @@ class Call(Attention):
 
         angles: rotate nothing. module, options: whose attention it is, and what else it gives
         """
-        # other backends than the kernel have neither
-        if self.is_soft and self.backend is not None:
+        if self.is_gathered:
             return self.gather(step, angles, module, query, key, value, options)
         if self.factor != 1:
             query = query * self.factor
@@ -169,8 +181,9 @@ class Model(nn.Module):
     calls: one for each call of the attention function in a step
     stack: the engine's own decoder in place of all layers, or None: see own_layers.py
     waits: the lines of code in which a decode step waits for the GPU
+    paged_attention: see `Kernels`
 
-    `check_model` sets all three.
+    `check_model` sets the first three.
     """
 
     # whether CUDA graphs can capture a decode step
@@ -178,8 +191,9 @@ class Model(nn.Module):
     layers: Any
     head: Any
 
-    def __init__(self, causal: Any) -> None:
+    def __init__(self, causal: Any, paged_attention: Callable | None) -> None:
         super().__init__()
+        self.paged_attention = paged_attention
         self.calls: Any = nn.ModuleList()
         self.stack: Any = None
         self.waits: list[str] = []
@@ -197,9 +211,9 @@ class Model(nn.Module):
 
     def bind(self, rope: Tensor, caches: Tensor, backend: Callable[..., Tensor] | None) -> None:
         """Gives the calls their memory. The model has angles of its own."""
+        other = None if backend is gather_attention else self.paged_attention
         for call, cache in zip(self.calls, caches):
-            call.backend = backend
-            call.cache = cache
+            call.bind(cache, backend, other)
 
     def compute(self, token_ids: Tensor, positions: Tensor, attend: Callable) -> Tensor:
         """Returns the hidden states of all tokens. attend: replaces the attention function."""
@@ -327,7 +341,7 @@ def load(runner: Any, folder: Path, read: Callable[..., Any] = from_files,
     try:
         with torch.inference_mode():
             causal = load_causal(runner, folder, read, is_packed)
-            model = Model(causal)
+            model = Model(causal, runner.kernels.paged_attention)
             check_model(runner, model, causal, Call, OtherCall)
     except Exception as error:
         kind = "" if isinstance(error, NotComputed) else f"{type(error).__name__}: "

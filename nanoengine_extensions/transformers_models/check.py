@@ -100,7 +100,7 @@ def record(model: Any, token_ids: Tensor, longest: int, log: list[Any]) -> list[
         if query.shape[2] != key.shape[2] or not isinstance(attention_mask, Mask):
             raise NotComputed("its attention is not over all tokens so far, or has its own mask")
         mask = attention_mask.function
-        window, is_window = window_of(mask, longest)
+        window, is_window = window_of(mask, longest, token_ids.device)
         is_plain = all(options[name] is None for name in options.keys() - PLAIN - SOFT)
         scale = query.shape[3]**-0.5 if scaling is None else scaling
         sinks = options.get("s_aux")
@@ -154,12 +154,12 @@ def is_computed(call: Recorded, module: Any, options: dict[str, Any],
 
 
 @lru_cache(maxsize=4)
-def window_of(mask: Callable, length: int) -> tuple[int | None, bool]:
+def window_of(mask: Callable, length: int, device: torch.device) -> tuple[int | None, bool]:
     """Returns the window of a mask, None for all keys, and whether the mask is just this window."""
-    keys = torch.arange(length)
+    keys = torch.arange(length, device=device)
 
     def seen(query: int) -> Tensor:
-        return mask(0, 0, torch.tensor([[query]]), keys[None]).expand(1, length)[0]
+        return mask(0, 0, keys[query, None, None], keys[None]).expand(1, length)[0]
 
     window = int(seen(length - 1).sum())
     queries = {0, window - 1, window, 2 * window + 1, length // 3, length - 1}

@@ -2,6 +2,7 @@
 schedule; and what is refused, each for its reason. `tests/models/compare.py` runs all others."""
 
 import gc
+import importlib
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "models"))
 
+import architectures  # noqa: E402
 import compare  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 
@@ -69,7 +71,7 @@ def test_tokens_are_those_of_transformers(folder_of, name):
 def test_soft_caps_and_sinks_are_those_of_the_kernel_only_if_they_mean_the_same(
         folder_of, name, monkeypatch):
     """Here, the cap is one of unscaled scores, and the sink counts twice."""
-    module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     eager = module.eager_attention_forward
 
     def other(attention, query, key, value, mask, softcap=None, scaling=1.0, **options):
@@ -179,9 +181,10 @@ def test_a_gpu(folder_of, name):
 
 
 @pytest.mark.parametrize("name, has_graphs", [
-    ("cohere2", True), ("olmo2", True), ("gpt2", True), ("gemma2", False)])
+    ("cohere2", True), ("olmo2", True), ("gpt2", True), ("gemma2", True), ("granite_swa", True),
+    ("llama4 chunks", False)])
 def test_graphs_where_no_step_waits_for_the_gpu(folder_of, name, has_graphs, caplog):
-    """Own layers or not. With flash-attn, soft caps are gathered on the host."""
+    """Own layers or not; soft caps and sinks, with the library's kernel; other attention."""
     caplog.set_level(logging.INFO, "nanoengine")
     results = []
     for options in (dict(enforce_eager=True), {}, dict(run_ahead=False)):
@@ -196,6 +199,21 @@ def test_graphs_where_no_step_waits_for_the_gpu(folder_of, name, has_graphs, cap
             assert bool(gpu.host_reads) != has_graphs
         assert ("no CUDA graphs, since the host waits" in caplog.text) != has_graphs
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_heads_that_flash_attn_does_not_take(tmp_path, has_kernel):
+    """The library's kernel takes heads of 272 numbers; without it, keys are gathered."""
+    config = transformers.Gemma3TextConfig(**architectures.GEMMA | dict(head_dim=272))
+    reference = transformers.Gemma3ForCausalLM(config).eval()
+    reference.save_pretrained(tmp_path)
+    options = FLASH | dict(dtype="float16", kernels=has_kernel)
+    with FakeGpu() as gpu, make_llm(tmp_path, **options) as llm:
+        assert bool(llm.engine.runner.graphs.captured) == has_kernel
+        gpu.reset_counters()
+        found = tokens(llm.generate(PROMPTS[:3], FEW, use_tqdm=False))
+        assert bool(gpu.host_reads) != has_kernel
+    assert found == [[compare.expected_tokens(reference, prompt, 6)] for prompt in PROMPTS[:3]]
 
 
 # ------------------------------------------------------------------------------ fast modules
@@ -631,7 +649,7 @@ def test_rows_that_are_only_moved(function):
     (lambda b, h, q, k: (k <= q) & ((k > q - 8) | (k < 2)), (10, False)),
     (lambda b, h, q, k: (k <= q + 1) & (k > q - 8), (8, False))])
 def test_windows_are_found_by_what_a_mask_says(mask, found):
-    assert check.window_of(mask, 100) == found
+    assert check.window_of(mask, 100, torch.device("cpu")) == found
 
 
 def test_how_much_a_token_takes_is_said(folder_of, caplog):

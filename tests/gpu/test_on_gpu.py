@@ -358,7 +358,7 @@ def test_features_give_what_they_give_on_a_cpu(bundled, name):
 
 # whether the host never waits for the GPU in a decode step. In float32, PyTorch reads on the host
 # how many tokens each expert has
-HAVE_GRAPHS = {"gemma2": False, "gpt_oss": False, "olmo2": True, "mixtral": False, "phi3": True,
+HAVE_GRAPHS = {"gemma2": True, "gpt_oss": False, "olmo2": True, "mixtral": False, "phi3": True,
                "gpt2": True, "deepseek_v3": False}
 
 

@@ -45,6 +45,8 @@ class Model(NamedTuple):
     head_dim: int
     has_norms: bool
     window: int | None
+    soft_cap: float | None = None
+    has_sinks: bool = False
 
 
 MODELS = {
@@ -52,11 +54,14 @@ MODELS = {
     "Llama-3-8B": Model(4096, 14336, 32, 8, 128, False, None),
     "Qwen2.5-7B": Model(3584, 18944, 28, 4, 128, False, None),
     "Mistral-7B": Model(4096, 14336, 32, 8, 128, False, 4096)}
-# head dims that these models do not have
+# head dims, soft caps and sinks that these models do not have
 OTHERS = {
     "head_dim 64": Model(2048, 8192, 32, 8, 64, False, None),
     "head_dim 80": Model(2560, 6912, 32, 32, 80, False, None),
-    "head_dim 256": Model(2048, 8192, 16, 1, 256, False, None)}
+    "head_dim 256": Model(2048, 8192, 16, 1, 256, False, None),
+    "head_dim 512": Model(2816, 2112, 16, 2, 512, False, None),
+    "Gemma-2-2B": Model(2304, 9216, 8, 4, 256, False, 4096, soft_cap=50.0),
+    "gpt-oss-20b": Model(2880, 2880, 64, 8, 64, False, 128, has_sinks=True)}
 
 
 class Launch(NamedTuple):
@@ -119,7 +124,8 @@ def run_layer(model: Model, dtype: torch.dtype, kind: str) -> None:
     slots = torch.empty(tokens, dtype=torch.int64)
     norms.rms_norm(x, weight, 1e-6, x)
     query = norms.store_heads(qkv, head_norm, head_norm, 1e-6, angles, cache, slots)
-    attention.paged_attention(query, cache, model.window, step)
+    sinks = torch.empty(model.heads) if model.has_sinks else None
+    attention.paged_attention(query, cache, model.window, step, model.soft_cap, sinks)
     norms.swiglu(torch.empty(tokens, 2 * model.inner, dtype=dtype))
 
 

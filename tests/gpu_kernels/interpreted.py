@@ -224,6 +224,15 @@ def test_attention_in_float16():
     check_attention(*inputs_of(step, 4, 2, 64, dtype=torch.float16), None, step)
 
 
+@DTYPES
+@pytest.mark.parametrize("head_dim", [264, 512])
+def test_attention_of_wide_heads(dtype, head_dim):
+    step = step_of([(40, 1), (5, 20)])
+    check_attention(*inputs_of(step, 2, 1, head_dim, dtype=dtype), 30, step)
+    with pytest.raises(ValueError, match="head_dim=513 is not accepted: .* at most 512"):
+        paged_attention(torch.zeros(1, 4, 513), torch.zeros(2, 1, 16, 2, 513), None, step)
+
+
 def test_attention_of_more_heads_than_rows_in_a_tile():
     step = step_of([(20, 1), (3, 4)])
     check_attention(*inputs_of(step, 71, 1, 64), None, step)
@@ -240,6 +249,45 @@ def test_attention_to_split_keys(dtype, seqs, window, longest_keys, monkeypatch)
     check_attention(*inputs_of(step, 4, 2, 64, dtype=dtype), window, step)
     (splits,) = {grid[2] for grid in grids}
     assert splits > 1
+
+
+@DTYPES
+@pytest.mark.parametrize("soft_cap, has_sinks", [(2.0, False), (None, True), (0.7, True)])
+@pytest.mark.parametrize("seqs, window, cores", [
+    (DECODES, None, 1), (MIXED, 7, 1), ([(600, 1), (2, 1), (0, 1)], None, 24),
+    ([(300, 3)], 200, 24)], ids=["decodes", "mixed", "splits", "a window of splits"])
+def test_soft_caps_and_sinks(dtype, seqs, window, cores, soft_cap, has_sinks, monkeypatch):
+    monkeypatch.setattr(attention, "num_cores", lambda device: cores)
+    grids = record_grids(monkeypatch)
+    step = step_of(seqs)
+    query, cache = inputs_of(step, 6, 2, 40, dtype=dtype)
+    # without much weight, with as much as keys have, with nearly all
+    sinks = torch.tensor([-20, -1, 0, 1, 4, 20.0]) if has_sinks else None
+    out = paged_attention(query, cache, window, step, soft_cap, sinks)
+    away = 1e-2 if dtype == torch.bfloat16 else 4e-6
+    torch.testing.assert_close(out.float(), soft_attention(
+        query.double(), cache.double(), window, step, soft_cap, sinks).float(),
+        rtol=away, atol=away)
+    assert (grids[0][2] > 1) == (cores > 1)
+
+
+def soft_attention(query, cache, window, step, soft_cap, sinks):
+    """Each token by itself, in float64."""
+    group = query.shape[1] // cache.shape[3]
+    rows = zip(query, step.sequence_of_token.tolist(), step.positions.tolist())
+    out = torch.empty_like(query)
+    for number, (row, seq, position) in enumerate(rows):
+        table = step.block_tables[seq].long()
+        stored = cache[:, table].flatten(1, 2)[:, :position + 1][:, -(window or 2**30):]
+        keys, values = stored.repeat_interleave(group, dim=2)
+        scores = torch.einsum("hd,khd->hk", row, keys) / row.shape[1] ** 0.5
+        if soft_cap is not None:
+            scores = soft_cap * (scores / soft_cap).tanh()
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+        weights = scores.softmax(dim=1)[:, :len(keys)]
+        out[number] = torch.einsum("hk,khd->hd", weights, values)
+    return out
 
 
 def record_grids(monkeypatch) -> list[tuple[int, ...]]:

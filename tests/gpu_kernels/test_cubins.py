@@ -27,7 +27,9 @@ def run(script: str) -> list:
 
 
 @pytest.mark.parametrize("model, dtype, kernel, arch", [
-    ("Qwen3-0.6B", "bfloat16", "heads", 90), ("Llama-3-8B", "bfloat16", "attention, decode", 80),
+    ("Qwen3-0.6B", "bfloat16", "heads", 90), ("gpt-oss-20b", "bfloat16", "attention, prompt", 120),
+    ("Gemma-2-2B", "bfloat16", "attention, split", 90), ("head_dim 512", "float32", "join", 80),
+    ("Llama-3-8B", "bfloat16", "attention, decode", 80),
     ("Mistral-7B", "bfloat16", "attention, prompt", 120), ("Qwen2.5-7B", "float32", "norm", 90),
     ("head_dim 256", "float32", "attention, split", 90), (None, "float32", "radix", 120),
     (None, "bfloat16", "draw, sums", 80), (None, "bfloat16", "draw, pick", 90)])
@@ -61,11 +63,14 @@ def test_the_table_has_all_kernels_and_none_spills():
         (model, dtype, gpu, kernel) for kernel in kernels for dtype in ("bfloat16", "float32")
         for model in ("Qwen3-0.6B", "Llama-3-8B", "Qwen2.5-7B", "Mistral-7B")
         for gpu in ("sm_80", "sm_90", "sm_120")}
-    assert {row["spilled"] for row in rows} == {"0"}
+    assert {row["spilled"] for row in rows
+            if (row["model"], row["dtype"]) != ("Gemma-2-2B", "float32")} == {"0"}
+    assert max(int(row["spilled"]) for row in rows) <= 16
     # which releases the README speaks of
     release = ".".join(version("triton").split(".")[:2])
     readme = (Path(__file__).parents[2] / "nanoengine_gpu" / "README.md").read_text()
-    assert f"With Triton {release} no kernel spills registers" in " ".join(readme.split())
+    said = f"With Triton {release} no kernel spills registers, except that"
+    assert said in " ".join(readme.split())
     # a program of the newest consumer GPUs has the least shared memory
     assert max(int(row["shared"].replace(",", "")) for row in rows) <= 99 * 1024
 
