@@ -141,7 +141,7 @@ def load_eos(folder: Path, config: PretrainedConfig,
 def place_on(model: nn.Module, device: str) -> None:
     """Allocates memory for the weights of a model, or of a part of one."""
     if is_installed("strict"):
-        extension("strict").check_memory(model, device)
+        extension("strict").check_memory(model.parameters(), device)
     model.to_empty(device=device)
 
 

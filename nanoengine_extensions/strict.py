@@ -20,7 +20,7 @@ import psutil
 import torch
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import ValidationError
-from torch import nn
+from torch import Tensor
 
 from nanoengine.features import (
     OBSERVERS, Condition, check, extension, is_installed, rejected)
@@ -183,9 +183,9 @@ def checked_options(kind: Any) -> Any:
     return kind
 
 
-def check_memory(model: nn.Module, device: str) -> None:
+def check_memory(weights: Iterable[Tensor], device: str) -> None:
     """Raises ValueError, before anything is allocated, if weights do not fit a device."""
-    num_bytes = sum(weights.nbytes for weights in model.parameters())
+    num_bytes = sum(each.nbytes for each in weights)
     most = psutil.virtual_memory().total
     if device == "cuda":
         most = torch.cuda.mem_get_info()[1]

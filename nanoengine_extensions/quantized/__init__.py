@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import Condition, logger, naming, rejected
+from nanoengine.features import Condition, extension, is_installed, logger, naming, rejected
 from nanoengine.loader import weight_files
 from nanoengine.model import FAMILIES
 from nanoengine.model_runner import ModelRunner
@@ -139,6 +139,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
                            "float32")
         log_costs(files, opened.values(), runner.dtype)
         return found
+    stored, count = sizes_of(files, opened.values())
+    check_memory(count * BITS[method] // 8 if method in BITS else stored)
     if not is_own:
         from nanoengine_extensions.quantized.transformers_linears import load_packed
         return {"read": partial(load_packed, tensors, by_sums), "is_packed": True}
@@ -177,10 +179,22 @@ def choose_opener(method: str, entries: dict[str, Any],
     return partial(open_quantized, Index(weight_files(folder)), METHODS[method](entries))
 
 
+def sizes_of(files: list[Path], opened: Iterable[Opened]) -> tuple[int, int]:
+    """Returns the bytes of some files, and how many numbers they have."""
+    return (sum(file.stat().st_size for file in files),
+            sum(prod(tensor.shape) for tensors in opened for tensor in tensors.values()))
+
+
+def check_memory(num_bytes: int) -> None:
+    """Raises ValueError if packed weights, of at least so many bytes, do not fit the memory."""
+    if is_installed("strict"):
+        weights = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+        extension("strict").check_memory([weights], "cpu")
+
+
 def log_costs(files: list[Path], opened: Iterable[Opened], dtype: torch.dtype) -> None:
     """Writes to the log how much memory the weights take after they are dequantized."""
-    stored = sum(file.stat().st_size for file in files)
-    count = sum(prod(tensor.shape) for tensors in opened for tensor in tensors.values())
+    stored, count = sizes_of(files, opened)
     logger.warning(
         f"quantized weights are dequantized when they are loaded: {stored / 2**20:,.1f} MiB of "
         f"files become {count * dtype.itemsize / 2**20:,.1f} MiB of {str(dtype)[6:]}")

@@ -303,7 +303,7 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     if is_installed("strict") and not is_packed:
         with torch.device("meta"):
             sizes = kind._from_config(copy.deepcopy(config), **options)
-        extension("strict").check_memory(sizes, runner.device)
+        extension("strict").check_memory(sizes.parameters(), runner.device)
     if runner.config.load_format == "dummy":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

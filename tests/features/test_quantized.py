@@ -26,7 +26,7 @@ from torch import Tensor
 from nanoengine import LLM
 from nanoengine.config import EngineConfig
 from nanoengine.loader import checkpoint_tensors, find_model
-from nanoengine_extensions import quantized
+from nanoengine_extensions import containers, quantized
 from nanoengine_cpu import compiling
 from nanoengine_cpu.compiling import Program
 from nanoengine_cpu.modules import PackedLinear
@@ -799,6 +799,20 @@ def test_the_memory_of_a_gguf():
         stored = sum(tensor.n_bytes for tensor in gguf.GGUFReader(REAL).tensors)
         # numbers of 6 bits take 8
         assert num_bytes(llm.engine.runner.model) < 1.25 * stored
+
+
+@pytest.mark.parametrize("quantization", ["int8", None])
+def test_packed_weights_have_to_fit_the_memory(bundled, monkeypatch, quantization):
+    """Nothing is read if they do not: int8, half of what bfloat16 takes; a GGUF file."""
+    path, size = REAL, REAL.stat().st_size
+    if quantization:
+        path, size = bundled, (Path(bundled) / "model.safetensors").stat().st_size // 2
+    options = BFLOAT16 | dict(quantization=quantization)
+    monkeypatch.setattr(containers, "free_memory", lambda most: size * 11 // 10)
+    LLM(path, **options).close()
+    monkeypatch.setattr(containers, "free_memory", lambda most: size * 9 // 10)
+    with pytest.raises(ValueError, match="GiB of weights' is not accepted: it must be smaller"):
+        LLM(path, **options)
 
 
 def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
