@@ -68,7 +68,7 @@ CALL1 = [
                                 " or every_logits_processor")),
      Step("features", 105, tests("preemption_chunks or weights_on_the_host or a_trace"
                                  " or autocast or current_device")),
-     Step("transformers", 105, tests("logits_are_those or transformers_computes")),
+     Step("transformers", 105, tests("logits_are_those or transformers_computes or experts_in")),
      Step("extensions", 105, tests("features_give")),
      Step("nccl", 40, script("nccl_one.py"))],
     # alone on the card

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 NEEDS_A_GPU = ("cache_gets_what", "out_of_memory", "engines_leave_nothing", "06b_shape",
                "current_device", "float32_is_exact", "logits_are_those", "options4",
                # experts are counted by an operator that takes no integers on a CPU
-               "gpt_oss", "mixtral", "deepseek_v3")
+               "gpt_oss", "mixtral", "deepseek_v3", "experts_in_bfloat16")
 
 
 def pytest_configure(config) -> None:

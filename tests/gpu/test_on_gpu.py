@@ -378,6 +378,22 @@ def test_models_that_transformers_computes(folder_of, name):
     assert found == [compare.expected_tokens(reference, prompt, 12) for prompt in prompts]
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_experts_in_bfloat16(folder_of, name):
+    """PyTorch's grouped product reads on the GPU how many tokens each expert has, so that decode
+    steps have graphs."""
+    prompts, params = compare.random_prompts()[:5], SamplingParams(**SHORT, logprobs=5)
+    options = dict(device="cuda", dtype="bfloat16", block_size=256, num_kv_blocks=12)
+    results = []
+    for eager in (True, False):
+        with LLM(folder_of(name), **compare.OPTIONS | options, enforce_eager=eager) as llm:
+            runner = llm.engine.runner
+            note(f"{len(runner.graphs.captured)} graphs, waits at {runner.model.waits}")
+            assert bool(runner.graphs.captured) != eager
+            results.append(run(llm, prompts, params))
+    assert_alike(*results)
+
+
 def test_an_autocast_of_the_caller_changes_nothing(small):
     results = []
     for enabled in (False, True):
