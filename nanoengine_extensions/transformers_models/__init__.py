@@ -29,6 +29,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.features import extension, is_installed, logger, rejected
 from nanoengine.model import Attention
@@ -282,7 +283,11 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
 def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: bool) -> Any:
     """Returns transformers' own model. read, is_packed: see `load`"""
     config = runner.model_config.original
-    kind: Any = getattr(transformers, str(config.architectures[0]), None)
+    name = str(config.architectures[0])
+    kind: Any = getattr(transformers, name, None)
+    # some makers have their own class, or spell it in another way
+    if not kind and name.lower() == config.model_type.replace("_", "") + "forcausallm":
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if not hasattr(kind, "generate"):
         raise NotComputed(f"transformers has no architectures={config.architectures} for texts")
     options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")

@@ -251,6 +251,15 @@ def test_norms_are_known(norm, dtype):
     torch.testing.assert_close(other(x), norm(x))
 
 
+@pytest.mark.parametrize("eps", [1e-12, 1e-10, 1e-8, 1e-5, 0.1])
+def test_the_eps_of_norms_is_found(eps):
+    """It matters for rows of zeros, too, as the embedding of padding is."""
+    norm = Norm(lambda x, w: rms_norm(x, w, eps))
+    other = found_in(norm)
+    assert other.eps == eps
+    assert torch.equal(other(torch.zeros(2, 24)), torch.zeros(2, 24))
+
+
 @pytest.mark.parametrize("norm", [
     torch.nn.LayerNorm(24, bias=False), torch.nn.LayerNorm(24), Norm(lambda x, w: x * w),
     Norm(lambda x, w: rms_norm(x, w, 1e-6) * 1.001),
@@ -372,6 +381,19 @@ def test_auto_takes_an_architecture_that_is_not_native(folder_of):
         assert not isinstance(llm.engine.runner.model, Decoder)
     with pytest.raises(ValueError, match="is not computed by the engine itself .* model_impl='tr"):
         make_llm(folder_of("gpt2"), model_impl="native")
+
+
+@pytest.mark.parametrize("name, architecture", [
+    ("exaone", "LlamaForCausalLM"), ("exaone", "ExaoneForCausalLM"),
+    ("phimoe", "PhiMoEForCausalLM"), ("sarvam_mla", "SarvamMLAForCausalLM")])
+def test_families_whose_class_has_another_name(folder_of, tmp_path, name, architecture):
+    """transformers knows them by their model_type. What it saves names its own class, as Llama."""
+    folder = changed(folder_of(name), tmp_path, architectures=[architecture])
+    expected = compare.expected_tokens(compare.load_reference(folder_of(name)), [5, 6, 7])
+    with make_llm(folder, model_impl="auto", attention_backend="gather") as llm:
+        assert tokens(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)) == [[expected]]
+    with pytest.raises(ValueError, match="model_impl='tr|model_type='exaone' is not accepted"):
+        make_llm(folder, model_impl="native")
 
 
 def test_auto_takes_no_damaged_config(folder_of, tmp_path):
