@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
@@ -59,6 +60,9 @@ class Mask:
     # some models cut their masks to the number of keys
     def __getitem__(self, index: Any) -> "Mask":
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotComputed("it changes the masks of its attention")
 
 
 class Recorded(NamedTuple):
@@ -153,13 +157,26 @@ def is_computed(call: Recorded, module: Any, options: dict[str, Any],
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
+class LikeLast(TorchFunctionMode):
+    """Gives all later tokens the numbers of the last recorded one, for masks that look them up:
+    to which image a token belongs, or that it is text."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") == "__getitem__" and isinstance(args[1], tuple):
+            table, (*rows, places) = args
+            args = table, (*rows, places.clamp(max=table.shape[-1] - 1))
+        return function(*args, **(kwargs or {}))
+
+
 @lru_cache(maxsize=4)
 def window_of(mask: Callable, length: int) -> tuple[int | None, bool]:
     """Returns the window of a mask, None for all keys, and whether the mask is just this window."""
     keys = torch.arange(length)
 
     def seen(query: int) -> Tensor:
-        return mask(0, 0, torch.tensor([[query]]), keys[None]).expand(1, length)[0]
+        with LikeLast():
+            return mask(0, 0, torch.tensor([[query]]), keys[None]).expand(1, length)[0]
 
     window = int(seen(length - 1).sum())
     queries = {0, window - 1, window, 2 * window + 1, length // 3, length - 1}
