@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
@@ -31,7 +30,7 @@ from nanoengine.step_inputs import StepInputs
 from nanoengine_extensions.transformers_models.modules import (
     InFloat32, Inputs, Others, exchange, fast_modules, given_inputs, layers_of, optimize_modules)
 from nanoengine_extensions.transformers_models.watching import (
-    Watch, choose, noted_kinds, noted_waits, only)
+    LikeLast, Watch, choose, noted_kinds, noted_waits, only)
 
 # options of a call that do not make it more than causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
@@ -155,18 +154,6 @@ def is_computed(call: Recorded, module: Any, options: dict[str, Any],
             module, query, key, value, unmasked, scaling=call.scale, **options)
     found = out.transpose(1, 2)
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
-
-
-class LikeLast(TorchFunctionMode):
-    """Gives all later tokens the numbers of the last recorded one, for masks that look them up:
-    to which image a token belongs, or that it is text."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") == "__getitem__" and isinstance(args[1], tuple):
-            table, (*rows, places) = args
-            args = table, (*rows, places.clamp(max=table.shape[-1] - 1))
-        return function(*args, **(kwargs or {}))
 
 
 @lru_cache(maxsize=4)
@@ -297,7 +284,8 @@ def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
             hidden = model(step.token_ids, step)
         logits = model.lm_head(hidden).float()
         right = torch.cat([wanted[i, start:stop] for i, start, stop in parts])
-        error = float((logits - right).norm() / right.norm())
+        # embeddings of zeros can give logits of zeros
+        error = float((logits - right).norm() / right.norm().clamp(min=1e-30))
         if not error < most:
             raise NotComputed(
                 f"its logits in a step differ from those of transformers by {error:.2g}")
