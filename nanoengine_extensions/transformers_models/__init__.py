@@ -187,6 +187,9 @@ class Model(nn.Module):
         # libraries take rows for invariant only in a decoder that they know
         self.embed_tokens = causal.get_input_embeddings()
         self.given = Given()
+        # a model for images can have a whole one for texts, with its head
+        parts = [each for each in causal.children() if isinstance(each, PreTrainedModel)]
+        causal = next((each for each in parts if each.get_output_embeddings()), causal)
         name, layers = next((name, child) for name, child in causal.named_children()
                             if isinstance(child, PreTrainedModel))
         # The same model, of which only what follows the layers computes: scales and soft caps of

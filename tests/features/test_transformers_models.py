@@ -419,7 +419,8 @@ def test_its_rows_are_not_taken_for_invariant(folder_of):
     ("falcon", "it does not let a library compute its attention"),
     ("xlm", "it does not let a library compute its attention"),
     ("moshi", "transformers contradicts itself: its cache keeps 8 tokens"),
-    ("llama4_text", "it counts positions by itself")])
+    ("llama4_text", "it counts positions by itself"),
+    ("doge", "it changes the masks of its attention")])
 def test_what_is_not_computed_the_same_is_refused(folder_of, name, reason):
     with pytest.raises(ValueError, match=f"model_type='.*' is not accepted, since {reason}.*: it "
                                          "must be one that docs/models.md lists$"):
@@ -431,6 +432,17 @@ def test_llama_4_is_refused_though_no_short_check_finds_it(folder_of, tmp_path):
     folder = changed(folder_of("llama4_text"), tmp_path, floor_scale=8192)
     with pytest.raises(ValueError, match="it counts positions by itself"):
         make_llm(folder)
+
+
+def test_llama_4_with_images_is_refused_for_the_same(folder_of, tmp_path):
+    """It has a whole model for texts, beside one for images."""
+    text = json.loads((folder_of("llama4_text") / "config.json").read_text())
+    vision = compare.VARIANTS["gemma3 images"][1]["vision_config"] | dict(intermediate_size=128)
+    config = transformers.Llama4Config(
+        text_config=text, vision_config=vision, architectures=["Llama4ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="since it counts positions by itself"):
+        make_llm(tmp_path, load_format="dummy")
 
 
 def test_moshi_with_a_window_that_holds_all_tokens_runs(folder_of):
@@ -645,13 +657,20 @@ def test_rows_that_are_only_moved(function):
 # ------------------------------------------------------------------------------------- masks
 
 
+IMAGES = torch.zeros(1, 19, dtype=torch.int64)
+
+
 @pytest.mark.parametrize("mask, found", [
     (lambda b, h, q, k: k <= q, (None, True)),
     (lambda b, h, q, k: (k <= q) & (k > q - 8), (8, True)),
     (lambda b, h, q, k: (k <= q) & (k > q - 100), (None, True)),
     (lambda b, h, q, k: (k <= q) & (k // 8 == q // 8), (4, False)),
     (lambda b, h, q, k: (k <= q) & ((k > q - 8) | (k < 2)), (10, False)),
-    (lambda b, h, q, k: (k <= q + 1) & (k > q - 8), (8, False))])
+    (lambda b, h, q, k: (k <= q + 1) & (k > q - 8), (8, False)),
+    # numbers of the tokens of this step: none belongs to an image, or all do
+    (lambda b, h, q, k: (k <= q) & (k > q - 8) | (IMAGES[b, q] * IMAGES[b, k] > 0),
+     (8, True)),
+    (lambda b, h, q, k: (k <= q) | (IMAGES[b, q] == IMAGES[b, k]), (None, False))])
 def test_windows_are_found_by_what_a_mask_says(mask, found):
     assert check.window_of(mask, 100) == found
 
