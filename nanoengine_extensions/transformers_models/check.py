@@ -152,8 +152,7 @@ def is_computed(call: Recorded, module: Any, options: dict[str, Any],
     with InFloat32():
         out, _ = eager_of(module)(
             module, query, key, value, unmasked, scaling=call.scale, **options)
-    found = out.transpose(1, 2)
-    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+    return torch.allclose(out.transpose(1, 2), expected, rtol=1e-3, atol=1e-3)
 
 
 @lru_cache(maxsize=4)
