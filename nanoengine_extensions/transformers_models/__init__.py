@@ -289,7 +289,8 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     name = str(config.architectures[0])
     kind: Any = getattr(transformers, name, None)
     # some makers have their own class, or spell it in another way
-    if not kind and name.lower() == config.model_type.replace("_", "") + "forcausallm":
+    family = name.removesuffix("ForCausalLM").replace("_", "").lower()
+    if not kind and family == config.model_type.replace("_", ""):
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if not hasattr(kind, "generate"):
         raise NotComputed(f"transformers has no architectures={config.architectures} for texts")

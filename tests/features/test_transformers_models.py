@@ -385,7 +385,7 @@ def test_auto_takes_an_architecture_that_is_not_native(folder_of):
 
 @pytest.mark.parametrize("name, architecture", [
     ("exaone", "LlamaForCausalLM"), ("exaone", "ExaoneForCausalLM"),
-    ("phimoe", "PhiMoEForCausalLM"), ("sarvam_mla", "SarvamMLAForCausalLM")])
+    ("phimoe", "PhiMoEForCausalLM"), ("ernie4_5", "Ernie4_5_ForCausalLM")])
 def test_families_whose_class_has_another_name(folder_of, tmp_path, name, architecture):
     """transformers knows them by their model_type. What it saves names its own class, as Llama."""
     folder = changed(folder_of(name), tmp_path, architectures=[architecture])
