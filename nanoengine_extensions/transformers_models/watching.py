@@ -139,7 +139,8 @@ class LikeLast(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") == "__getitem__" and isinstance(args[1], tuple):
+        is_part = getattr(function, "__name__", "") == "__getitem__" and isinstance(args[1], tuple)
+        if is_part and isinstance(args[1][-1], Tensor):
             table, (*rows, places) = args
             args = table, (*rows, places.clamp(max=table.shape[-1] - 1))
         return function(*args, **(kwargs or {}))
