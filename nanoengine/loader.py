@@ -54,7 +54,8 @@ def load_config(folder: Path, load_format: str = "dummy",
         extension("explain").check_folder(folder, ARCHITECTURES, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        is_own = config.architectures in [None, *([name] for name in ARCHITECTURES)]
+        # not by its architecture: EXAONE's can be Llama's
+        is_own = config.model_type in FAMILIES
         if model_impl == "transformers" or (model_impl == "auto" and not is_own):
             return extension("transformers_models", str(config.architectures)).describe(config)
         if getattr(config, "head_dim", None) is None:
@@ -69,13 +70,13 @@ def check_supported(config: PretrainedConfig) -> None:
     heeds = getattr(FAMILIES.get(config.model_type), "heeds", ())
     kinds = ["full_attention", "sliding_attention"] if "layer_types" in heeds else []
     num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
-    # positions are int32
-    is_int32 = 0 < config.max_position_embeddings < 2**31
     checks: list[tuple[str, object, list]] = [
         ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
+        ("model_type", config.model_type, [*FAMILIES]),
         ("num_attention_heads % num_key_value_heads", num_left, [0]),
         *[(name, getattr(config, name, usual), [usual]) for name, usual in USUAL.items()],
-        ("0 < max_position_embeddings < 2**31", is_int32, [True]),
+        # positions are int32
+        ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
         ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
         *[("layer_types", kind, kinds) for kind in getattr(config, "layer_types", None) or []]]

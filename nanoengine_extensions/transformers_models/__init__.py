@@ -30,6 +30,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.attention import flash_attention, gather_attention
 from nanoengine.features import extension, is_installed, logger, rejected
@@ -200,6 +201,9 @@ class Model(nn.Module):
         # libraries take rows for invariant only in a decoder that they know
         self.embed_tokens = causal.get_input_embeddings()
         self.given = Given()
+        # a model for images can have a whole one for texts, with its head
+        parts = [each for each in causal.children() if isinstance(each, PreTrainedModel)]
+        causal = next((each for each in parts if each.get_output_embeddings()), causal)
         name, layers = next((name, child) for name, child in causal.named_children()
                             if isinstance(child, PreTrainedModel))
         # The same model, of which only what follows the layers computes: scales and soft caps of
@@ -296,7 +300,12 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
 def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: bool) -> Any:
     """Returns transformers' own model. read, is_packed: see `load`"""
     config = runner.model_config.original
-    kind: Any = getattr(transformers, str(config.architectures[0]), None)
+    name = str(config.architectures[0])
+    kind: Any = getattr(transformers, name, None)
+    # some makers have their own class, or spell it in another way
+    family = name.removesuffix("ForCausalLM").replace("_", "").lower()
+    if not kind and family == config.model_type.replace("_", ""):
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if not hasattr(kind, "generate"):
         raise NotComputed(f"transformers has no architectures={config.architectures} for texts")
     options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")

@@ -160,8 +160,8 @@ def candidates(module: nn.Module) -> Iterator[nn.Module]:
 def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
     # rows of one number x become x * w / sqrt(x^2 + eps)
     ones = torch.ones_like(weight, dtype=torch.float32)[None, None]
-    large, small = (module(x * ones) for x in (1e3, 1e-3))
-    eps = 1e-6 * (float(large.norm() / small.norm()) ** 2 - 1)
+    large, small = (module(x * ones) for x in (1e3, 1e-5))
+    eps = 1e-10 * (float(large.norm() / small.norm()) ** 2 - 1)
     for scale in (weight, 1 + weight.float()):
         norm = RMSNorm(len(weight), float(f"{eps:.2g}"))
         norm.weight = nn.Parameter(scale, False)

@@ -133,6 +133,19 @@ def noted_waits(device: str) -> Iterator[list[str]]:
 # ---------------------------------------------------------------------------- counted tokens
 
 
+class LikeLast(TorchFunctionMode):
+    """Gives all later tokens the numbers of the last recorded one, for masks that look them up:
+    to which image a token belongs, or that it is text."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        is_part = getattr(function, "__name__", "") == "__getitem__" and isinstance(args[1], tuple)
+        if is_part and isinstance(args[1][-1], Tensor):
+            table, (*rows, places) = args
+            args = table, (*rows, places.clamp(max=table.shape[-1] - 1))
+        return function(*args, **(kwargs or {}))
+
+
 class Watch(TorchFunctionMode):
     """Notices a model that counts its tokens: it would take their places in a step for positions.
 

@@ -269,6 +269,15 @@ def test_norms_are_known(norm, dtype):
     torch.testing.assert_close(other(x), norm(x))
 
 
+@pytest.mark.parametrize("eps", [1e-12, 1e-10, 1e-8, 1e-5, 0.1])
+def test_the_eps_of_norms_is_found(eps):
+    """It matters for rows of zeros, too, as the embedding of padding is."""
+    norm = Norm(lambda x, w: rms_norm(x, w, eps))
+    other = found_in(norm)
+    assert other.eps == eps
+    assert torch.equal(other(torch.zeros(2, 24)), torch.zeros(2, 24))
+
+
 @pytest.mark.parametrize("norm", [
     torch.nn.LayerNorm(24, bias=False), torch.nn.LayerNorm(24), Norm(lambda x, w: x * w),
     Norm(lambda x, w: rms_norm(x, w, 1e-6) * 1.001),
@@ -392,6 +401,19 @@ def test_auto_takes_an_architecture_that_is_not_native(folder_of):
         make_llm(folder_of("gpt2"), model_impl="native")
 
 
+@pytest.mark.parametrize("name, architecture", [
+    ("exaone", "LlamaForCausalLM"), ("exaone", "ExaoneForCausalLM"),
+    ("phimoe", "PhiMoEForCausalLM"), ("ernie4_5", "Ernie4_5_ForCausalLM")])
+def test_families_whose_class_has_another_name(folder_of, tmp_path, name, architecture):
+    """transformers knows them by their model_type. What it saves names its own class, as Llama."""
+    folder = changed(folder_of(name), tmp_path, architectures=[architecture])
+    expected = compare.expected_tokens(compare.load_reference(folder_of(name)), [5, 6, 7])
+    with make_llm(folder, model_impl="auto", attention_backend="gather") as llm:
+        assert tokens(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)) == [[expected]]
+    with pytest.raises(ValueError, match="model_impl='tr|model_type='exaone' is not accepted"):
+        make_llm(folder, model_impl="native")
+
+
 def test_auto_takes_no_damaged_config(folder_of, tmp_path):
     """What the engine refuses of its own families, it does not give to transformers."""
     broken = changed(folder_of("llama gelu"), tmp_path)
@@ -415,7 +437,8 @@ def test_its_rows_are_not_taken_for_invariant(folder_of):
     ("falcon", "it does not let a library compute its attention"),
     ("xlm", "it does not let a library compute its attention"),
     ("moshi", "transformers contradicts itself: its cache keeps 8 tokens"),
-    ("llama4_text", "it counts positions by itself")])
+    ("llama4_text", "it counts positions by itself"),
+    ("doge", "it changes the masks of its attention")])
 def test_what_is_not_computed_the_same_is_refused(folder_of, name, reason):
     with pytest.raises(ValueError, match=f"model_type='.*' is not accepted, since {reason}.*: it "
                                          "must be one that docs/models.md lists$"):
@@ -427,6 +450,17 @@ def test_llama_4_is_refused_though_no_short_check_finds_it(folder_of, tmp_path):
     folder = changed(folder_of("llama4_text"), tmp_path, floor_scale=8192)
     with pytest.raises(ValueError, match="it counts positions by itself"):
         make_llm(folder)
+
+
+def test_llama_4_with_images_is_refused_for_the_same(folder_of, tmp_path):
+    """It has a whole model for texts, beside one for images."""
+    text = json.loads((folder_of("llama4_text") / "config.json").read_text())
+    vision = compare.VARIANTS["gemma3 images"][1]["vision_config"] | dict(intermediate_size=128)
+    config = transformers.Llama4Config(
+        text_config=text, vision_config=vision, architectures=["Llama4ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="since it counts positions by itself"):
+        make_llm(tmp_path, load_format="dummy")
 
 
 def test_moshi_with_a_window_that_holds_all_tokens_runs(folder_of):
@@ -641,13 +675,20 @@ def test_rows_that_are_only_moved(function):
 # ------------------------------------------------------------------------------------- masks
 
 
+IMAGES = torch.zeros(1, 19, dtype=torch.int64)
+
+
 @pytest.mark.parametrize("mask, found", [
     (lambda b, h, q, k: k <= q, (None, True)),
     (lambda b, h, q, k: (k <= q) & (k > q - 8), (8, True)),
     (lambda b, h, q, k: (k <= q) & (k > q - 100), (None, True)),
     (lambda b, h, q, k: (k <= q) & (k // 8 == q // 8), (4, False)),
     (lambda b, h, q, k: (k <= q) & ((k > q - 8) | (k < 2)), (10, False)),
-    (lambda b, h, q, k: (k <= q + 1) & (k > q - 8), (8, False))])
+    (lambda b, h, q, k: (k <= q + 1) & (k > q - 8), (8, False)),
+    # numbers of the tokens of this step: none belongs to an image, or all do
+    (lambda b, h, q, k: (k <= q) & (k > q - 8) | (IMAGES[b, q] * IMAGES[b, k] > 0),
+     (8, True)),
+    (lambda b, h, q, k: (k <= q) | (IMAGES[b, q] == IMAGES[b, k]), (None, False))])
 def test_windows_are_found_by_what_a_mask_says(mask, found):
     assert check.window_of(mask, 100, torch.device("cpu")) == found
 

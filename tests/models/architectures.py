@@ -135,6 +135,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 images": ("Gemma3ForConditionalGeneration", dict(
         text_config=GEMMA, vision_config=VISION, mm_tokens_per_image=4, image_token_index=500,
         boi_token_index=501, eoi_token_index=502)),
+    "gemma4_unified images": ("Gemma4UnifiedForConditionalGeneration", dict(
+        text_config=GEMMA | dict(num_kv_shared_layers=0, global_head_dim=32,
+                                 use_bidirectional_attention="vision"),
+        image_token_id=500, video_token_id=501, boi_token_id=502, eoi_token_id=503,
+        audio_token_id=504, boa_token_id=505)),
     "mistral3 images": ("Mistral3ForConditionalGeneration", dict(
         text_config=WITH_HEADS | dict(model_type="mistral"), image_token_index=500,
         vision_config=VISION | dict(model_type="pixtral", head_dim=16))),
