@@ -83,8 +83,11 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
+def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
+                priority: Any = None) -> list[BeamSearchOutput]:
     """Returns the `params.beam_width` best completions of each prompt.
+
+    priority: that of `LLM.generate`.
 
     Raises ValueError for bad input, and if the beams might not fit the engine.
     """
@@ -93,7 +96,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSe
     sampling_params = SamplingParams(
         temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
-    requests = llm.inputs.make_requests(prompts, sampling_params)
+    requests = llm.inputs.make_requests(prompts, sampling_params, priority)
     scheduler = llm.engine.scheduler
     searches = [BeamSearch(request, params, scheduler) for request in requests]
     for search in searches:

@@ -267,10 +267,12 @@ class LLM(nanoengine.LLM):
         """Answers as nanoengine does; by default, with the engine's `chat_template`."""
         return super().chat(*arguments, **self.for_chat(options))
 
-    def beam_search(self, prompts: Any, *arguments: Any, use_tqdm: Any = False,
-                    **options: Any) -> list[Any]:
+    def beam_search(self, prompts: Any, params: Any, lora_request: Any = None,
+                    use_tqdm: Any = False, **options: Any) -> list[Any]:
         """Searches without a progress bar, and all prompts together."""
-        return super().beam_search(plain(prompts), *arguments, **without(options))
+        search = extension("beam_search").beam_search
+        options = without(options | {"lora_request": lora_request})
+        return search(self, plain(prompts), params, **options)
 
 
 def refuse(llm: LLM, name: str, /, *_: Any, **__: Any) -> None:

@@ -272,6 +272,7 @@ def test_prompts_as_typed_dicts(llm):
     assert [output.prompt for output in outputs] == ["47 + 85 =", None, "mine"]
 
 
+@pytest.mark.needs("strict")
 def test_other_keys_of_prompts(llm):
     """vLLM's prompts can have further keys. Those that are None change nothing."""
     ids = llm.get_tokenizer().encode("Once")
@@ -472,6 +473,26 @@ def test_a_grammar_that_is_none(name):
             SamplingParams(**{name: {"regex": "a", option: "x"}})
     with pytest.raises(ValueError, match="guided_decoding"):
         SamplingParams(structured_outputs={"regex": "a"}, guided_decoding={"regex": "b"})
+
+
+@pytest.mark.needs("strict")
+def test_beam_search_by_priority(tiny):
+    """Two beams of one prompt fill the engine. The last prompt is the most urgent one."""
+    prompts = random_prompts([5, 9, 7])
+    params = vllm.BeamSearchParams(beam_width=2, max_tokens=3)
+    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=64, max_num_seqs=2,
+             enable_prefix_caching=False, scheduling_policy="priority") as llm:
+        expected = llm.beam_search(prompts, params)
+        batches, launch = [], llm.engine.runner.launch
+        llm.engine.runner.launch = lambda batch: batches.append(batch) or launch(batch)
+        assert llm.beam_search(prompts, params, None, False, priority=[2, 2, 1]) == expected
+        order = [int(seq.request_id) for batch in batches for seq in batch.sequences]
+        assert list(dict.fromkeys(order))[0] == max(order) == 5
+        for priority in ([1], [1, 2, 3, 4], "a"):
+            with pytest.raises(ValueError, match="priority"):
+                llm.beam_search(prompts, params, priority=priority)
+        with pytest.raises(ValueError, match="lora_request='a'"):
+            llm.beam_search(prompts, params, "a")
 
 
 def test_beam_search(tiny):
