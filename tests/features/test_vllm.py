@@ -323,7 +323,7 @@ def test_requests_that_wait(llm):
     num_steps = llm.metrics()["num_steps"]
     assert llm.wait_for_completion() == []
     first = llm.enqueue(["Once", "47 + 85 ="], [long, GREEDY], use_tqdm=False)
-    second = llm.enqueue_chat([{"role": "user", "content": "12 + 34"}], GREEDY, lora_request=None)
+    second = llm.enqueue("12 + 34 =", GREEDY, lora_request=None, priority=1)
     assert llm.metrics()["num_steps"] == num_steps
     assert llm.llm_engine.get_num_unfinished_requests() == 3
     assert llm.llm_engine.has_unfinished_requests()
@@ -336,8 +336,17 @@ def test_requests_that_wait(llm):
     for bad, error in ((dict(mine=1), TypeError), (dict(lora_request="a"), ValueError)):
         with pytest.raises(error, match=[*bad][0]):
             llm.enqueue("Once", GREEDY, **bad)
+
+
+def test_chats_that_wait(llm):
+    chats = [[{"role": "user", "content": text}] for text in ("12 + 34", "Once")]
+    numbers = llm.enqueue_chat(chats, GREEDY, lora_request=None, chat_template=None)
+    outputs = llm.wait_for_completion()
+    assert [output.request_id for output in outputs] == numbers
+    assert token_ids(outputs) == token_ids(llm.chat(chats, GREEDY, use_tqdm=False))
+    for bad, error in ((dict(mine=1), TypeError), (dict(lora_request="a"), ValueError)):
         with pytest.raises(error, match=[*bad][0]):
-            llm.enqueue_chat([{"role": "user", "content": "a"}], GREEDY, **bad)
+            llm.enqueue_chat(chats, GREEDY, **bad)
 
 
 def test_max_logprobs_is_a_limit(tiny):
