@@ -270,9 +270,8 @@ class LLM(nanoengine.LLM):
     def beam_search(self, prompts: Any, params: Any, lora_request: Any = None,
                     use_tqdm: Any = False, **options: Any) -> list[Any]:
         """Searches without a progress bar, and all prompts together."""
-        search = extension("beam_search").beam_search
         options = without(options | {"lora_request": lora_request})
-        return search(self, plain(prompts), params, **options)
+        return super().beam_search(plain(prompts), params, **options)
 
 
 def refuse(llm: LLM, name: str, /, *_: Any, **__: Any) -> None:
