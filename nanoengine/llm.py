@@ -125,9 +125,10 @@ class LLM(AbstractContextManager):
         """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
         return extension("chat").stream_chat(self, *arguments, **options)
 
-    def beam_search(self, prompts: Prompts, params: object) -> list:
-        """Returns the best completions of each prompt: see nanoengine_extensions/beam_search.py."""
-        return extension("beam_search").beam_search(self, prompts, params)
+    def beam_search(self, *arguments: Any, **options: Any) -> list:
+        """Returns the best completions of each prompt: beam_search(prompts, params, priority=None).
+        `help("nanoengine_extensions.beam_search.BeamSearchParams")` has the details."""
+        return extension("beam_search").beam_search(self, *arguments, **options)
 
     def score(self, *arguments: object, **options: object) -> list:
         """Returns how likely texts are after a prompt: score(prompts, continuations,

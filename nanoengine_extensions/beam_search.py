@@ -17,7 +17,7 @@ others. An observer calls `update` for each of them that has a new token. This f
 
 import math
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Any
 from weakref import WeakValueDictionary
@@ -64,6 +64,8 @@ class BeamSearchSequence:
     score: cum_logprob divided by the length to the power length_penalty.
     text: the text of prompt and completion; None without a tokenizer.
     finish_reason: "stop" (EOS), "length", or "error" where no beam has finite log-probabilities.
+    logprobs: for each token of the completion, the likeliest tokens there: a dict from token ids to
+        `Logprob`, without texts.
     """
 
     tokens: list[int]
@@ -71,6 +73,7 @@ class BeamSearchSequence:
     score: float
     finish_reason: str
     text: str | None = None
+    logprobs: list[dict[int, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -80,8 +83,11 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
+def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
+                priority: Any = None) -> list[BeamSearchOutput]:
     """Returns the `params.beam_width` best completions of each prompt.
+
+    priority: that of `LLM.generate`.
 
     Raises ValueError for bad input, and if the beams might not fit the engine.
     """
@@ -90,7 +96,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSe
     sampling_params = SamplingParams(
         temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
-    requests = llm.inputs.make_requests(prompts, sampling_params)
+    requests = llm.inputs.make_requests(prompts, sampling_params, priority)
     scheduler = llm.engine.scheduler
     searches = [BeamSearch(request, params, scheduler) for request in requests]
     for search in searches:
@@ -179,7 +185,8 @@ class BeamSearch(Request):
         seq.needs_tokens = True
         # raw log-probabilities decide: an edit would change nothing
         seq.edits = ()
-        seq.kept["temperature"] = params.temperature
+        # chosen: the log-probabilities from which its tokens were chosen
+        seq.kept.update(temperature=params.temperature, chosen=[])
         # the summed log-probability of each beam; at the end, of the last beams
         self.scores = {seq: 0.0}
         # beams have no texts
@@ -211,7 +218,8 @@ class BeamSearch(Request):
         length = next(iter(self.scores)).num_tokens + 1
         penalty = (length - self.seq.num_prompt_tokens) ** self.params.length_penalty
         ended = [] if candidates else [
-            (score, beam.token_ids, "error") for beam, score in self.scores.items()]
+            (score, beam.token_ids, "error", beam.kept["chosen"])
+            for beam, score in self.scores.items()]
         chosen = []
         for rank, (score, beam, token_id) in enumerate(candidates):
             is_end = token_id in self.end_tokens
@@ -219,9 +227,11 @@ class BeamSearch(Request):
                 chosen.append((score, beam, token_id))
             elif rank < width:
                 reason = "stop" if is_end else "length"
-                ended.append((score, [*beam.token_ids, token_id], reason))
-        self.finished += [BeamSearchSequence(tokens, score, score / penalty, reason)
-                          for score, tokens, reason in ended]
+                found = [*beam.kept["chosen"], self.found[beam]]
+                ended.append((score, [*beam.token_ids, token_id], reason, found))
+        self.finished += [
+            BeamSearchSequence(tokens, score, score / penalty, reason, logprobs=found)
+            for score, tokens, reason, found in ended]
         self.finished = nlargest(width, self.finished, lambda beam: beam.score)
         worst = self.finished[-1].score if len(self.finished) == width else -math.inf
         return chosen[:width] if chosen and chosen[0][0] / penalty > worst else []
@@ -238,10 +248,12 @@ class BeamSearch(Request):
             if beam in scores:
                 parent = beam
                 beam = parent.fork(token_ids=[*parent.token_ids[:-1], token_id])
-                beam.kept["temperature"] = self.params.temperature
+                beam.kept.update(temperature=self.params.temperature,
+                                 chosen=[*parent.kept["chosen"]])
                 self.scheduler.fork(parent, beam)
             else:
                 beam.token_ids.append(token_id)
+                beam.kept["chosen"].append(self.found[beam])
             scores[beam] = score
         self.scores = scores or self.scores
         self.seqs = [*self.scores]

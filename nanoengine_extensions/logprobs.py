@@ -31,8 +31,8 @@ CONDITIONS: list[Condition] = [
 class Logprob:
     """The log-probability of a token at a position, its rank there (1: the likeliest), its text.
 
-    The k likeliest tokens that were asked for rank from 1 to k. Otherwise, the sampled token ranks
-    last among equally likely ones.
+    The k likeliest tokens that were asked for rank from 1 to k, the sampled token before others
+    that are equally likely. If it is not among these k, it ranks last among equally likely ones.
     """
 
     logprob: float
@@ -237,8 +237,13 @@ def find_logprobs(logits: Tensor, targets: Tensor,
         index = send(numbers, logits.device)
         values = logits.index_select(0, index).double().div(temperature or 1).log_softmax(dim=-1)
         most = values.shape[1]
+        chosen = targets[index, None].clamp(min=0)
+        own = values.gather(1, chosen)
+        # raised for `topk`, so that the sampled token comes before others that are equally likely
+        values.scatter_(1, chosen, own.nextafter(own.new_full((), torch.inf)))
         likeliest = values.topk(most if count == -1 else min(count, most)).indices
-        token_ids = torch.cat([targets[index, None].clamp(min=0), likeliest], dim=1)
+        values.scatter_(1, chosen, own)
+        token_ids = torch.cat([chosen, likeliest], dim=1)
         picked = values.gather(1, token_ids)
         ranks = torch.arange(token_ids.shape[1], device=values.device).repeat(len(values), 1)
         # the last of equal ones

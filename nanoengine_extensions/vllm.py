@@ -7,47 +7,78 @@ that have no effect here, names of types, and subclasses with the rest of `Sampl
 `LLM`. The engine does not know these subclasses. Outputs are nanoengine's own.
 """
 
+from contextlib import closing
 from dataclasses import replace
 from enum import Enum
 from functools import partialmethod
 from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import nanoengine
 from nanoengine import CompletionOutput, RequestOutput
-from nanoengine.features import naming, rejected
+from nanoengine.features import extension, naming, rejected
 
 # vLLM's keywords that change no token here, whatever their value, …
-WITHOUT_EFFECT = {*"""async_scheduling attention_config backend chat_template_content_format
-    compilation_config concurrency_limit disable_any_whitespace disable_async_output_proc
-    disable_cascade_attn disable_custom_all_reduce disable_fallback disable_log_requests
-    disable_log_stats enable_chunked_prefill enable_log_requests enable_sleep_mode extra_args
-    flat_logprobs guided_decoding_backend hf_token kernel_config limit_mm_per_prompt
-    long_prefill_token_threshold max_seq_len_to_capture num_scheduler_steps
-    optimization_level output_kind performance_mode prefix_caching_hash_algo served_model_name
-    skip_clone spaces_between_special_tokens trust_remote_code use_tqdm_on_load
-    use_v2_block_manager""".split()}
-# … and those that must not turn on anything, since this engine has nothing like it.
-OFF = {*"""additional_config config_format convert data_parallel_size disable_additional_properties
-    distributed_executor_backend enable_expert_parallel enable_in_reasoning enable_lora
-    enable_prompt_embeds generation_config hf_overrides kv_cache_dtype kv_cache_memory_bytes
-    logprobs_mode lora_request pipeline_parallel_size reasoning_parser runner
-    speculative_config task tokenization_kwargs tokenizer_mode whitespace_pattern""".split()}
+WITHOUT_EFFECT = {*"""aggregate_engine_logging allowed_local_media_path allowed_media_domains
+    async_scheduling attention_config backend chat_template_content_format collect_detailed_traces
+    compilation_config concurrency_limit cudagraph_capture_sizes cudagraph_metrics
+    custom_histogram_buckets disable_any_whitespace disable_async_output_proc disable_cascade_attn
+    disable_chunked_mm_input disable_custom_all_reduce disable_fallback
+    disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
+    distributed_timeout_seconds enable_chunked_prefill enable_flashinfer_autotune
+    enable_layerwise_nvtx_tracing enable_log_requests enable_logging_iteration_details
+    enable_mfu_metrics enable_sleep_mode extra_args fail_on_environ_validation flat_logprobs
+    guided_decoding_backend hf_token ignore_patterns interleave_mm_strings jit_monitor_mode
+    kernel_config kv_cache_metrics kv_cache_metrics_sample language_model_only limit_mm_per_prompt
+    linear_backend log_level logging_config long_prefill_token_threshold
+    max_cudagraph_capture_size max_parallel_loading_workers max_seq_len_to_capture
+    mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type model_loader_extra_config
+    moe_backend num_scheduler_steps numa_bind offload_num_in_group offload_prefetch_step
+    optimization_level output_kind performance_mode prefill_schedule_interval
+    prefix_caching_hash_algo renderer_num_workers routed_experts_prompt_start
+    safetensors_load_strategy scheduler_reserve_full_isl served_model_name
+    show_hidden_metrics_for_version shutdown_timeout skip_clone skip_mm_profiling
+    skip_reading_prefix_cache spaces_between_special_tokens stream_interval trust_remote_code
+    use_tqdm_on_load use_v2_block_manager watermark""".split()}
+# … and those that must not turn on anything, since this engine has nothing like it. Some of them
+# are keys of prompts.
+OFF = {*"""additional_config cache_salt code_revision config_format convert cpu_offload_params
+    data_parallel_rank data_parallel_size decode_context_parallel_size diffusion_config
+    disable_additional_properties distributed_executor_backend enable_dbo enable_elastic_ep
+    enable_eplb enable_expert_parallel enable_in_reasoning enable_lora enable_mm_embeds
+    enable_prompt_embeds enable_return_routed_experts enable_trace_replay generation_config
+    hf_config_path hf_overrides io_processor_plugin kv_cache_dtype kv_cache_memory_bytes
+    kv_events_config kv_offloading_size kv_transfer_config logprob_token_ids logprobs_mode
+    lora_request max_lora_rank max_loras media_io_kwargs mm_processor_kwargs multi_modal_data
+    multi_modal_uuids offload_group_size offload_params pipeline_parallel_size pooler_config
+    prefill_context_parallel_size profiler_config prompt_embeds prompt_logprob_start
+    prompt_logprob_token_ids prompt_token_offsets quantization_config reasoning_config
+    reasoning_parser reasoning_parser_plugin repetition_detection return_sampling_mask runner
+    scheduler_cls spec_method spec_model spec_tokens speculative_config task thinking_token_budget
+    token_type_ids tokenization_kwargs tokenizer_mode tokenizer_revision trace_decode_token_ids
+    watermark_config watermarking weight_transfer_config whitespace_pattern worker_cls
+    worker_extension_cls""".split()}
 # nanoengine's names for keywords of vLLM, transformers, llama.cpp and OpenAI
 INSTEAD = {"guided_choice": "structured_outputs", "guided_decoding": "structured_outputs",
            "guided_grammar": "structured_outputs", "guided_json": "structured_outputs",
            "guided_regex": "structured_outputs", "num_gpu_blocks_override": "num_kv_blocks",
-           "speculative_config": "speculation", "load_in_8bit": "quantization",
+           "speculative_config": "speculation", "spec_method": "speculation",
+           "kv_cache_memory_bytes": "num_kv_blocks", "logprob_token_ids": "logprobs",
+           "prompt_logprob_token_ids": "prompt_logprobs", "tokenizer_revision": "revision",
+           "kv_offloading_size": "swap_space", "load_in_8bit": "quantization",
            "max_batch_size": "max_num_seqs", "max_completion_tokens": "max_tokens",
            "n_ctx": "max_model_len", "num_return_sequences": "n", "stop_sequences": "stop",
            "response_format": "structured_outputs", "stop_strings": "stop",
            "tp_size": "tensor_parallel_size"}
-# values that turn on nothing, as texts; so do 0 as a flag and 1 as a size
-NEUTRAL = {*"False {} [] auto generate hf mp none raw_logprobs uni vllm".split(), ""}
+# values that turn on nothing, as texts; nor does 1 rank
+NEUTRAL = {*"False 0 0.0 -1 {} [] set() auto generate hf mp none raw_logprobs uni vllm".split(), ""}
 # methods of vLLM's LLM that this engine does without
-METHODS = """apply_model classify collective_rpc embed encode enqueue reset_mm_cache reward score
-    sleep start_profile stop_profile wait_for_completion wake_up""".split()
+METHODS = """apply_model classify collective_rpc embed encode finish_weight_update
+    get_weight_version init_weight_transfer_engine release_kv_cache_memory reset_mm_cache reward
+    score shutdown_weight_transfer_engine sleep start_draft_weight_update start_profile
+    start_weight_update stop_profile update_weight_version update_weights wake_up""".split()
 
 # vLLM's types of prompts and grammars: dicts with the same keys
 TextPrompt = TokensPrompt = StructuredOutputsParams = GuidedDecodingParams = dict
@@ -66,6 +97,15 @@ def advice(name: str) -> str:
     return "leave it out, or import from nanoengine_extensions.vllm, which takes it" * is_taken
 
 
+def plain(prompts: Any) -> Any:
+    """Returns prompts without those keys of dicts that have no effect: see `without`."""
+    if isinstance(prompts, dict):
+        return without(prompts)
+    if not isinstance(prompts, (list, tuple)):
+        return prompts
+    return [without(each) if isinstance(each, dict) else each for each in prompts]
+
+
 def without(options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options without those that have no effect, and without None, the default of all.
 
@@ -73,9 +113,10 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name in OFF & given.keys():
-        least = 1 if name.endswith("_size") else 0
-        if str(given[name]) not in NEUTRAL and given[name] != least:
-            raise rejected(name, given[name], "left out: this engine has nothing like it")
+        is_one = name.endswith("parallel_size") and given[name] == 1
+        if str(given[name]) not in NEUTRAL and not is_one:
+            reason = advice(name) if name in INSTEAD else "this engine has nothing like it"
+            raise rejected(name, given[name], f"left out: {reason}")
     return {name: given[name] for name in given.keys() - WITHOUT_EFFECT - OFF}
 
 
@@ -105,7 +146,7 @@ class LLM(nanoengine.LLM):
     def __init__(self, model: Any, *, max_logprobs: int | None = None,
                  num_gpu_blocks_override: int | None = None, structured_outputs_config: Any = None,
                  override_generation_config: Any = None, logits_processors: Any = None,
-                 **options: Any) -> None:
+                 chat_template: Any = None, **options: Any) -> None:
         # vLLM's own default is 20; without a number, nothing limits it here
         self.max_logprobs = -1 if max_logprobs is None else max_logprobs
         if num_gpu_blocks_override is not None:
@@ -113,6 +154,17 @@ class LLM(nanoengine.LLM):
         if logits_processors:
             raise rejected("logits_processors", logits_processors,
                            "left out: give functions to SamplingParams")
+        self.chat_template = chat_template
+        # a file or, with a brace or a line break, the template itself
+        if chat_template is not None and not {*"{}\n"} & {*str(chat_template)}:
+            with naming("chat_template"):
+                self.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        # the requests of `enqueue`, whose outputs `wait_for_completion` returns
+        self.enqueued: list[Any] = []
+        drafts = options.get("speculative_config")
+        # its method, or model in older versions; the numbers of guesses are found out
+        if isinstance(drafts, dict) and "ngram" in f"{drafts.get('method') or drafts.get('model')}":
+            options |= {"speculation": "prompt-lookup", "speculative_config": None}
         with naming("structured_outputs_config"):
             if unknown := without(dict(structured_outputs_config or {})):
                 raise rejected(*unknown.popitem(), "left out: it is not known")
@@ -124,39 +176,102 @@ class LLM(nanoengine.LLM):
                    for name, value in (override_generation_config or {}).items()}
         self.inputs.default_params = replace(self.inputs.default_params, **changes)
 
+    from_engine_args = classmethod(lambda cls, arguments: cls(**vars(arguments)))
+
     @property
     def llm_engine(self) -> Any:
         """The parts of vLLM's engine that scripts and tests read."""
-        configs = dict(cache_config=self.config, model_config=self.inputs)
-        return SimpleNamespace(**configs, vllm_config=SimpleNamespace(**configs),
-                               get_num_unfinished_requests=lambda: len(self.active))
+        inputs = self.inputs
+        model = SimpleNamespace(max_model_len=inputs.max_model_len, hf_config=self.model_config,
+                                get_vocab_size=lambda: inputs.vocab_size)
+        configs = dict(cache_config=self.config, model_config=model)
+        # scripts free the memory so
+        core = SimpleNamespace(shutdown=lambda timeout=None: self.close())
+        return SimpleNamespace(**configs, vllm_config=SimpleNamespace(**configs), engine_core=core,
+                               get_num_unfinished_requests=lambda: len(self.active),
+                               has_unfinished_requests=lambda: bool(self.active))
 
     def get_metrics(self) -> list[Any]:
         """Returns `metrics()` as objects with a `name` like vLLM's, and a `value`."""
         return [SimpleNamespace(name=f"vllm:{name}", value=n) for name, n in self.metrics().items()]
 
-    def generate(self, prompts: Any = None, sampling_params: Any = None, *arguments: Any,
-                 prompt_token_ids: Any = None, **options: Any) -> list[Any]:
-        """Generates as nanoengine does."""
-        if prompts is not None and prompt_token_ids is not None:
-            raise rejected("prompt_token_ids", prompt_token_ids, "left out beside prompts")
-        is_one = not isinstance(sampling_params, (list, tuple))
-        params = [sampling_params] if is_one else sampling_params
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Returns the number of ranks."""
+        return self.config.tensor_parallel_size
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False,
+                           reset_connector: bool = False) -> bool:
+        """Empties the prefix cache. Blocks in use are never found again, whatever the arguments."""
+        return super().reset_prefix_cache()
+
+    def check_logprobs(self, params: Any) -> None:
+        """Raises ValueError for more log-probabilities than `max_logprobs`."""
+        params = params if isinstance(params, (list, tuple)) else [params]
         for name in ("logprobs", "prompt_logprobs"):
             for count in (getattr(each, name, None) or 0 for each in params):
                 if self.max_logprobs != -1 and not 0 <= count <= self.max_logprobs:
                     raise rejected(name, count, f"at most max_logprobs={self.max_logprobs}")
-        return super().generate(prompt_token_ids if prompts is None else prompts,
-                                sampling_params, *arguments, **without(options))
+
+    def generate(self, prompts: Any = None, sampling_params: Any = None, use_tqdm: Any = True,
+                 priority: Any = None, *, prompt_token_ids: Any = None,
+                 **options: Any) -> list[Any]:
+        """Generates as nanoengine does. `use_tqdm` can also be a function that makes the bar."""
+        if prompts is not None and prompt_token_ids is not None:
+            raise rejected("prompt_token_ids", prompt_token_ids, "left out beside prompts")
+        self.check_logprobs(sampling_params)
+        prompts = plain(prompt_token_ids if prompts is None else prompts)
+        given = (prompts, sampling_params)
+        if not callable(use_tqdm):
+            return super().generate(*given, use_tqdm, priority, **without(options))
+        requests = self.inputs.make_requests(*given, priority, **without(options))
+        bar = use_tqdm(total=len(requests), desc="Generating")
+        with bar, closing(self.steps_for(requests)) as steps:
+            for updated in steps:
+                bar.update(sum(request.is_finished for request in updated))
+        return [request.output() for request in requests]
+
+    def enqueue(self, prompts: Any, sampling_params: Any = None, lora_request: Any = None,
+                priority: Any = None, use_tqdm: Any = True, **options: Any) -> list[str]:
+        """Queues requests for `wait_for_completion`; returns their numbers."""
+        self.check_logprobs(sampling_params)
+        options = without(options | {"lora_request": lora_request})
+        requests = self.add(plain(prompts), sampling_params, priority, **options)
+        self.enqueued += requests
+        return [request.request_id for request in requests]
+
+    def enqueue_chat(self, messages: Any, sampling_params: Any = None, use_tqdm: Any = True,
+                     lora_request: Any = None, priority: Any = None, **options: Any) -> list[str]:
+        """Queues conversations for `wait_for_completion`; returns the numbers of the requests."""
+        prompts = extension("chat").render(self.inputs, messages, **self.for_chat(options))
+        return self.enqueue(prompts, sampling_params, lora_request, priority)
+
+    def wait_for_completion(self, output_type: Any = None, *, use_tqdm: Any = True) -> list[Any]:
+        """Runs steps until all that `enqueue` has queued is finished; returns its outputs.
+
+        It shows no progress bar. As with `step`, a request that cannot continue gets the
+        `finish_reason` "error".
+        """
+        requests, self.enqueued = self.enqueued, []
+        for request in requests:
+            while not request.is_finished:
+                self.step()
+        return [request.output() for request in requests]
+
+    def for_chat(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns the options of a chat. The form of contents has its effect here."""
+        form = options.get("chat_template_content_format", "auto")
+        template = dict(chat_template=self.chat_template, chat_template_content_format=form)
+        return template | without(options)
 
     def chat(self, *arguments: Any, **options: Any) -> list[Any]:
-        """Answers as nanoengine does. The form of contents has its effect here."""
-        form = options.get("chat_template_content_format", "auto")
-        return super().chat(*arguments, **without(options), chat_template_content_format=form)
+        """Answers as nanoengine does; by default, with the engine's `chat_template`."""
+        return super().chat(*arguments, **self.for_chat(options))
 
-    def beam_search(self, *arguments: Any, use_tqdm: bool = False, **options: Any) -> list[Any]:
+    def beam_search(self, prompts: Any, params: Any, lora_request: Any = None,
+                    use_tqdm: Any = False, **options: Any) -> list[Any]:
         """Searches without a progress bar, and all prompts together."""
-        return super().beam_search(*arguments, **without(options))
+        options = without(options | {"lora_request": lora_request})
+        return super().beam_search(plain(prompts), params, **options)
 
 
 def refuse(llm: LLM, name: str, /, *_: Any, **__: Any) -> None:

@@ -191,6 +191,21 @@ def test_temperature_divides_the_logits(llm, model):
         assert [beam.score for beam in beams] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("ignore_eos, temperature", [(False, 0), (True, 0.5)])
+def test_beams_have_the_log_probabilities_of_their_tokens(llm, ignore_eos, temperature):
+    """Also beams with a common beginning, which were forks of one another."""
+    use_policies(llm)
+    params = BeamSearchParams(4, 12, ignore_eos=ignore_eos, temperature=temperature)
+    for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params)):
+        for beam in output.sequences:
+            tokens = beam.tokens[len(prompt):]
+            assert len(beam.logprobs) == len(tokens)
+            found = [at[token_id].logprob for at, token_id in zip(beam.logprobs, tokens)]
+            assert sum(found) == pytest.approx(beam.cum_logprob)
+            assert all(len(at) >= 8 and 1 in {each.rank for each in at.values()}
+                       for at in beam.logprobs)
+
+
 def test_beams_have_text_and_leave_nothing_behind(bundled):
     with LLM(bundled, dtype="float32", device="cpu") as llm:
         output = llm.beam_search(["47 + 85 =", "Once upon a time"], BeamSearchParams(3, 8))[0]
@@ -227,6 +242,7 @@ def test_beams_without_finite_log_probabilities_end_with_an_error(bundled):
     for beam in both[1].sequences:
         assert beam.tokens[:len(prompt)] == prompt and len(beam.tokens) == len(prompt) + 3
         assert math.isfinite(beam.score) and beam.text.startswith("Once")
+        assert len(beam.logprobs) == 3
 
 
 @pytest.mark.parametrize("policy, expected", [("fcfs", "abcde"), ("priority", "eabcd")])

@@ -221,11 +221,16 @@ def test_logprobs_are_those_of_the_raw_logits():
 def test_ranks_are_one_to_k_with_ties_too(token, count):
     logits = torch.tensor([5.0, 5.0, 5.0, 1.0, 0.0])
     k = 5 if count == -1 else count
-    likeliest = logits.double().log_softmax(-1).topk(k).indices.tolist()
+    # the sampled token comes before others that are equally likely
+    first = logits + 0.1 * torch.nn.functional.one_hot(torch.tensor(token), 5)
+    likeliest = first.double().log_softmax(-1).topk(k).indices.tolist()
     (found,) = logprobs(logits[None], torch.tensor([token]), [make(logprobs=count)])
     assert [*found] == list(dict.fromkeys([token, *likeliest]))
     assert [found[token_id].rank for token_id in likeliest] == [*range(1, k + 1)]
     assert token in likeliest or found[token].rank == {0: 3, 1: 3, 2: 3, 3: 4, 4: 5}[token]
+    assert count == 0 or token > 2 or found[token].rank == 1
+    assert {each.logprob for each in found.values()} <= {
+        *logits.double().log_softmax(-1).tolist()}
 
 
 # --------------------------------------------------------------------- through the engine

@@ -2,10 +2,13 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import check_idle, random_prompts, token_ids
 from forks import run_in_fork
+from tqdm import tqdm
 
 import nanoengine
 from nanoengine.config import EngineConfig
@@ -24,7 +27,7 @@ from nanoengine_extensions.vllm import (
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
-SIZES = {"data_parallel_size", "pipeline_parallel_size"}
+SIZES = {name for name in OFF if name.endswith("parallel_size")}
 # keywords that only set others
 RENAMED = {"num_gpu_blocks_override", "override_generation_config"}
 
@@ -37,7 +40,7 @@ def llm(bundled):
 
 
 def generate(llm, prompts, params=GREEDY, **options) -> list:
-    return llm.generate(prompts, params, use_tqdm=False, **options)
+    return llm.generate(prompts, params, **{"use_tqdm": False} | options)
 
 
 # vLLM's examples/offline_inference/basic, in short
@@ -85,9 +88,9 @@ def test_it_changes_nothing_of_the_engines_own():
 
 @pytest.mark.needs("strict")
 def test_keywords_that_change_nothing_are_accepted(tiny):
-    for value in (None, False, 0, {}, [], "auto"):
+    for value in (None, False, 0, 0.0, -1, {}, [], set(), "auto"):
         assert without(dict.fromkeys(OFF - SIZES, value) | dict(seed=3)) == dict(seed=3)
-    assert without(dict.fromkeys(SIZES, 1)) == {}
+    assert without(dict.fromkeys(SIZES, 1)) == without(dict.fromkeys(SIZES, 0)) == {}
     assert without(dict(seed=None, tokenization_kwargs=None, dtype="auto")) == dict(dtype="auto")
     for value in (True, 2, "other", ["a"], {"a": 1}):
         assert without(dict.fromkeys(WITHOUT_EFFECT, value)) == {}
@@ -121,6 +124,14 @@ def test_a_number_turns_on_as_true_does(tiny, name):
     ("enable_lora", True, "this engine has nothing like it"),
     ("trust_remote_kode", False, "trust_remote_kode"),
     ("logprobs_mode", "processed_logits", "this engine has nothing like it"),
+    ("speculative_config", {"method": "eagle", "model": "a"}, "left out: use speculation"),
+    ("speculative_config", {"model": "a"}, "left out: use speculation"),
+    ("spec_method", "ngram", "left out: use speculation"),
+    ("kv_cache_memory_bytes", 2**30, "left out: use num_kv_blocks"),
+    ("tokenizer_revision", "main", "left out: use revision"),
+    ("offload_group_size", 1, "this engine has nothing like it"),
+    ("chat_template", "no/such.jinja", "No such file"),
+    ("chat_template", 5, "not int"),
     ("logits_processors", ["my.Processor"], "give functions to SamplingParams"),
     ("override_generation_config", {"eos_token_id": 5}, "eos_token_id"),
     ("override_generation_config", {"temperature": -1}, "temperature"),
@@ -167,6 +178,33 @@ def test_keywords_of_calls(llm):
             llm.beam_search("a", beams, **bad)
 
 
+@pytest.mark.parametrize("config", [
+    {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5},
+    {"model": "[ngram]", "num_speculative_tokens": 5}])
+def test_guesses_from_the_prompt_by_their_name_in_vllm(bundled, llm, config):
+    prompt = "47 + 85 = 132 47 + 85 = 132 47 + 85 ="
+    with LLM(bundled, dtype="float32", num_kv_blocks=16, speculative_config=config) as other:
+        assert other.config.speculation == "prompt-lookup"
+        assert token_ids(generate(other, prompt)) == token_ids(generate(llm, prompt))
+
+
+def test_a_chat_template_of_the_engine(bundled, llm, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("<{{ messages[0].content }}>")
+    chat = [{"role": "user", "content": "12"}]
+
+    def prompt_of(llm, **options) -> str:
+        return llm.chat(chat, GREEDY, use_tqdm=False, **options)[0].prompt
+
+    for template in (file, str(file), "<{{ messages[0].content }}>"):
+        with LLM(bundled, num_kv_blocks=16, chat_template=template) as other:
+            assert prompt_of(other) == prompt_of(other, chat_template=None) == "<12>"
+            assert prompt_of(other, chat_template="{{ messages[0].content }}!") == "12!"
+            other.enqueue_chat(chat, GREEDY)
+            assert [output.prompt for output in other.wait_for_completion()] == ["<12>"]
+    assert prompt_of(llm) == prompt_of(llm, chat_template=None) != "<12>"
+
+
 # ------------------------------------------------------------------- parameters and prompts
 
 
@@ -190,6 +228,20 @@ def test_sampling_params():
     assert final == SamplingParams(max_tokens=5) and RequestOutputKind.DELTA.value == 1
     with pytest.raises(ValueError, match="temprature .*temperature"):
         SamplingParams(temprature=1)
+    neutral = dict(watermarking=False, thinking_token_budget=-1, logprob_token_ids=None,
+                   stream_interval=4, skip_reading_prefix_cache=True)
+    assert SamplingParams(**neutral) == SamplingParams()
+
+
+@pytest.mark.parametrize("name, value, advice", [
+    ("logprob_token_ids", [1, 2], "use logprobs"),
+    ("prompt_logprob_token_ids", np.array([[1, 2]]), "use prompt_logprobs"),
+    ("repetition_detection", {"max_pattern_size": 3, "min_count": 2}, "nothing like it"),
+    ("thinking_token_budget", 5, "nothing like it"),
+    ("trace_decode_token_ids", [1], "nothing like it"), ("watermarking", True, "nothing like it")])
+def test_params_that_would_turn_something_on(name, value, advice):
+    with pytest.raises(ValueError, match=f"^{name}=.* is not accepted: .*left out: .*{advice}$"):
+        SamplingParams(**{name: value})
 
 
 def test_extra_args_are_kept(llm):
@@ -220,6 +272,83 @@ def test_prompts_as_typed_dicts(llm):
     assert [output.prompt for output in outputs] == ["47 + 85 =", None, "mine"]
 
 
+@pytest.mark.needs("strict")
+def test_other_keys_of_prompts(llm):
+    """vLLM's prompts can have further keys. Those that are None change nothing."""
+    ids = llm.get_tokenizer().encode("Once")
+    neutral = dict(multi_modal_data=None, mm_processor_kwargs=None, cache_salt=None)
+    prompts = [TokensPrompt(prompt_token_ids=ids, **neutral), "Once",
+               TextPrompt(prompt="Once", **neutral)]
+    assert len({tuple(ids) for ids in token_ids(generate(llm, prompts))}) == 1
+    assert token_ids(generate(llm, prompts[0])) == token_ids(generate(llm, ["Once"]))
+    beams = vllm.BeamSearchParams(beam_width=2, max_tokens=2)
+    assert llm.beam_search(prompts[2:], beams) == llm.beam_search("Once", beams)
+    calls = (llm.generate, llm.enqueue, lambda prompts: llm.beam_search(prompts, beams))
+    for call in calls:
+        for name, value in (("multi_modal_data", {"image": 1}), ("cache_salt", "mine"),
+                            ("prompt_embeds", np.zeros((2, 3)))):
+            for given in ({"prompt": "Once", name: value}, ["Once", {"prompt": "a", name: value}]):
+                with pytest.raises(ValueError, match=f"{name}=(.|\n)*nothing like it"):
+                    call(given)
+        with pytest.raises(ValueError, match="prompts"):
+            call({"prompt": None})
+        with pytest.raises(ValueError, match="mine"):
+            call({"prompt": "Once", "mine": 1})
+
+
+def test_a_bar_of_ones_own(llm):
+    made = []
+
+    def bar_of(**options):
+        made.append(tqdm(disable=True, **options))
+        made[-1].update = lambda count: steps.append(count)
+        return made[-1]
+
+    steps = []
+    assert token_ids(generate(llm, ["Once", "Twice"], use_tqdm=bar_of)) == token_ids(
+        generate(llm, ["Once", "Twice"]))
+    assert (made.pop().total, sum(steps)) == (2, 2)
+    chat = [{"role": "user", "content": "12"}]
+    assert token_ids(llm.chat(chat, GREEDY, bar_of)) == token_ids(llm.chat(chat, GREEDY, False))
+    assert (made.pop().total, sum(steps)) == (1, 3)
+    for bad, error in ((dict(mine=1), TypeError), (dict(lora_request="a"), ValueError)):
+        with pytest.raises(error, match=[*bad][0]):
+            generate(llm, "Once", use_tqdm=bar_of, **bad)
+    assert made == []
+
+
+def test_requests_that_wait(llm):
+    """`enqueue` runs nothing, and `wait_for_completion` returns each output once, in order."""
+    long = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    num_steps = llm.metrics()["num_steps"]
+    assert llm.wait_for_completion() == []
+    first = llm.enqueue(["Once", "47 + 85 ="], [long, GREEDY], use_tqdm=False)
+    second = llm.enqueue("12 + 34 =", GREEDY, lora_request=None, priority=1)
+    assert llm.metrics()["num_steps"] == num_steps
+    assert llm.llm_engine.get_num_unfinished_requests() == 3
+    assert llm.llm_engine.has_unfinished_requests()
+    # a call in between returns its own outputs only
+    expected = token_ids(generate(llm, "Once", long)) + token_ids(generate(llm, "47 + 85 ="))
+    outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)
+    assert [output.request_id for output in outputs] == first + second
+    assert token_ids(outputs[:2]) == expected and all(output.finished for output in outputs)
+    assert llm.wait_for_completion() == [] and not llm.llm_engine.has_unfinished_requests()
+    for bad, error in ((dict(mine=1), TypeError), (dict(lora_request="a"), ValueError)):
+        with pytest.raises(error, match=[*bad][0]):
+            llm.enqueue("Once", GREEDY, **bad)
+
+
+def test_chats_that_wait(llm):
+    chats = [[{"role": "user", "content": text}] for text in ("12 + 34", "Once")]
+    numbers = llm.enqueue_chat(chats, GREEDY, lora_request=None, chat_template=None)
+    outputs = llm.wait_for_completion()
+    assert [output.request_id for output in outputs] == numbers
+    assert token_ids(outputs) == token_ids(llm.chat(chats, GREEDY, use_tqdm=False))
+    for bad, error in ((dict(mine=1), TypeError), (dict(lora_request="a"), ValueError)):
+        with pytest.raises(error, match=[*bad][0]):
+            llm.enqueue_chat(chats, GREEDY, **bad)
+
+
 def test_max_logprobs_is_a_limit(tiny):
     for most, allowed, refused in ((2, [0, 1, 2], [-1, 3]), (None, [-1, 320], []),
                                    (-1, [-1, 320], []), (0, [0], [-1, 1])):
@@ -233,6 +362,8 @@ def test_max_logprobs_is_a_limit(tiny):
                     params = [GREEDY, SamplingParams(**{name: count})]
                     with pytest.raises(ValueError, match=f"{name}={count} .*max_logprobs={most}"):
                         generate(llm, [[1, 2], [3]], params)
+                    with pytest.raises(ValueError, match=f"{name}={count} .*max_logprobs={most}"):
+                        llm.enqueue([[1, 2], [3]], params)
 
 
 @pytest.mark.needs("generation_config")
@@ -294,11 +425,23 @@ def test_metrics_and_engine(llm):
     assert configs.cache_config.enable_prefix_caching is True
     assert llm.llm_engine.cache_config is configs.cache_config
     assert configs.model_config.max_model_len == llm.inputs.max_model_len
+    assert configs.model_config.get_vocab_size() == llm.inputs.vocab_size
+    assert llm.get_world_size() == llm.get_world_size(include_dp=False) == 1
+    assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is True
     metrics = {metric.name: metric.value for metric in llm.get_metrics()}
     assert metrics["vllm:generation_tokens"] == llm.metrics()["generation_tokens"] > 0
     assert metrics["vllm:num_requests_running"] == 0
     with pytest.raises(vllm.VLLMValidationError, match="vocabulary"):
         generate(llm, [[10**6]])
+
+
+def test_an_engine_of_arguments_and_its_end(tiny):
+    llm = LLM.from_engine_args(SimpleNamespace(model=tiny, num_kv_blocks=8, enable_lora=False))
+    assert llm.config.num_kv_blocks == 8
+    # as scripts do, to free the memory
+    llm.llm_engine.engine_core.shutdown(timeout=None)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[1, 2]])
 
 
 # --------------------------------------------------------------------------- what comes back
@@ -339,6 +482,28 @@ def test_a_grammar_that_is_none(name):
             SamplingParams(**{name: {"regex": "a", option: "x"}})
     with pytest.raises(ValueError, match="guided_decoding"):
         SamplingParams(structured_outputs={"regex": "a"}, guided_decoding={"regex": "b"})
+
+
+@pytest.mark.needs("strict")
+def test_beam_search_by_priority(tiny):
+    """Two beams of one prompt fill the engine. The last prompt is the most urgent one."""
+    prompts = random_prompts([5, 9, 7])
+    params = vllm.BeamSearchParams(beam_width=2, max_tokens=3)
+    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=64, max_num_seqs=2,
+             enable_prefix_caching=False, scheduling_policy="priority") as llm:
+        expected = llm.beam_search(prompts, params)
+        batches, launch = [], llm.engine.runner.launch
+        llm.engine.runner.launch = lambda batch: batches.append(batch) or launch(batch)
+        assert llm.beam_search(prompts, params, None, False, priority=[2, 2, 1]) == expected
+        assert nanoengine.LLM.beam_search(llm, prompts, params, priority=[2, 2, 1]) == expected
+        order = [int(seq.request_id) for batch in batches for seq in batch.sequences]
+        # of both calls: the last prompt of each comes first
+        assert list(dict.fromkeys(order))[::3] == [5, 8]
+        for priority in ([1], [1, 2, 3, 4], "a"):
+            with pytest.raises(ValueError, match="priority"):
+                llm.beam_search(prompts, params, priority=priority)
+        with pytest.raises(ValueError, match="lora_request='a'"):
+            llm.beam_search(prompts, params, "a")
 
 
 def test_beam_search(tiny):
