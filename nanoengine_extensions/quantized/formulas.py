@@ -92,6 +92,13 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
 
 
+def neighbours(inputs: int, count: int, sizes: list) -> Tensor | None:
+    """Returns the group of each input, if it is one of these sizes that gives so many groups. The
+    last group can have less."""
+    fitting = [size for size in sizes if (size or 0) > 0 and -(-inputs // size) == count]
+    return torch.arange(inputs) // fitting[0] if fitting else None
+
+
 def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Grouped:
     """Version "gemm": (inputs, outputs / 8), (groups, outputs / 8), (groups, outputs)."""
     numbers, zeros = (
@@ -129,7 +136,7 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     if zeros is not None and zeros.dtype == torch.int32:
         middles = unpack(zeros, bits, 0)[:outputs]
     elif zeros is not None:
-        middles = middles + zeros
+        middles = middles + zeros.to(torch.int16)
     return Grouped(numbers, scale, middles.expand(scale.shape), g_idx, bits)
 
 

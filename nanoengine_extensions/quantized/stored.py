@@ -128,6 +128,7 @@ def gptq(entries: dict[str, Any]) -> Method:
 
 def compressed(entries: dict[str, Any]) -> Method:
     parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    sizes = [group["weights"].get("group_size") for group in entries["config_groups"].values()]
 
     def shape(index: Index, module: str) -> list[int]:
         return index.read(f"{module}.weight_shape").tolist()
@@ -135,7 +136,10 @@ def compressed(entries: dict[str, Any]) -> Method:
     def read(index: Index, module: str) -> Grouped:
         packed, scale = (index.read(f"{module}.{part}") for part in parts[:2])
         zeros, groups = (index.find(f"{module}.{part}") for part in parts[3:])
-        return formulas.compressed(packed, scale, shape(index, module), zeros, groups)
+        size = shape(index, module)
+        if groups is None:
+            groups = formulas.neighbours(size[1], scale.shape[-1], sizes)
+        return formulas.compressed(packed, scale, size, zeros, groups)
 
     return Method(parts, shape, read)
 
