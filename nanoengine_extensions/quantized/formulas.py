@@ -57,13 +57,14 @@ class Grouped(NamedTuple):
         if self.zeros is None:
             return self.middle()
         first = int(self.zeros.flatten()[0])
-        return first if (self.zeros == first).all() else self.zeros
+        return first if (self.zeros == first).all() else self.zeros.expand_as(self.scales)
 
     def dequantized(self) -> Tensor:
         """Returns the weight in float32. A product of a number and a scale in 16 bits is exact."""
         groups = self.groups
         if groups is None:
-            size = -(-self.numbers.shape[1] // self.scales.shape[1])
+            # parts that do not divide a row go beyond the scales
+            size = self.numbers.shape[1] // self.scales.shape[1]
             groups = torch.arange(self.numbers.shape[1]) // size
         weight = torch.empty(self.numbers.shape, dtype=torch.float32)
         # some rows at a time, which stay in the cache
@@ -130,7 +131,7 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     """
     outputs, inputs = shape
     bits = 8 if 4 * packed.shape[1] >= inputs else 4
-    numbers = unpack(packed, bits, 1)[:, :inputs]
+    numbers = unpack(packed, bits, 1)[:, :inputs].reshape(shape)
     scale = scale.reshape(-1, scale.shape[-1]).expand(outputs, -1)
     middles = torch.tensor(2 ** (bits - 1), dtype=torch.int16)
     if zeros is not None and zeros.dtype == torch.int32:

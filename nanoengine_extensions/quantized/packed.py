@@ -110,7 +110,8 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
         # with more bits, products in float32 would not be exact
         if (scales.view(torch.int32) & 0x1FF).any():
             return None
-    if not group:
+    # a scale can be missing
+    if not group or -(-inputs // size) != scales.shape[1]:
         return None
     more = padding(inputs, group, dtype), -outputs % block
 

@@ -543,6 +543,25 @@ def test_biases_of_a_model_without_biases(make_quantized):
         LLM(folder, **OPTIONS)
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("name, part", [
+    ("awq", "qweight"), ("awq", "scales"), ("awq", "qzeros"), ("gptq 4", "qweight"),
+    ("gptq 4", "scales"), ("gptq 8", "scales"), ("gptq 4", "qzeros"), ("w4a16", "weight_packed"),
+    ("w4a16", "weight_scale"), ("w8a16 channel", "weight_scale"), ("w4a16 zeros", "weight_scale"),
+    ("w4a16 zeros", "weight_zero_point"), ("w4a16 act-order", "weight_g_idx")])
+def test_parts_that_do_not_fit_each_other_are_refused(make_quantized, name, part, kernels):
+    """A row or a column of one is missing."""
+    folder, _ = make_quantized(name)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for key in tensors:
+            if key.endswith(f"0.mlp.down_proj.{part}"):
+                tensors[key] = tensors[key][:-1].contiguous()
+        save_file(tensors, file)
+    with pytest.raises(ValueError, match="does not fit the model"):
+        LLM(folder, **OPTIONS, kernels=kernels)
+
+
 def test_weights_that_are_not_quantized_after_all(make_quantized):
     """modules_to_not_convert: the names of tensors say which are quantized."""
     folder, model = make_quantized("awq")
