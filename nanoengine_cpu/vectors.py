@@ -142,15 +142,20 @@ def load(builder, array, first):
     return builder.bitcast(words, FLOATS)
 
 
+def rounded(builder, numbers):
+    """16 numbers in bfloat16 (ties to even)."""
+    bits = builder.bitcast(numbers, WORDS)
+    is_odd = builder.and_(builder.lshr(bits, same(WORDS, 16)), same(WORDS, 1))
+    up = builder.add(builder.add(bits, same(WORDS, 0x7FFF)), is_odd)
+    return builder.trunc(builder.lshr(up, same(WORDS, 16)), HALVES)
+
+
 @instruction(types.void)
 def store(builder, array, first, numbers):
-    """Stores to an array of 32-bit words, or rounds to bfloat16 (ties to even)."""
+    """Stores to an array of 32-bit words, or of bfloat16."""
     place = builder.gep(array, [first])
     if is_half(array):
-        bits = builder.bitcast(numbers, WORDS)
-        is_odd = builder.and_(builder.lshr(bits, same(WORDS, 16)), same(WORDS, 1))
-        rounded = builder.add(builder.add(bits, same(WORDS, 0x7FFF)), is_odd)
-        numbers = builder.trunc(builder.lshr(rounded, same(WORDS, 16)), HALVES)
+        numbers = rounded(builder, numbers)
     builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=2)
 
 
@@ -250,18 +255,20 @@ def multiply_add(builder, left, right, total):
     return call(builder, "llvm.fmuladd.v16f32", FLOATS, left, right, total)
 
 
+def add_pairs(builder, left, right, total):
+    """total + left * right, of both bfloat16 numbers in each word."""
+    words = [builder.bitcast(side, WORDS) for side in (left, right)]
+    if has("avx512bf16"):
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *words)
+    lower = [builder.bitcast(builder.shl(side, same(WORDS, 16)), FLOATS) for side in words]
+    upper = [builder.bitcast(builder.and_(side, same(WORDS, 0xFFFF0000)), FLOATS) for side in words]
+    return multiply_add(builder, *upper, multiply_add(builder, *lower, total))
+
+
 @instruction(vector)
 def add_products(builder, left, right, total, per_word):
     """total + left * right: of the one float32 number in each word, or of both bfloat16 numbers."""
-    words = [builder.bitcast(side, WORDS) for side in (left, right)]
-    if has("avx512bf16"):
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        pairs = call(builder, name, FLOATS, total, *words)
-    else:
-        lower = [builder.bitcast(builder.shl(side, same(WORDS, 16)), FLOATS) for side in words]
-        upper = [builder.bitcast(builder.and_(side, same(WORDS, 0xFFFF0000)), FLOATS)
-                 for side in words]
-        pairs = multiply_add(builder, *upper, multiply_add(builder, *lower, total))
+    pairs = add_pairs(builder, left, right, total)
     # LLVM knows per_word, and drops the other case
     are_pairs = builder.icmp_signed("==", per_word, per_word.type(2))
     return builder.select(are_pairs, pairs, multiply_add(builder, left, right, total))

@@ -27,8 +27,8 @@ import torch
 
 from nanoengine.config import EngineConfig
 from nanoengine.features import Condition, extension, is_installed, logger, naming, rejected
-from nanoengine.loader import weight_files
-from nanoengine.model import FAMILIES
+from nanoengine.loader import checkpoint_tensors, weight_files
+from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions.quantized import methods, transformers_files
 from nanoengine_extensions.quantized.stored import (
@@ -128,6 +128,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if method in METHODS and METHODS[method](entries).parts[0] not in kinds:
         raise rejected("the model's quantization_config", entries,
                        "None, since none of its weights is quantized")
+    if is_own:
+        drop_empty_biases(opened.values(), runner.model_config)
     found: dict[str, Any] = {"opened": lambda file, framework: opened[file]}
     tensors = transformers_files.tensors_of(opened)
     if not is_own:
@@ -155,6 +157,17 @@ def stays_packed(runner: ModelRunner) -> bool:
     return (runner.device == "cpu" and runner.kernels.empty_cache is not None
             and runner.config.tensor_parallel_size == 1
             and runner.dtype in (torch.bfloat16, torch.float32))
+
+
+def drop_empty_biases(opened: Iterable[Opened], config: Any) -> None:
+    """Leaves out biases that are zeros, of linears without a bias: AutoGPTQ gives all a bias."""
+    with torch.device("meta"):
+        known = checkpoint_tensors(Decoder(config))
+    for tensors in opened:
+        for name in [*tensors]:
+            is_extra = name.endswith(".bias") and name.removeprefix("model.") not in known
+            if is_extra and not tensors[name].read().any():
+                del tensors[name]
 
 
 def tie(opened: dict[Path, Opened]) -> bool:

@@ -15,12 +15,14 @@ from numba import types
 from numba.extending import intrinsic
 
 from nanoengine_cpu.vectors import (
-    FLOATS, HALVES, LANES, WORDS, call, fill, has, inlined, instruction, multiply_add, same, store,
-    vector)
+    FLOATS, LANES, WORDS, add_pairs, call, fill, has, inlined, instruction, multiply_add, rounded,
+    same, store, vector)
 from nanoengine_extensions.quantized.packed import FLOAT, NESTED
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
+# vectors of outputs that one row is multiplied with at once; more rows have two
+COLUMNS = 4
 # the mantissa of 1 holds numbers of 4 bits from bit 16 on, of 8 bits from bit 15 on
 FIRST = {4: 16, 8: 15}
 # for 16 outputs, of each of two halves: scales, what is added to them, lows
@@ -28,27 +30,29 @@ SCALES = 2 * 3 * LANES
 PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
+def load_of(builder, kind, data, first):
+    """16 numbers of a type, from a byte on."""
+    place = builder.bitcast(builder.gep(data, [first]), ir.VectorType(kind, LANES).as_pointer())
+    return builder.load(place, align=1)
+
+
 @instruction(vector)
 def load_bytes(builder, data, first):
-    """16 signed bytes."""
-    kind = ir.VectorType(ir.IntType(8), LANES)
-    place = builder.bitcast(builder.gep(data, [first]), kind.as_pointer())
-    return builder.sitofp(builder.sext(builder.load(place, align=1), WORDS), FLOATS)
+    """16 signed bytes, from a byte on."""
+    numbers = builder.sext(load_of(builder, ir.IntType(8), data, first), WORDS)
+    return builder.sitofp(numbers, FLOATS)
 
 
 @instruction(vector)
 def load_halves(builder, data, first):
     """16 float16 numbers, from a byte on."""
-    kind = ir.VectorType(ir.HalfType(), LANES)
-    place = builder.bitcast(builder.gep(data, [first]), kind.as_pointer())
-    return builder.fpext(builder.load(place, align=1), FLOATS)
+    return builder.fpext(load_of(builder, ir.HalfType(), data, first), FLOATS)
 
 
 @instruction(vector)
 def load_floats(builder, data, first):
     """16 float32 numbers, from a byte on."""
-    place = builder.bitcast(builder.gep(data, [first]), FLOATS.as_pointer())
-    return builder.load(place, align=1)
+    return load_of(builder, ir.FloatType(), data, first)
 
 
 @instruction(vector)
@@ -67,19 +71,14 @@ def at_vector(builder: Any, array: Any, place: Any) -> Any:
     return builder.bitcast(builder.gep(array, [place]), FLOATS.as_pointer())
 
 
-def rounded(builder: Any, left: Any, right: Any) -> Any:
-    """32 numbers, rounded to bfloat16 (ties to even), as 16 words."""
+def in_pairs(builder: Any, left: Any, right: Any) -> Any:
+    """32 numbers, rounded to bfloat16, as 16 words."""
     if has("avx512bf16"):
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         return builder.bitcast(call(builder, name, PAIRS, right, left), FLOATS)
-    parts = []
-    for numbers in (left, right):
-        bits = builder.bitcast(numbers, WORDS)
-        is_odd = builder.and_(builder.lshr(bits, same(WORDS, 16)), same(WORDS, 1))
-        up = builder.add(builder.add(bits, same(WORDS, 0x7FFF)), is_odd)
-        parts.append(builder.trunc(builder.lshr(up, same(WORDS, 16)), HALVES))
+    halves = [rounded(builder, numbers) for numbers in (left, right)]
     order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), [*range(2 * LANES)])
-    return builder.bitcast(builder.shuffle_vector(*parts, order), FLOATS)
+    return builder.bitcast(builder.shuffle_vector(*halves, order), FLOATS)
 
 
 def numbers_of(builder: Any, packed: Any, scales: Any, bits: int, has_lows: bool) -> Iterator[Any]:
@@ -105,19 +104,7 @@ def expanded(builder: Any, data: Any, place: Any, scales: Any, bits: int, has_lo
     found = [*numbers_of(builder, packed, scales, bits, has_lows)]
     if per_word == 1:
         return found
-    return [rounded(builder, *pair) for pair in zip(found[::2], found[1::2])]
-
-
-def multiplied(builder, weights, x, total, per_word):
-    """As `add_products`, with numbers of a row that LLVM can read on the way."""
-    if per_word == 1:
-        return multiply_add(builder, x, weights, total)
-    sides = [builder.bitcast(side, WORDS) for side in (weights, x)]
-    if has("avx512bf16"):
-        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *sides)
-    lower = [builder.bitcast(builder.shl(side, same(WORDS, 16)), FLOATS) for side in sides]
-    upper = [builder.bitcast(builder.and_(side, same(WORDS, 0xFFFF0000)), FLOATS) for side in sides]
-    return multiply_add(builder, *upper, multiply_add(builder, *lower, total))
+    return [in_pairs(builder, *pair) for pair in zip(found[::2], found[1::2])]
 
 
 def with_constants(count: int) -> Callable:
@@ -141,16 +128,16 @@ def with_constants(count: int) -> Callable:
 
 def add_weights(builder, rows, line, weights, sums, first, per_word, count):
     """Adds the products of `count` rows with 16 outputs' words to their sums, 16 numbers each."""
-    sums = builder.gep(sums, [first])
+    add = add_pairs if per_word == 2 else multiply_add
     for r in range(count):
-        at = at_vector(builder, sums, r * LANES)
+        at = at_vector(builder, sums, first + r * LANES)
         row = builder.gep(rows, [builder.mul(line, line.type(r))])
         total = builder.load(at, align=64)
         for k, each in enumerate(weights):
             number = builder.load(builder.gep(row, [line.type(k)]))
             x = builder.insert_element(same(FLOATS, ir.Undefined), number, ir.IntType(32)(0))
             x = builder.shuffle_vector(x, x, same(WORDS, 0))
-            total = multiplied(builder, each, x, total, per_word)
+            total = add(builder, each, x, total)
         builder.store(total, at, align=64)
 
 
@@ -161,12 +148,20 @@ def store_weights(builder, lines, to, pitch, weights):
         builder.store(each, at_vector(builder, lines, at), align=64)
 
 
+def columns(builder: Any, place: Any, count: int) -> Iterator[tuple[int, Any]]:
+    """The number and the place of each vector of packed words that `count` rows are multiplied
+    with at once."""
+    for i in range(COLUMNS if count == 1 else 2):
+        yield i, builder.add(place, place.type(i * LANES))
+
+
 @with_constants(4)
-def add_expanded(builder, rows, line, data, place, scales, sums, first, bits, has_lows, per_word,
-                 count):
-    """Adds the products of `count` rows with 16 packed words to their sums."""
-    weights = expanded(builder, data, place, scales, bits, has_lows, per_word)
-    add_weights(builder, rows, line, weights, sums, first, per_word, count)
+def add_expanded(builder, rows, line, data, place, scales, sums, bits, has_lows, per_word, count):
+    """Adds the products of `count` rows with some vectors of packed words to their sums."""
+    for i, packed in columns(builder, place, count):
+        own = builder.gep(scales, [place.type(i * SCALES)])
+        weights = expanded(builder, data, packed, own, bits, has_lows, per_word)
+        add_weights(builder, rows, line, weights, sums, i * count * LANES, per_word, count)
 
 
 @with_constants(3)
@@ -187,33 +182,29 @@ def open_half(numbers, scales, to, per_word):
 
 
 @inlined()
+def load_stored(data, at, above, storage):
+    """16 scales or lows, from a byte on. above: where those of their 256 inputs are"""
+    if storage == FLOAT:
+        return load_floats(data, at)
+    if storage == NESTED:
+        return load_bytes(data, at) * load_halves(data, above)
+    return load_halves(data, at)
+
+
+@inlined()
 def read_scales(data, at, above, kind, block_size, c):
     """Returns the scales, zeros and lows of 16 outputs of a block, from `c` on, in a group.
 
     at: where its record begins; above: where the scales of its 256 inputs begin, in float16
     """
     storage, has_zeros, has_lows, zero = kind
-    size = 2
-    if storage == FLOAT:
-        size = 4
-    elif storage == NESTED:
-        size = 1
+    size = 1 << storage
     lows = at + block_size * size
     zeros = lows + block_size * size * has_lows
     low, offset = fill(np.float32(0)), fill(np.float32(zero))
-    if storage == FLOAT:
-        scale = load_floats(data, at + c * size)
-    elif storage == NESTED:
-        scale = load_bytes(data, at + c) * load_halves(data, above + 2 * c)
-    else:
-        scale = load_halves(data, at + c * size)
+    scale = load_stored(data, at + c * size, above + 2 * c, storage)
     if has_lows:
-        if storage == FLOAT:
-            low = load_floats(data, lows + c * size)
-        elif storage == NESTED:
-            low = load_bytes(data, lows + c) * load_halves(data, above + 2 * (block_size + c))
-        else:
-            low = load_halves(data, lows + c * size)
+        low = load_stored(data, lows + c * size, above + 2 * (block_size + c), storage)
     if has_zeros:
         # they are stored minus 128
         offset = load_bytes(data, zeros + c) + fill(np.float32(128))

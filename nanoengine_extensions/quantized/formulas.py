@@ -57,13 +57,14 @@ class Grouped(NamedTuple):
         if self.zeros is None:
             return self.middle()
         first = int(self.zeros.flatten()[0])
-        return first if (self.zeros == first).all() else self.zeros
+        return first if (self.zeros == first).all() else self.zeros.expand_as(self.scales)
 
     def dequantized(self) -> Tensor:
         """Returns the weight in float32. A product of a number and a scale in 16 bits is exact."""
         groups = self.groups
         if groups is None:
-            size = -(-self.numbers.shape[1] // self.scales.shape[1])
+            # parts that do not divide a row go beyond the scales
+            size = self.numbers.shape[1] // self.scales.shape[1]
             groups = torch.arange(self.numbers.shape[1]) // size
         weight = torch.empty(self.numbers.shape, dtype=torch.float32)
         # some rows at a time, which stay in the cache
@@ -90,6 +91,13 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
     """Returns the numbers in int32 words, the lowest bits first, along a dimension, in uint8."""
     parts = [(words >> shift & 2**bits - 1).to(torch.uint8) for shift in range(0, 32, bits)]
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+
+
+def neighbours(inputs: int, count: int, sizes: list) -> Tensor | None:
+    """Returns the group of each input, if it is one of these sizes that gives so many groups. The
+    last group can have less."""
+    fitting = [size for size in sizes if (size or 0) > 0 and -(-inputs // size) == count]
+    return torch.arange(inputs) // fitting[0] if fitting else None
 
 
 def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Grouped:
@@ -123,13 +131,13 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     """
     outputs, inputs = shape
     bits = 8 if 4 * packed.shape[1] >= inputs else 4
-    numbers = unpack(packed, bits, 1)[:, :inputs]
+    numbers = unpack(packed, bits, 1)[:, :inputs].reshape(shape)
     scale = scale.reshape(-1, scale.shape[-1]).expand(outputs, -1)
     middles = torch.tensor(2 ** (bits - 1), dtype=torch.int16)
     if zeros is not None and zeros.dtype == torch.int32:
         middles = unpack(zeros, bits, 0)[:outputs]
     elif zeros is not None:
-        middles = middles + zeros
+        middles = middles + zeros.to(torch.int16)
     return Grouped(numbers, scale, middles.expand(scale.shape), g_idx, bits)
 
 

@@ -70,6 +70,8 @@ class Header:
     def __init__(self, files: list[Path]) -> None:
         with naming(ValueError("the file is incomplete, or no GGUF: download it again")):
             readers = {str(file): gguf.GGUFReader(file) for file in files}
+        for reader in readers.values():
+            self.accept("byte order", {"I": "little", "S": "big"}[reader.byte_order], ["little"])
         self.tensors = {tensor.name: tensor for reader in readers.values()
                         for tensor in reader.tensors}
         self.fields = readers[str(files[0])].fields
@@ -89,22 +91,30 @@ class Header:
         return self.tensors[name]
 
     def of_model(self, name: str, default: Any = None) -> Any:
-        """Returns an entry of the architecture. Raises ValueError if it is needed and missing."""
+        """Returns an entry of the architecture, a number. Raises ValueError if it is needed and
+        missing, and for layers that differ."""
         found = self.find(f"{self.architecture}.{name}", default)
         if found is None:
             raise ValueError(f"{self.architecture}.{name} is missing: the file must be complete")
-        return found
+        # a list has a number for each layer
+        numbers = {*(found if isinstance(found, list) else [found])}
+        if len(numbers) != 1 or not all(isinstance(x, (int, float)) and x > 0 for x in numbers):
+            raise rejected(f"the file's {name}", found, "a number above 0, the same for all layers")
+        return numbers.pop()
 
     def check(self) -> None:
         """Raises ValueError for what the engine cannot compute, or not exactly."""
+        self.accept("split.no", self.find("split.no", 0), [0])
         self.accept("general.type", self.find("general.type", "model"), ["model"])
         self.accept("general.architecture", self.architecture, [*ARCHITECTURES])
         head_dim = self.head_dim()
         neutral = {"expert_count": 0, "attention.sliding_window": 0, "attention.causal": True,
                    "attention.scale": 0.0, "logit_scale": 0.0, "attention.value_length": head_dim,
-                   "rope.dimension_count": head_dim, "rope.scaling.attn_factor": 1.0}
+                   "rope.dimension_count": head_dim, "rope.scaling.attn_factor": 1.0,
+                   "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
+                   "rope.scaling.yarn_log_multiplier": 0.0}
         for name, value in neutral.items():
-            self.accept(name, self.of_model(name, value), [value])
+            self.accept(name, self.find(f"{self.architecture}.{name}", value), [value])
         types = {tensor.tensor_type.name for tensor in self.tensors.values()}
         if others := sorted(types - {*TYPES}):
             raise ValueError(
@@ -160,28 +170,37 @@ class Header:
 
     def tokenizer(self, file: Path) -> Any:
         """Returns transformers' version of the tokenizer in the (first) file."""
-        options: Any = {}
         is_of_llama_3 = self.find("tokenizer.ggml.pre") in LLAMA_3
-        if is_of_llama_3 and "tokenizer.ggml.add_bos_token" not in self.fields:
-            options["add_bos_token"] = True
-        found = PreTrainedTokenizerFast.from_pretrained(
-            file.parent, gguf_file=file.name, **options)
+        has_bos = is_of_llama_3 and "tokenizer.ggml.add_bos_token" not in self.fields
+        options: Any = {"add_bos_token": True} if has_bos else {}
+        with naming(ValueError("its tokenizer is not read: it must be replaced by tokenizer=…")):
+            found = PreTrainedTokenizerFast.from_pretrained(
+                file.parent, gguf_file=file.name, **options)
         if is_of_llama_3:
             found.backend_tokenizer.model.ignore_merges = True
+        is_pieces = self.find("tokenizer.ggml.model") == "llama"
+        if is_pieces and self.find("tokenizer.ggml.add_space_prefix") is False:
+            found.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"
         return found
 
     def rope(self) -> dict[str, Any]:
-        kind = self.of_model("rope.scaling.type", "none")
-        rope = {"rope_type": "default", "rope_theta": self.of_model("rope.freq_base", 10000.0)}
-        if kind in ("linear", "yarn"):
-            rope |= {"rope_type": kind, "factor": self.of_model("rope.scaling.factor")}
-        elif kind != "none":
-            raise rejected("the file's rope.scaling.type", kind, "'none', 'linear' or 'yarn'")
-        if kind == "yarn":
-            rope["original_max_position_embeddings"] = self.of_model(
-                "rope.scaling.original_context_length")
+        """Returns what scales positions. As in llama.cpp, a factor without a type is "linear"."""
+        theta = self.of_model("rope.freq_base", 10000.0)
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+        kind = self.find(f"{self.architecture}.rope.scaling.type", "linear")
+        self.accept("rope.scaling.type", kind, ["none", "linear", "yarn"])
+        # the second name is that of old files
+        factor = self.of_model("rope.scaling.factor", self.of_model("rope.scale_linear", 1.0))
+        if kind != "none" and factor != 1:
+            rope |= {"rope_type": kind, "factor": factor}
+        if rope["rope_type"] == "yarn":
+            rope |= {
+                "original_max_position_embeddings": self.of_model(
+                    "rope.scaling.original_context_length", self.of_model("context_length")),
+                "beta_fast": self.of_model("rope.scaling.yarn_beta_fast", 32.0),
+                "beta_slow": self.of_model("rope.scaling.yarn_beta_slow", 1.0)}
         if "rope_freqs.weight" in self.tensors:
-            rope |= self.llama3(rope["rope_theta"])
+            rope |= self.llama3(theta)
         return rope
 
     def llama3(self, theta: float) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from nanoengine_cpu.products import COPY, MOST_ROWS, PART, SLICE, STEP, SUMS, no
 from nanoengine_cpu.tiles import HAS_TILES, TILE_SIZES, begin_tiles, end_tiles
 from nanoengine_cpu.vectors import (
     DTYPES, LANES, array_at, copy_rows, has, inlined, numbers_at, stack)
-from nanoengine_extensions.quantized.expanding import FEW
+from nanoengine_extensions.quantized.expanding import COLUMNS, FEW
 from nanoengine_extensions.quantized.packed import block_of
 from nanoengine_extensions.quantized.sums import UNIT, UNITS, add_by_sums, sum_units
-from nanoengine_extensions.quantized.weights import COLUMNS, add_few, add_many
+from nanoengine_extensions.quantized.weights import add_few, add_many
 
 
 @inlined()

@@ -27,8 +27,9 @@ from nanoengine_extensions.quantized.formulas import Grouped
 
 # the numbers of a header
 HEADER = 16
-# how scales and lows are stored: in float16, in float32, as int8 times one in float16
-HALF, FLOAT, NESTED = range(3)
+# how scales and lows are stored, by the logarithm of their bytes: as int8 times one in float16, in
+# float16, in float32
+NESTED, HALF, FLOAT = range(3)
 STORAGE = {torch.float16: HALF, torch.float32: FLOAT, torch.int8: NESTED}
 # inputs with one scale above their groups'
 ABOVE = 256
@@ -109,7 +110,8 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
         # with more bits, products in float32 would not be exact
         if (scales.view(torch.int32) & 0x1FF).any():
             return None
-    if not group:
+    # a scale can be missing
+    if not group or -(-inputs // size) != scales.shape[1]:
         return None
     more = padding(inputs, group, dtype), -outputs % block
 
@@ -185,8 +187,8 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
     data = packed[8 * HEADER:].view(-1, form.size)
     records = data[:, form.begin:].unflatten(1, (-1, form.record))
     groups = torch.arange(records.shape[1], device="cpu")
-    size = (2, 4, 1)[form.storage]
-    kind = (torch.float16, torch.float32, torch.int8)[form.storage]
+    size = 1 << form.storage
+    kind = (torch.int8, torch.float16, torch.float32)[form.storage]
 
     def find(records: Tensor, first: int, size: int, kind: torch.dtype) -> Tensor:
         at = first + size * own[:, None] + torch.arange(size, device="cpu")

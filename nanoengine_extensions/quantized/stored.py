@@ -128,6 +128,8 @@ def gptq(entries: dict[str, Any]) -> Method:
 
 def compressed(entries: dict[str, Any]) -> Method:
     parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    schemes = (entries.get("config_groups") or {}).values()
+    sizes = [scheme["weights"].get("group_size") for scheme in schemes]
 
     def shape(index: Index, module: str) -> list[int]:
         return index.read(f"{module}.weight_shape").tolist()
@@ -135,7 +137,11 @@ def compressed(entries: dict[str, Any]) -> Method:
     def read(index: Index, module: str) -> Grouped:
         packed, scale = (index.read(f"{module}.{part}") for part in parts[:2])
         zeros, groups = (index.find(f"{module}.{part}") for part in parts[3:])
-        return formulas.compressed(packed, scale, shape(index, module), zeros, groups)
+        size = shape(index, module)
+        # -1: the tool has not filled it
+        if groups is None or -1 in groups:
+            groups = formulas.neighbours(size[1], scale.shape[-1], sizes)
+        return formulas.compressed(packed, scale, size, zeros, groups)
 
     return Method(parts, shape, read)
 

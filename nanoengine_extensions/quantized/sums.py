@@ -15,7 +15,7 @@ from nanoengine_cpu.products import BLOCK, MOST_ROWS, PART, SLICE, STEP
 from nanoengine_cpu.vectors import (
     LANES, add_products, array_at, copy_rows, fill, inlined, load, numbers_at, prefetch, stack,
     store, total)
-from nanoengine_extensions.quantized.expanding import FEW, read_scales
+from nanoengine_extensions.quantized.expanding import COLUMNS, FEW, read_scales
 from nanoengine_extensions.quantized.packed import ANY, HEADER
 from nanoengine_extensions.quantized.whole_numbers import add_numbers, store_numbers
 
@@ -95,7 +95,7 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, bits,
     _, has_shift = group_and_shift(part)
     step = group // per_word
     in_group, pitch = group // UNIT, size_of_row * per_word // UNIT
-    across = 4 if count == 1 else 2
+    across = COLUMNS if count == 1 else 2
     for n in range(size_of_row // step):
         open_sums(part, number, n, has_shift, scales)
         for c in range(0, BLOCK, across * LANES):
@@ -107,14 +107,7 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, bits,
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
                 packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK + c
-                add_numbers(here, line, words, packed, held, 0, bits, per_word, count)
-                add_numbers(here, line, words, packed + LANES, held, count * LANES, bits,
-                            per_word, count)
-                if across == 4:
-                    add_numbers(here, line, words, packed + 2 * LANES, held,
-                                2 * count * LANES, bits, per_word, count)
-                    add_numbers(here, line, words, packed + 3 * LANES, held,
-                                3 * count * LANES, bits, per_word, count)
+                add_numbers(here, line, words, packed, held, bits, per_word, count)
             add_scaled(room, LANES, count, scales[c:], sums[c:], count, across * LANES)
         if has_shift:
             add_shifts(units[n * in_group:], pitch, in_group, scales, sums, count)

@@ -14,13 +14,11 @@ from nanoengine_cpu.products import BLOCK, SLICE, STEP, add_rows, add_slice
 from nanoengine_cpu.tiles import load_sums, store_sums
 from nanoengine_cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, stack
 from nanoengine_extensions.quantized.expanding import (
-    FEW, SCALES, add_expanded, open_scales, store_expanded)
+    COLUMNS, FEW, SCALES, add_expanded, open_scales, store_expanded)
 from nanoengine_extensions.quantized.packed import ANY, HEADER
 
 # sums of two vectors of outputs
 HELD = 2 * FEW * LANES
-# the most vectors of outputs in a block
-COLUMNS = 4
 # the scales of a group of a block
 OPEN = COLUMNS * SCALES
 
@@ -76,15 +74,7 @@ def add_groups(part, number, rows, line, size_of_row, sums, bits, has_lows, per_
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
                 packed = (place + head) // 4 + v * bits // 32 * BLOCK + c
-                add_expanded(here, line, words, packed, own, held, 0, bits, has_lows, per_word,
-                             count)
-                add_expanded(here, line, words, packed + LANES, own[SCALES:], held, count * LANES,
-                             bits, has_lows, per_word, count)
-                if across == COLUMNS:
-                    add_expanded(here, line, words, packed + 2 * LANES, own[2 * SCALES:], held,
-                                 2 * count * LANES, bits, has_lows, per_word, count)
-                    add_expanded(here, line, words, packed + 3 * LANES, own[3 * SCALES:], held,
-                                 3 * count * LANES, bits, has_lows, per_word, count)
+                add_expanded(here, line, words, packed, own, held, bits, has_lows, per_word, count)
             for i in range(across):
                 copy_rows(room[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
 

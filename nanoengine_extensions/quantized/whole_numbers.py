@@ -10,7 +10,7 @@ from llvmlite import ir
 
 from nanoengine_cpu.vectors import FLOATS, LANES, WORDS, call, has, same
 from nanoengine_extensions.quantized.expanding import (
-    PAIRS, add_weights, at_vector, rounded, store_weights, with_constants)
+    PAIRS, add_weights, at_vector, columns, in_pairs, store_weights, with_constants)
 
 BYTES = ir.VectorType(ir.IntType(8), LANES)
 
@@ -51,15 +51,16 @@ def words_of(builder, data, place, bits, per_word):
     if per_word == 1:
         return numbers
     if bits == 8:
-        return [rounded(builder, *pair) for pair in zip(numbers[::2], numbers[1::2])]
+        return [in_pairs(builder, *pair) for pair in zip(numbers[::2], numbers[1::2])]
     return [paired(builder, *pair) for pair in zip(numbers[:4], numbers[4:])]
 
 
 @with_constants(3)
-def add_numbers(builder, rows, line, data, place, sums, first, bits, per_word, count):
-    """Adds the products of `count` rows with 16 packed words to their sums, 16 numbers each."""
-    words = words_of(builder, data, place, bits, per_word)
-    add_weights(builder, rows, line, words, sums, first, per_word, count)
+def add_numbers(builder, rows, line, data, place, sums, bits, per_word, count):
+    """Adds the products of `count` rows with some vectors of packed words to their sums."""
+    for i, packed in columns(builder, place, count):
+        words = words_of(builder, data, packed, bits, per_word)
+        add_weights(builder, rows, line, words, sums, i * count * LANES, per_word, count)
 
 
 @with_constants(2)

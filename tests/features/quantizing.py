@@ -115,8 +115,8 @@ def make_gguf(make_model, tmp_path):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         for name, value in entries:
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-            (writer.add_string if isinstance(value, str) else add)(name.format(arch=arch), value)
+            adders = {float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+            adders.get(type(value), writer.add_uint32)(name.format(arch=arch), value)
         state = model.state_dict()
         if config.tie_word_embeddings:
             del state["lm_head.weight"]
@@ -152,7 +152,7 @@ def drawn(bits: int, shape: tuple[int, int], group: int, symmetric: bool, groups
     """Random numbers, zeros and scales of a weight, all from 0 on, and what they stand for."""
     outputs, inputs = shape
     numbers = torch.randint(2**bits, shape)
-    zeros = torch.randint(2**bits, (outputs, inputs // group))
+    zeros = torch.randint(2**bits, (outputs, -(-inputs // group)))
     if symmetric:
         zeros.fill_(2 ** (bits - 1))
     scales = (torch.rand(zeros.shape) * 0.4 / 2**bits).to(dtype)
@@ -229,6 +229,8 @@ FORMATS = {
     "w8a16 channel": (8, 256, False, True, in_compressed, compressed_config(8, strategy="channel")),
     "w4a16 zeros": (4, 32, False, False, lambda *a, **o: in_compressed(*a, **o, symmetric=False),
                     compressed_config(symmetric=False)),
+    # the last of 96, 96 and 64 inputs
+    "w4a16 uneven": (4, 96, False, True, in_compressed, compressed_config(group_size=96)),
     "w4a16 act-order": (4, 32, True, True, in_compressed, compressed_config(actorder="group"))}
 
 

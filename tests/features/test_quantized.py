@@ -107,7 +107,20 @@ def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
      [("{arch}.rope.scaling.type", "linear"), ("{arch}.rope.scaling.factor", 4.0)]),
     (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128),
      [("{arch}.rope.scaling.type", "yarn"), ("{arch}.rope.scaling.factor", 4.0),
-      ("{arch}.rope.scaling.original_context_length", 128)])])
+      ("{arch}.rope.scaling.original_context_length", 128)]),
+    # as llama.cpp takes them: "linear" if there is no type, the name of old files, no factor, the
+    # context of the model
+    (dict(rope_type="linear", factor=4.0), [("{arch}.rope.scaling.factor", 4.0)]),
+    (dict(rope_type="linear", factor=4.0), [("{arch}.rope.scale_linear", 4.0)]),
+    (dict(rope_type="linear", factor=1.0), [("{arch}.rope.scaling.type", "linear")]),
+    (dict(rope_type="linear", factor=1.0),
+     [("{arch}.rope.scaling.type", "none"), ("{arch}.rope.scaling.factor", 4.0)]),
+    (dict(rope_type="linear", factor=1.0), [("{arch}.rope.scaling.type", "yarn")]),
+    (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512, beta_fast=16.0,
+          beta_slow=2.0),
+     [("{arch}.rope.scaling.type", "yarn"), ("{arch}.rope.scaling.factor", 4.0),
+      ("{arch}.rope.scaling.yarn_beta_fast", 16.0),
+      ("{arch}.rope.scaling.yarn_beta_slow", 2.0)])])
 def test_the_positions_of_a_gguf(make_gguf, rope, entries):
     path, model = make_gguf(["F32"], "Qwen2", entries=entries,
                             rope_parameters=rope | dict(rope_theta=10000.0))
@@ -145,10 +158,35 @@ def test_the_positions_of_llama_3(make_gguf, monkeypatch, factor):
     ([("{arch}.rope.dimension_count", 32)], "rope.dimension_count=32 .* must be one of .64."),
     ([("{arch}.rope.scaling.attn_factor", 0.5)], "rope.scaling.attn_factor=0.5"),
     ([("{arch}.rope.scaling.type", "longrope")], "rope.scaling.type='longrope'"),
+    ([("{arch}.rope.scaling.yarn_attn_factor", 0.5)], "rope.scaling.yarn_attn_factor=0.5"),
+    ([("{arch}.rope.scaling.yarn_ext_factor", 0.5)], "rope.scaling.yarn_ext_factor=0.5"),
+    ([("{arch}.rope.scaling.yarn_log_multiplier", 0.5)], "rope.scaling.yarn_log_multiplier=0.5"),
+    ([("{arch}.attention.head_count", 0)], "attention.head_count=0 .* a number above 0"),
+    ([("{arch}.attention.head_count", "4")], "attention.head_count='4' .* a number above 0"),
+    ([("{arch}.attention.head_count_kv", [2, 4])],
+     r"attention.head_count_kv=.2, 4. .* the same for all layers"),
+    ([("split.no", 1)], "split.no=1 is not accepted: it must be one of .0."),
     ([("general.type", "adapter")], "general.type='adapter'")])
 def test_a_gguf_of_another_model(make_gguf, entries, message):
     path, _ = make_gguf(["Q8_0"], entries=entries)
     with pytest.raises(ValueError, match=f"^model='{path}': the file's {message}"):
+        LLM(path)
+
+
+def test_a_number_for_each_layer(make_gguf):
+    """llama.cpp takes a list in its place."""
+    lists = [("{arch}.attention.head_count", [4, 4]), ("{arch}.attention.head_count_kv", [2, 2]),
+             ("{arch}.feed_forward_length", [512, 512])]
+    path, model = make_gguf(["Q8_0"], "Llama", entries=lists)
+    assert generated(path) == expected(model)
+
+
+def test_the_other_byte_order(tmp_path):
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="the file's byte order='big' .* one of .'little'."):
         LLM(path)
 
 
@@ -307,8 +345,9 @@ def test_a_folder_stays_as_it_is(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path):
-    """Of Llama 2: BOS comes first."""
+@pytest.mark.parametrize("has_prefix", [None, True, False])
+def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
+    """Of Llama 2: BOS comes first, then a space, if the file does not say otherwise."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b",
               "▁a", "ab", "▁ab"]
     writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
@@ -318,15 +357,28 @@ def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path):
     writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 6])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if has_prefix is not None:
+        writer.add_add_space_prefix(has_prefix)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     tokenizer = gguf_files.Header([path]).tokenizer(path)
-    assert tokenizer("ab").input_ids == [1, tokens.index("▁ab")]
+    first = "ab" if has_prefix is False else "▁ab"
+    assert tokenizer("ab ab").input_ids == [1, tokens.index(first), tokens.index("▁ab")]
     tokenizer.save_pretrained(tmp_path)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again("ab a").input_ids == tokenizer("ab a").input_ids
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def test_a_tokenizer_that_is_not_read(make_gguf, bundled):
+    """transformers does not know its kind."""
+    path, model = make_gguf(["Q8_0"], vocab_size=867, entries=[
+        ("tokenizer.ggml.model", "rwkv"), ("tokenizer.ggml.tokens", ["a", "b"])])
+    with pytest.raises(ValueError, match=f"^model='{path}': its tokenizer is not read: it must be "
+                       r"replaced by tokenizer=….*'rwkv'"):
+        LLM(path)
+    assert generated(path, tokenizer=bundled) == expected(model)
 
 
 @pytest.mark.parametrize("pre, flag, has_bos", [
@@ -393,13 +445,15 @@ def test_compressed_tensors_by_its_package(bits, symmetric, inputs):
     assert torch.equal(found.dequantized(), wanted)
 
 
-def test_zeros_of_compressed_tensors_that_are_not_packed():
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zeros_of_compressed_tensors_that_are_not_packed(bits):
     """Of symmetric weights, or with one scale."""
-    numbers = torch.randint(16, (8, 64))
-    for zeros in (torch.randint(-8, 8, (8, 2)), torch.zeros(8, 2)):
+    half = 2 ** (bits - 1)
+    numbers = torch.randint(2 * half, (8, 64))
+    for zeros in (torch.randint(-half, half, (8, 2)), torch.zeros(8, 2)):
         found = formulas.compressed(
-            in_words(numbers, 4), torch.ones(8, 2), [8, 64], zeros.to(torch.int8), None)
-        wanted = numbers - 8 - zeros.repeat_interleave(32, 1)
+            in_words(numbers, bits), torch.ones(8, 2), [8, 64], zeros.to(torch.int8), None)
+        wanted = numbers - half - zeros.repeat_interleave(32, 1)
         assert torch.equal(found.dequantized(), wanted.float())
 
 
@@ -450,6 +504,21 @@ def test_a_format_that_is_refused(make_model, tmp_path, entries, message):
         methods.check(entries)
 
 
+def test_an_order_that_was_not_filled(make_quantized):
+    """compressed-tensors begins with -1 for all inputs: their groups are neighbours."""
+    folder, model = make_quantized("w4a16")
+    file = folder / "model-1.safetensors"
+    tensors = load_file(file)
+    order = {f"{name.rpartition('.')[0]}.weight_g_idx": torch.full((256,), -1, dtype=torch.int32)
+             for name in tensors if name.endswith("weight_packed")}
+    assert order
+    save_file(tensors | order, file)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(order, file.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert generated(folder) == expected(model)
+
+
 def test_a_part_of_a_weight_is_missing(make_quantized):
     folder, _ = make_quantized("awq")
     file = folder / "model-1.safetensors"
@@ -459,6 +528,38 @@ def test_a_part_of_a_weight_is_missing(make_quantized):
     save_file(tensors, file)
     with pytest.raises(ValueError, match=gone):
         LLM(folder, **OPTIONS)
+
+
+def test_biases_of_a_model_without_biases(make_quantized):
+    """AutoGPTQ writes zeros for all linears; other numbers would change what is computed."""
+    folder, model = make_quantized("gptq 4", attention_bias=False)
+    file = folder / "model-1.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.self_attn.q_proj.bias"
+    save_file(tensors | {name: torch.zeros(256).half()}, file)
+    assert generated(folder) == expected(model)
+    save_file(tensors | {name: torch.ones(256).half()}, file)
+    with pytest.raises(ValueError, match="layers.1.self_attn.q_proj.bias"):
+        LLM(folder, **OPTIONS)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("name, part", [
+    ("awq", "qweight"), ("awq", "scales"), ("awq", "qzeros"), ("gptq 4", "qweight"),
+    ("gptq 4", "scales"), ("gptq 8", "scales"), ("gptq 4", "qzeros"), ("w4a16", "weight_packed"),
+    ("w4a16", "weight_scale"), ("w8a16 channel", "weight_scale"), ("w4a16 zeros", "weight_scale"),
+    ("w4a16 zeros", "weight_zero_point"), ("w4a16 act-order", "weight_g_idx")])
+def test_parts_that_do_not_fit_each_other_are_refused(make_quantized, name, part, kernels):
+    """A row or a column of one is missing."""
+    folder, _ = make_quantized(name)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for key in tensors:
+            if key.endswith(f"0.mlp.down_proj.{part}"):
+                tensors[key] = tensors[key][:-1].contiguous()
+        save_file(tensors, file)
+    with pytest.raises(ValueError, match="does not fit the model"):
+        LLM(folder, **OPTIONS, kernels=kernels)
 
 
 def test_weights_that_are_not_quantized_after_all(make_quantized):
