@@ -21,7 +21,8 @@ from nanoengine_extensions.quantized.packed import FLOAT, NESTED
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
-# vectors of outputs that one row is multiplied with at once; more rows have two
+# vectors of outputs that one row is multiplied with at once; more rows have two, or as many where
+# numbers are looked up
 COLUMNS = 4
 # the mantissa of 1 holds numbers of 4 bits from bit 16 on, of 8 bits from bit 15 on
 FIRST = {4: 16, 8: 15}
@@ -148,10 +149,10 @@ def store_weights(builder, lines, to, pitch, weights):
         builder.store(each, at_vector(builder, lines, at), align=64)
 
 
-def columns(builder: Any, place: Any, count: int) -> Iterator[tuple[int, Any]]:
+def columns(builder: Any, place: Any, count: int, width: int = 8) -> Iterator[tuple[int, Any]]:
     """The number and the place of each vector of packed words that `count` rows are multiplied
-    with at once."""
-    for i in range(COLUMNS if count == 1 else 2):
+    with at once. width: of numbers that are looked up"""
+    for i in range(COLUMNS if count == 1 or width < 8 else 2):
         yield i, builder.add(place, place.type(i * LANES))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.products import BLOCK, BLOCKS
-from nanoengine_cpu.vectors import LANES
+from nanoengine_cpu.vectors import LANES, has
 from nanoengine_extensions.quantized.formulas import Grouped
 
 # the numbers of a header
@@ -47,6 +47,7 @@ class Form(NamedTuple):
     nested: groups with one scale above theirs; 0: there is none.
     begin, size: bytes of a block before the first record, and in all.
     block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
+    width: bits that the numbers need, 4 or 8, or 6 if sums.py looks them up; stored in 4 or 8.
     """
 
     bits: int
@@ -62,6 +63,7 @@ class Form(NamedTuple):
     size: int
     block: int
     by_sums: int
+    width: int
 
 
 def block_of(dtype: torch.dtype, by_sums: bool) -> int:
@@ -69,9 +71,20 @@ def block_of(dtype: torch.dtype, by_sums: bool) -> int:
     return BLOCK if by_sums else BLOCKS[dtype]
 
 
-def in_order(numbers: Tensor, group: int, bits: int, dtype: torch.dtype,
+def stored_bits(width: int) -> int:
+    """Returns in how many bits a number is stored. width: see `Form`"""
+    return 4 if width == 4 else 8
+
+
+def can_look_up(dtype: torch.dtype) -> bool:
+    """Whether registers can hold a table of all numbers of 6 bits."""
+    return dtype == torch.bfloat16 and has("avx512bw")
+
+
+def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
              by_sums: bool) -> Tensor:
     """From (outputs, inputs) to (blocks, groups, numbers of a group): as they are stored."""
+    bits = stored_bits(width)
     block, per_word = block_of(dtype, by_sums), 4 // dtype.itemsize
     # inputs whose numbers are in the words of 16 outputs
     inputs = 32 // bits
@@ -83,8 +96,8 @@ def in_order(numbers: Tensor, group: int, bits: int, dtype: torch.dtype,
         return x.unflatten(2, (-1, inputs)).movedim(3, -1).flatten(2)
     x = numbers.unflatten(1, (-1, group // inputs, inputs // 2, 2))
     x = x.unflatten(0, (-1, block // LANES, LANES))
-    if bits == 4:
-        # a word has four first inputs of pairs, then their second ones
+    if width < 8:
+        # a word has the first inputs of some pairs, then their second ones
         return x.permute(0, 3, 4, 1, 2, 6, 5).flatten(2)
     return x.permute(0, 3, 4, 1, 5, 2, 6).flatten(2)
 
@@ -123,6 +136,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
     groups = (inputs + more[0]) // group
     zero = weight.zero()
     middle = 2 ** (weight.bits - 1)
+    width = weight.bits
     # what is added to all numbers
     added = weight.middle()
     if by_sums and isinstance(zero, int):
@@ -131,6 +145,8 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
         if -middle <= least and most < middle:
             added += middle - zero
             zero = middle
+        if -32 <= least and most < 32 and can_look_up(dtype):
+            width = min(weight.bits, 6)
     heads = [scales] if lows is None else [scales, lows.to(scales.dtype)]
     if isinstance(zero, Tensor):
         heads.append((zero.to(torch.int16) - 128).to(torch.int8))
@@ -142,7 +158,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
     form = Form(weight.bits, group, record, head, storage, isinstance(zero, Tensor),
                 lows is not None, 0 if isinstance(zero, Tensor) else zero,
                 ABOVE // group if above else 0, begin, begin + groups * record, block,
-                by_sums)
+                by_sums, width)
     blocks = (outputs + more[1]) // block
     packed = in_huge_pages(8 * HEADER + blocks * form.size)
     packed[:8 * len(form)] = torch.tensor(form).view(torch.uint8)
@@ -155,7 +171,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
     for part, to in zip(weight.numbers.split(32 * block), records[:, :, head:].split(32)):
         x = (part.to(torch.int16) + added).to(torch.uint8) ^ (middle if by_sums else 0)
         x = F.pad(x, (0, more[0], 0, -len(x) % block))
-        x = in_order(x, group, weight.bits, dtype, by_sums)
+        x = in_order(x, group, width, dtype, by_sums)
         to.copy_(x[..., ::2] | x[..., 1::2] << 4 if weight.bits == 4 else x)
     return packed
 
@@ -169,13 +185,12 @@ def blocks_of(packed: Tensor) -> int:
 
 
 @functools.cache
-def places(bits: int, group: int, dtype: torch.dtype, by_sums: bool) -> tuple[Tensor, Tensor]:
+def places(form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns where the number of an output and an input of a group is: its byte after a head, and
     its first bit, (outputs of a block, inputs) each."""
-    block = block_of(dtype, by_sums)
-    numbers = torch.arange(block * group, device="cpu").view(block, -1)
-    order = in_order(numbers, group, bits, dtype, by_sums)
-    first = bits * order.flatten().argsort().view(block, -1)
+    numbers = torch.arange(form.block * form.group, device="cpu").view(form.block, -1)
+    order = in_order(numbers, form.group, form.width, dtype, bool(form.by_sums))
+    first = form.bits * order.flatten().argsort().view(form.block, -1)
     return first // 8, (first % 8).to(torch.uint8)
 
 
@@ -195,7 +210,7 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
         rows = groups[None, :records.shape[1], None]
         return records[blocks[:, None, None], rows, at[:, None]].view(kind).float()
 
-    place, shift = places(form.bits, form.group, dtype, bool(form.by_sums))
+    place, shift = places(form, dtype)
     place = place + form.head
     found = records[blocks[:, None, None], groups[None, :, None], place[own][:, None]]
     found = found >> shift[own][:, None] & 2**form.bits - 1

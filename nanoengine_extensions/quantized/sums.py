@@ -48,6 +48,11 @@ def group_and_shift(part):
 
 
 @inlined()
+def width_of(part):
+    return numbers_at(part, 14)[13]
+
+
+@inlined()
 def open_sums(part, number, n, has_shift, scales):
     """Reads the scales of group `n` of a block, and what the sums of rows are multiplied by."""
     (bits, _, record, _, storage, has_zeros, has_lows, zero, nested, begin,
@@ -86,16 +91,16 @@ def add_shifts(units, pitch, in_group, scales, sums, count):
 
 
 @inlined()
-def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, bits, per_word,
+def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width, per_word,
                        count):
     """Adds products of `count` rows, a constant, with a whole block of outputs to their sums."""
-    _, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
+    bits, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
     words = array_at(part + 8 * HEADER + number * size, ANY, np.uint32)
     scales = array_at(stack(OPEN), OPEN, np.float32)
     _, has_shift = group_and_shift(part)
     step = group // per_word
     in_group, pitch = group // UNIT, size_of_row * per_word // UNIT
-    across = COLUMNS if count == 1 else 2
+    across = COLUMNS if count == 1 or width < 8 else 2
     for n in range(size_of_row // step):
         open_sums(part, number, n, has_shift, scales)
         for c in range(0, BLOCK, across * LANES):
@@ -107,7 +112,7 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, bits,
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
                 packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK + c
-                add_numbers(here, line, words, packed, held, bits, per_word, count)
+                add_numbers(here, line, words, packed, held, width, per_word, count)
             add_scaled(room, LANES, count, scales[c:], sums[c:], count, across * LANES)
         if has_shift:
             add_shifts(units[n * in_group:], pitch, in_group, scales, sums, count)
@@ -115,9 +120,11 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, bits,
 
 @inlined()
 def add_count_by_sums(part, number, rows, line, size_of_row, units, sums, per_word, count):
-    bits, = numbers_at(part, 1)
-    if bits == 8:
+    width = width_of(part)
+    if width == 8:
         add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 8, per_word, count)
+    elif width == 6:
+        add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 6, per_word, count)
     else:
         add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 4, per_word, count)
 
@@ -127,6 +134,7 @@ def expand_by_sums(part, number, first, depth, lines, scales, per_word):
     """Stores the numbers of words `first` to `first` + `depth` of a block, and their scales."""
     bits, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
     _, has_shift = group_and_shift(part)
+    width = width_of(part)
     at = part + 8 * HEADER + number * size
     words = array_at(at, ANY, np.uint32)
     step = group // per_word
@@ -137,8 +145,10 @@ def expand_by_sums(part, number, first, depth, lines, scales, per_word):
             to = (n * step - first + v // per_word) * BLOCK
             packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK
             for c in range(0, BLOCK, LANES):
-                if bits == 8:
+                if width == 8:
                     store_numbers(lines, to + c, BLOCK, words, packed + c, 8, per_word)
+                elif width == 6:
+                    store_numbers(lines, to + c, BLOCK, words, packed + c, 6, per_word)
                 else:
                     store_numbers(lines, to + c, BLOCK, words, packed + c, 4, per_word)
     return at + begin + (first + depth) // step * record, BLOCK * bits // 16

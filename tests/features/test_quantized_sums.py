@@ -14,6 +14,7 @@ from torch import Tensor
 from nanoengine import LLM
 from nanoengine_cpu.compiling import Program
 from nanoengine_cpu.modules import PackedLinear
+from nanoengine_cpu.vectors import has
 from nanoengine_extensions.quantized import formulas, packed
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
@@ -111,6 +112,17 @@ def test_one_zero_of_all_groups(zero):
     found = packed.rows_of(part, torch.arange(64), 64, torch.bfloat16)
     assert torch.equal(found, weight.dequantized())
     compare_exactly([weight], torch.bfloat16, (1, 9))
+
+
+@pytest.mark.parametrize("least, most, width", [
+    (-32, 31, 6), (-33, 31, 8), (-32, 32, 8), (0, 5, 6)])
+def test_numbers_of_6_bits_are_looked_up(least, most, width):
+    numbers = torch.randint(least, most + 1, (70, 256), dtype=torch.int8)
+    numbers[5, 7], numbers[60, 9] = least, most
+    weight = formulas.Grouped(numbers, torch.rand(70, 8).half(), groups=torch.arange(256) // 32)
+    form = packed.form_of(packed.pack(weight, torch.bfloat16, True))
+    assert form.bits == 8 and form.width == (width if has("avx512bw") else 8)
+    compare_exactly([weight], torch.bfloat16, (1, 2, 4, 9))
 
 
 def test_inputs_that_fill_no_vector():
