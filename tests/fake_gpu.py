@@ -49,7 +49,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,6 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import nanoengine
 from nanoengine import kernels as seams, model, sampler
@@ -111,18 +110,39 @@ class CudaTensor(Tensor):
         return self.memory.tolist()
 
 
-def to_device(tree: Any) -> Any:
-    """The same nest of results, with tensors that are on the device."""
-    return tree_map_only(Tensor, CudaTensor, tree)
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors in a nest of tuples, lists and dictionaries."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    found: list[Tensor] = []
+    if isinstance(tree, (tuple, list, dict)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(each, Tensor):
+                found.append(each)
+            elif isinstance(each, (tuple, list, dict)):
+                found += tensors_of(each)
+    return found
+
+
+def with_others(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same nest, with what a function returns in place of all that is of a kind.
+
+    It does what PyTorch's `tree_map_only` does, for plain containers, in a tenth of the time.
+    """
+    if isinstance(tree, kind):
+        return function(tree)
+    if type(tree) is dict:
+        return {name: with_others(kind, function, each) for name, each in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)([with_others(kind, function, each) for each in tree])
+    is_leaf = isinstance(tree, Tensor) or not tensors_of(tree)
+    assert is_leaf, f"tensors in a container of an unknown type, {type(tree).__name__}"
+    return tree
 
 
 def to_memory(tree: Any) -> Any:
     """The same nest of arguments, with the memory of the tensors that are on the device."""
-    return tree_map_only(CudaTensor, lambda tensor: tensor.memory, tree)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return with_others(CudaTensor, lambda tensor: tensor.memory, tree)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -180,25 +200,38 @@ def compute(function: Callable[..., Any], arguments: Any, options: Any) -> Any:
     Matrix products and norms are summed in float64 and rounded once: with any order of the sums,
     the result is the same.
     """
-    if getattr(function, "name", str)().split(".")[0] not in SUMS:
+    if name_of(function) not in SUMS:
         return function(*arguments, **options)
-    exact = tree_map_only(Tensor, Tensor.double, arguments)
+    exact = with_others(Tensor, Tensor.double, arguments)
     return function(*exact, **options).to(arguments[0].dtype)
 
 
+@cache
 def name_of(function: Any) -> str:
     """"aten::mm" for an operator of PyTorch, or the name of a kernel."""
     return function.name().split(".")[0] if hasattr(function, "name") else function.__name__
 
 
+@cache
+def can_decompose(operator: Any) -> bool:
+    return operator._can_decompose()
+
+
+@cache
+def is_mutable(function: Any) -> bool:
+    """Whether it writes to its arguments; of kernels, that is not known."""
+    return hasattr(function, "_schema") and function._schema.is_mutable
+
+
 def is_kernel(function: Any, arguments: Any, options: Any, result: Any) -> bool:
     """Whether it computes anything: it makes a tensor, and not only a view, or writes to one."""
-    known = {storage_of(tensor) for tensor in tensors_of((arguments, options))}
-    is_new = any(storage_of(tensor) not in known for tensor in tensors_of(result))
-    schema = getattr(function, "_schema", None)
     # memory alone
-    is_empty = name_of(function) in ("aten::empty_like", "aten::new_empty", "aten::empty")
-    return not is_empty and (is_new or (schema is not None and schema.is_mutable))
+    if name_of(function) in ("aten::empty_like", "aten::new_empty", "aten::empty"):
+        return False
+    if is_mutable(function):
+        return True
+    known = {storage_of(tensor) for tensor in tensors_of((arguments, options))}
+    return any(storage_of(tensor) not in known for tensor in tensors_of(result))
 
 
 # of kernels that know the cache: which arguments it is, and how many keys they read or write
@@ -364,7 +397,7 @@ class FakeGpu:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.execute(operator, arguments, options)
-        name = operator.name().split(".")[0]
+        name = name_of(operator)
         options = dict(options)
         # `Tensor.to` of another tensor gives its device among the arguments
         given = (each for each in arguments if isinstance(each, torch.device))
@@ -377,7 +410,7 @@ class FakeGpu:
         if not is_on_device and not is_cuda(device):
             return self.execute_on_host(operator, arguments, options)
 
-        if operator._can_decompose():
+        if can_decompose(operator):
             # PyTorch 2.9 would ask the GPU what its kernels for attention can do
             with self.intercept, sdpa_kernel(SDPBackend.MATH):
                 result = operator.decompose(*arguments, **options)
@@ -447,7 +480,8 @@ class FakeGpu:
         """Runs an operator or a kernel on the device; a graph that is captured records it."""
         of_memory = to_memory((arguments, options))
         result = compute(function, *of_memory)
-        self.use((arguments, options))
+        given = [each for each in tensors_of((arguments, options)) if isinstance(each, CudaTensor)]
+        self.use(given)
         if self.captured is None:
             self.num_launched += 1
             if is_kernel(function, *of_memory, result):
@@ -456,13 +490,13 @@ class FakeGpu:
         else:
             self.captured.record(function, *of_memory, result)
         # an operator that works in place returns its argument
-        given = [each for each in tensors_of(arguments) if isinstance(each, CudaTensor)]
         by_memory = {id(each.memory): each for each in given}
         assert all(each.shape == each.memory.shape for each in given), "a wrapper keeps its shape"
+
         def wrap(made: Tensor) -> CudaTensor:
             return by_memory[id(made)] if id(made) in by_memory else CudaTensor(made)
 
-        return tree_map_only(Tensor, wrap, result)
+        return with_others(Tensor, wrap, result)
 
     def use(self, tree: Any) -> None:
         """Notes that an operator of the current stream uses the tensors that are on the device.
@@ -1092,7 +1126,7 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
 
     def to_with_index(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Without an index, "cuda" would ask the driver which device is the current one."""
-        arguments, options = tree_map_only(
+        arguments, options = with_others(
             str, lambda name: "cuda:0" if name == "cuda" else name, (arguments, options))
         return to(self, *arguments, **options)
 
