@@ -127,16 +127,16 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def with_others(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     """The same nest, with what a function returns in place of all that is of a kind.
 
-    It does what PyTorch's `tree_map_only` does, for plain containers, in a tenth of the time.
+    For tuples, named tuples, lists and dictionaries it does what PyTorch's `tree_map_only` does, in
+    a fifth of the time.
     """
     if isinstance(tree, kind):
         return function(tree)
-    if type(tree) is dict:
+    if isinstance(tree, dict):
         return {name: with_others(kind, function, each) for name, each in tree.items()}
-    if type(tree) in (tuple, list):
-        return type(tree)([with_others(kind, function, each) for each in tree])
-    is_leaf = isinstance(tree, Tensor) or not tensors_of(tree)
-    assert is_leaf, f"tensors in a container of an unknown type, {type(tree).__name__}"
+    if isinstance(tree, (tuple, list)):
+        made = [with_others(kind, function, each) for each in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
     return tree
 
 
