@@ -47,7 +47,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -191,19 +191,31 @@ DATA_DEPENDENT = {
     "aten::unique_consecutive"}
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 COPYING = {"aten::_to_copy", "aten::copy_"}
-SUMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linalg_vector_norm"}
+SUMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linalg_vector_norm",
+        "aten::scaled_dot_product_attention"}
 
 
 def compute(function: Callable[..., Any], arguments: Any, options: Any) -> Any:
     """Calls an operator or a kernel on memory of the CPU.
 
-    Matrix products and norms are summed in float64 and rounded once: with any order of the sums,
-    the result is the same.
+    Matrix products, norms and attention are summed in float64 and rounded once: with any order of
+    the sums, the result is the same.
     """
     if name_of(function) not in SUMS:
         return function(*arguments, **options)
-    exact = with_others(Tensor, Tensor.double, arguments)
+    exact, options = with_others(Tensor, in_float64, (arguments, options))
     return function(*exact, **options).to(arguments[0].dtype)
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """PyTorch as it is without a GPU. What is made here can be written to at any time."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @cache
@@ -410,7 +422,7 @@ class FakeGpu:
         if not is_on_device and not is_cuda(device):
             return self.execute_on_host(operator, arguments, options)
 
-        if can_decompose(operator):
+        if can_decompose(operator) and name not in SUMS:
             # PyTorch 2.9 would ask the GPU what its kernels for attention can do
             with self.intercept, sdpa_kernel(SDPBackend.MATH):
                 result = operator.decompose(*arguments, **options)
@@ -479,7 +491,9 @@ class FakeGpu:
     def launch(self, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
         """Runs an operator or a kernel on the device; a graph that is captured records it."""
         of_memory = to_memory((arguments, options))
-        result = compute(function, *of_memory)
+        # what a kernel does is no work of the host; in an operator, no mode is on
+        with nullcontext() if hasattr(function, "_schema") else without_gpu():
+            result = compute(function, *of_memory)
         given = [each for each in tensors_of((arguments, options)) if isinstance(each, CudaTensor)]
         self.use(given)
         if self.captured is None:
@@ -688,7 +702,7 @@ class FakeGpu:
         """Ends all transfers up to that number."""
         done = [transfer for transfer in self.in_flight if transfer.number <= number]
         self.in_flight = [transfer for transfer in self.in_flight if transfer.number > number]
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with without_gpu():
             for transfer in done:
                 transfer.land()
 
@@ -821,7 +835,7 @@ class FakeGraph:
     def replay(self) -> None:
         self.gpu.check_not_capturing("the replay of another graph")
         self.gpu.num_replays += 1
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with without_gpu():
             for graph in self.gpu.graphs:
                 if graph is not self:
                     graph.spoil()

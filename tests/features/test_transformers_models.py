@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "models"))
 
 import compare  # noqa: E402
+from conftest import use_policies  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
@@ -184,18 +185,26 @@ def test_graphs_where_no_step_waits_for_the_gpu(folder_of, name, has_graphs, cap
     """Own layers or not. With flash-attn, soft caps are gathered on the host."""
     caplog.set_level(logging.INFO, "nanoengine")
     results = []
-    for options in (dict(enforce_eager=True), {}, dict(run_ahead=False)):
-        caplog.clear()
-        with FakeGpu() as gpu, make_llm(folder_of(name), **FLASH | options) as llm:
-            runner = llm.engine.runner
-            assert runner.backend == "flash-attn"
-            assert bool(runner.graphs.captured) == (has_graphs and "enforce_eager" not in options)
+    with FakeGpu() as gpu, make_llm(folder_of(name), **FLASH) as llm:
+        runner = llm.engine.runner
+        assert runner.backend == "flash-attn" and bool(runner.graphs.captured) == has_graphs
+        assert ("no CUDA graphs, since the host waits" in caplog.text) != has_graphs
+        for run_ahead, is_eager in ((True, False), (False, False), (True, True)):
+            if is_eager:
+                runner.graphs.captured.clear()
+            use_policies(llm, run_ahead=run_ahead)
             gpu.reset_counters()
             results.append(tokens(llm.generate(PROMPTS[:3], FEW, use_tqdm=False)))
-            assert bool(gpu.num_replays) == bool(runner.graphs.captured)
+            assert bool(gpu.num_replays) == (has_graphs and not is_eager)
             assert bool(gpu.host_reads) != has_graphs
-        assert ("no CUDA graphs, since the host waits" in caplog.text) != has_graphs
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_graphs_can_be_refused(folder_of, enforce_eager):
+    with FakeGpu(), make_llm(folder_of("gpt2"), **FLASH, enforce_eager=enforce_eager) as llm:
+        assert bool(llm.engine.runner.graphs.captured) != enforce_eager
+        assert tokens(llm.generate(PROMPTS[:1], FEW, use_tqdm=False))
 
 
 # ------------------------------------------------------------------------------ fast modules
