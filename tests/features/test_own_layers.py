@@ -46,7 +46,9 @@ def test_decoders_are_known(folder_of, name, dtype):
 def test_attention_is_known(folder_of, name):
     calls, own, has_decoder = found_in(folder_of(name))
     assert own == calls and not has_decoder
-    assert compare.compare(folder_of(name)) == ("right", "")
+    # the tokens of the others are compared in test_transformers_models.py
+    if name in ("gemma3_text", "biogpt"):
+        assert compare.compare(folder_of(name), max_tokens=12) == ("right", "")
 
 
 @pytest.mark.parametrize("name", STAYING)
