@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 import weakref
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +71,7 @@ def test_tokens_are_those_of_transformers(folder_of, name):
 def test_soft_caps_and_sinks_are_those_of_the_kernel_only_if_they_mean_the_same(
         folder_of, name, monkeypatch):
     """Here, the cap is one of unscaled scores, and the sink counts twice."""
-    module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
+    module = import_module(f"transformers.models.{name}.modeling_{name}")
     eager = module.eager_attention_forward
 
     def other(attention, query, key, value, mask, softcap=None, scaling=1.0, **options):
