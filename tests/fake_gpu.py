@@ -47,9 +47,9 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,6 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import nanoengine
 from nanoengine import kernels as seams, model, sampler
@@ -111,18 +110,39 @@ class CudaTensor(Tensor):
         return self.memory.tolist()
 
 
-def to_device(tree: Any) -> Any:
-    """The same nest of results, with tensors that are on the device."""
-    return tree_map_only(Tensor, CudaTensor, tree)
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors in a nest of tuples, lists and dictionaries."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    found: list[Tensor] = []
+    if isinstance(tree, (tuple, list, dict)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(each, Tensor):
+                found.append(each)
+            elif isinstance(each, (tuple, list, dict)):
+                found += tensors_of(each)
+    return found
+
+
+def with_others(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same nest, with what a function returns in place of all that is of a kind.
+
+    For tuples, named tuples, lists and dictionaries it does what PyTorch's `tree_map_only` does, in
+    a fifth of the time.
+    """
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {name: with_others(kind, function, each) for name, each in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        made = [with_others(kind, function, each) for each in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    return tree
 
 
 def to_memory(tree: Any) -> Any:
     """The same nest of arguments, with the memory of the tensors that are on the device."""
-    return tree_map_only(CudaTensor, lambda tensor: tensor.memory, tree)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return with_others(CudaTensor, lambda tensor: tensor.memory, tree)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -171,34 +191,59 @@ DATA_DEPENDENT = {
     "aten::unique_consecutive"}
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 COPYING = {"aten::_to_copy", "aten::copy_"}
-SUMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linalg_vector_norm"}
+SUMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linalg_vector_norm",
+        "aten::scaled_dot_product_attention"}
 
 
 def compute(function: Callable[..., Any], arguments: Any, options: Any) -> Any:
     """Calls an operator or a kernel on memory of the CPU.
 
-    Matrix products and norms are summed in float64 and rounded once: with any order of the sums,
-    the result is the same.
+    Matrix products, norms and attention are summed in float64 and rounded once: with any order of
+    the sums, the result is the same.
     """
-    if getattr(function, "name", str)().split(".")[0] not in SUMS:
+    if name_of(function) not in SUMS:
         return function(*arguments, **options)
-    exact = tree_map_only(Tensor, Tensor.double, arguments)
+    exact, options = with_others(Tensor, in_float64, (arguments, options))
     return function(*exact, **options).to(arguments[0].dtype)
 
 
+def in_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """PyTorch as it is without a GPU. What is made here can be written to at any time."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@cache
 def name_of(function: Any) -> str:
     """"aten::mm" for an operator of PyTorch, or the name of a kernel."""
     return function.name().split(".")[0] if hasattr(function, "name") else function.__name__
 
 
+@cache
+def can_decompose(operator: Any) -> bool:
+    return operator._can_decompose()
+
+
+@cache
+def is_mutable(function: Any) -> bool:
+    """Whether it writes to its arguments; of kernels, that is not known."""
+    return hasattr(function, "_schema") and function._schema.is_mutable
+
+
 def is_kernel(function: Any, arguments: Any, options: Any, result: Any) -> bool:
     """Whether it computes anything: it makes a tensor, and not only a view, or writes to one."""
-    known = {storage_of(tensor) for tensor in tensors_of((arguments, options))}
-    is_new = any(storage_of(tensor) not in known for tensor in tensors_of(result))
-    schema = getattr(function, "_schema", None)
     # memory alone
-    is_empty = name_of(function) in ("aten::empty_like", "aten::new_empty", "aten::empty")
-    return not is_empty and (is_new or (schema is not None and schema.is_mutable))
+    if name_of(function) in ("aten::empty_like", "aten::new_empty", "aten::empty"):
+        return False
+    if is_mutable(function):
+        return True
+    known = {storage_of(tensor) for tensor in tensors_of((arguments, options))}
+    return any(storage_of(tensor) not in known for tensor in tensors_of(result))
 
 
 # of kernels that know the cache: which arguments it is, and how many keys they read or write
@@ -364,7 +409,7 @@ class FakeGpu:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.execute(operator, arguments, options)
-        name = operator.name().split(".")[0]
+        name = name_of(operator)
         options = dict(options)
         # `Tensor.to` of another tensor gives its device among the arguments
         given = (each for each in arguments if isinstance(each, torch.device))
@@ -377,7 +422,7 @@ class FakeGpu:
         if not is_on_device and not is_cuda(device):
             return self.execute_on_host(operator, arguments, options)
 
-        if operator._can_decompose():
+        if can_decompose(operator) and name not in SUMS:
             # PyTorch 2.9 would ask the GPU what its kernels for attention can do
             with self.intercept, sdpa_kernel(SDPBackend.MATH):
                 result = operator.decompose(*arguments, **options)
@@ -446,8 +491,11 @@ class FakeGpu:
     def launch(self, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
         """Runs an operator or a kernel on the device; a graph that is captured records it."""
         of_memory = to_memory((arguments, options))
-        result = compute(function, *of_memory)
-        self.use((arguments, options))
+        # what a kernel does is no work of the host; in an operator, no mode is on
+        with nullcontext() if hasattr(function, "_schema") else without_gpu():
+            result = compute(function, *of_memory)
+        given = [each for each in tensors_of((arguments, options)) if isinstance(each, CudaTensor)]
+        self.use(given)
         if self.captured is None:
             self.num_launched += 1
             if is_kernel(function, *of_memory, result):
@@ -456,13 +504,13 @@ class FakeGpu:
         else:
             self.captured.record(function, *of_memory, result)
         # an operator that works in place returns its argument
-        given = [each for each in tensors_of(arguments) if isinstance(each, CudaTensor)]
         by_memory = {id(each.memory): each for each in given}
         assert all(each.shape == each.memory.shape for each in given), "a wrapper keeps its shape"
+
         def wrap(made: Tensor) -> CudaTensor:
             return by_memory[id(made)] if id(made) in by_memory else CudaTensor(made)
 
-        return tree_map_only(Tensor, wrap, result)
+        return with_others(Tensor, wrap, result)
 
     def use(self, tree: Any) -> None:
         """Notes that an operator of the current stream uses the tensors that are on the device.
@@ -654,7 +702,7 @@ class FakeGpu:
         """Ends all transfers up to that number."""
         done = [transfer for transfer in self.in_flight if transfer.number <= number]
         self.in_flight = [transfer for transfer in self.in_flight if transfer.number > number]
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with without_gpu():
             for transfer in done:
                 transfer.land()
 
@@ -787,7 +835,7 @@ class FakeGraph:
     def replay(self) -> None:
         self.gpu.check_not_capturing("the replay of another graph")
         self.gpu.num_replays += 1
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with without_gpu():
             for graph in self.gpu.graphs:
                 if graph is not self:
                     graph.spoil()
@@ -1105,7 +1153,7 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
 
     def to_with_index(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Without an index, "cuda" would ask the driver which device is the current one."""
-        arguments, options = tree_map_only(
+        arguments, options = with_others(
             str, lambda name: "cuda:0" if name == "cuda" else name, (arguments, options))
         return to(self, *arguments, **options)
 

@@ -125,13 +125,13 @@ SLOW = ["tensor_parallel"]
 
 def asked_without(deleted: str, are_all: bool) -> list[str]:
     """The features that are asked for without one: all, or those that it concerns, and of the
-    others every fourth, such that each is asked for without every fourth feature."""
+    others every eighth, such that each is asked for without every eighth feature."""
     if deleted == "nothing":
         return [*CASES]
     place = [*FILES].index(deleted)
     return [feature for number, feature in enumerate(CASES)
             if deleted in (feature, *NEEDS.get(feature, ())) or (
-                feature not in SLOW and (are_all or (number + place) % 4 == 0))]
+                feature not in SLOW and (are_all or (number + place) % 8 == 0))]
 
 
 # Each folder has the packages without one file. They are imported anew from each, in one process.
@@ -264,7 +264,7 @@ def test_no_test_imports_those_of_a_feature():
 
 @pytest.mark.parametrize("deleted", ["nothing", *FILES])
 def test_one_is_deleted(found, deleted):
-    """What it concerns, and some others: each is asked for without a quarter of the features."""
+    """What it concerns, and some others: each is asked for without an eighth of the features."""
     assert not found[deleted]
 
 

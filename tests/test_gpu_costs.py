@@ -26,7 +26,7 @@ from nanoengine_extensions.tensor_parallel import RankRunner
 CONFIG = Path(__file__).parent.parent / "models" / "qwen3-0.6b" / "config.json"
 PLAIN = dict(load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512,
              max_num_seqs=16, num_kv_blocks=40, run_ahead=False, device="cuda")
-NUM_SEQS, LENGTH, VOCABULARY = 16, 100, 8192
+NUM_SEQS, LENGTH, VOCABULARY = 16, 50, 8192
 # in bytes, for a layer of Qwen3-0.6B: its weights, and K and V of a token
 WEIGHTS = 2 * (1024 * 4096 + 2048 * 1024 + 1024 * 6144 + 3072 * 1024 + 2 * 1024 + 2 * 128)
 OF_TOKEN = 2 * 2 * 8 * 128

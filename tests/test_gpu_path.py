@@ -240,7 +240,7 @@ def test_short_sequences_have_narrow_tables(num_seqs, num_keys, wide, now):
 @pytest.fixture(scope="module")
 def patient(make_model) -> str:
     """The folder of a model for long sequences."""
-    return make_model(num_hidden_layers=1, max_position_embeddings=9000, num_attention_heads=2,
+    return make_model(num_hidden_layers=1, max_position_embeddings=9000, num_attention_heads=1,
                       num_key_value_heads=1)[0]
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,19 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Qwen3
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.loader import (
-    checkpoint_tensors, context_length, find_model, load_config, load_model)
+    checkpoint_tensors, context_length, find_model, load_config, load_eos, load_model)
 from nanoengine_cpu import optimize
 from nanoengine_cpu.modules import PackedLinear
 
 
 PROMPTS = random_prompts([5, 30])
+
+
+@pytest.mark.parametrize("eos, known", [(None, {}), (7, {7: 7}), ([7, -1, 10**16], {7: 7})])
+def test_no_vocabulary_is_searched_for_an_eos(tmp_path, eos, known):
+    """A search through this one would never end."""
+    config = SimpleNamespace(eos_token_id=eos, vocab_size=10**15)
+    assert load_eos(tmp_path, config, None) == known
 
 
 def tokens(folder) -> list[list[int]]:

@@ -76,7 +76,7 @@ def results(llm: LLM, has_logprobs: bool = True) -> list:
             for output in generate(llm, PROMPTS, PARAMS)]
 
 
-@pytest.fixture(scope="module", params=ENGINES, ids=str)
+@pytest.fixture(scope="module")
 def engine(request, bundled) -> tuple:
     """Options, an engine that was made without any settings, and its results."""
     options = dict(num_kv_blocks=64) | request.param
@@ -84,8 +84,21 @@ def engine(request, bundled) -> tuple:
         yield options, llm, results(llm)
 
 
+def engines_and_settings() -> list:
+    """Each setting with one engine and the first; the other pairs are slow, but for those of new
+    memory and copied blocks, and of threads and PyTorch's own products."""
+    fast = {(-1, "deterministic"), (-2, "one thread"), (-2, "three threads")}
+    found = []
+    for number, options in enumerate(ENGINES):
+        for place, name in enumerate(SETTINGS):
+            is_fast = number in (0, 1 + place % 4) or (number - len(ENGINES), name) in fast
+            found.append(pytest.param(options, name, marks=() if is_fast else pytest.mark.slow,
+                                      id=f"{options}-{name}"))
+    return found
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("engine, name", engines_and_settings(), indirect=["engine"])
 def test_settings_change_no_token(engine, bundled, name):
     """Neither before an engine is made, nor after."""
     options, llm, expected = engine

@@ -99,17 +99,17 @@ def options_of(soft_cap, has_sinks, heads):
 def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, num_tokens):
     torch.manual_seed(0)
     tolerance = 3e-6 if dtype == F32 else 2e-2
-    step = make_step(num_tokens, [0, 700, 0, 15, 260, 31], 16)
-    cache = random_cache(2, 64, 16, step, dtype)
+    step = make_step(num_tokens, [0, 700, 0, 15, 260, 31], 32)
+    cache = random_cache(2, 64, 32, step, dtype)
     # scores from -24 to 24: most are far above the cap
-    qkv = torch.randn(sum(num_tokens), 12, 64).to(dtype)
-    qkv[:, :8] *= 6
-    options = options_of(soft_cap, has_sinks, 8)
+    qkv = torch.randn(sum(num_tokens), 8, 64).to(dtype)
+    qkv[:, :4] *= 6
+    options = options_of(soft_cap, has_sinks, 4)
     out = attend_in_tiles(
         qkv.clone(), NO_NORMS, no_turn(len(qkv), 64), cache, window, step, **options)
-    expected = plain_attention(qkv[:, :8], cache, window, step, **options)
+    expected = plain_attention(qkv[:, :4], cache, window, step, **options)
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
-    without = plain_attention(qkv[:, :8], cache, window, step)
+    without = plain_attention(qkv[:, :4], cache, window, step)
     assert (expected - without).abs().max() > 0.1
 
 
@@ -118,9 +118,9 @@ def test_a_sink_can_be_any_number(dtype, tolerance):
     """It takes all of the weight, or nothing; and a window hides all keys of the first spans."""
     torch.manual_seed(0)
     sinks = torch.tensor([-torch.inf, -1e30, -100, 0, 20, 80, 200, 1e30])
-    step = make_step([1, 40], [599, 560], 16)
-    cache = random_cache(2, 64, 16, step, dtype)
-    qkv = torch.randn(41, 12, 64).to(dtype)
+    step = make_step([1, 40], [599, 560], 32)
+    cache = random_cache(4, 64, 32, step, dtype)
+    qkv = torch.randn(41, 16, 64).to(dtype)
     for window in (None, 5):
         out = attend_in_tiles(
             qkv.clone(), NO_NORMS, no_turn(41, 64), cache, window, step, sinks=sinks)
@@ -135,8 +135,8 @@ def test_small_and_huge_scores_with_a_soft_cap(scale):
     step = make_step([1, 7], [299, 100], 16)
     cache = random_cache(1, 32, 16, step, F32)
     qkv = torch.randn(8, 3, 32) * scale
-    out = attend_in_tiles(qkv.clone(), NO_NORMS, no_turn(8, 32), cache, None, step, soft_cap=50.0)
-    expected = plain_attention(qkv[:, :1], cache, None, step, soft_cap=50.0)
+    out = attend_in_tiles(qkv.clone(), NO_NORMS, no_turn(8, 32), cache, None, step, soft_cap=5.0)
+    expected = plain_attention(qkv[:, :1], cache, None, step, soft_cap=5.0)
     torch.testing.assert_close(out.double(), expected, atol=1e-5 * max(1, scale), rtol=1e-5)
 
 
@@ -145,7 +145,7 @@ def test_a_soft_cap_hides_no_nan():
     cache = random_cache(1, 32, 16, step, F32)
     qkv = torch.randn(3, 3, 32)
     qkv[1, 0] = torch.nan
-    out = attend_in_tiles(qkv, NO_NORMS, no_turn(3, 32), cache, None, step, soft_cap=50.0)
+    out = attend_in_tiles(qkv, NO_NORMS, no_turn(3, 32), cache, None, step, soft_cap=5.0)
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 

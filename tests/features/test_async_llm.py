@@ -267,9 +267,12 @@ def test_beside_other_threads(engine, llm):
         return text
 
     async def main() -> list[str]:
-        other = asyncio.to_thread(llm.generate, ["The fox"] * 6, LONG.clone(), use_tqdm=False)
+        # four run at first, and then two beside the tasks, which need 180 steps
+        params = SamplingParams(max_tokens=250, ignore_eos=True)
+        other = asyncio.to_thread(llm.generate, ["The fox"] * 6, params, use_tqdm=False)
         beside = asyncio.create_task(other)
         found = [await ask() for _ in range(3)]
+        assert not beside.done()
         await beside
         return found
 

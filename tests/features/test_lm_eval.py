@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from conftest import ROOT, check_idle
+from forks import run_in_fork
 
 pytestmark = pytest.mark.needs(
     "constraints", "logprobs", "metrics", "scores", "serve", "texts", "truncation")
@@ -173,8 +174,9 @@ def test_the_command(bundled, tmp_path):
 
 @pytest.mark.skipif(is_there, reason="lm-eval is installed")
 def test_without_the_package():
-    done = subprocess.run([sys.executable, "-m", "nanoengine", "eval", "--tasks", "x"], cwd=ROOT,
-                          text=True, capture_output=True)
+    done = run_in_fork("import runpy, sys\n"
+                       "sys.argv = ['nanoengine', 'eval', '--tasks', 'x']\n"
+                       "runpy.run_module('nanoengine', run_name='__main__')")
     *_, last = done.stderr.splitlines()
     assert done.returncode == 2 and last.endswith("pip install lm-eval"), done.stderr
     assert "Traceback" not in done.stderr

@@ -2,12 +2,11 @@
 
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import GREEDY, generate, random_prompts
+from forks import run_in_fork
 
 from nanoengine import LLM, SamplingParams
 from nanoengine_extensions.metrics import metrics_of
@@ -59,7 +58,7 @@ def test_what_is_logged(make_llm, caplog):
 
 
 def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
-    """Each setting has a process of its own, a fork of one that has imported what takes long."""
+    """Each setting has a process of its own."""
     logger = "logging.getLogger('nanoengine')"
     settings = {
         "": 1, f"{logger}.setLevel('ERROR')": 0, "logging.basicConfig(level='INFO')": 1,
@@ -67,8 +66,7 @@ def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
         f"import nanoengine; {logger}.addHandler(logging.NullHandler())": 0}
     script = f"""if True:
         import logging, os, sys
-        import numba, pydantic, torch._dynamo, transformers
-        transformers.AutoConfig, transformers.AutoTokenizer  # they are imported once named
+        import numba, pydantic
         for setting in {[*settings]!r}:
             if os.fork() == 0:
                 exec(setting)
@@ -77,8 +75,8 @@ def test_the_log_is_shown_until_the_user_says_otherwise(tiny):
                 os._exit(0)
             assert os.wait()[1] == 0
             print("the next one", file=sys.stderr)"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
-                            check=True)
+    result = run_in_fork(script)
+    assert not result.returncode, result.stderr
     *logs, rest = result.stderr.split("the next one\n")
     assert not rest, result.stderr
     assert [log.count("KV blocks of") for log in logs] == [*settings.values()], logs

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import use_policies
 from fake_gpu import FakeGpu
 from transformers.models.llama import modeling_llama as llama
 
@@ -12,7 +13,7 @@ sys.path.insert(0, str(ROOT / "tests" / "models"))
 
 import compare  # noqa: E402
 
-from nanoengine import LLM  # noqa: E402
+from nanoengine import LLM, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.needs("transformers_models")
 # whole decoders, in a dtype in which norms have it, too; then attention only: neighbours are
@@ -45,7 +46,9 @@ def test_decoders_are_known(folder_of, name, dtype):
 def test_attention_is_known(folder_of, name):
     calls, own, has_decoder = found_in(folder_of(name))
     assert own == calls and not has_decoder
-    assert compare.compare(folder_of(name)) == ("right", "")
+    # the tokens of the others are compared in test_transformers_models.py
+    if name in ("gemma3_text", "biogpt"):
+        assert compare.compare(folder_of(name), max_tokens=12) == ("right", "")
 
 
 @pytest.mark.parametrize("name", STAYING)
@@ -60,17 +63,20 @@ def test_cuda_graphs_hold_own_layers(folder_of, name, has_decoder):
     """On a GPU that is not there: a whole decoder, and attention between scales and other norms."""
     options = compare.OPTIONS | dict(device="cuda", attention_backend="flash-attn", block_size=256,
                                      dtype="bfloat16", max_model_len=200)
-    prompts, results = compare.random_prompts()[:3], []
-    for changes in (dict(enforce_eager=True), dict(run_ahead=False), dict(run_ahead=True)):
-        with FakeGpu() as gpu, LLM(folder_of(name), **options | changes) as llm:
-            model = llm.engine.runner.model
-            assert all(call.is_own for call in model.calls)
-            assert (model.stack is not None) == has_decoder
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    results = []
+    with FakeGpu() as gpu, LLM(folder_of(name), **options) as llm:
+        runner = llm.engine.runner
+        assert all(call.is_own for call in runner.model.calls)
+        assert (runner.model.stack is not None) == has_decoder and runner.graphs.captured
+        for run_ahead, has_graphs in ((True, True), (False, True), (True, False)):
+            if not has_graphs:
+                runner.graphs.captured.clear()
+            use_policies(llm, run_ahead=run_ahead)
             gpu.reset_counters()
-            outputs = llm.generate(prompts, compare.GREEDY, use_tqdm=False)
-            assert bool(gpu.num_replays) == ("enforce_eager" not in changes)
-            assert not gpu.host_reads
-        results.append([output.outputs[0].token_ids for output in outputs])
+            outputs = llm.generate(compare.random_prompts()[:3], params, use_tqdm=False)
+            assert bool(gpu.num_replays) == has_graphs and not gpu.host_reads
+            results.append([output.outputs[0].token_ids for output in outputs])
     assert results[0] == results[1] == results[2]
 
 

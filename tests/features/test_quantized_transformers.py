@@ -1,6 +1,7 @@
 """Quantized models that transformers computes: tokens as transformers generates them with the
 dequantized weights, which modules have packed weights, and what is dequantized or refused."""
 
+import functools
 import logging
 import shutil
 import sys
@@ -51,8 +52,9 @@ def with_weights(folder: Path, target: Path, weights: dict[str, Tensor]) -> Path
     return target
 
 
+@functools.lru_cache(maxsize=1)
 def expected(reference: Any) -> list[list[int]]:
-    """What transformers generates."""
+    """What transformers generates; a test asks for it once or twice."""
     return [compare.expected_tokens(reference, prompt) for prompt in PROMPTS]
 
 

@@ -2,13 +2,13 @@
 schedule; and what is refused, each for its reason. `tests/models/compare.py` runs all others."""
 
 import gc
-import importlib
 import json
 import logging
 import math
 import shutil
 import sys
 import weakref
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "tests" / "models"))
 
 import architectures  # noqa: E402
 import compare  # noqa: E402
+from conftest import use_policies  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
@@ -71,7 +72,7 @@ def test_tokens_are_those_of_transformers(folder_of, name):
 def test_soft_caps_and_sinks_are_those_of_the_kernel_only_if_they_mean_the_same(
         folder_of, name, monkeypatch):
     """Here, the cap is one of unscaled scores, and the sink counts twice."""
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    module = import_module(f"transformers.models.{name}.modeling_{name}")
     eager = module.eager_attention_forward
 
     def other(attention, query, key, value, mask, softcap=None, scaling=1.0, **options):
@@ -187,17 +188,18 @@ def test_graphs_where_no_step_waits_for_the_gpu(folder_of, name, has_graphs, cap
     """Own layers or not; soft caps and sinks, with the library's kernel; other attention."""
     caplog.set_level(logging.INFO, "nanoengine")
     results = []
-    for options in (dict(enforce_eager=True), {}, dict(run_ahead=False)):
-        caplog.clear()
-        with FakeGpu() as gpu, make_llm(folder_of(name), **FLASH | options) as llm:
-            runner = llm.engine.runner
-            assert runner.backend == "flash-attn"
-            assert bool(runner.graphs.captured) == (has_graphs and "enforce_eager" not in options)
+    with FakeGpu() as gpu, make_llm(folder_of(name), **FLASH) as llm:
+        runner = llm.engine.runner
+        assert runner.backend == "flash-attn" and bool(runner.graphs.captured) == has_graphs
+        assert ("no CUDA graphs, since the host waits" in caplog.text) != has_graphs
+        for run_ahead, is_eager in ((True, False), (False, False), (True, True)):
+            if is_eager:
+                runner.graphs.captured.clear()
+            use_policies(llm, run_ahead=run_ahead)
             gpu.reset_counters()
             results.append(tokens(llm.generate(PROMPTS[:3], FEW, use_tqdm=False)))
-            assert bool(gpu.num_replays) == bool(runner.graphs.captured)
+            assert bool(gpu.num_replays) == (has_graphs and not is_eager)
             assert bool(gpu.host_reads) != has_graphs
-        assert ("no CUDA graphs, since the host waits" in caplog.text) != has_graphs
     assert results[0] == results[1] == results[2]
 
 
@@ -214,6 +216,13 @@ def test_heads_that_flash_attn_does_not_take(tmp_path, has_kernel):
         found = tokens(llm.generate(PROMPTS[:3], FEW, use_tqdm=False))
         assert bool(gpu.host_reads) != has_kernel
     assert found == [[compare.expected_tokens(reference, prompt, 6)] for prompt in PROMPTS[:3]]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_graphs_can_be_refused(folder_of, enforce_eager):
+    with FakeGpu(), make_llm(folder_of("gpt2"), **FLASH, enforce_eager=enforce_eager) as llm:
+        assert bool(llm.engine.runner.graphs.captured) != enforce_eager
+        assert tokens(llm.generate(PROMPTS[:1], FEW, use_tqdm=False))
 
 
 # ------------------------------------------------------------------------------ fast modules
