@@ -156,7 +156,8 @@ def is_computed(call: Recorded, module: Any, options: dict[str, Any],
 
 
 @lru_cache(maxsize=4)
-def window_of(mask: Callable, length: int, device: torch.device) -> tuple[int | None, bool]:
+def window_of(mask: Callable, length: int,
+              device: torch.device | str = "cpu") -> tuple[int | None, bool]:
     """Returns the window of a mask, None for all keys, and whether the mask is just this window."""
     keys = torch.arange(length, device=device)
 

@@ -699,7 +699,7 @@ IMAGES = torch.zeros(1, 19, dtype=torch.int64)
      (8, True)),
     (lambda b, h, q, k: (k <= q) | (IMAGES[b, q] == IMAGES[b, k]), (None, False))])
 def test_windows_are_found_by_what_a_mask_says(mask, found):
-    assert check.window_of(mask, 100, torch.device("cpu")) == found
+    assert check.window_of(mask, 100) == found
 
 
 def test_how_much_a_token_takes_is_said(folder_of, caplog):
