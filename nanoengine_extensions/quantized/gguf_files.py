@@ -16,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -49,9 +50,8 @@ def parts_of(file: Path) -> list[Path]:
     split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", file.name)
     if split is None:
         return [file]
-    count = int(split[2])
-    return [file.with_name(f"{split[1]}-{number:05}-of-{split[2]}.gguf")
-            for number in range(1, count + 1)]
+    return [file.with_name(f"{split[1]}-{number + 1:05}-of-{split[2]}.gguf")
+            for number in range(int(split[2]))]
 
 
 def plain_name(name: str) -> str:
@@ -171,14 +171,16 @@ class Header:
     def tokenizer(self, file: Path) -> Any:
         """Returns transformers' version of the tokenizer in the (first) file."""
         is_of_llama_3 = self.find("tokenizer.ggml.pre") in LLAMA_3
-        has_bos = is_of_llama_3 and "tokenizer.ggml.add_bos_token" not in self.fields
-        options: Any = {"add_bos_token": True} if has_bos else {}
+        is_pieces = self.find("tokenizer.ggml.model") == "llama"
         with naming(ValueError("its tokenizer is not read: it must be replaced by tokenizer=…")):
-            found = PreTrainedTokenizerFast.from_pretrained(
-                file.parent, gguf_file=file.name, **options)
+            found = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
         if is_of_llama_3:
             found.backend_tokenizer.model.ignore_merges = True
-        is_pieces = self.find("tokenizer.ggml.model") == "llama"
+        # not by transformers, whose releases differ
+        bos = found.bos_token
+        if bos and self.find("tokenizer.ggml.add_bos_token", is_pieces or is_of_llama_3):
+            found.backend_tokenizer.post_processor = TemplateProcessing(
+                f"{bos} $A", f"{bos} $A {bos} $B", [(bos, found.bos_token_id)])
         if is_pieces and self.find("tokenizer.ggml.add_space_prefix") is False:
             found.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"
         return found

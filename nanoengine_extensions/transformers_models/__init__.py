@@ -95,7 +95,7 @@ class Call(Attention):
         self.backend = backend
         if backend is flash_attention and (self.head_dim > 256 or self.head_dim % 8):
             self.backend = other or gather_attention
-        # of all backends, only this one and the kernel for a CPU (None) have soft caps and sinks
+        # of all backends, only `other` and the kernel for a CPU (None) have soft caps and sinks
         self.is_gathered = self.is_soft and backend is not None and other is None
         if self.is_soft and backend and other:
             self.backend = partial(other, soft_cap=self.soft_cap, sinks=self.sinks)
