@@ -396,6 +396,8 @@ def test_what_is_neither_a_schema_nor_such_a_class_is_refused(llm, kind):
 @pytest.mark.parametrize("regex", [
     r"\w{2}", r"\W", r"\d", r"\S\s", r"[\w-]", r"[^\w]", r"[^\d]", "^ab|^cd", "[^]a]{2}",
     "a.b", "(?i)ab", "(?P<name>a)+", "(?i-x:a)", r"a\++", "[+*]+",
+    # a repetition after a repetition
+    "[ab]+[cd]+", r"a*\d+", r"a?[bc]+", r"\d{1,2}[ab]+",
     r"[^\s\d]", r"[^a\S]", r"\.\t[\]\-]", "/", "",
     r"\\", r"a\\", r"[\\]", r"(\\)+", r"\\\\", r"[a\\]{2}", r"a{1}?b", "(?:ab)+?"])
 def test_a_regex_means_what_python_reads(regex):
