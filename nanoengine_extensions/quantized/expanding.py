@@ -1,13 +1,16 @@
-"""Turns 16 words of packed numbers into weights, in LLVM's language, for kernel.py.
+"""Turns packed numbers into weights, in LLVM's language, and multiplies them, for kernel.py.
 
-Numbers become floating point without a conversion: u is put into the mantissa of 1, which gives
-f = 1 + u / unit, and (u - zero) * scale = f * (unit * scale) - (unit + zero) * scale. Scales have
-so few bits that the last product is exact, and a fused multiply-add rounds once, as defined.
+    weight = number * scale + added             added: the low, or minus the zero times the scale
+
+Numbers are small, and scales have so few bits that products with a zero are exact. So a fused
+multiply-add rounds once, as defined. A number u of 8 bits, which has no low, becomes floating point
+without a conversion: it is put into the mantissa of 1, which gives f = 1 + u / 256, and
+(u - zero) * scale = f * (256 * scale) - (256 + zero) * scale.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 from llvmlite import ir
@@ -15,20 +18,20 @@ from numba import types
 from numba.extending import intrinsic
 
 from nanoengine_cpu.vectors import (
-    FLOATS, LANES, WORDS, add_pairs, call, fill, has, inlined, instruction, multiply_add, rounded,
-    same, store, vector)
-from nanoengine_extensions.quantized.packed import FLOAT, NESTED
+    FLOATS, LANES, WORDS, add_pairs, call, fill, inlined, instruction, multiply_add, same, store,
+    vector)
+from nanoengine_extensions.quantized.packed import FLOAT, NESTED, stored_bits
+from nanoengine_extensions.quantized.whole_numbers import (
+    at_vector, can_look_up, floats_of, in_turn, in_words, load_words, looked_up, opened,
+    whole_numbers)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
 # vectors of outputs that one row is multiplied with at once; more rows have two, or as many where
-# numbers are looked up
+# numbers are not expanded
 COLUMNS = 4
-# the mantissa of 1 holds numbers of 4 bits from bit 16 on, of 8 bits from bit 15 on
-FIRST = {4: 16, 8: 15}
-# for 16 outputs, of each of two halves: scales, what is added to them, lows
-SCALES = 2 * 3 * LANES
-PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
+# for 16 outputs, of each of two halves: scales, and what is added
+SCALES = 2 * 2 * LANES
 
 
 def load_of(builder, kind, data, first):
@@ -64,48 +67,37 @@ def doubled(builder, numbers, half):
     return builder.select(builder.icmp_signed("==", half, half.type(0)), *parts)
 
 
-# --------------------------------------------------------------------- 16 words become numbers
+# ------------------------------------------------------------------- numbers become weights
 
 
-def at_vector(builder: Any, array: Any, place: Any) -> Any:
-    place = ir.IntType(64)(place) if isinstance(place, int) else place
-    return builder.bitcast(builder.gep(array, [place]), FLOATS.as_pointer())
+def marked(builder, words):
+    """1 + u / 256 for each byte u of some words, from the lowest up."""
+    numbers = []
+    for shift in range(0, 32, 8):
+        turn = same(WORDS, (shift - 15) % 32)
+        turned = call(builder, "llvm.fshr.v16i32", WORDS, words, words, turn)
+        byte = builder.and_(turned, same(WORDS, 255 << 15))
+        numbers.append(builder.bitcast(builder.or_(byte, same(WORDS, 0x3F800000)), FLOATS))
+    return numbers
 
 
-def in_pairs(builder: Any, left: Any, right: Any) -> Any:
-    """32 numbers, rounded to bfloat16, as 16 words."""
-    if has("avx512bf16"):
-        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-        return builder.bitcast(call(builder, name, PAIRS, right, left), FLOATS)
-    halves = [rounded(builder, numbers) for numbers in (left, right)]
-    order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), [*range(2 * LANES)])
-    return builder.bitcast(builder.shuffle_vector(*halves, order), FLOATS)
-
-
-def numbers_of(builder: Any, packed: Any, scales: Any, bits: int, has_lows: bool) -> Iterator[Any]:
-    """The weights of 16 packed words, in their order."""
-    mask = same(WORDS, 2**bits - 1 << FIRST[bits])
-    for i in range(32 // bits):
-        turn = same(WORDS, (bits * i - FIRST[bits]) % 32)
-        words = call(builder, "llvm.fshr.v16i32", WORDS, packed, packed, turn)
-        words = builder.or_(builder.and_(words, mask), same(WORDS, 0x3F800000))
-        half = i % 2 * SCALES // 2
-        scale, shift, low = [builder.load(at_vector(builder, scales, half + part * LANES))
-                             for part in range(3)]
-        x = builder.bitcast(words, FLOATS)
-        x = call(builder, "llvm.fma.v16f32", FLOATS, x, scale, shift)
-        yield builder.fadd(x, low) if has_lows else x
-
-
-def expanded(builder: Any, data: Any, place: Any, scales: Any, bits: int, has_lows: bool,
-             per_word: int) -> list[Any]:
-    """The words that are multiplied, in their order."""
-    packed = builder.load(builder.bitcast(at_vector(builder, data, place), WORDS.as_pointer()),
-                          align=4)
-    found = [*numbers_of(builder, packed, scales, bits, has_lows)]
-    if per_word == 1:
-        return found
-    return [in_pairs(builder, *pair) for pair in zip(found[::2], found[1::2])]
+def weights_of(builder, data, place, scales, width, per_word):
+    """The weights of 16 packed words, as the words that are multiplied."""
+    words = load_words(builder, data, place)
+    if can_look_up(width, per_word):
+        pairs = [opened(builder, found) for found in looked_up(builder, words, width, False)]
+        numbers = [*chain(*zip(*pairs))]
+    elif width == 8:
+        numbers = marked(builder, words)
+    else:
+        numbers = floats_of(builder, words, stored_bits(width), False)
+    weights = []
+    for i, number in enumerate(numbers):
+        half = i * per_word // len(numbers) * SCALES // 2
+        scale, added = [builder.load(at_vector(builder, scales, half + part * LANES))
+                        for part in range(2)]
+        weights.append(call(builder, "llvm.fma.v16f32", FLOATS, number, scale, added))
+    return in_words(builder, weights, per_word, in_turn)
 
 
 def with_constants(count: int) -> Callable:
@@ -127,14 +119,14 @@ def with_constants(count: int) -> Callable:
     return decorate
 
 
-def add_weights(builder, rows, line, weights, sums, first, per_word, count):
+def add_words(builder, rows, line, words, sums, first, per_word, count):
     """Adds the products of `count` rows with 16 outputs' words to their sums, 16 numbers each."""
     add = add_pairs if per_word == 2 else multiply_add
     for r in range(count):
         at = at_vector(builder, sums, first + r * LANES)
         row = builder.gep(rows, [builder.mul(line, line.type(r))])
         total = builder.load(at, align=64)
-        for k, each in enumerate(weights):
+        for k, each in enumerate(words):
             number = builder.load(builder.gep(row, [line.type(k)]))
             x = builder.insert_element(same(FLOATS, ir.Undefined), number, ir.IntType(32)(0))
             x = builder.shuffle_vector(x, x, same(WORDS, 0))
@@ -142,34 +134,44 @@ def add_weights(builder, rows, line, weights, sums, first, per_word, count):
         builder.store(total, at, align=64)
 
 
-def store_weights(builder, lines, to, pitch, weights):
+def store_words(builder, lines, to, pitch, words):
     """Stores vectors of words, each `pitch` words after the last."""
-    for k, each in enumerate(weights):
+    for k, each in enumerate(words):
         at = builder.add(to, builder.mul(pitch, pitch.type(k)))
         builder.store(each, at_vector(builder, lines, at), align=64)
 
 
-def columns(builder: Any, place: Any, count: int, width: int = 8) -> Iterator[tuple[int, Any]]:
-    """The number and the place of each vector of packed words that `count` rows are multiplied
-    with at once. width: of numbers that are looked up"""
-    for i in range(COLUMNS if count == 1 or width < 8 else 2):
-        yield i, builder.add(place, place.type(i * LANES))
-
-
-@with_constants(4)
-def add_expanded(builder, rows, line, data, place, scales, sums, bits, has_lows, per_word, count):
-    """Adds the products of `count` rows with some vectors of packed words to their sums."""
-    for i, packed in columns(builder, place, count):
+@with_constants(3)
+def add_weights(builder, rows, line, data, place, scales, sums, width, per_word, count):
+    """Adds the products of `count` rows with some vectors of weights to their sums."""
+    for i in range(COLUMNS if count == 1 else 2):
         own = builder.gep(scales, [place.type(i * SCALES)])
-        weights = expanded(builder, data, packed, own, bits, has_lows, per_word)
-        add_weights(builder, rows, line, weights, sums, i * count * LANES, per_word, count)
+        packed = builder.add(place, place.type(i * LANES))
+        weights = weights_of(builder, data, packed, own, width, per_word)
+        add_words(builder, rows, line, weights, sums, i * count * LANES, per_word, count)
+
+
+@with_constants(2)
+def store_weights(builder, lines, to, pitch, data, place, scales, width, per_word):
+    """Stores the weights of 16 packed words, each vector of them `pitch` words after the last."""
+    weights = weights_of(builder, data, place, scales, width, per_word)
+    store_words(builder, lines, to, pitch, weights)
 
 
 @with_constants(3)
-def store_expanded(builder, lines, to, pitch, data, place, scales, bits, has_lows, per_word):
-    """Stores the weights of 16 packed words."""
-    weights = expanded(builder, data, place, scales, bits, has_lows, per_word)
-    store_weights(builder, lines, to, pitch, weights)
+def add_numbers(builder, rows, line, data, place, sums, width, per_word, count):
+    """Adds the products of `count` rows with some vectors of whole numbers to their sums."""
+    for i in range(COLUMNS if count == 1 or width < 8 else 2):
+        packed = builder.add(place, place.type(i * LANES))
+        words = whole_numbers(builder, data, packed, width, per_word)
+        add_words(builder, rows, line, words, sums, i * count * LANES, per_word, count)
+
+
+@with_constants(2)
+def store_numbers(builder, lines, to, pitch, data, place, width, per_word):
+    """Stores the numbers of 16 packed words, each vector of them `pitch` words after the last."""
+    words = whole_numbers(builder, data, place, width, per_word)
+    store_words(builder, lines, to, pitch, words)
 
 
 # ---------------------------------------------------------------------- scales
@@ -214,11 +216,14 @@ def read_scales(data, at, above, kind, block_size, c):
 
 @inlined()
 def open_scales(data, at, above, kind, unit, block_size, per_word, scales):
-    """Stores what the numbers of a group are multiplied by, and what is added."""
+    """Stores what the numbers of a group are multiplied by, and what is added.
+
+    unit: 256 for numbers that are in the mantissa of 1; 0 for others
+    """
+    has_lows = kind[2]
     for c in range(0, block_size, LANES):
-        scale, offset, low = read_scales(data, at, above, kind, block_size, c)
+        scale, zero, low = read_scales(data, at, above, kind, block_size, c)
+        added = low if has_lows else scale * (fill(np.float32(-unit)) - zero)
         to = SCALES // LANES * c
-        added = scale * (fill(np.float32(-unit)) - offset)
-        open_half(scale * fill(np.float32(unit)), scales, to, per_word)
+        open_half(scale * fill(np.float32(max(1, unit))), scales, to, per_word)
         open_half(added, scales, to + LANES, per_word)
-        open_half(low, scales, to + 2 * LANES, per_word)

@@ -8,9 +8,6 @@
             numbers     16 words, one for each of 16 outputs, with 4 or 8 numbers in each
 
     weight = (number - zero) * scale + low
-
-In bfloat16, the words of 16 outputs have both numbers of 8 outputs in turn with those of the other
-8, as products take them (`nanoengine_cpu/products.py`).
 """
 
 import functools
@@ -22,7 +19,7 @@ from torch import Tensor
 
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.products import BLOCK, BLOCKS
-from nanoengine_cpu.vectors import LANES, has
+from nanoengine_cpu.vectors import LANES
 from nanoengine_extensions.quantized.formulas import Grouped
 
 # the numbers of a header
@@ -47,7 +44,7 @@ class Form(NamedTuple):
     nested: groups with one scale above theirs; 0: there is none.
     begin, size: bytes of a block before the first record, and in all.
     block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
-    width: bits that the numbers need, 4 or 8, or 6 if sums.py looks them up; stored in 4 or 8.
+    width: how numbers are read: in 4 bits, or in 8 bits, of which they need 6 or 8.
     """
 
     bits: int
@@ -76,30 +73,26 @@ def stored_bits(width: int) -> int:
     return 4 if width == 4 else 8
 
 
-def can_look_up(dtype: torch.dtype) -> bool:
-    """Whether registers can hold a table of all numbers of 6 bits."""
-    return dtype == torch.bfloat16 and has("avx512bw")
-
-
 def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
              by_sums: bool) -> Tensor:
-    """From (outputs, inputs) to (blocks, groups, numbers of a group): as they are stored."""
-    bits = stored_bits(width)
+    """From (outputs, inputs) to (blocks, groups, numbers of a group): as they are stored.
+
+    A vector has 16 numbers: of 16 outputs; in bfloat16, both inputs of 8 outputs in turn, or of the
+    other 8. The lanes of 16 words have the numbers of some vectors: of the first 8 outputs, then of
+    the others. With sums, a vector is 16 bytes; or of numbers of less bits, the first inputs of 16
+    outputs, or their second ones.
+    """
     block, per_word = block_of(dtype, by_sums), 4 // dtype.itemsize
-    # inputs whose numbers are in the words of 16 outputs
-    inputs = 32 // bits
-    if not by_sums or per_word == 1:
-        x = numbers.unflatten(1, (-1, group // per_word, per_word))
-        # a vector has 16 / per_word outputs, and their neighbouring inputs
+    x = numbers.unflatten(1, (-1, group // per_word, per_word))
+    if by_sums and width < 8:
+        x = x.unflatten(0, (-1, block // LANES, LANES)).permute(0, 3, 4, 5, 1, 2)
+    else:
         x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
-        x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5, 6).flatten(2, 3)
-        return x.unflatten(2, (-1, inputs)).movedim(3, -1).flatten(2)
-    x = numbers.unflatten(1, (-1, group // inputs, inputs // 2, 2))
-    x = x.unflatten(0, (-1, block // LANES, LANES))
-    if width < 8:
-        # a word has the first inputs of some pairs, then their second ones
-        return x.permute(0, 3, 4, 1, 2, 6, 5).flatten(2)
-    return x.permute(0, 3, 4, 1, 5, 2, 6).flatten(2)
+        x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5)
+    # blocks, groups, words of a row, halves of a word, vectors of a block, lanes
+    x = x.unflatten(2, (-1, 32 // stored_bits(width) // per_word))
+    order = (0, 1, 2, 5, 4, 3, 6) if by_sums and width == 8 else (0, 1, 2, 5, 6, 4, 3)
+    return x.permute(order).flatten(2)
 
 
 def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
@@ -136,17 +129,20 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
     groups = (inputs + more[0]) // group
     zero = weight.zero()
     middle = 2 ** (weight.bits - 1)
-    width = weight.bits
     # what is added to all numbers
     added = weight.middle()
-    if by_sums and isinstance(zero, int):
-        # the one zero of all groups is moved to the middle, if all numbers have room there
-        least, most = (int(each) + added - zero for each in weight.numbers.aminmax())
-        if -middle <= least and most < middle:
-            added += middle - zero
-            zero = middle
-        if -32 <= least and most < 32 and can_look_up(dtype):
-            width = min(weight.bits, 6)
+    least, most = (int(each) + added for each in weight.numbers.aminmax())
+    if by_sums and isinstance(zero, int) and -middle <= least - zero <= most - zero < middle:
+        # the one zero of all groups is moved to the middle, as all numbers have room there
+        added += middle - zero
+        least, most, zero = least + middle - zero, most + middle - zero, middle
+    are_few = lows is not None and most < 64
+    if by_sums:
+        are_few = middle - 32 <= least and most < middle + 32
+    width = 6 if weight.bits == 8 and are_few else weight.bits
+    # sums.py multiplies them all; expanding.py does not
+    if lows is not None and not by_sums and (zero != 0 or width == 8):
+        return None
     heads = [scales] if lows is None else [scales, lows.to(scales.dtype)]
     if isinstance(zero, Tensor):
         heads.append((zero.to(torch.int16) - 128).to(torch.int8))

@@ -15,9 +15,9 @@ from nanoengine_cpu.products import BLOCK, MOST_ROWS, PART, SLICE, STEP
 from nanoengine_cpu.vectors import (
     LANES, add_products, array_at, copy_rows, fill, inlined, load, numbers_at, prefetch, stack,
     store, total)
-from nanoengine_extensions.quantized.expanding import COLUMNS, FEW, read_scales
+from nanoengine_extensions.quantized.expanding import (
+    COLUMNS, FEW, add_numbers, read_scales, store_numbers)
 from nanoengine_extensions.quantized.packed import ANY, HEADER
-from nanoengine_extensions.quantized.whole_numbers import add_numbers, store_numbers
 
 # each row keeps the sums of so many neighbouring inputs; groups are multiples
 UNIT = 16
@@ -45,11 +45,6 @@ def group_and_shift(part):
     """The inputs of a group, and whether something is added to all weights of a group."""
     bits, group, _, _, _, has_zeros, has_lows, zero = numbers_at(part, 8)
     return group, has_zeros or has_lows or zero != 2 ** (bits - 1)
-
-
-@inlined()
-def width_of(part):
-    return numbers_at(part, 14)[13]
 
 
 @inlined()
@@ -120,7 +115,7 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width
 
 @inlined()
 def add_count_by_sums(part, number, rows, line, size_of_row, units, sums, per_word, count):
-    width = width_of(part)
+    width = numbers_at(part, 14)[13]
     if width == 8:
         add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 8, per_word, count)
     elif width == 6:
@@ -134,7 +129,7 @@ def expand_by_sums(part, number, first, depth, lines, scales, per_word):
     """Stores the numbers of words `first` to `first` + `depth` of a block, and their scales."""
     bits, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
     _, has_shift = group_and_shift(part)
-    width = width_of(part)
+    width = numbers_at(part, 14)[13]
     at = part + 8 * HEADER + number * size
     words = array_at(at, ANY, np.uint32)
     step = group // per_word

@@ -14,7 +14,7 @@ from nanoengine_cpu.products import BLOCK, SLICE, STEP, add_rows, add_slice
 from nanoengine_cpu.tiles import load_sums, store_sums
 from nanoengine_cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, stack
 from nanoengine_extensions.quantized.expanding import (
-    COLUMNS, FEW, SCALES, add_expanded, open_scales, store_expanded)
+    COLUMNS, FEW, SCALES, add_weights, open_scales, store_weights)
 from nanoengine_extensions.quantized.packed import ANY, HEADER
 
 # sums of two vectors of outputs
@@ -24,15 +24,15 @@ OPEN = COLUMNS * SCALES
 
 
 @inlined()
-def expand_groups(part, number, first, depth, lines, block_size, bits, has_lows, per_word):
+def expand_groups(part, number, first, depth, lines, block_size, width, per_word):
     """Expands words `first` to `first` + `depth` of a block."""
-    (_, group, record, head, storage, has_zeros, _, zero, nested, begin,
+    (bits, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
      size) = numbers_at(part, 11)
     at = part + 8 * HEADER + number * size
     data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
     scales = array_at(stack(OPEN), OPEN, np.float32)
     kind = storage, has_zeros, has_lows, zero
-    unit = 128 if bits == 4 else 256
+    unit = 256 if width == 8 else 0
     step = group // per_word
     for n in range(first // step, (first + depth) // step):
         place = begin + n * record
@@ -42,22 +42,22 @@ def expand_groups(part, number, first, depth, lines, block_size, bits, has_lows,
             to = (n * step - first + v // per_word) * block_size
             packed = (place + head) // 4 + v * bits // 32 * block_size
             for c in range(0, block_size, LANES):
-                store_expanded(lines, to + c, block_size, words, packed + c,
-                               scales[SCALES // LANES * c:], bits, has_lows, per_word)
+                store_weights(lines, to + c, block_size, words, packed + c,
+                              scales[SCALES // LANES * c:], width, per_word)
     # where the next words lie, and how many of them a word of a row needs
     return at + begin + (first + depth) // step * record, block_size * bits // 16
 
 
 @inlined()
-def add_groups(part, number, rows, line, size_of_row, sums, bits, has_lows, per_word, count):
+def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, count):
     """Adds products of `count` rows, a constant, with a whole block of 64 outputs to their sums."""
-    (_, group, record, head, storage, has_zeros, _, zero, nested, begin,
+    (bits, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
      size) = numbers_at(part, 11)
     at = part + 8 * HEADER + number * size
     data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
     scales = array_at(stack(OPEN), OPEN, np.float32)
     kind = storage, has_zeros, has_lows, zero
-    unit = 128 if bits == 4 else 256
+    unit = 256 if width == 8 else 0
     step = group // per_word
     across = COLUMNS if count == 1 else 2
     for n in range(size_of_row // step):
@@ -74,38 +74,33 @@ def add_groups(part, number, rows, line, size_of_row, sums, bits, has_lows, per_
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
                 packed = (place + head) // 4 + v * bits // 32 * BLOCK + c
-                add_expanded(here, line, words, packed, own, held, bits, has_lows, per_word, count)
+                add_weights(here, line, words, packed, own, held, width, per_word, count)
             for i in range(across):
                 copy_rows(room[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
 
 
-# numbers of 4 or 8 bits, with lows or without: for each a function is compiled
+# for numbers of 4, 6 and 8 bits: for each a function is compiled
 
 
 @inlined()
 def expand(part, number, first, depth, lines, block_size, per_word):
-    bits, _, _, _, _, _, has_lows = numbers_at(part, 7)
-    if bits == 8:
-        if has_lows:
-            return expand_groups(part, number, first, depth, lines, block_size, 8, True, per_word)
-        return expand_groups(part, number, first, depth, lines, block_size, 8, False, per_word)
-    if has_lows:
-        return expand_groups(part, number, first, depth, lines, block_size, 4, True, per_word)
-    return expand_groups(part, number, first, depth, lines, block_size, 4, False, per_word)
+    width = numbers_at(part, 14)[13]
+    if width == 8:
+        return expand_groups(part, number, first, depth, lines, block_size, 8, per_word)
+    if width == 6:
+        return expand_groups(part, number, first, depth, lines, block_size, 6, per_word)
+    return expand_groups(part, number, first, depth, lines, block_size, 4, per_word)
 
 
 @inlined()
 def add_count(part, number, rows, line, size_of_row, sums, per_word, count):
-    bits, _, _, _, _, _, has_lows = numbers_at(part, 7)
-    if bits == 8:
-        if has_lows:
-            add_groups(part, number, rows, line, size_of_row, sums, 8, True, per_word, count)
-        else:
-            add_groups(part, number, rows, line, size_of_row, sums, 8, False, per_word, count)
-    elif has_lows:
-        add_groups(part, number, rows, line, size_of_row, sums, 4, True, per_word, count)
+    width = numbers_at(part, 14)[13]
+    if width == 8:
+        add_groups(part, number, rows, line, size_of_row, sums, 8, per_word, count)
+    elif width == 6:
+        add_groups(part, number, rows, line, size_of_row, sums, 6, per_word, count)
     else:
-        add_groups(part, number, rows, line, size_of_row, sums, 4, False, per_word, count)
+        add_groups(part, number, rows, line, size_of_row, sums, 4, per_word, count)
 
 
 @inlined()

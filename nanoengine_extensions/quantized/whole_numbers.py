@@ -1,74 +1,104 @@
-"""Turns 16 words of packed numbers into whole numbers with a sign, in LLVM's language.
+"""Turns packed words into whole numbers, in LLVM's language.
 
-In bfloat16, whole numbers of 8 bits are exact. Those of 4 bits are looked up in a table, which a
-register holds: two operations for 32 of them. Those of 6 bits, in bytes, have a table in two
-registers.
+In bfloat16, numbers of 4 bits are looked up in a table that one register holds, and bytes with
+numbers of 6 bits in a table of two registers: few operations for 32 numbers.
 """
 
 import struct
 
 from llvmlite import ir
 
-from nanoengine_cpu.vectors import FLOATS, LANES, WORDS, call, has, same
-from nanoengine_extensions.quantized.expanding import (
-    PAIRS, add_weights, at_vector, columns, in_pairs, store_weights, with_constants)
+from nanoengine_cpu.vectors import FLOATS, LANES, WORDS, call, has, rounded, same
 from nanoengine_extensions.quantized.packed import stored_bits
 
 BYTES = ir.VectorType(ir.IntType(8), LANES)
+PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
-def paired(builder, lower, upper):
-    """Words of two bfloat16 numbers, which are exact: the lower halves of float32 are 0."""
-    lower, upper = [builder.bitcast(side, WORDS) for side in (lower, upper)]
-    return builder.bitcast(builder.or_(builder.lshr(lower, same(WORDS, 16)), upper), FLOATS)
+def at_vector(builder, array, place):
+    place = ir.IntType(64)(place) if isinstance(place, int) else place
+    return builder.bitcast(builder.gep(array, [place]), FLOATS.as_pointer())
 
 
-def looked_up(builder, packed, width):
-    """Vectors of 32 numbers in bfloat16: one of the lowest numbers in each 16 bits, then others."""
-    numbers = [number - (number >> width - 1 << width) for number in range(2**width)]
+def load_words(builder, data, place):
+    start = builder.bitcast(at_vector(builder, data, place), WORDS.as_pointer())
+    return builder.load(start, align=4)
+
+
+def floats_of(builder, words, bits, has_sign):
+    """The numbers of some words, from the lowest bits up, in float32."""
+    drop = builder.ashr if has_sign else builder.lshr
+    numbers = [builder.shl(words, same(WORDS, above)) for above in range(32 - bits, -1, -bits)]
+    return [builder.sitofp(drop(each, same(WORDS, 32 - bits)), FLOATS) for each in numbers]
+
+
+def bytes_of(builder, data, place):
+    """The numbers of four vectors of bytes, with a sign, in float32."""
+    start = builder.bitcast(at_vector(builder, data, place), BYTES.as_pointer())
+    numbers = [builder.load(builder.gep(start, [ir.IntType(64)(i)]), align=4) for i in range(4)]
+    return [builder.sitofp(builder.sext(each, WORDS), FLOATS) for each in numbers]
+
+
+def can_look_up(width, per_word):
+    return width < 8 and per_word == 2 and has("avx512bw")
+
+
+def looked_up(builder, words, width, has_sign):
+    """The numbers of some words, as words of two numbers in bfloat16."""
+    below = 2 ** (width - 1) if has_sign else 2**width
+    numbers = [number if number < below else number - 2**width for number in range(2**width)]
     halves = [struct.unpack("<HH", struct.pack("<f", number))[1] for number in numbers]
     # an index of 4 bits has a fifth one, of the number above
     halves *= 2 if width == 4 else 1
     table, *others = [ir.Constant(PAIRS, halves[i:i + 32]) for i in range(0, len(halves), 32)]
     name = "vpermi2var" if others else "permvar"
     for shift in range(0, 16, stored_bits(width)):
-        index = builder.lshr(builder.bitcast(packed, PAIRS), ir.Constant(PAIRS, [shift] * 32))
+        index = builder.lshr(builder.bitcast(words, PAIRS), ir.Constant(PAIRS, [shift] * 32))
         found = call(builder, f"llvm.x86.avx512.{name}.hi.512", PAIRS, table, index, *others)
-        yield builder.bitcast(found, FLOATS)
+        yield builder.bitcast(found, WORDS)
 
 
-def words_of(builder, data, place, width, per_word):
-    """The words that are multiplied, of 16 packed words."""
-    start = builder.bitcast(at_vector(builder, data, place), WORDS.as_pointer())
-    packed = builder.load(start, align=4)
-    if per_word == 2 and width < 8 and has("avx512bw"):
-        return [*looked_up(builder, packed, width)]
-    bits = stored_bits(width)
-    numbers = []
-    for i in range(32 // bits):
-        if per_word == 2 and bits == 8:
-            place = builder.gep(builder.bitcast(start, BYTES.as_pointer()), [ir.IntType(64)(i)])
-            number = builder.sext(builder.load(place, align=4), WORDS)
-        else:
-            upper = builder.shl(packed, same(WORDS, 32 - bits * (i + 1)))
-            number = builder.ashr(upper, same(WORDS, 32 - bits))
-        numbers.append(builder.sitofp(number, FLOATS))
+# --------------------------------------------------------- between float32 and pairs in bfloat16
+
+
+def opened(builder, words):
+    """The lower and the upper numbers of words of two bfloat16 numbers, in float32."""
+    return (builder.bitcast(builder.shl(words, same(WORDS, 16)), FLOATS),
+            builder.bitcast(builder.and_(words, same(WORDS, 0xFFFF0000)), FLOATS))
+
+
+def joined(builder, lower, upper):
+    """Words of two numbers in bfloat16. These are exact: the lower bits of float32 are 0."""
+    lower, upper = [builder.bitcast(side, WORDS) for side in (lower, upper)]
+    return builder.bitcast(builder.or_(builder.lshr(lower, same(WORDS, 16)), upper), FLOATS)
+
+
+def in_turn(builder, left, right):
+    """32 numbers, rounded to bfloat16, as 16 words: first those on the left."""
+    if has("avx512bf16"):
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        return builder.bitcast(call(builder, name, PAIRS, right, left), FLOATS)
+    halves = [rounded(builder, numbers) for numbers in (left, right)]
+    order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), [*range(2 * LANES)])
+    return builder.bitcast(builder.shuffle_vector(*halves, order), FLOATS)
+
+
+def in_words(builder, numbers, per_word, join):
+    """The words that are multiplied: of one float32 number, or of one of the first half of some
+    numbers and one of the others."""
     if per_word == 1:
         return numbers
-    if bits == 8:
-        return [in_pairs(builder, *pair) for pair in zip(numbers[::2], numbers[1::2])]
-    return [paired(builder, *pair) for pair in zip(numbers[:4], numbers[4:])]
+    half = len(numbers) // 2
+    return [join(builder, *pair) for pair in zip(numbers[:half], numbers[half:])]
 
 
-@with_constants(3)
-def add_numbers(builder, rows, line, data, place, sums, width, per_word, count):
-    """Adds the products of `count` rows with some vectors of packed words to their sums."""
-    for i, packed in columns(builder, place, count, width):
-        words = words_of(builder, data, packed, width, per_word)
-        add_weights(builder, rows, line, words, sums, i * count * LANES, per_word, count)
-
-
-@with_constants(2)
-def store_numbers(builder, lines, to, pitch, data, place, width, per_word):
-    """Stores the numbers of 16 packed words, each vector of them `pitch` words after the last."""
-    store_weights(builder, lines, to, pitch, words_of(builder, data, place, width, per_word))
+def whole_numbers(builder, data, place, width, per_word):
+    """The numbers of 16 packed words, with a sign, as the words that are multiplied."""
+    if width == 8:
+        return in_words(builder, bytes_of(builder, data, place), per_word, in_turn)
+    words = load_words(builder, data, place)
+    if can_look_up(width, per_word):
+        found = looked_up(builder, words, width, True)
+        return [builder.bitcast(pairs, FLOATS) for pairs in found]
+    numbers = floats_of(builder, words, stored_bits(width), True)
+    return in_words(builder, numbers, per_word, joined)

@@ -296,7 +296,9 @@ PACKED = {
 
 def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
          has_zeros: bool, has_sign: bool) -> formulas.Grouped:
-    numbers = torch.randint(2**bits, (outputs, inputs))
+    # those with lows have at most 5 bits in files
+    most = 32 if bits == 8 and has_lows else 2**bits
+    numbers = torch.randint(most, (outputs, inputs))
     if has_sign:
         numbers -= 2 ** (bits - 1)
     size = outputs, inputs // group

@@ -854,6 +854,14 @@ def test_scales_of_many_bits_have_no_packed_form():
     assert packed.pack(draw(64, 96, 8, 24, "half", False, False, True), torch.bfloat16) is None
 
 
+def test_numbers_of_more_than_6_bits_with_lows_have_no_packed_form():
+    weight = draw(64, 64, *PACKED["Q5_1"])
+    for most, is_packed in ((63, True), (64, False)):
+        numbers = weight.numbers.clone()
+        numbers[5, 7] = most
+        assert (packed.pack(weight._replace(numbers=numbers), torch.float32) is None) != is_packed
+
+
 @pytest.mark.parametrize("kinds", [["Q4_K", "Q6_K"], ["Q8_0", "F16", "Q4_1"]])
 def test_mixed_parts_of_gguf(make_gguf, kinds):
     """Each part keeps its format; one with a part in floating point is dequantized."""
