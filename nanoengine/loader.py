@@ -23,8 +23,6 @@ from nanoengine.model import FAMILIES, Decoder, rope_table
 
 # the classes of transformers that `Decoder` computes
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
-# the files that are read from a repository, and so downloaded
-FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors", "model-*-of-*.safetensors"]
 # what every family has in config.json; transformers assumes the same for a missing entry
 USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
