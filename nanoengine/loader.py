@@ -64,23 +64,26 @@ def load_config(folder: Path, load_format: str = "dummy",
 
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
-    rope = config.rope_parameters
-    heeds = getattr(FAMILIES.get(config.model_type), "heeds", ())
-    kinds = ["full_attention", "sliding_attention"] if "layer_types" in heeds else []
-    num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
-    checks: list[tuple[str, object, list]] = [
-        ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
-        ("model_type", config.model_type, [*FAMILIES]),
-        ("num_attention_heads % num_key_value_heads", num_left, [0]),
-        *[(name, getattr(config, name, usual), [usual]) for name, usual in USUAL.items()],
-        # positions are int32
-        ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
-        ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
-        *[("layer_types", kind, kinds) for kind in getattr(config, "layer_types", None) or []]]
-    for name, value, supported in checks:
+    def check(name: str, value: object, *supported: object) -> None:
         if value not in supported:
-            raise rejected(f"the model's {name}", value, f"one of {supported}")
+            raise rejected(f"the model's {name}", value, f"one of {[*supported]}")
+
+    check("architectures", config.architectures, *([name] for name in ARCHITECTURES))
+    check("model_type", config.model_type, *FAMILIES)
+    num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
+    check("num_attention_heads % num_key_value_heads", num_left, 0)
+    for name, usual in USUAL.items():
+        check(name, getattr(config, name, usual), usual)
+    # positions are int32
+    is_possible = 0 < config.max_position_embeddings < 2**31
+    check("0 < max_position_embeddings < 2**31", is_possible, True)
+    rope = config.rope_parameters
+    check("rope_type", rope["rope_type"], "default", "linear", "llama3", "yarn")
+    check("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    has_kinds = "layer_types" in FAMILIES[config.model_type].entries
+    kinds = ("full_attention", "sliding_attention") if has_kinds else ()
+    for kind in getattr(config, "layer_types", None) or ():
+        check("layer_types", kind, *kinds)
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
 
@@ -196,9 +199,10 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     missing = checkpoint_tensors(model)
     for file in weight_files(folder):
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
-            names = [*opened(file, framework="pt").keys()]
-            # rope_table computes inv_freq
-            for full_name in [name for name in names if not name.endswith("inv_freq")]:
+            for full_name in [*opened(file, framework="pt").keys()]:
+                # rope_table computes it
+                if full_name.endswith("inv_freq"):
+                    continue
                 # opened for each tensor: pages of a mapped file count as memory until it is closed
                 tensor = opened(file, framework="pt").get_slice(full_name)
                 target = missing.pop(full_name.removeprefix("model."))
