@@ -116,24 +116,24 @@ class LLM(AbstractContextManager):
         next(steps)
         return (output for outputs in steps for output in outputs)
 
-    def chat(self, *arguments: object, **options: object) -> list[RequestOutput]:
+    def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
         """Answers conversations: chat(messages, sampling_params=None, use_tqdm=True, *,
         priority=None, …). `help("nanoengine_extensions.chat.render")` has the other options."""
-        return extension("chat").chat(self, *arguments, **options)
+        return extension("chat").chat(self, *args, **kwargs)
 
-    def stream_chat(self, *arguments: object, **options: object) -> Iterator[RequestOutput]:
+    def stream_chat(self, *args: Any, **kwargs: Any) -> Iterator[RequestOutput]:
         """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
-        return extension("chat").stream_chat(self, *arguments, **options)
+        return extension("chat").stream_chat(self, *args, **kwargs)
 
-    def beam_search(self, *arguments: Any, **options: Any) -> list:
+    def beam_search(self, *args: Any, **kwargs: Any) -> list:
         """Returns the best completions of each prompt: beam_search(prompts, params, priority=None).
         `help("nanoengine_extensions.beam_search.BeamSearchParams")` has the details."""
-        return extension("beam_search").beam_search(self, *arguments, **options)
+        return extension("beam_search").beam_search(self, *args, **kwargs)
 
-    def score(self, *arguments: object, **options: object) -> list:
+    def score(self, *args: Any, **kwargs: Any) -> list:
         """Returns how likely texts are after a prompt: score(prompts, continuations,
         use_tqdm=True). `help("nanoengine_extensions.scores.score")` has the details."""
-        return extension("scores").score(self, *arguments, **options)
+        return extension("scores").score(self, *args, **kwargs)
 
     # ------------------------------------------------------------------------------ steps
 
@@ -176,7 +176,7 @@ class LLM(AbstractContextManager):
             with self.turn():
                 pass
 
-    def steps_for(self, requests: list, look: Callable | None = None) -> Generator[list]:
+    def steps_for(self, requests: list, look: Callable = lambda each: each) -> Generator[list]:
         """Runs steps until all these requests of one call have finished.
 
         It first queues them, and yields an empty list. After each step, it yields the result of
@@ -195,9 +195,10 @@ class LLM(AbstractContextManager):
                         self._step()
                     updated = [inbox.pop(request_id) for request_id in [*inbox]]
                     num_unfinished -= sum(request.is_finished for request in updated)
-                    seen = [*map(look, updated)] if look else updated
-                for error in [request.error for request in updated if request.error]:
-                    raise error
+                    seen = [*map(look, updated)]
+                for request in updated:
+                    if request.error:
+                        raise request.error
                 yield seen
         finally:
             self.abort(requests)
