@@ -26,7 +26,7 @@ from itertools import takewhile
 
 import xxhash
 
-from nanoengine.sequence import Copies, Sequence
+from .sequence import Copies, Sequence
 
 BlockHash = tuple[bytes, bytes]
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from nanoengine.config import EngineConfig
-from nanoengine.features import extension, is_installed, logger, naming, rejected
-from nanoengine.model import FAMILIES, Decoder, rope_table
+from .config import EngineConfig
+from .features import extension, is_installed, logger, naming, rejected
+from .model import FAMILIES, Decoder, rope_table
 
 # the classes of transformers that `Decoder` computes
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
