@@ -217,9 +217,16 @@ class LLM(AbstractContextManager):
 
     def _queue(self, requests: list[Request]) -> None:
         """Lets the next turn of any thread add these requests to the engine."""
+        self._check_caller()
         if self.engine.runner is None:
             raise RuntimeError("the LLM is closed: make a new one")
         self.arrived += requests
+
+    def _check_caller(self) -> None:
+        """Raises RuntimeError if this thread already has a turn, or if this process is a fork."""
+        self.check_process(self.process)
+        if self.lock._is_owned():
+            raise RuntimeError("a call of this thread is running")
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -228,12 +235,8 @@ class LLM(AbstractContextManager):
         A turn first moves the requests that have arrived since the last turn into the engine, and
         ends those that were dropped. If the last turn ended with an error or Ctrl-C, the engine may
         be inconsistent, so all its requests are ended.
-
-        Raises RuntimeError if this thread already has a turn, or if this process is a fork.
         """
-        self.check_process(self.process)
-        if self.lock._is_owned():
-            raise RuntimeError("a call of this thread is running")
+        self._check_caller()
         with self.lock:
             try:
                 self._begin_turn()
