@@ -193,7 +193,8 @@ class LLM(AbstractContextManager):
                 with self.turn():
                     if not inbox:
                         self._step()
-                    updated = [inbox.pop(request_id) for request_id in [*inbox]]
+                    updated = [*inbox.values()]
+                    inbox.clear()
                     num_unfinished -= sum(request.is_finished for request in updated)
                     seen = [*map(look, updated)]
                 for request in updated:

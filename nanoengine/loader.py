@@ -30,13 +30,14 @@ USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
     """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
     Face id, or one made from a GGUF file. name: the argument's, for messages."""
+    asked = f"{name}={str(model)!r}"
     folder = Path(model).expanduser().absolute()
     files = [folder, *(weight_files(folder) or folder.glob("*.gguf"))]
     if any(file.suffix == ".gguf" for file in files):
-        return extension("quantized", f"{name}={str(model)!r}").as_folder(folder, config, name)
+        return extension("quantized", asked).as_folder(folder, config, name)
     if folder.is_dir():
         return folder
-    hub = extension("hub", f"{name}={str(model)!r}, which is no folder,")
+    hub = extension("hub", f"{asked}, which is no folder,")
     return hub.download(str(model), folder, config, name)
 
 

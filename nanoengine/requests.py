@@ -192,8 +192,7 @@ class InputProcessor:
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
-                           "its folder has none, or `skip_tokenizer_init=True`")
+            raise rejected("tokenizer", None, "given for texts, without `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Prompts, params: Params,
@@ -220,14 +219,16 @@ class InputProcessor:
     def check_vocabulary(self, name: str, token_ids: list | dict | tuple) -> None:
         """Raises ValueError for a token id outside the vocabulary."""
         last = self.vocab_size - 1
-        if unknown := [token_id for token_id in token_ids if not 0 <= token_id <= last]:
-            raise ValueError(f"{name}: token id {unknown[0]!r} is out of vocabulary, 0 to {last}")
+        for token_id in token_ids:
+            if not 0 <= token_id <= last:
+                raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
 
     def parse(self, name: str, prompt: Prompts, params: SamplingParams) -> Parsed:
         """Returns the text and the token ids of a prompt in any form, truncated if asked."""
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-        text, token_ids = map(prompt.get, ("prompt", "prompt_token_ids"))
+        text = prompt.get("prompt")
+        token_ids = prompt.get("prompt_token_ids")
         with naming(name):
             if token_ids is None:
                 token_ids = self.get_tokenizer().encode(text, verbose=False)
