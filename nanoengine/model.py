@@ -91,10 +91,10 @@ class Decoder(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then an MLP, each after a norm and with a residual connection."""
 
-    def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
+    def __init__(self, config: PretrainedConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer_index)
+        self.self_attn = Attention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -113,11 +113,11 @@ class Attention(nn.Module):
     cache: Tensor
     backend: Callable[..., Tensor]
 
-    def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
+    def __init__(self, config: PretrainedConfig, index: int) -> None:
         super().__init__()
         family = FAMILIES[config.model_type]
         bias = entry_of(config, "attention_bias")
-        self.window = window_of(config, layer_index)
+        self.window = window_of(config, index)
         self.head_dim = config.head_dim
         # of queries, keys and values
         self.num_heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
@@ -148,10 +148,10 @@ class Attention(nn.Module):
         return self.o_proj(attended.flatten(1)[rows])
 
 
-def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
+def window_of(config: PretrainedConfig, index: int) -> int | None:
     """Returns how many keys the queries of a layer see; None for all."""
     if kinds := entry_of(config, "layer_types"):
-        return config.sliding_window if kinds[layer_index] == "sliding_attention" else None
+        return config.sliding_window if kinds[index] == "sliding_attention" else None
     # one window for all layers
     return entry_of(config, "sliding_window")
 

@@ -12,7 +12,6 @@ sequences run.
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,8 +28,7 @@ from .model import FAMILIES, Decoder, rope_table
 from .observers import Features
 from .sampler import sample
 from .sequence import Batch, Copies
-from .step_inputs import (
-    Launched, StepInputs, StepShape, known_ids, step_arrays, to_buffer)
+from .step_inputs import Launched, StepInputs, StepShape, known_ids, step_arrays, to_buffer
 
 
 class ModelRunner:
@@ -95,11 +93,11 @@ class ModelRunner:
             options |= extension("quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
             return extension("transformers_models").load(self, folder, **options)
-        load = partial(load_model, folder, self.model_config, self.dtype, self.device,
-                       self.config.load_format, **options)
+        load = load_model
         if self.config.cpu_offload_gb:
-            return extension("offload").load_offloaded(self.config.cpu_offload_gb, load)
-        return load()
+            load = extension("offload").offloading(self.config.cpu_offload_gb)
+        return load(folder, self.model_config, self.dtype, self.device, self.config.load_format,
+                    **options)
 
     def close(self) -> None:
         """Ends the processes of other ranks, if there are any."""

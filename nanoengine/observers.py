@@ -9,7 +9,7 @@ A feature of your own works like those in nanoengine_extensions:
     llm = LLM(model, features=[Print()])
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -76,16 +76,15 @@ class Features(dict[str, Feature]):
     files: those of the first observers; own: a user's features, each of a different class.
     """
 
-    def __init__(self, files: Iterable[str] = (), own: Iterable[Feature] = ()) -> None:
+    def __init__(self, files: Collection[str] = (), own: Iterable[Feature] = ()) -> None:
         super().__init__({name: Feature() for name in OBSERVERS.values()})
         self.update({type(feature).__name__: feature for feature in own})
         self.loaded: dict[str, Feature] = {}
         self.load(files)
 
-    def load(self, files: Iterable[str]) -> None:
+    def load(self, files: Collection[str]) -> None:
         """Adds the observers of these files, if they are installed and not there yet."""
-        for file in filter(is_installed, OBSERVERS.keys() & {*files}):
-            name = OBSERVERS[file]
-            if type(self[name]) is Feature:
+        for file, name in OBSERVERS.items():
+            if file in files and is_installed(file) and type(self[name]) is Feature:
                 # another thread can load it at the same time: both get the first one
                 self[name] = self.loaded.setdefault(name, getattr(extension(file), name)())

@@ -227,8 +227,7 @@ class InputProcessor:
         """Returns the text and the token ids of a prompt in any form, truncated if asked."""
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-        text = prompt.get("prompt")
-        token_ids = prompt.get("prompt_token_ids")
+        text, token_ids = map(prompt.get, ("prompt", "prompt_token_ids"))
         with naming(name):
             if token_ids is None:
                 token_ids = self.get_tokenizer().encode(text, verbose=False)
