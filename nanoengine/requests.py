@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from .config import EngineConfig
-from .features import asked_by, extension, is_installed, logger, naming, rejected
+from .features import asked_by, extension, is_installed, naming, rejected
 from .loader import Tokenizer, find_model, load_eos, load_tokenizer
 from .observers import Features
 from .sampling_params import SamplingParams
@@ -181,8 +181,6 @@ class InputProcessor:
         self.default_params = SamplingParams()
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
-        elif (folder / "generation_config.json").is_file():
-            logger.warning("generation_config.json needs generation_config.py")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
