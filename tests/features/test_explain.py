@@ -87,10 +87,10 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
 
 @pytest.mark.needs("generation_config")
 def test_defaults_that_are_not_used_are_told(copy, caplog, monkeypatch):
-    explain.check_folder(copy, [], "dummy", "auto")
+    explain.check_folder(copy, ["Qwen3ForCausalLM"], "dummy", "auto")
     assert not caplog.text
     monkeypatch.setattr(explain, "is_installed", lambda name: name != "generation_config")
-    explain.check_folder(copy, [], "dummy", "auto")
+    explain.check_folder(copy, ["Qwen3ForCausalLM"], "dummy", "auto")
     assert "the defaults in generation_config.json are not used" in caplog.text
 
 
