@@ -87,6 +87,7 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
 
 @pytest.mark.needs("generation_config")
 def test_defaults_that_are_not_used_are_told(copy, caplog, monkeypatch):
+    (copy / "generation_config.json").write_text("{}")
     explain.check_folder(copy, ["Qwen3ForCausalLM"], "dummy", "auto")
     assert not caplog.text
     monkeypatch.setattr(explain, "is_installed", lambda name: name != "generation_config")
