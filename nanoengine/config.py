@@ -38,7 +38,7 @@ class EngineConfig:
         compressed-tensors) needs no option. With "_sums", as in "int4_sums" or "gguf_sums", a few
         sequences are faster in bfloat16 on a CPU with AVX-512: see docs/quantization.md.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
-    seed: a request without a seed gets one that is derived from this; None is 0.
+    seed: the seeds of requests without one are derived from this; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
         "hf" and "safetensors" read safetensors.
     model_impl: "native": the engine's own model; "transformers": any causal language model of

@@ -121,8 +121,8 @@ class Engine:
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
-        """Ends waiting and running sequences, between two steps. Forks that are not queued yet are
-        the caller's to end. Full blocks stay in the prefix cache."""
+        """Ends waiting and running sequences, between two steps. The caller ends forks that are
+        not queued yet. Full blocks stay in the prefix cache."""
         for seq in [*self.scheduler.waiting, *self.scheduler.running]:
             if seq.request_id in request_ids:
                 self.finish(seq, "abort")
@@ -130,7 +130,7 @@ class Engine:
             self.in_flight = None
 
     def reset(self) -> None:
-        """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
+        """Drops all sequences and forgets all blocks, also after a broken step."""
         self.scheduler.reset()
         self.in_flight = None
 

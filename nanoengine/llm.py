@@ -9,7 +9,7 @@ Threads take turns; a turn is one step, and a step serves the requests of all th
     thread B                        queue  [step 2, look]     …
                                               └─ computes the requests of both
 
-To look is to collect the new tokens of the call's own requests. Brackets are turns.
+"look" collects the new tokens of the call's own requests. A pair of brackets is a turn.
 """
 
 import threading
@@ -77,7 +77,7 @@ class LLM(AbstractContextManager):
         self.entered: dict[str, Request] = {}
         # the thread that has its turn holds it
         self.lock: Any = threading.RLock()
-        # names what interrupted the last turn
+        # what broke off the last turn
         self.error: RuntimeError | None = None
 
     # ------------------------------------------------------------------------ generating
@@ -279,7 +279,7 @@ class LLM(AbstractContextManager):
     trace = property(lambda self: extension("metrics").metrics_of(self.engine).trace)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what `sampling_params=None` stands for: see generation_config.py."""
+        """Returns the parameters that `sampling_params=None` means: see generation_config.py."""
         return self.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Tokenizer:

@@ -1,7 +1,7 @@
 """From a folder or a Hugging Face id to a model: its config, its tokenizer, its weights.
 
 Every parameter of the model is filled exactly once. Projections that `model.py` fuses go straight
-to their rows. Nothing is missing, and nothing is left over.
+to their rows. A tensor that is missing or left over is an error.
 
 To add a model of the Llama family, add it to `FAMILIES` in model.py, and there a line for each
 difference that `Family` does not cover yet.

@@ -76,7 +76,7 @@ class ModelRunner:
         self.block_bytes = self.make_caches(num_blocks=1).nbytes
         self.num_kv_blocks = config.num_kv_blocks or self.measure_free_bytes() // self.block_bytes
         longest = min(limit, self.num_kv_blocks * config.block_size)
-        # one token of a prompt and one of output are the least
+        # at least one token of a prompt and one of output
         if not 2 <= (asked or 2) <= longest:
             blocks = f"{self.num_kv_blocks} blocks of {config.block_size}"
             raise rejected("max_model_len", asked or limit,
@@ -115,7 +115,7 @@ class ModelRunner:
 
         blocks: a view of the cache, (num_blocks + 1, layers, 2, …).
         """
-        # they are recorded over an earlier cache
+        # they use the memory of an earlier cache
         self.graphs.captured.clear()
         caches = self.make_caches(num_blocks + 1)
         rope = rope_table(self.model_config, self.max_model_len)
@@ -142,7 +142,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch, buffer: Tensor, shape: StepShape) -> Launched:
         """Begins a step on this device; the other arguments are what `prepare` returns."""
-        # whatever autocast and current device the caller's thread has
+        # the caller's thread can have an autocast and another current device
         with torch.autocast(self.device, enabled=False), torch.cuda.device_of(self.last_sampled):
             step, hidden = self.forward(batch.copies, buffer, shape)
             return self.sample(batch, step, hidden)
@@ -157,7 +157,7 @@ class ModelRunner:
             batch, longest_keys = self.graphs.fit(batch, longest_keys, self.max_model_len)
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
-        # they come before the first sequence with several tokens
+        # decodes come before the first sequence with several tokens
         num_decodes = next((i for i, count in enumerate(batch.num_tokens) if count > 1), len(batch))
         return buffer, StepShape(layout, num_decodes, max(batch.num_tokens), longest_keys)
 
@@ -182,8 +182,7 @@ class ModelRunner:
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
         """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`, or
-        more with speculation. With many forks there are more rows; memory was measured for this
-        many.
+        more with speculation. Memory was measured for this many rows; many forks can have more.
         """
         size = len(self.last_sampled)
         tokens = hidden.new_empty(len(batch.sampled), dtype=torch.int64)

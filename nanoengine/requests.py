@@ -4,8 +4,8 @@
 is queued. These checks need the model's vocabulary, its tokenizer or the size of the cache; no step
 runs here.
 
-`Request.output` makes a `RequestOutput`. The text of a completion is made once it has ended;
-nanoengine_extensions/texts.py makes it as its tokens come.
+`Request.output` makes a `RequestOutput`. A completion gets its text once it has ended;
+nanoengine_extensions/texts.py makes the text while the tokens arrive.
 """
 
 from copy import deepcopy
@@ -159,7 +159,7 @@ class InputProcessor:
     tokenizer: the transformers tokenizer, None for a model without one.
     max_model_len: the most tokens of prompt and output together; `LLM` sets it once the size of the
         cache is known.
-    default_params: what `sampling_params=None` stands for.
+    default_params: the parameters that `sampling_params=None` means.
     eos_tokens: the tokens that end every sequence, unless it ignores EOS, each with its
         `stop_reason`.
     numbers: an iterator over the numbers of the next requests.
@@ -208,9 +208,9 @@ class InputProcessor:
         priorities = one_for_each(priority or 0, count)
         parsed = [self.parse(f"prompts[{place}]", *each)
                   for place, each in enumerate(zip(prompts, all_params))]
-        # only now, so that a refused call consumes no request ids (but features can refuse more)
+        # only now: a refused call uses no request ids, unless a feature refuses it
         checked = [*zip(range(count), parsed, all_params, priorities, strict=True)]
-        # one for all
+        # all of them share it
         inbox: dict[str, Request] = {}
         return [self._request_of(inbox, *each) for each in checked]
 
@@ -229,7 +229,7 @@ class InputProcessor:
         with naming(name):
             if token_ids is None:
                 token_ids = self.get_tokenizer().encode(text, verbose=False)
-            # as integers of Python, not of NumPy
+            # integers of Python, not of NumPy
             token_ids = [*map(index, token_ids)]
         self.check_vocabulary(name, token_ids)
         most = self.max_model_len

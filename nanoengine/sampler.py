@@ -89,8 +89,8 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))
 
 
-# those of the libraries take its place: on a CPU, one that leaves out early the tokens that no row
-# can draw; on a GPU, one without a sort
+# The libraries have faster ones. The one for a CPU first drops the tokens that no row can draw; the
+# one for a GPU does not sort.
 def truncate(scores: Tensor, draws: Draws, truncations: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
     """Returns two tensors: the tokens that some row can still draw, (few,), here all of them; and

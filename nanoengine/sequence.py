@@ -2,7 +2,7 @@
 
 `Batch`: one step of several sequences, as the scheduler decides it and the runner computes it.
 
-Plain Python: nothing here decides or computes anything, or knows a tensor, a model or a policy.
+Plain data, without tensors: scheduler.py decides about it, and model_runner.py computes it.
 
     token_ids    Once upon a | time there was | a fox        num_tokens = 8
     computed     ─────────────────────────────▶              num_computed_tokens = 6
@@ -33,7 +33,7 @@ def hash64(seed: int, number: int) -> int:
 
 
 def fresh(make: Any) -> Any:
-    """A field of the engine's own: each new sequence, and each fork, begins with `make()`."""
+    """A field that only the engine sets. A new sequence, or a fork, begins with `make()`."""
     return field(default_factory=make, init=False)
 
 
