@@ -139,7 +139,7 @@ class EngineConfig:
             block_size=256 if on_gpu else 32, run_ahead=on_gpu, seed=0,
             scheduling="mixed" if on_gpu else "prefill-first")
         given = {name: value for name, value in vars(self).items() if value is not None}
-        # the others have kernels of their own
+        # the other backends are kernels
         if not self.kernels and self.attention_backend == "auto":
             given["attention_backend"] = "gather"
         # a frozen config has no other way to set its fields

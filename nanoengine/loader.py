@@ -37,7 +37,7 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
         return extension("quantized", asked).as_folder(folder, config, name)
     if folder.is_dir():
         return folder
-    hub = extension("hub", f"{asked}, which is no folder,")
+    hub = extension("hub", f"{asked}, which is not a folder,")
     return hub.download(str(model), folder, config, name)
 
 
