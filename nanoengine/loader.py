@@ -29,7 +29,7 @@ USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
 def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
     """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
-    Face id, or one made from a GGUF file. name: the argument's, for messages."""
+    Face id, or one made from a GGUF file. name: that of the argument, for messages."""
     asked = f"{name}={str(model)!r}"
     folder = Path(model).expanduser().absolute()
     files = [folder, *(weight_files(folder) or folder.glob("*.gguf"))]

@@ -40,7 +40,7 @@ class Feature:
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """A copy with a few more tokens stands in for a sequence in a row of logits. Only
+        """In some rows of logits, a copy with a few more tokens replaces a sequence. Only
         speculation makes such copies."""
 
     def scheduled(self, batch: Batch) -> None:
