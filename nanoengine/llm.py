@@ -176,7 +176,7 @@ class LLM(AbstractContextManager):
             with self.turn():
                 pass
 
-    def steps_for(self, requests: list, look: Callable = lambda each: each) -> Generator[list]:
+    def steps_for(self, requests: list, look: Callable | None = None) -> Generator[list]:
         """Runs steps until all these requests of one call have finished.
 
         It first queues them, and yields an empty list. After each step, it yields the result of
@@ -196,7 +196,7 @@ class LLM(AbstractContextManager):
                     updated = [*inbox.values()]
                     inbox.clear()
                     num_unfinished -= sum(request.is_finished for request in updated)
-                    seen = [*map(look, updated)]
+                    seen = [*map(look, updated)] if look else updated
                 for request in updated:
                     if request.error:
                         raise request.error
