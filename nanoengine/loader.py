@@ -23,6 +23,8 @@ from .model import FAMILIES, Decoder, rope_table
 
 # the classes of transformers that `Decoder` computes
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
+# the files that are read from a repository, and so downloaded
+FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors", "model-*-of-*.safetensors"]
 # what every family has in config.json; transformers assumes the same for a missing entry
 USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
@@ -30,14 +32,13 @@ USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
     """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
     Face id, or one made from a GGUF file. name: that of the argument, for messages."""
-    asked = f"{name}={str(model)!r}"
     folder = Path(model).expanduser().absolute()
     files = [folder, *(weight_files(folder) or folder.glob("*.gguf"))]
     if any(file.suffix == ".gguf" for file in files):
-        return extension("quantized", asked).as_folder(folder, config, name)
+        return extension("quantized", f"{name}={str(model)!r}").as_folder(folder, config, name)
     if folder.is_dir():
         return folder
-    hub = extension("hub", f"{asked}, which is not a folder,")
+    hub = extension("hub", f"{name}={str(model)!r}, which is not a folder,")
     return hub.download(str(model), folder, config, name)
 
 

@@ -9,9 +9,7 @@ from huggingface_hub import snapshot_download
 
 from nanoengine.config import EngineConfig
 from nanoengine.features import extension, is_installed, naming, rejected
-
-# the files of a repository that loader.py reads
-FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors", "model-*-of-*.safetensors"]
+from nanoengine.loader import FILES
 
 
 def download(model: str, folder: Path, config: EngineConfig, name: str) -> Path:
