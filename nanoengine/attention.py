@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoengine.features import extension, is_installed, optional, rejected
-from nanoengine.kernels import kernels
-from nanoengine.step_inputs import StepInputs
+from .features import extension, is_installed, optional, rejected
+from .kernels import kernels
+from .step_inputs import StepInputs
 
 
 def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtype: torch.dtype,
@@ -129,14 +129,14 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     if name not in ("auto", *BACKENDS) or (device == "cuda" and is_installed("backends")):
         # adds rows to the table
         extension("backends", f"attention_backend={name!r}")
-    ranked = sorted(BACKENDS, key=lambda each: -BACKENDS[each].rank)
-    # "auto" tries one after the other, and takes the first that works
-    asked = ranked if name == "auto" else BACKENDS.keys() & {name}
-    chosen = next((each for each in asked if BACKENDS[each].works(device, dtype)), "")
-    if not chosen:
+    if name == "auto":
+        ranked = sorted(BACKENDS, key=lambda each: -BACKENDS[each].rank)
+        # "gather" works everywhere
+        name = next(each for each in ranked if BACKENDS[each].works(device, dtype))
+    elif name not in BACKENDS or not BACKENDS[name].works(device, dtype):
         usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
         raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
-    multiple = BACKENDS[chosen].block_multiple
+    multiple = BACKENDS[name].block_multiple
     if block_size % multiple:
-        raise rejected("block_size", block_size, f"a multiple of {multiple} for {chosen}")
-    return chosen
+        raise rejected("block_size", block_size, f"a multiple of {multiple} for {name}")
+    return name

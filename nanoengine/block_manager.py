@@ -26,7 +26,7 @@ from itertools import takewhile
 
 import xxhash
 
-from nanoengine.sequence import Copies, Sequence
+from .sequence import Copies, Sequence
 
 BlockHash = tuple[bytes, bytes]
 
@@ -39,7 +39,7 @@ class BlockManager:
     operation is O(1) per block.
 
     hold: the least number of tokens for which a sequence holds blocks (a policy: `kv_allocation`).
-    num_shared_blocks: how many blocks forks have taken over from their parents.
+    num_shared_blocks: how many blocks of their parents forks have shared so far.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,

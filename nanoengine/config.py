@@ -7,8 +7,8 @@ how long a sequence can be. Nothing writes to a config once it is made.
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from nanoengine.features import Condition, check, of, strict
-from nanoengine.policies import POLICIES, Policy, find_policy
+from .features import Condition, check, of, strict
+from .policies import POLICIES, Policy, find_policy
 
 # an option whose default depends on the device
 BY_DEVICE: Any = None
@@ -38,7 +38,7 @@ class EngineConfig:
         compressed-tensors) needs no option. With "_sums", as in "int4_sums" or "gguf_sums", a few
         sequences are faster in bfloat16 on a CPU with AVX-512: see docs/quantization.md.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
-    seed: a request without a seed gets one that is derived from this; None is 0.
+    seed: the seeds of requests without one are derived from this; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
         "hf" and "safetensors" read safetensors.
     model_impl: "native": the engine's own model; "transformers": any causal language model of
@@ -139,7 +139,7 @@ class EngineConfig:
             block_size=256 if on_gpu else 32, run_ahead=on_gpu, seed=0,
             scheduling="mixed" if on_gpu else "prefill-first")
         given = {name: value for name, value in vars(self).items() if value is not None}
-        # the others have kernels of their own
+        # the other backends are kernels
         if not self.kernels and self.attention_backend == "auto":
             given["attention_backend"] = "gather"
         # a frozen config has no other way to set its fields

@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
-from nanoengine.block_manager import BlockManager
-from nanoengine.config import EngineConfig
-from nanoengine.features import extension
-from nanoengine.observers import Feature, Features
-from nanoengine.policies import find_policy
-from nanoengine.scheduler import Scheduler
-from nanoengine.sequence import Batch, Sequence
-from nanoengine.step_inputs import Launched
+from .block_manager import BlockManager
+from .config import EngineConfig
+from .features import extension
+from .observers import Feature, Features
+from .policies import find_policy
+from .scheduler import Scheduler
+from .sequence import Batch, Sequence
+from .step_inputs import Launched
 
 
 class Engine:
@@ -121,8 +121,8 @@ class Engine:
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
-        """Ends waiting and running sequences, between two steps. Forks that are not queued yet are
-        the caller's to end. Full blocks stay in the prefix cache."""
+        """Ends waiting and running sequences, between two steps. The caller ends forks that are
+        not queued yet. Full blocks stay in the prefix cache."""
         for seq in [*self.scheduler.waiting, *self.scheduler.running]:
             if seq.request_id in request_ids:
                 self.finish(seq, "abort")
@@ -130,7 +130,7 @@ class Engine:
             self.in_flight = None
 
     def reset(self) -> None:
-        """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
+        """Drops all sequences and forgets all blocks, also after a broken step."""
         self.scheduler.reset()
         self.in_flight = None
 

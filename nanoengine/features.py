@@ -6,7 +6,7 @@ A feature plugs into the engine in one of four ways:
     an observer    a `Feature`: the engine calls it when something happens, and it may edit logits:
                    see observers.py
     a function     in a table by name, or a user's own: see policies.py
-    a slot         takes the place of one part: the block manager, the runner, the weights, …
+    a slot         replaces one part: the block manager, the runner, the weights, …
     a client       uses public calls only: chats, beam search, scores, vLLM's names
 
 `EngineConfig` and `SamplingParams` have the options of all features; `of` names the feature.

@@ -9,7 +9,7 @@ Threads take turns; a turn is one step, and a step serves the requests of all th
     thread B                        queue  [step 2, look]     …
                                               └─ computes the requests of both
 
-To look is to collect the new tokens of the call's own requests. Brackets are turns.
+"look" collects the new tokens of the call's own requests. A pair of brackets is a turn.
 """
 
 import threading
@@ -22,15 +22,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
-from nanoengine.features import ALWAYS, asked_by, extension, is_installed, naming, rejected
-from nanoengine.kernels import kernels
-from nanoengine.loader import Tokenizer, find_model, load_config
-from nanoengine.model_runner import ModelRunner, choose_device
-from nanoengine.observers import Features
-from nanoengine.requests import InputProcessor, Params, Prompts, Request, RequestOutput
-from nanoengine.sampling_params import SamplingParams
+from .config import EngineConfig
+from .engine import Engine
+from .features import ALWAYS, asked_by, extension, is_installed, naming, rejected
+from .kernels import kernels
+from .loader import Tokenizer, find_model, load_config
+from .model_runner import ModelRunner, choose_device
+from .observers import Features
+from .requests import InputProcessor, Params, Prompts, Request, RequestOutput
+from .sampling_params import SamplingParams
 
 
 class LLM(AbstractContextManager):
@@ -43,7 +43,7 @@ class LLM(AbstractContextManager):
     checkpoint that it cannot use.
 
     Any thread can call at any time, and the requests of all calls run in the same steps. An error
-    of one request ends its own call only. An error that breaks a step, such as Ctrl-C or running
+    of one request ends only its own call. An error that breaks a step, such as Ctrl-C or running
     out of memory, ends all requests in the engine and leaves it with all blocks free. The
     thread that ran the step gets this error; the threads of the other requests get a RuntimeError
     that names it.
@@ -77,7 +77,7 @@ class LLM(AbstractContextManager):
         self.entered: dict[str, Request] = {}
         # the thread that has its turn holds it
         self.lock: Any = threading.RLock()
-        # names what interrupted the last turn
+        # what broke off the last turn
         self.error: RuntimeError | None = None
 
     # ------------------------------------------------------------------------ generating
@@ -116,24 +116,24 @@ class LLM(AbstractContextManager):
         next(steps)
         return (output for outputs in steps for output in outputs)
 
-    def chat(self, *arguments: object, **options: object) -> list[RequestOutput]:
+    def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
         """Answers conversations: chat(messages, sampling_params=None, use_tqdm=True, *,
         priority=None, …). `help("nanoengine_extensions.chat.render")` has the other options."""
-        return extension("chat").chat(self, *arguments, **options)
+        return extension("chat").chat(self, *args, **kwargs)
 
-    def stream_chat(self, *arguments: object, **options: object) -> Iterator[RequestOutput]:
+    def stream_chat(self, *args: Any, **kwargs: Any) -> Iterator[RequestOutput]:
         """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
-        return extension("chat").stream_chat(self, *arguments, **options)
+        return extension("chat").stream_chat(self, *args, **kwargs)
 
-    def beam_search(self, *arguments: Any, **options: Any) -> list:
+    def beam_search(self, *args: Any, **kwargs: Any) -> list:
         """Returns the best completions of each prompt: beam_search(prompts, params, priority=None).
         `help("nanoengine_extensions.beam_search.BeamSearchParams")` has the details."""
-        return extension("beam_search").beam_search(self, *arguments, **options)
+        return extension("beam_search").beam_search(self, *args, **kwargs)
 
-    def score(self, *arguments: object, **options: object) -> list:
+    def score(self, *args: Any, **kwargs: Any) -> list:
         """Returns how likely texts are after a prompt: score(prompts, continuations,
         use_tqdm=True). `help("nanoengine_extensions.scores.score")` has the details."""
-        return extension("scores").score(self, *arguments, **options)
+        return extension("scores").score(self, *args, **kwargs)
 
     # ------------------------------------------------------------------------------ steps
 
@@ -193,11 +193,13 @@ class LLM(AbstractContextManager):
                 with self.turn():
                     if not inbox:
                         self._step()
-                    updated = [inbox.pop(request_id) for request_id in [*inbox]]
+                    updated = [*inbox.values()]
+                    inbox.clear()
                     num_unfinished -= sum(request.is_finished for request in updated)
                     seen = [*map(look, updated)] if look else updated
-                for error in [request.error for request in updated if request.error]:
-                    raise error
+                for request in updated:
+                    if request.error:
+                        raise request.error
                 yield seen
         finally:
             self.abort(requests)
@@ -277,7 +279,7 @@ class LLM(AbstractContextManager):
     trace = property(lambda self: extension("metrics").metrics_of(self.engine).trace)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what `sampling_params=None` stands for: see generation_config.py."""
+        """Returns the parameters that `sampling_params=None` means: see generation_config.py."""
         return self.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Tokenizer:

@@ -1,7 +1,7 @@
 """From a folder or a Hugging Face id to a model: its config, its tokenizer, its weights.
 
 Every parameter of the model is filled exactly once. Projections that `model.py` fuses go straight
-to their rows. Nothing is missing, and nothing is left over.
+to their rows. A tensor that is missing or left over is an error.
 
 To add a model of the Llama family, add it to `FAMILIES` in model.py, and there a line for each
 difference that `Family` does not cover yet.
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from nanoengine.config import EngineConfig
-from nanoengine.features import extension, is_installed, logger, naming, rejected
-from nanoengine.model import FAMILIES, Decoder, rope_table
+from .config import EngineConfig
+from .features import extension, is_installed, logger, naming, rejected
+from .model import FAMILIES, Decoder, rope_table
 
 # the classes of transformers that `Decoder` computes
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
@@ -31,14 +31,14 @@ USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
 def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
     """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
-    Face id, or one made from a GGUF file. name: the argument's, for messages."""
+    Face id, or one made from a GGUF file. name: that of the argument, for messages."""
     folder = Path(model).expanduser().absolute()
     files = [folder, *(weight_files(folder) or folder.glob("*.gguf"))]
     if any(file.suffix == ".gguf" for file in files):
         return extension("quantized", f"{name}={str(model)!r}").as_folder(folder, config, name)
     if folder.is_dir():
         return folder
-    hub = extension("hub", f"{name}={str(model)!r}, which is no folder,")
+    hub = extension("hub", f"{name}={str(model)!r}, which is not a folder,")
     return hub.download(str(model), folder, config, name)
 
 
@@ -66,23 +66,26 @@ def load_config(folder: Path, load_format: str = "dummy",
 
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
-    rope = config.rope_parameters
-    heeds = getattr(FAMILIES.get(config.model_type), "heeds", ())
-    kinds = ["full_attention", "sliding_attention"] if "layer_types" in heeds else []
-    num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
-    checks: list[tuple[str, object, list]] = [
-        ("architectures", config.architectures, [[name] for name in ARCHITECTURES]),
-        ("model_type", config.model_type, [*FAMILIES]),
-        ("num_attention_heads % num_key_value_heads", num_left, [0]),
-        *[(name, getattr(config, name, usual), [usual]) for name, usual in USUAL.items()],
-        # positions are int32
-        ("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, [True]),
-        ("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"]),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
-        *[("layer_types", kind, kinds) for kind in getattr(config, "layer_types", None) or []]]
-    for name, value, supported in checks:
+    def check(name: str, value: object, *supported: object) -> None:
         if value not in supported:
-            raise rejected(f"the model's {name}", value, f"one of {supported}")
+            raise rejected(f"the model's {name}", value, f"one of {[*supported]}")
+
+    check("architectures", config.architectures, *([name] for name in ARCHITECTURES))
+    check("model_type", config.model_type, *FAMILIES)
+    num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
+    check("num_attention_heads % num_key_value_heads", num_left, 0)
+    for name, usual in USUAL.items():
+        check(name, getattr(config, name, usual), usual)
+    # positions are int32
+    is_possible = 0 < config.max_position_embeddings < 2**31
+    check("0 < max_position_embeddings < 2**31", is_possible, True)
+    rope = config.rope_parameters
+    check("rope_type", rope["rope_type"], "default", "linear", "llama3", "yarn")
+    check("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    has_kinds = "layer_types" in FAMILIES[config.model_type].entries
+    kinds = ("full_attention", "sliding_attention") if has_kinds else ()
+    for kind in getattr(config, "layer_types", None) or ():
+        check("layer_types", kind, *kinds)
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
 
@@ -198,9 +201,10 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     missing = checkpoint_tensors(model)
     for file in weight_files(folder):
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
-            names = [*opened(file, framework="pt").keys()]
-            # rope_table computes inv_freq
-            for full_name in [name for name in names if not name.endswith("inv_freq")]:
+            for full_name in [*opened(file, framework="pt").keys()]:
+                # rope_table computes it
+                if full_name.endswith("inv_freq"):
+                    continue
                 # opened for each tensor: pages of a mapped file count as memory until it is closed
                 tensor = opened(file, framework="pt").get_slice(full_name)
                 target = missing.pop(full_name.removeprefix("model."))

@@ -21,20 +21,20 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoengine.step_inputs import StepInputs
+from .step_inputs import StepInputs
 
 
 class Family(NamedTuple):
     """How a family of models differs from the first Llama.
 
     architecture: its class in transformers.
-    heeds: the entries of config.json that change what it computes.
+    entries: those of config.json that change what it computes, besides the sizes.
     qkv_bias: whether the projections to queries, keys and values have biases.
     head_norm: whether each head of queries and keys is normed.
     """
 
     architecture: str
-    heeds: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
     qkv_bias: bool = False
     head_norm: bool = False
 
@@ -45,6 +45,11 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", ("sliding_window",)),
     "qwen2": Family("Qwen2ForCausalLM", ("layer_types",), qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", ("attention_bias", "layer_types"), head_norm=True)}
+
+
+def entry_of(config: PretrainedConfig, name: str) -> Any:
+    """Returns an entry of config.json; None if models of this family ignore it."""
+    return getattr(config, name) if name in FAMILIES[config.model_type].entries else None
 
 
 class Decoder(nn.Module):
@@ -86,10 +91,10 @@ class Decoder(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then an MLP, each after a norm and with a residual connection."""
 
-    def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
+    def __init__(self, config: PretrainedConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer_index)
+        self.self_attn = Attention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -108,11 +113,11 @@ class Attention(nn.Module):
     cache: Tensor
     backend: Callable[..., Tensor]
 
-    def __init__(self, config: PretrainedConfig, layer_index: int) -> None:
+    def __init__(self, config: PretrainedConfig, index: int) -> None:
         super().__init__()
         family = FAMILIES[config.model_type]
-        bias = "attention_bias" in family.heeds and config.attention_bias
-        self.window = window_of(config, layer_index)
+        bias = entry_of(config, "attention_bias")
+        self.window = window_of(config, index)
         self.head_dim = config.head_dim
         # of queries, keys and values
         self.num_heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
@@ -143,21 +148,19 @@ class Attention(nn.Module):
         return self.o_proj(attended.flatten(1)[rows])
 
 
-def window_of(config: PretrainedConfig, layer_index: int) -> int | None:
+def window_of(config: PretrainedConfig, index: int) -> int | None:
     """Returns how many keys the queries of a layer see; None for all."""
-    heeds = FAMILIES[config.model_type].heeds
+    if kinds := entry_of(config, "layer_types"):
+        return config.sliding_window if kinds[index] == "sliding_attention" else None
     # one window for all layers
-    is_sliding = "sliding_window" in heeds
-    if "layer_types" in heeds:
-        is_sliding = config.layer_types[layer_index] == "sliding_attention"
-    return config.sliding_window if is_sliding else None
+    return entry_of(config, "sliding_window")
 
 
 class MLP(nn.Module):
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         inner = config.intermediate_size
-        bias = "mlp_bias" in FAMILIES[config.model_type].heeds and config.mlp_bias
+        bias = entry_of(config, "mlp_bias")
         gate_up = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = FusedLinear(config.hidden_size, gate_up, bias)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias)

@@ -12,25 +12,23 @@ sequences run.
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoengine.attention import BACKENDS, choose_backend, make_caches
-from nanoengine.config import EngineConfig
-from nanoengine.cuda_graphs import CudaGraphs
-from nanoengine.features import extension, is_installed, rejected
-from nanoengine.kernels import kernels
-from nanoengine.loader import context_length, load_model
-from nanoengine.model import FAMILIES, Decoder, rope_table
-from nanoengine.observers import Features
-from nanoengine.sampler import sample
-from nanoengine.sequence import Batch, Copies
-from nanoengine.step_inputs import (
-    Launched, StepInputs, StepShape, known_ids, step_arrays, to_buffer)
+from .attention import BACKENDS, choose_backend, make_caches
+from .config import EngineConfig
+from .cuda_graphs import CudaGraphs
+from .features import extension, is_installed, rejected
+from .kernels import kernels
+from .loader import context_length, load_model
+from .model import FAMILIES, Decoder, rope_table
+from .observers import Features
+from .sampler import sample
+from .sequence import Batch, Copies
+from .step_inputs import Launched, StepInputs, StepShape, known_ids, step_arrays, to_buffer
 
 
 class ModelRunner:
@@ -78,7 +76,7 @@ class ModelRunner:
         self.block_bytes = self.make_caches(num_blocks=1).nbytes
         self.num_kv_blocks = config.num_kv_blocks or self.measure_free_bytes() // self.block_bytes
         longest = min(limit, self.num_kv_blocks * config.block_size)
-        # one token of a prompt and one of output are the least
+        # at least one token of a prompt and one of output
         if not 2 <= (asked or 2) <= longest:
             blocks = f"{self.num_kv_blocks} blocks of {config.block_size}"
             raise rejected("max_model_len", asked or limit,
@@ -95,11 +93,11 @@ class ModelRunner:
             options |= extension("quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
             return extension("transformers_models").load(self, folder, **options)
-        load = partial(load_model, folder, self.model_config, self.dtype, self.device,
-                       self.config.load_format, **options)
+        load = load_model
         if self.config.cpu_offload_gb:
-            return extension("offload").load_offloaded(self.config.cpu_offload_gb, load)
-        return load()
+            load = extension("offload").offloading(self.config.cpu_offload_gb)
+        return load(folder, self.model_config, self.dtype, self.device, self.config.load_format,
+                    **options)
 
     def close(self) -> None:
         """Ends the processes of other ranks, if there are any."""
@@ -117,7 +115,7 @@ class ModelRunner:
 
         blocks: a view of the cache, (num_blocks + 1, layers, 2, …).
         """
-        # they are recorded over an earlier cache
+        # they use the memory of an earlier cache
         self.graphs.captured.clear()
         caches = self.make_caches(num_blocks + 1)
         rope = rope_table(self.model_config, self.max_model_len)
@@ -144,7 +142,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch, buffer: Tensor, shape: StepShape) -> Launched:
         """Begins a step on this device; the other arguments are what `prepare` returns."""
-        # whatever autocast and current device the caller's thread has
+        # the caller's thread can have an autocast and another current device
         with torch.autocast(self.device, enabled=False), torch.cuda.device_of(self.last_sampled):
             step, hidden = self.forward(batch.copies, buffer, shape)
             return self.sample(batch, step, hidden)
@@ -159,7 +157,7 @@ class ModelRunner:
             batch, longest_keys = self.graphs.fit(batch, longest_keys, self.max_model_len)
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
-        # they come before the first sequence with several tokens
+        # decodes come before the first sequence with several tokens
         num_decodes = next((i for i, count in enumerate(batch.num_tokens) if count > 1), len(batch))
         return buffer, StepShape(layout, num_decodes, max(batch.num_tokens), longest_keys)
 
@@ -184,8 +182,7 @@ class ModelRunner:
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
         """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`, or
-        more with speculation. With many forks there are more rows; memory was measured for this
-        many.
+        more with speculation. Memory was measured for this many rows; many forks can have more.
         """
         size = len(self.last_sampled)
         tokens = hidden.new_empty(len(batch.sampled), dtype=torch.int64)

@@ -9,14 +9,14 @@ A feature of your own works like those in nanoengine_extensions:
     llm = LLM(model, features=[Print()])
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor
 
-from nanoengine.features import OBSERVERS, extension, is_installed
-from nanoengine.sequence import Batch, Row, Sequence
-from nanoengine.step_inputs import Launched
+from .features import OBSERVERS, extension, is_installed
+from .sequence import Batch, Row, Sequence
+from .step_inputs import Launched
 
 
 class Feature:
@@ -40,7 +40,7 @@ class Feature:
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """A copy with a few more tokens stands in for a sequence in a row of logits. Only
+        """In some rows of logits, a copy with a few more tokens replaces a sequence. Only
         speculation makes such copies."""
 
     def scheduled(self, batch: Batch) -> None:
@@ -76,16 +76,15 @@ class Features(dict[str, Feature]):
     files: those of the first observers; own: a user's features, each of a different class.
     """
 
-    def __init__(self, files: Iterable[str] = (), own: Iterable[Feature] = ()) -> None:
+    def __init__(self, files: Collection[str] = (), own: Iterable[Feature] = ()) -> None:
         super().__init__({name: Feature() for name in OBSERVERS.values()})
         self.update({type(feature).__name__: feature for feature in own})
         self.loaded: dict[str, Feature] = {}
         self.load(files)
 
-    def load(self, files: Iterable[str]) -> None:
+    def load(self, files: Collection[str]) -> None:
         """Adds the observers of these files, if they are installed and not there yet."""
-        for file in filter(is_installed, OBSERVERS.keys() & {*files}):
-            name = OBSERVERS[file]
-            if type(self[name]) is Feature:
+        for file, name in OBSERVERS.items():
+            if file in files and is_installed(file) and type(self[name]) is Feature:
                 # another thread can load it at the same time: both get the first one
                 self[name] = self.loaded.setdefault(name, getattr(extension(file), name)())

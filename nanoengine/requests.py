@@ -4,8 +4,8 @@
 is queued. These checks need the model's vocabulary, its tokenizer or the size of the cache; no step
 runs here.
 
-`Request.output` makes a `RequestOutput`. The text of a completion is made once it has ended;
-nanoengine_extensions/texts.py makes it as its tokens come.
+`Request.output` makes a `RequestOutput`. A completion gets its text once it has ended;
+nanoengine_extensions/texts.py makes the text while the tokens arrive.
 """
 
 from copy import deepcopy
@@ -19,12 +19,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from nanoengine.config import EngineConfig
-from nanoengine.features import asked_by, extension, is_installed, logger, naming, rejected
-from nanoengine.loader import Tokenizer, find_model, load_eos, load_tokenizer
-from nanoengine.observers import Features
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import Sequence, hash64
+from .config import EngineConfig
+from .features import asked_by, extension, is_installed, naming, rejected
+from .loader import Tokenizer, find_model, load_eos, load_tokenizer
+from .observers import Features
+from .sampling_params import SamplingParams
+from .sequence import Sequence, hash64
 
 @dataclass
 class CompletionOutput:
@@ -159,7 +159,7 @@ class InputProcessor:
     tokenizer: the transformers tokenizer, None for a model without one.
     max_model_len: the most tokens of prompt and output together; `LLM` sets it once the size of the
         cache is known.
-    default_params: what `sampling_params=None` stands for.
+    default_params: the parameters that `sampling_params=None` means.
     eos_tokens: the tokens that end every sequence, unless it ignores EOS, each with its
         `stop_reason`.
     numbers: an iterator over the numbers of the next requests.
@@ -181,8 +181,6 @@ class InputProcessor:
         self.default_params = SamplingParams()
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
-        elif (folder / "generation_config.json").is_file():
-            logger.warning("generation_config.json needs generation_config.py")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
@@ -192,8 +190,7 @@ class InputProcessor:
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
-                           "its folder has none, or `skip_tokenizer_init=True`")
+            raise rejected("tokenizer", None, "given for texts, without `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Prompts, params: Params,
@@ -211,17 +208,18 @@ class InputProcessor:
         priorities = one_for_each(priority or 0, count)
         parsed = [self.parse(f"prompts[{place}]", *each)
                   for place, each in enumerate(zip(prompts, all_params))]
-        # only now, so that a refused call consumes no request ids (but features can refuse more)
+        # only now: a refused call uses no request ids, unless a feature refuses it
         checked = [*zip(range(count), parsed, all_params, priorities, strict=True)]
-        # one for all
+        # all of them share it
         inbox: dict[str, Request] = {}
         return [self._request_of(inbox, *each) for each in checked]
 
     def check_vocabulary(self, name: str, token_ids: list | dict | tuple) -> None:
         """Raises ValueError for a token id outside the vocabulary."""
         last = self.vocab_size - 1
-        if unknown := [token_id for token_id in token_ids if not 0 <= token_id <= last]:
-            raise ValueError(f"{name}: token id {unknown[0]!r} is out of vocabulary, 0 to {last}")
+        for token_id in token_ids:
+            if not 0 <= token_id <= last:
+                raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
 
     def parse(self, name: str, prompt: Prompts, params: SamplingParams) -> Parsed:
         """Returns the text and the token ids of a prompt in any form, truncated if asked."""
@@ -231,7 +229,7 @@ class InputProcessor:
         with naming(name):
             if token_ids is None:
                 token_ids = self.get_tokenizer().encode(text, verbose=False)
-            # as integers of Python, not of NumPy
+            # integers of Python, not of NumPy
             token_ids = [*map(index, token_ids)]
         self.check_vocabulary(name, token_ids)
         most = self.max_model_len

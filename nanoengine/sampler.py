@@ -14,10 +14,10 @@ A library of kernels can have faster functions for `truncate` and `draw`: see ke
 import torch
 from torch import Tensor
 
-from nanoengine.kernels import PLAIN, Kernels
-from nanoengine.observers import Feature
-from nanoengine.sequence import NO_TOKEN, Sequence
-from nanoengine.step_inputs import Draws, send
+from .kernels import PLAIN, Kernels
+from .observers import Feature
+from .sequence import NO_TOKEN, Sequence
+from .step_inputs import Draws, send
 
 # The most logits of one matrix. On a CPU it fits the cores' caches; on a GPU it is small compared
 # with the KV cache.
@@ -89,8 +89,8 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))
 
 
-# those of the libraries take its place: on a CPU, one that leaves out early the tokens that no row
-# can draw; on a GPU, one without a sort
+# The libraries have faster ones. The one for a CPU first drops the tokens that no row can draw; the
+# one for a GPU does not sort.
 def truncate(scores: Tensor, draws: Draws, truncations: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
     """Returns two tensors: the tokens that some row can still draw, (few,), here all of them; and

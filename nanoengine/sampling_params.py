@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from nanoengine.features import Condition, check, of, strict
+from .features import Condition, check, of, strict
 
 CONDITIONS: list[Condition] = [
     ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),
@@ -49,8 +49,8 @@ class SamplingParams:
         likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
     prompt_logprobs: the same for each token of the prompt except the first, in
         `RequestOutput.prompt_logprobs`. The prompt is then computed again, whatever is cached.
-    prompt_logprobs_start: the place of the first token that needs prompt_logprobs. Earlier tokens
-        have None, and can come from the prefix cache.
+    prompt_logprobs_start: the position of the first token that needs prompt_logprobs. Earlier
+        tokens have None, and can come from the prefix cache.
     presence_penalty: subtracted from the logits of tokens that were generated before.
     frequency_penalty: the same, once for each time that the token was generated.
     repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or

@@ -15,15 +15,15 @@ blocks, but no tensor and no text. The policies are functions in policies.py.
 from bisect import insort_left, insort_right
 from collections import deque
 
-from nanoengine.block_manager import BlockManager
-from nanoengine.config import EngineConfig
-from nanoengine.features import naming
-from nanoengine.policies import find_policy
-from nanoengine.sequence import Batch, Row, Sequence
+from .block_manager import BlockManager
+from .config import EngineConfig
+from .features import naming
+from .policies import find_policy
+from .sequence import Batch, Row, Sequence
 
 
 class Scheduler:
-    """Decides the batch of each step, and takes in its tokens.
+    """Decides the batch of each step, and gives the sampled tokens to their sequences.
 
     config: the most sequences that run, the most tokens that a step computes (tokens from the
         prefix cache do not count), and the policies.
@@ -40,7 +40,7 @@ class Scheduler:
         self.reset()
 
     def reset(self) -> None:
-        """Drops all sequences and forgets all blocks, whatever state a broken step has left."""
+        """Drops all sequences and forgets all blocks, also after a broken step."""
         self.waiting: deque[Sequence] = deque()
         # in the order of admission
         self.running: deque[Sequence] = deque()
@@ -161,7 +161,7 @@ class Scheduler:
                     self.finish(seq, "length")
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
-        """Takes in the sampled tokens, one for each of `batch.sampled`, and ends sequences.
+        """Gives sequences the sampled tokens, one for each of `batch.sampled`, and ends sequences.
 
         A step that was not advanced in flight is advanced first: its tokens are pending for a
         moment, and then get their ids.
@@ -173,7 +173,7 @@ class Scheduler:
             self.advance(batch)
         taken = []
         for (_, seq, _), token_id in zip(batch.sampled, token_ids):
-            # a sequence that ended before the step did has no pending token
+            # a sequence that has ended meanwhile has no pending token
             if seq.token_ids[-1] < 0:
                 taken.append(seq)
                 seq.token_ids[-1] = token_id

@@ -2,7 +2,7 @@
 
 `Batch`: one step of several sequences, as the scheduler decides it and the runner computes it.
 
-Plain Python: nothing here decides or computes anything, or knows a tensor, a model or a policy.
+Plain data, without tensors: scheduler.py decides about it, and model_runner.py computes it.
 
     token_ids    Once upon a | time there was | a fox        num_tokens = 8
     computed     ─────────────────────────────▶              num_computed_tokens = 6
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from nanoengine.sampling_params import SamplingParams
+from .sampling_params import SamplingParams
 
 # What the sampler returns for a row whose logits allow no token. Negative numbers near 0 are
 # pending tokens: see `Sequence.token_ids`.
@@ -32,8 +32,8 @@ def hash64(seed: int, number: int) -> int:
     return xxhash.xxh64_intdigest(pack("<QQ", seed % 2**64, number))
 
 
-def engine_field(make: Any) -> Any:
-    """A field that the engine owns. It begins with `make()` in each new sequence or fork."""
+def fresh(make: Any) -> Any:
+    """A field that only the engine sets. A new sequence, or a fork, begins with `make()`."""
     return field(default_factory=make, init=False)
 
 
@@ -72,19 +72,19 @@ class Sequence:
     needs_tokens: bool = False
     max_cached_tokens: int = 2**31
 
-    num_computed_tokens: int = engine_field(int)
-    block_table: array = engine_field(lambda: array("i"))
+    num_computed_tokens: int = fresh(int)
+    block_table: array = fresh(lambda: array("i"))
     # (hash, tokens) of each full block, as far as they were needed: see block_manager.py
-    block_hashes: list[tuple[bytes, bytes]] = engine_field(list)
+    block_hashes: list[tuple[bytes, bytes]] = fresh(list)
     # how many tokens were computed at its last preemption
-    num_preempted_tokens: int = engine_field(int)
+    num_preempted_tokens: int = fresh(int)
     # the other completions of the prompt (n > 1), which begin with its first generated token
-    forks: list["Sequence"] = engine_field(list)
-    kept: dict[str, Any] = engine_field(dict)
-    finish_reason: str | None = engine_field(lambda: None)
-    stop_reason: int | str | None = engine_field(lambda: None)
+    forks: list["Sequence"] = fresh(list)
+    kept: dict[str, Any] = fresh(dict)
+    finish_reason: str | None = fresh(lambda: None)
+    stop_reason: int | str | None = fresh(lambda: None)
     # the error that its call must raise
-    error: Exception | None = engine_field(lambda: None)
+    error: Exception | None = fresh(lambda: None)
 
     num_tokens = property(lambda self: len(self.token_ids))
     num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)

@@ -8,7 +8,7 @@ the other, on a separate stream (ZeRO-Inference; Aminabadi et al., 2022, arXiv:2
     main stream   │ layer 0 ─────│ layers 1, 2 ─│ layers 3, 4 ─│ layer 5
 
 The parameters of a layer are views of its buffer, so the layer knows nothing about this, and CUDA
-graphs capture the copies like everything else. `ModelRunner.load_model` calls `load_offloaded`.
+graphs capture the copies like everything else. `ModelRunner.load_model` asks for `offloading`.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoengine.features import Condition
-from nanoengine.loader import place_on
+from nanoengine.loader import load_model, place_on
 from nanoengine.model import Decoder
 
 
@@ -31,11 +31,8 @@ CONDITIONS: list[Condition] = [
     ("cpu_offload_gb", lambda c: c.device != "cpu", "0 on a CPU")]
 
 
-def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
-    """Returns a model that keeps layers of this many GiB on the host.
-
-    load: loads the model; its argument `place` is a function that allocates memory for weights.
-    """
+def offloading(gibibytes: float) -> Callable[..., Decoder]:
+    """Returns a `load_model` for a model that keeps layers of this many GiB on the host."""
     on_host: list[nn.Module] = []
 
     def place(model: Decoder, device: str) -> None:
@@ -44,9 +41,12 @@ def load_offloaded(gibibytes: float, load: Callable[..., Decoder]) -> Decoder:
         place_on(nn.ModuleList(on_host), "cpu")
         place_on(nn.ModuleList(each for each in modules if each not in on_host), device)
 
-    model = load(place=place)
-    Offload(model, on_host, "cuda")
-    return model
+    def load(*arguments: Any, **options: Any) -> Decoder:
+        model = load_model(*arguments, **options | {"place": place})
+        Offload(model, on_host, "cuda")
+        return model
+
+    return load
 
 
 def pin(tensor: Tensor) -> Tensor:
