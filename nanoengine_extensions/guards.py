@@ -41,6 +41,9 @@ class Guards(Feature):
         policy = self.scheduler.config.kv_allocation
         with naming(rejected("kv_allocation", policy, "one that returns an int, of tokens")):
             held = [index(manager.hold(each)) for each in seqs]
+        policy = self.scheduler.config.scheduling_policy
+        with naming(rejected("scheduling_policy", policy, "one whose ranks can be compared")):
+            sorted(seqs[:1] * 2, key=self.scheduler.order)
         num_tokens = max(*held, *(each.max_num_tokens for each in seqs))
         if manager.num_blocks_for(num_tokens) > manager.num_blocks:
             raise ValueError(f"request {seqs[0].request_id}: {num_tokens} tokens do not fit: "

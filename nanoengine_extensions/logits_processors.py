@@ -39,7 +39,7 @@ def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
             with naming(f"request {seq.request_id}: its logits processor {processor}"):
                 scores = processor(input_ids.clone(), scores.clone())
                 if kind_of(scores) != kind_of(logits):
-                    raise TypeError(f"it returned {kind_of(scores) or scores}, and not floats of "
+                    raise TypeError(f"it returned {described(scores):.200}, and not floats of "
                                     f"shape {tuple(logits.shape)} on {logits.device}")
         except ValueError as error:
             seq.error = error
@@ -53,3 +53,10 @@ def kind_of(scores: Any) -> Any:
     """Returns what a processor must not change."""
     return isinstance(scores, Tensor) and (
         scores.shape, scores.is_floating_point(), scores.layout, scores.device)
+
+
+def described(scores: Any) -> str:
+    """Returns what a processor has returned in words, without the values of a tensor."""
+    if not isinstance(scores, Tensor):
+        return repr(scores)
+    return f"{scores.dtype} of shape {tuple(scores.shape)} on {scores.device} ({scores.layout})"

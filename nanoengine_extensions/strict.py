@@ -220,11 +220,11 @@ def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
             raise rejected(f"prompts[{place}]", prompt, FORMS + chats)
         for token_id in token_ids or ():
             if not isinstance(token_id, Integral) or isinstance(token_id, bool):
-                raise ValueError(
-                    f"prompts[{place}]: token id {token_id!r} is out of vocabulary: no integer")
+                raise ValueError(f"prompts[{place}]: token id {token_id!r:.200} is out of "
+                                 "vocabulary: no integer")
     for name, value, of in (("sampling_params", params, kind), ("priority", priority, int)):
         is_list = isinstance(value, (list, tuple))
-        are_right = [isinstance(each, of) and not isinstance(each, bool)
+        are_right = [isinstance(each, Integral if of is int else of) and not isinstance(each, bool)
                      for each in (value if is_list else () if value is None else [value])]
         if not all(are_right) or (is_list and len(value) != len(prompts)):
             shown = f"a list of {len(value)}" if all(are_right) else value
@@ -248,6 +248,9 @@ def message_of(error: Exception, message: str) -> str:
     comes from a signal handler: then it is not about the user's input."""
     if is_from_signal(error):
         raise error
+    # what tokenizers says of a text that UTF-8 cannot encode
+    if message.startswith("TextEncodeInput"):
+        return "the text has half of a surrogate pair, which is no character: leave it out"
     # PyTorch's error on a CPU has no separate class
     if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
             or isinstance(error, RuntimeError) and "can't allocate memory" in message):

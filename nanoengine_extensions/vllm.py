@@ -88,7 +88,11 @@ VLLMValidationError = ValueError
 
 
 def advice(name: str) -> str:
-    """Returns what to do with a keyword of vLLM, or of others; "" for any other one."""
+    """Returns what to do with a keyword of vLLM or of others, or with one of another class here; ""
+    for any other one."""
+    for kind in (nanoengine.SamplingParams, nanoengine.LLM):
+        if name in signature(kind).parameters:
+            return f"it is an option of {kind.__name__}"
     if name in INSTEAD:
         return f"use {INSTEAD[name]}"
     if name in OFF:
@@ -219,8 +223,7 @@ class LLM(nanoengine.LLM):
         if prompts is not None and prompt_token_ids is not None:
             raise rejected("prompt_token_ids", prompt_token_ids, "left out beside prompts")
         self.check_logprobs(sampling_params)
-        prompts = plain(prompt_token_ids if prompts is None else prompts)
-        given = (prompts, sampling_params)
+        given = (plain(prompt_token_ids if prompts is None else prompts), sampling_params)
         if not callable(use_tqdm):
             return super().generate(*given, use_tqdm, priority, **without(options))
         requests = self.inputs.make_requests(*given, priority, **without(options))

@@ -113,6 +113,9 @@ def run_snippets(text: str, name: str, silent: bool = True) -> None:
 
 @pytest.mark.parametrize("file", CHAPTERS, **by_name)
 def test_snippets(file, monkeypatch):
+    if "@triton.jit" in file.read_text():
+        # before, its interpreter does not work with NumPy 2.4
+        pytest.importorskip("triton", minversion="3.6")
     monkeypatch.chdir(ROOT)
     with contextlib.ExitStack() as stack:
         # what a chapter adds is removed after it

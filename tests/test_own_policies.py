@@ -107,3 +107,13 @@ def test_an_allocation_that_is_no_number_is_named(make_llm, value):
         with pytest.raises(ValueError, match="kv_allocation=.*one that returns an int"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         check_idle(llm)
+
+
+@pytest.mark.needs("guards")
+@pytest.mark.parametrize("rank", [None, {}, 1j])
+def test_ranks_that_cannot_be_compared_are_named(make_llm, rank):
+    """When a request is made, although nobody else waits."""
+    with make_llm(**FEW_BLOCKS, scheduling_policy=lambda seq: rank) as llm:
+        with pytest.raises(ValueError, match="scheduling_policy=.*one whose ranks can be compared"):
+            llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+        check_idle(llm)

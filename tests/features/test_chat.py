@@ -245,9 +245,11 @@ def test_a_call_without_content(prompt, template, expected):
 def test_other_fields_reach_the_template(prompt):
     message = {"role": "tool", "tool_call_id": "7", "name": "rain", "content": "no",
                "refusal": None, "reasoning_content": "hm", "own": {"a": [None]}}
-    assert json.loads(prompt([message], "{{ messages[0] | tojson }}")) == {
-        "role": "tool", "tool_call_id": "7", "name": "rain", "content": "no", "thinking": "hm",
-        "reasoning_content": "hm", "own": {"a": [None]}}
+    shown = json.loads(prompt([message], "{{ messages[0] | tojson }}"))
+    # newer releases of transformers add what templates of gpt-oss read
+    assert shown.pop("thinking", "hm") == "hm"
+    assert shown == {"role": "tool", "tool_call_id": "7", "name": "rain", "content": "no",
+                     "reasoning_content": "hm", "own": {"a": [None]}}
     legacy = {"role": "assistant", "content": None,
               "function_call": {"name": "rain", "arguments": TEXT}}
     template = """{% if m.content is none %}{{ m.function_call.arguments }}{% endif %}"""

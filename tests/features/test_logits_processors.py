@@ -57,6 +57,15 @@ def test_a_result_of_another_shape_or_kind_is_an_error_that_names_the_request(re
         assert re.match(r"request 7: .* not floats of shape \(1, 20\)", str(seq.error))
 
 
+@pytest.mark.parametrize("result, described", [
+    (torch.zeros(1, 20).numpy(), "array([[0., 0., 0."), ([[0.0] * 10**5], "[[0.0, 0.0, 0.0"),
+    (torch.zeros(1, 20, dtype=torch.int32), "torch.int32 of shape (1, 20) on cpu (torch.strided)")])
+def test_what_a_processor_has_returned_is_said_in_short(result, described):
+    seq = make(logits_processors=[give(result)])
+    sample(torch.zeros(1, 20), [seq])
+    assert f": it returned {described}" in str(seq.error) and len(str(seq.error)) < 500
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_result_of_another_precision_counts(dtype):
     forced = torch.tensor([[0.0, 5.0, -math.inf, math.inf]], dtype=dtype)

@@ -221,6 +221,7 @@ def test_forms(llm):
     ("The", "abc", "continuations='abc' is not accepted: it must be a list of texts or lists of"),
     ("The", [5], r"continuations\[0\]=5 is not accepted: it must be a text or a list of token ids"),
     ("The", [["a"]], r"continuations\[0\]=\['a'\] is not accepted"),
+    ("The", [[7], [True, 7]], r"continuations\[1\]=\[True, 7\] is not accepted"),
     ("The", [None], r"continuations\[0\]=None is not accepted"),
     ("The", None, "continuations=None is not accepted"),
     (["The"], [], r"continuations=\[\] is not accepted: .*, for each prompt$"),

@@ -114,7 +114,12 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
     (SamplingParams, "max_new_tokens", "the nearest is max_tokens"),
     (SamplingParams, "best_of", "leave it out; help(SamplingParams) says what is known"),
     (BeamSearchParams, "do_sample", "leave it out; help(BeamSearchParams) says what is known"),
-    (BeamSearchParams, "width", "the nearest is beam_width")])
+    (BeamSearchParams, "width", "the nearest is beam_width"),
+    # in the wrong place
+    (EngineConfig, "temperature", "it is an option of SamplingParams"),
+    (EngineConfig, "max_tokens", "it is an option of SamplingParams"),
+    (SamplingParams, "max_model_len", "it is an option of LLM"),
+    (BeamSearchParams, "dtype", "it is an option of LLM")])
 def test_a_keyword_that_is_not_known(make, name, advice):
     """One sentence, whose last words say what to do; no list of all keywords."""
     given = {EngineConfig: dict(model="m"), BeamSearchParams: dict(beam_width=1, max_tokens=1)}
@@ -130,6 +135,31 @@ def test_messages_are_no_prompt():
             check_call(prompts, None, None, SamplingParams)
     with pytest.raises(ValueError, match="or a list of these$"):
         check_call([{"text": "a"}], None, None, SamplingParams)
+
+
+def test_a_value_in_place_of_a_token_id_is_cut():
+    with pytest.raises(ValueError, match="^prompts.0.: token id .* is out of vocabulary") as error:
+        check_call([[[7] * 10**5]], None, None, SamplingParams)
+    assert len(str(error.value)) < 300
+
+
+def test_numbers_of_numpy_are_priorities(llm):
+    one, two = llm.add(["a", "b"], GREEDY, [*np.argsort([3, 1])])
+    llm.abort([one, two])
+    assert (one.seq.priority, two.seq.priority) == (1, 0)
+    for value in (np.float64(1), np.bool_(True), True, "1"):
+        with pytest.raises(ValueError, match="^priority=.*: it must be one int, or 2 of them$"):
+            check_call(["a", "b"], None, [1, value], SamplingParams)
+
+
+@pytest.mark.parametrize("call", [
+    lambda llm, text: llm.generate(["a", text], GREEDY),
+    lambda llm, text: llm.chat([{"role": "user", "content": text}], GREEDY),
+    lambda llm, text: llm.score("a", [text]), lambda llm, text: llm.score(text, ["a"])])
+def test_a_text_that_has_no_bytes_in_utf_8(llm, call):
+    """Half of a pair, as json.loads makes of an escape that was cut."""
+    with pytest.raises(ValueError, match=r"half of a surrogate pair, .*: leave it out\)?$"):
+        call(llm, "a\ud83d")
 
 
 def test_an_option_of_a_chat_that_is_not_known():
