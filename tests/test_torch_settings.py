@@ -23,7 +23,8 @@ ENGINES: list[dict[str, Any]] = [
     dict(dtype="float32"), dict(dtype="bfloat16", run_ahead=True),
     dict(dtype="bfloat16", quantization="int4"),
     dict(dtype="float32", attention_backend="gather"),
-    dict(dtype="float32", num_kv_blocks=7, block_size=16, max_model_len=64, preemption_mode="swap")]
+    dict(dtype="float32", num_kv_blocks=7, block_size=16, max_model_len=64, preemption_mode="swap",
+         swap_space=0.01)]
 
 
 @contextmanager

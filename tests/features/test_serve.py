@@ -504,7 +504,8 @@ def test_it_begins_with_all_memory_of_its_cache(tiny, monkeypatch):
     begun = []
     monkeypatch.setattr(module.uvicorn, "run", lambda app, **options: begun.extend(
         type(each).__name__ for each in app.routes[1].endpoint.__self__.llm.config.features))
-    module.main(["--model", tiny, "--options", '{"num_kv_blocks": 4}', "--port", "0"])
+    module.main(["--model", tiny, "--options", '{"num_kv_blocks": 4, "block_size": 16}',
+                 "--port", "0"])
     assert "AllWritten" in begun
 
 
@@ -984,14 +985,14 @@ def test_the_server_ends(serve, llm, capfd):
 def test_calls_that_end_in_time(serve):
     port = serve()
     with ThreadPoolExecutor(2) as pool:
-        body = {"prompt": "Once", "ignore_eos": True, "max_tokens": 400}
+        body = {"prompt": "Once", "ignore_eos": True, "max_tokens": 150}
         answers = [pool.submit(lambda: json.load(post(port, body))),
                    pool.submit(lambda: post(port, body | {"stream": True}).read())]
         (server, thread), = serve.running
         wait_until(lambda: len(server.server_state.tasks) == 2)
         serve.stop()
         whole, stream = (answer.result(60) for answer in answers)
-    assert whole["usage"]["completion_tokens"] == 400 and stream.endswith(b"data: [DONE]\n\n")
+    assert whole["usage"]["completion_tokens"] == 150 and stream.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.slow
