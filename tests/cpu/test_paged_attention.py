@@ -276,6 +276,7 @@ def bits_of_a_large_step():
         torch.cat([result.flatten() for result in results]).view(torch.int16).numpy()).hexdigest()
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing_and_gets_the_same_bits(
         new_kernels, tmp_path, monkeypatch):
     """In the process in which it was compiled, numba would not take the one on disk."""

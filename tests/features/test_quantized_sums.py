@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import token_ids
-from quantizing import (BFLOAT16, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, REAL, SCHEDULES, draw,
-    expected, generated, linear_of, linears_of, logprobs_of, make_gguf, make_quantized, num_bytes,
-    run_on_another_cpu)
+from quantizing import (BFLOAT16, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, REAL, SCHEDULES,
+    draw, expected, generated, linear_of, linears_of, logprobs_of, make_gguf, make_quantized,
+    num_bytes, run_on_another_cpu)
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams

@@ -322,7 +322,10 @@ def test_bfloat16_is_checked_in_float32(folder_of, monkeypatch, name):
         return compare_steps(runner, model, ids, wanted, backend, dtype, most)
 
     monkeypatch.setattr(check, "compare", spy)
-    with make_llm(folder_of(name), quantization="int4", dtype="bfloat16") as llm:
+    # each shape of heads is a kernel to compile
+    backend = "auto" if name == "gemma2" else "gather"
+    with make_llm(folder_of(name), quantization="int4", dtype="bfloat16",
+                  attention_backend=backend) as llm:
         assert errors == [1e-3, 0.5] and packed_of(llm)
         assert not any(each.was_read for each in packed_of(llm))
         # each row has the same bits, whatever rows are beside it
