@@ -217,8 +217,10 @@ def find(tiny, bundled, tmp_path_factory, are_all: bool) -> dict:
     asked["imported"] = ["", *names[::1 if are_all else 4]]
     # of all folders: a file is compiled once. Without its source, no bytecode is found
     bytecode = tmp_path_factory.mktemp("bytecode")
-    for deleted in ["nothing", *FILES]:
-        folder = tmp_path_factory.mktemp(deleted)
+    for number, deleted in enumerate(["nothing", *FILES]):
+        # nanoengine_cpu stays that of the first folder; in another order of these paths, its cache
+        # would take the kernels of a feature for new ones
+        folder = tmp_path_factory.mktemp(f"{number:03}-{deleted}")
         folders[deleted] = str(folder)
         (folder / "nanoengine_cpu").symlink_to(ROOT / "nanoengine_cpu")
         for package in (ROOT / "nanoengine", FOLDER):

@@ -985,14 +985,14 @@ def test_the_server_ends(serve, llm, capfd):
 def test_calls_that_end_in_time(serve):
     port = serve()
     with ThreadPoolExecutor(2) as pool:
-        body = {"prompt": "Once", "ignore_eos": True, "max_tokens": 150}
+        body = {"prompt": "Once", "ignore_eos": True, "max_tokens": 400}
         answers = [pool.submit(lambda: json.load(post(port, body))),
                    pool.submit(lambda: post(port, body | {"stream": True}).read())]
         (server, thread), = serve.running
         wait_until(lambda: len(server.server_state.tasks) == 2)
         serve.stop()
         whole, stream = (answer.result(60) for answer in answers)
-    assert whole["usage"]["completion_tokens"] == 150 and stream.endswith(b"data: [DONE]\n\n")
+    assert whole["usage"]["completion_tokens"] == 400 and stream.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.slow
