@@ -37,14 +37,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # What takes longest comes first, so that both processes have work to the end. Kernels that several
 # files need are compiled in one of the first two, which have no shape in common.
 SLOWEST = ["test_gpu_path", "test_paged_attention", "test_transformers_models", "test_quantized",
-           "test_quantized_sums", "test_ray_data", "test_shared_steps", "test_engine",
-           "test_random_requests", "test_quantized_transformers", "test_tensor_parallel",
-           "test_structured_outputs", "test_own_layers", "test_speculation", "test_concurrency",
-           "test_serve", "test_deletable", "test_batch_invariant", "test_recipes", "test_gpu_costs",
-           "test_docs", "test_attention", "test_lab", "test_modules", "test_cpu_memory",
-           "test_offload", "test_torch_settings", "test_model", "test_scheduler", "test_products",
-           "test_film", "test_logprobs", "test_alone", "test_beam_search", "test_batch",
-           "test_known", "test_missing_packages", "test_llm", "test_async_llm", "test_metrics"]
+           "test_ray_data", "test_deletable", "test_speculation", "test_docs", "test_engine",
+           "test_serve", "test_lab", "test_quantized_transformers", "test_model", "test_scheduler",
+           "test_structured_outputs", "test_quantized_sums", "test_own_layers", "test_recipes",
+           "test_shared_steps", "test_gpu_costs", "test_concurrency", "test_batch_invariant",
+           "test_batch", "test_modules", "test_tool_calls", "test_products", "test_alone",
+           "test_logprobs", "test_torch_settings", "test_offload", "test_beam_search", "test_llm",
+           "test_random_requests", "test_tensor_parallel", "test_cpu_memory", "test_attention",
+           "test_sampler", "test_vllm", "test_missing_packages", "test_library", "test_async_llm"]
 
 
 def pytest_collection_modifyitems(items: list) -> None:

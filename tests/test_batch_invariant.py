@@ -68,16 +68,21 @@ def check(folder: str, prompts: list[list[int]], schedules: dict, **options) -> 
             assert is_cached == (counters["prefix_cache_hits"] > 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture, changes", [
-    ("Qwen3", {}), ("Llama", {"num_key_value_heads": 4, "intermediate_size": 224}),
-    ("Qwen2", {"head_dim": None, "num_attention_heads": 2, "num_key_value_heads": 1})])
+LLAMA = "Llama", {"num_key_value_heads": 4, "intermediate_size": 224}
+QWEN2 = "Qwen2", {"head_dim": None, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("architecture, changes, dtype", [
+    ("Qwen3", {}, "float32"), ("Qwen3", {}, "bfloat16"), (*LLAMA, "bfloat16"), (*QWEN2, "float32"),
+    *(pytest.param(*each, marks=pytest.mark.slow)
+      for each in ((*LLAMA, "float32"), (*QWEN2, "bfloat16")))])
 def test_same_bits_under_every_schedule(make_model, architecture, changes, dtype):
     folder, _ = make_model(architecture, **changes)
     check(folder, PROMPTS, SCHEDULES, dtype=dtype, block_size=16)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [
+    pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_same_bits_with_products_as_large_as_real_ones(tmp_path, dtype):
     """Those of Qwen3-0.6B, with smaller heads in their place, two layers and fewer tokens."""
     config = json.loads((ROOT / "models/qwen3-0.6b/config.json").read_text())

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
+from forks import run_in_fork
 
 from nanoengine import BeamSearchParams, SamplingParams
 from nanoengine.engine import Engine
@@ -320,6 +321,7 @@ print(len(llm.generate([[1, 2, 3]], use_tqdm=False)))
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_first_call_of_a_process(tiny):
     result = run(FIRST_IMPORT.replace("MODEL", repr(tiny)))
     assert result.stdout == "1\n", result.stderr
@@ -340,10 +342,16 @@ print(torch.get_num_threads(), numba.get_num_threads())
 """
 
 
-@pytest.mark.parametrize("limit, environment", [(1, {}), (0, dict(OMP_NUM_THREADS="1"))])
-def test_a_limit_on_threads_is_kept_and_stays(tiny, limit, environment):
-    script = LIMITS.replace("LIMIT", str(limit)).replace("MODEL", repr(tiny))
-    result = run(script, NUMBA_NUM_THREADS="2", **environment)
+def test_a_limit_on_threads_is_kept_and_stays(tiny):
+    # forks have the environment of conftest.py, with two threads
+    result = run_in_fork(LIMITS.replace("LIMIT", "1").replace("MODEL", repr(tiny)))
+    assert result.stdout == "1 1 1\n1 1 1\n2 2\n", result.stderr
+
+
+@pytest.mark.slow
+def test_a_limit_on_threads_in_the_environment(tiny):
+    script = LIMITS.replace("LIMIT", "0").replace("MODEL", repr(tiny))
+    result = run(script, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="1")
     assert result.stdout == "1 1 1\n1 1 1\n2 2\n", result.stderr
 
 

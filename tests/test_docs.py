@@ -53,6 +53,8 @@ OTHERS = [file for file in DOCUMENTS
 # a module of the lab may have been imported before it is started
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 by_name = {"ids": lambda file: str(file.relative_to(ROOT))}
+# its ranks are processes, as are those of chapter 11
+SLOW = ROOT / "docs" / "scaling.md"
 
 
 # ---------------------------------------------------------------------------------- quotes
@@ -126,7 +128,9 @@ def test_snippets(file, monkeypatch):
         run_snippets(file.read_text(), file.name)
 
 
-@pytest.mark.parametrize("file", OTHERS, **by_name)
+@pytest.mark.parametrize("file", [
+    pytest.param(file, marks=pytest.mark.slow if file == SLOW else ()) for file in OTHERS],
+    **by_name)
 def test_snippets_of_other_documents(file, monkeypatch, tmp_path):
     """Each part of a document, from one heading to the next, has a namespace. What a snippet prints
     is compared where an output follows. One that begins with `# needs …` is only compiled."""

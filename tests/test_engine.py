@@ -373,7 +373,8 @@ def alone(make_llm):
 
 # the other pairs are in the random requests below
 @pytest.mark.parametrize("scheduling, run_ahead", [
-    ("prefill-first", False), ("mixed", True), ("static", True)])
+    ("prefill-first", False), ("mixed", True),
+    pytest.param("static", True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options, happened", [
     (dict(), lambda m: m["prefix_cache_hits"] > 0 == m["num_preemptions"]),
     (dict(max_num_seqs=3), lambda m: 2 < m["batched_sequences"] / m["num_steps"] <= 3),

@@ -69,7 +69,8 @@ def decode_step(folder: str, params: dict[str, Any], **options: Any) -> list[tup
 
 
 @pytest.mark.parametrize("library, backend, most", [
-    (True, "flash-attn", 9), (True, "triton", 9), (False, "flash-attn", 61)])
+    (True, "flash-attn", 9), pytest.param(True, "triton", 9, marks=pytest.mark.slow),
+    (False, "flash-attn", 61)])
 def test_kernels_and_bytes_of_a_layer(folder, library, backend, most):
     if library and not HAS_TRITON:
         pytest.skip("Triton is not installed")

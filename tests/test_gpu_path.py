@@ -129,6 +129,10 @@ def needs(backend: str) -> None:
         pytest.skip("Triton is not installed")
 
 
+def slow_but(some: list[str], names: Any) -> list:
+    return [pytest.param(name, marks=() if name in some else pytest.mark.slow) for name in names]
+
+
 # ------------------------------------------------------------------------------ plain steps
 
 
@@ -244,7 +248,7 @@ def patient(make_model) -> str:
                       num_key_value_heads=1)[0]
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_graphs_of_all_widths_give_the_same_tokens(engines, patient, run_ahead):
     """A sequence grows from one width to the next, beside short ones."""
     options = dict(max_model_len=9000, max_num_batched_tokens=4096, num_kv_blocks=120)
@@ -306,7 +310,8 @@ def folders(make_model) -> dict[str, str]:
             for name, changes in ARCHITECTURES.items()}
 
 
-@pytest.mark.parametrize("backend", ["flash-attn", "varlen"])
+@pytest.mark.parametrize("backend", [
+    "flash-attn", pytest.param("varlen", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_architectures(engines, folders, architecture, backend):
     needs(backend)
@@ -354,6 +359,9 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "a custom processor": dict(logits_processors=[shift]),
     "a processor that gives NaN": dict(logits_processors=[break_sometimes])}
 
+# together, they have all kernels and each way in which rows are edited
+SOME = ["all truncations", "logprobs", "prompt_logprobs", "min_tokens", "everything",
+        "a custom processor", "a processor that gives NaN"]
 # for which the host may read what the device has computed
 MAY_READ = {"a custom processor", "a processor that gives NaN"}
 
@@ -383,7 +391,7 @@ def test_sampling_parameters(engines, tiny, enforce_eager, name):
         check_no_host_reads(engine.gpu)
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", slow_but(SOME, SAMPLED))
 def test_sampling_parameters_are_as_on_a_cpu(engines, tiny, name):
     params = edited_and_plain(SAMPLED[name])
     on_gpu = engines.get(tiny, **EXACT, run_ahead=True).generate(PROMPTS, params)
@@ -457,7 +465,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "measured memory": dict(num_kv_blocks=None)}
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", slow_but([
+    "preemption by recomputing", "preemption by swapping", "chunks and few blocks",
+    "no prefix cache", "pages of 512", "measured memory"], POLICIES))
 def test_policies(engines, tiny, name):
     engine = make_engine(tiny, run_ahead=True, **POLICIES[name])
     expected = engines.reference(tiny, "long", LONG_PROMPTS, LONG)

@@ -60,7 +60,10 @@ def alone(bundled):
         yield lambda prompt, params: llm.generate(prompt, params, use_tqdm=False)[0]
 
 
-@pytest.mark.parametrize("seed", range(20))
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 20))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_each_is_as_if_alone(bundled, alone, seed):
     rng = random.Random(seed)
     with LLM(bundled, dtype="float32", **make_options(rng)) as llm:

@@ -327,6 +327,7 @@ def test_the_command_of_the_service(monkeypatch):
     assert called[0][0].outputs[0].text == " 46"
 
 
+@pytest.mark.slow
 def test_serve(monkeypatch, capsys):
     """The command of the recipes, with their client; test_serve.py has the rest."""
     pytest.importorskip("openai")

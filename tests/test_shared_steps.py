@@ -382,8 +382,14 @@ def interrupted(call, at: int) -> bool:
         sys.settrace(before)
 
 
+CALLS = ["generate", "stream", "by hand", "abort"]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["generate", "stream", "by hand", "abort"])
+@pytest.mark.parametrize("shared_llm, name", [
+    *((False, name) for name in CALLS), (True, "generate"),
+    *(pytest.param(True, name, marks=pytest.mark.slow) for name in CALLS[1:])],
+    indirect=["shared_llm"])
 def test_ctrl_c_at_any_line(shared_llm, name):
     """The next call begins with a clean engine, and gets the right tokens; none is left behind."""
     prompts = random_prompts([5, 6])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import run_in_fork
 
 from nanoengine_cpu import memory
 
@@ -17,7 +18,7 @@ def page_faults(script):
     script = "import resource, torch\n" + script.replace(
         "---", "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt") + (
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)")
-    return int(subprocess.check_output([sys.executable, "-c", script], text=True))
+    return int(run_in_fork(script).stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc does")
@@ -108,7 +109,9 @@ ctypes.CDLL = load
 
 
 @needs_libgomp
-@pytest.mark.parametrize("is_another, is_linked", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("is_another, is_linked", [
+    pytest.param(False, False, marks=pytest.mark.slow),
+    pytest.param(True, False, marks=pytest.mark.slow), (True, True)])
 def test_libraries_find_the_libgomp_of_torch_before_any_other(
         another_libgomp, is_another, is_linked, tmp_path):
     """Even one that was loaded before; also where PyTorch's files are links to another place."""
@@ -143,6 +146,7 @@ print(count() - alone)
     assert found[1:] == ["1", "0"]
 
 
+@pytest.mark.slow
 @needs_libgomp
 def test_a_process_may_have_loaded_any_file(another_libgomp, tmp_path):
     """A library that has gone since, and one whose name is no text."""

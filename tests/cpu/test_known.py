@@ -424,6 +424,7 @@ def test_the_engine_s_own_model_is_known(make):
     assert all(map(modules.is_known_layer, decoder.layers))
 
 
+@pytest.mark.slow
 def test_it_is_known_without_docstrings():
     script = "\n".join([
         "from transformers import Qwen3Config", "from nanoengine import model",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import packages_imported_by
+from forks import run_in_fork
 
 import nanoengine_cpu
 
@@ -14,11 +15,10 @@ FOLDER = Path(nanoengine_cpu.__file__).parent
 README = (FOLDER / "README.md").read_text()
 
 
-def run(script: str, folder: Path) -> str:
-    """In a process of its own, where the library alone can be imported."""
+def alone(script: str, folder: Path) -> str:
+    """The script of a process in which the library alone can be imported."""
     (folder / "nanoengine_cpu").symlink_to(FOLDER)
-    script = f"import sys; sys.path[:0] = [{str(folder)!r}]\n{script}"
-    return subprocess.check_output([sys.executable, "-c", script], text=True, cwd=folder)
+    return f"import sys; sys.path[:0] = [{str(folder)!r}]\n{script}"
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
@@ -29,8 +29,10 @@ def test_no_file_imports_an_engine(file):
 
 
 def test_importing_it_imports_no_engine(tmp_path):
-    printed = run("import nanoengine_cpu\n"
-                  "print(*{name.partition('.')[0] for name in sys.modules})", tmp_path).split()
+    script = alone("import nanoengine_cpu\n"
+                   "print(*{name.partition('.')[0] for name in sys.modules})", tmp_path)
+    printed = subprocess.check_output(
+        [sys.executable, "-c", script], text=True, cwd=tmp_path).split()
     assert "nanoengine_cpu" in printed
     engine = {"nanoengine", "nanoengine_gpu", "nanoengine_extensions"}
     assert not {*engine, "transformers"} & {*printed}
@@ -39,7 +41,7 @@ def test_importing_it_imports_no_engine(tmp_path):
 def test_the_example_of_the_readme(tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     expected = [comment.strip() for comment in re.findall(r"print\(.*\) +# (.*)", example)]
-    printed = run(example, tmp_path).splitlines()
+    printed = run_in_fork(alone(example, tmp_path), folder=tmp_path).stdout.splitlines()
     assert len(printed) == len(expected) == 2
     assert all(comment.startswith(line) for line, comment in zip(printed, expected))
 

@@ -42,7 +42,7 @@ def exact_product(x, plain, layer):
 
 
 @DTYPES
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("outputs", [1, 31, 32, 33, 100, 1008, 1024])
 @pytest.mark.parametrize("inputs", [2, 31, 32, 100, 1024])
 def test_products(inputs, outputs, bias, dtype):

@@ -44,8 +44,10 @@ def test_layers_on_the_host_are_spread(count, chosen):
     assert choose_layers(layers, 1e30) == [*layers]
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("num_layers", [0.1, 2, 3, 4, 1000])
+@pytest.mark.parametrize("num_layers, enforce_eager", [
+    (0.1, True), (2, False), (3, True), (4, False), (1000, True),
+    *(pytest.param(*each, marks=pytest.mark.slow)
+      for each in ((0.1, False), (2, True), (3, False), (4, True), (1000, False)))])
 def test_weights_on_the_host(engines, deep, num_layers, enforce_eager):
     """The same tokens, with nothing that waits, and with so much less on the device."""
     gibibytes = num_layers * layer_bytes(deep) / 2**30

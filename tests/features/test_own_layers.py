@@ -58,7 +58,9 @@ def test_other_attention_stays(folder_of, name):
 
 
 @pytest.mark.parametrize("name, has_decoder", [
-    ("phi3", True), ("llama partial", True), ("granite", False), ("gemma3_text", False)])
+    ("phi3", True), ("granite", False),
+    *(pytest.param(*each, marks=pytest.mark.slow)
+      for each in (("llama partial", True), ("gemma3_text", False)))])
 def test_cuda_graphs_hold_own_layers(folder_of, name, has_decoder):
     """On a GPU that is not there: a whole decoder, and attention between scales and other norms."""
     options = compare.OPTIONS | dict(device="cuda", attention_backend="flash-attn", block_size=256,

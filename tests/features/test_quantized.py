@@ -543,7 +543,7 @@ def test_biases_of_a_model_without_biases(make_quantized):
         LLM(folder, **OPTIONS)
 
 
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kernels", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name, part", [
     ("awq", "qweight"), ("awq", "scales"), ("awq", "qzeros"), ("gptq 4", "qweight"),
     ("gptq 4", "scales"), ("gptq 8", "scales"), ("gptq 4", "qzeros"), ("w4a16", "weight_packed"),
@@ -872,7 +872,8 @@ def test_mixed_parts_of_gguf(make_gguf, kinds):
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "Q4_K_M", "awq"])
+@pytest.mark.parametrize(
+    "name", ["int4", pytest.param("int8", marks=pytest.mark.slow), "Q4_K_M", "awq"])
 def test_a_whole_model_has_the_bits_of_the_dequantized_one(
         bundled, make_quantized, monkeypatch, name):
     """However its requests are run."""

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import token_ids
-from quantizing import (GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, REAL, SCHEDULES, draw,
-    expected, generated, linear_of, linears_of, logprobs_of, make_gguf, make_quantized, num_bytes,
-    run_on_another_cpu)
+from quantizing import (BFLOAT16, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, REAL, SCHEDULES,
+    draw, expected, generated, linear_of, linears_of, logprobs_of, make_gguf, make_quantized,
+    num_bytes, run_on_another_cpu)
 from torch import Tensor
 
-from nanoengine import LLM
+from nanoengine import LLM, SamplingParams
 from nanoengine_cpu.compiling import Program
 from nanoengine_cpu.modules import PackedLinear
 from nanoengine_cpu.vectors import has
@@ -20,6 +20,9 @@ from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 fixtures = make_gguf, make_quantized
 DTYPES = [torch.bfloat16, torch.float32]
+# the kernel of float32 takes 13 seconds to compile
+IN_BOTH = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 
 
 def run(linear: Any, x: Tensor, residual: Tensor | None = None, norm: Any = None) -> Tensor:
@@ -61,7 +64,7 @@ def compare_exactly(weights, dtype, num_rows, halves=1, bias=None) -> None:
             assert found.isfinite().all() and torch.equal(found, wanted), (count, more is None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@IN_BOTH
 @pytest.mark.parametrize("name", PACKED)
 def test_exact_sums(name, dtype):
     weight = draw(192, 512, *PACKED[name])
@@ -69,7 +72,7 @@ def test_exact_sums(name, dtype):
     compare_exactly([weight], dtype, (1, 2, 3, 4, 5, 7, 8, 40), bias=bias)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@IN_BOTH
 def test_exact_sums_of_several_parts(dtype):
     """Queries, keys and values of several formats; gates and ups; 1,280 inputs are five slices."""
     names = ["Q4_K", "Q6_K", "Q4_0"]
@@ -81,7 +84,7 @@ def test_exact_sums_of_several_parts(dtype):
 
 @pytest.mark.parametrize("num_rows", [(1, 2, 3, 5, 40), pytest.param(
     (*range(1, 41), 64, 100, 512), marks=pytest.mark.slow)], ids=["few", "all"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@IN_BOTH
 @pytest.mark.parametrize("name", PACKED)
 def test_rows_do_not_depend_on_each_other(name, dtype, num_rows):
     """With a norm; and their sums are those of float64, but for rounding."""
@@ -146,16 +149,37 @@ def test_on_other_cpus(name, features, tmp_path):
 # ---------------------------------------------------------------------------------- whole models
 
 
+def all_by_sums(llm: LLM) -> bool:
+    parts = [part for linear in linears_of(llm) for part in linear.packed_parts]
+    return bool(parts) and all(packed.form_of(part).by_sums for part in parts)
+
+
+def test_a_gguf_in_bfloat16(make_gguf):
+    path, model = make_gguf(["Q4_K", "Q6_K"])
+    prompt = PROMPTS[1]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with LLM(path, quantization="gguf_sums", **BFLOAT16) as llm:
+        assert all_by_sums(llm)
+        output = llm.generate([prompt], params, use_tqdm=False)[0]
+    found = [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], prompt[1:])]
+    with torch.inference_mode():
+        right = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    right = right[range(len(prompt) - 1), prompt[1:]]
+    torch.testing.assert_close(torch.tensor(found), right, atol=0.1, rtol=0.02)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [["Q8_0"], ["Q4_K", "Q6_K"]])
 def test_tokens_of_a_gguf(make_gguf, kinds):
     path, model = make_gguf(kinds)
     with LLM(path, quantization="gguf_sums", **OPTIONS) as llm:
-        parts = [part for linear in linears_of(llm) for part in linear.packed_parts]
-        assert parts and all(packed.form_of(part).by_sums for part in parts)
+        assert all_by_sums(llm)
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "gguf", "awq"])
+@pytest.mark.parametrize(
+    "name", ["int4", pytest.param("int8", marks=pytest.mark.slow), "gguf",
+             pytest.param("awq", marks=pytest.mark.slow)])
 def test_schedules_do_not_matter(bundled, make_quantized, name):
     model = bundled
     if name == "gguf":
@@ -172,7 +196,7 @@ def test_schedules_do_not_matter(bundled, make_quantized, name):
 def test_the_memory_is_the_same(bundled):
     found = []
     for quantization in ("int4", "int4_sums"):
-        with LLM(bundled, quantization=quantization, **OPTIONS) as llm:
+        with LLM(bundled, quantization=quantization, **BFLOAT16) as llm:
             found.append(num_bytes(llm.engine.runner.model))
     assert found[0] == found[1]
 
@@ -187,4 +211,4 @@ def test_where_it_is_refused(tiny, options, accepted):
     given = OPTIONS | dict(quantization="int4_sums") | options
     with pytest.raises(ValueError, match=f"quantization='{given['quantization']}' is.*{accepted}"):
         LLM(tiny, **given)
-    assert generated(tiny, quantization="int4_sums")
+    assert generated(tiny, quantization="int4_sums", dtype="bfloat16")

@@ -504,7 +504,8 @@ def test_it_begins_with_all_memory_of_its_cache(tiny, monkeypatch):
     begun = []
     monkeypatch.setattr(module.uvicorn, "run", lambda app, **options: begun.extend(
         type(each).__name__ for each in app.routes[1].endpoint.__self__.llm.config.features))
-    module.main(["--model", tiny, "--options", '{"num_kv_blocks": 4}', "--port", "0"])
+    module.main(["--model", tiny, "--options", '{"num_kv_blocks": 4, "block_size": 16}',
+                 "--port", "0"])
     assert "AllWritten" in begun
 
 

@@ -100,7 +100,8 @@ def plain_llm(request, bundled):
         yield llm
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
 def test_random_requests(bundled, plain_llm, seed, always):
     """Under random options, in one thread or three, each as if alone in an engine that does not
     guess."""

@@ -311,7 +311,7 @@ def test_a_connection_that_never_comes(tiny, start_rank_1, monkeypatch):
         is_over.set()
 
 
-def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch, capfd, no_forks):
+def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch, capfd):
     send = Ranks.send
     monkeypatch.setattr(Ranks, "send", lambda ranks, options, part, folder: send(
         ranks, options, part, tmp_path))  # where there are no weights

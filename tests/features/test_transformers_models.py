@@ -32,15 +32,21 @@ from nanoengine_extensions.transformers_models import check, modules, watching  
 
 GREEDY = compare.GREEDY
 # of each kind: windows, soft caps, sinks, no positions, learned positions, other angles, experts,
-# one expert each, latent attention, shared keys and values, scales, loops, several calls of a
-# layer, images, norms after the attention, upcast scores
+# one expert each, latent attention, shared keys and values, scales, images, norms after the
+# attention, upcast scores
 RUNNING = [
-    "mistral", "cohere2", "gemma2", "gpt_oss", "smollm3", "gpt2", "opt", "gpt_neox", "phi",
-    "stablelm", "starcoder2", "mixtral", "qwen3_moe", "olmoe", "mixtral top-1", "deepseek_v3",
-    "deepseek_v2 yarn", "gemma4_text", "granite", "hrm_text", "diffllama", "mimo_v2_flash",
-    "gemma3 images", "mistral3 images", "qwen3_vl images", "phi3", "olmo2", "glm4", "gpt2 upcast",
-    "llama partial", "llama gelu", "llama4 chunks", "dbrx"]
+    "mistral", "gemma2", "gpt_oss", "smollm3", "gpt2", "gpt_neox", "qwen3_moe", "mixtral top-1",
+    "deepseek_v3", "gemma4_text", "granite", "gemma3 images", "qwen3_vl images", "phi3", "olmo2",
+    "gpt2 upcast", "llama partial", "llama gelu", "llama4 chunks"]
+# loops, several calls of a layer, clipped queries; and more of the kinds above
+MORE = [
+    "cohere2", "opt", "phi", "stablelm", "starcoder2", "mixtral", "olmoe", "deepseek_v2 yarn",
+    "hrm_text", "diffllama", "mimo_v2_flash", "mistral3 images", "glm4", "dbrx"]
 IS_SLOW = {"llama4 chunks"}
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def make_llm(folder: Path, **options: Any) -> LLM:
@@ -62,7 +68,7 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
 # ------------------------------------------------------------------------------------ tokens
 
 
-@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize("name", [*RUNNING, *map(slow, MORE)])
 def test_tokens_are_those_of_transformers(folder_of, name):
     kind, what = compare.compare(folder_of(name), max_tokens=12)
     assert (kind, what) == ("right", "slow attention" if name in IS_SLOW else "")
@@ -121,7 +127,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "speculation": dict(speculation="prompt-lookup")}
 
 
-@pytest.mark.parametrize("name", ["cohere2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", [slow("cohere2"), "gpt_oss", slow("deepseek_v3")])
 def test_schedules(folder_of, name):
     """Greedy tokens are those of transformers; others are the same under all schedules."""
     reference = compare.load_reference(folder_of(name))
@@ -171,7 +177,7 @@ FLASH = dict(device="cuda", attention_backend="flash-attn", dtype="bfloat16", bl
              max_model_len=200)
 
 
-@pytest.mark.parametrize("name", ["cohere2", "gemma2"])
+@pytest.mark.parametrize("name", [slow("cohere2"), "gemma2"])
 def test_a_gpu(folder_of, name):
     with FakeGpu(), make_llm(folder_of(name), device="cuda", attention_backend="gather",
                              max_model_len=200) as llm:
@@ -182,8 +188,8 @@ def test_a_gpu(folder_of, name):
 
 
 @pytest.mark.parametrize("name, has_graphs", [
-    ("cohere2", True), ("olmo2", True), ("gpt2", True), ("gemma2", True), ("granite_swa", True),
-    ("llama4 chunks", False)])
+    slow("cohere2", True), slow("olmo2", True), slow("gpt2", True), ("gemma2", True),
+    slow("granite_swa", True), ("llama4 chunks", False)])
 def test_graphs_where_no_step_waits_for_the_gpu(folder_of, name, has_graphs, caplog):
     """Own layers or not; soft caps and sinks, with the library's kernel; other attention."""
     caplog.set_level(logging.INFO, "nanoengine")
@@ -203,7 +209,7 @@ def test_graphs_where_no_step_waits_for_the_gpu(folder_of, name, has_graphs, cap
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("has_kernel", [True, slow(False)])
 def test_heads_that_flash_attn_does_not_take(tmp_path, has_kernel):
     """The library's kernel takes heads of 272 numbers; without it, keys are gathered."""
     config = transformers.Gemma3TextConfig(**architectures.GEMMA | dict(head_dim=272))
