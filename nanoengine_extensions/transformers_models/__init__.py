@@ -304,8 +304,11 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     kind: Any = getattr(transformers, name, None)
     # some makers have their own class, or spell it in another way
     family = name.removesuffix("ForCausalLM").replace("_", "").lower()
-    if not kind and family == config.model_type.replace("_", ""):
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_own = not kind and family == config.model_type.replace("_", "")
+    # the class can be that of another model: for a Mistral with layer_types, AutoConfig is Ministral
+    configs = None, type(config), type(config.get_text_config(decoder=True))
+    if is_own or getattr(kind, "config_class", None) not in configs:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
     if not hasattr(kind, "generate"):
         raise NotComputed(f"transformers has no architectures={config.architectures} for texts")
     options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")

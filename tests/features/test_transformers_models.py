@@ -429,6 +429,18 @@ def test_families_whose_class_has_another_name(folder_of, tmp_path, name, archit
         make_llm(folder, model_impl="native")
 
 
+def test_a_mistral_with_layer_types_is_ministral(make_model, tmp_path):
+    """AutoConfig says so. The class in the config, Mistral's, has one window for all layers."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    saved = Path(make_model("Mistral")[0])
+    folder = changed(saved, tmp_path, layer_types=kinds, sliding_window=3)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert type(reference).__name__ == "MinistralForCausalLM"
+    expected = compare.expected_tokens(reference, [5, 6, 7, 8])
+    with make_llm(folder, model_impl="auto", attention_backend="gather") as llm:
+        assert tokens(llm.generate([[5, 6, 7, 8]], GREEDY, use_tqdm=False)) == [[expected]]
+
+
 def test_auto_takes_no_damaged_config(folder_of, tmp_path):
     """What the engine refuses of its own families, it does not give to transformers."""
     broken = changed(folder_of("llama gelu"), tmp_path)
