@@ -313,6 +313,28 @@ def test_objects_are_closed_where_they_name_their_properties():
                    '{"additionalProperties": 1}') == [True, False, True, False]
 
 
+@pytest.mark.parametrize("schema", [
+    {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {"const": 1}}, "required": ["b"]}]},
+    {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+    {"$ref": "#/$defs/A", "properties": {"b": {"const": 1}}, "required": ["b"]},
+    {"allOf": [{"$ref": "#/$defs/A"}], "properties": {"b": {"const": 1}}, "required": ["b"]},
+    {"properties": {"a": {"const": 1}}, "required": ["a"], "anyOf": [
+        {"properties": {"b": {"const": 1}}, "required": ["b"]}, {"$ref": "#/$defs/C"}]}])
+def test_schemas_that_add_properties_to_each_other(schema):
+    parts = {name.upper(): {"type": "object", "properties": {name: {"const": 1}},
+                            "required": [name]} for name in "abc"}
+    assert accepts(schema | {"$defs": parts}, '{"a": 1, "b": 1}', '{"a": 1}', '{"a": 1, "b": 2}',
+                   '{"a": 2, "b": 1}') == [True, False, False, False]
+
+
+def test_one_schema_of_an_object_closes_it():
+    named = {"type": "object", "properties": {"a": {"const": 1}}}
+    for schema in ({"$ref": "#/$defs/A"}, {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]},
+                   named | {"anyOf": [{"required": ["a"]}, {"description": "a"}]}):
+        assert accepts(schema | {"$defs": {"A": named}}, '{"a": 1}', '{"a": 1, "b": 1}') == [
+            True, False]
+
+
 def test_objects_are_closed_where_they_name_patterns_of_properties():
     schema = {"type": "object", "patternProperties": {"^[a-z]$": {"type": "integer"}}}
     texts = '{"a": 1, "b": 2}', '{"a": "b"}', '{"A": 1}'
