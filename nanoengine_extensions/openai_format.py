@@ -27,9 +27,9 @@ SAMPLING = {each.name for each in fields(SamplingParams)} - {
 TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
             "continue_final_message", "tools"}
 OF_CHATS = {"messages", "max_completion_tokens", "tool_choice", "top_logprobs"}
-OF_BOTH = {"response_format", "stream", "stream_options"}
-KNOWN = {CHAT: SAMPLING | OF_BOTH | OF_CHATS | TEMPLATE,
-         COMPLETION: SAMPLING | OF_BOTH | {"echo", "prompt"}}
+OF_ALL = SAMPLING | {"response_format", "stream", "stream_options"}
+KNOWN = {CHAT: OF_ALL | OF_CHATS | TEMPLATE, COMPLETION: OF_ALL | {"echo", "prompt"}}
+STREAMING = {"include_usage", "include_obfuscation"}
 IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
            "request_id", "safety_identifier", "service_tier", "store", "user"}
 # the only value without an effect
@@ -74,9 +74,9 @@ class Body:
                 advice = f"the nearest is {near[0]}" if near else "omit it"
                 raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: {advice}")
         options = body.get("stream_options", {})
-        if not isinstance(options, dict):
-            raise ValueError("stream_options must be an object")
-        self.with_usage = options.get("include_usage", False)
+        if not isinstance(options, dict) or options.keys() - STREAMING:
+            raise rejected("stream_options", options, "an object with include_usage alone")
+        self.with_usage = flag_of(options, "include_usage")
         self.streams, self.echoes = (flag_of(body, name) for name in ("stream", "echo"))
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:
@@ -98,7 +98,7 @@ class Body:
     def _sampling_params(self, body: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
         given = {"max_tokens": 16} | {name: body[name] for name in SAMPLING & body.keys()}
         if "logit_bias" in given:
-            with naming("logit_bias"):
+            with naming(rejected("logit_bias", given["logit_bias"], "biases by token ids")):
                 given["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
         if "response_format" in body:
             given["structured_outputs"] = grammar_of(body["response_format"])

@@ -148,9 +148,9 @@ def parsed(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]]]:
             break
         content += before if call else before + BEGIN
         text = after
-    if not is_whole:
+    else:
         num_held = max(size for size in range(len(BEGIN)) if text.endswith(BEGIN[:size]))
-        text = text[:len(text) - num_held]
+        text = text if is_whole else text[:len(text) - num_held]
     content += text
     return content if is_whole and not calls else content.rstrip(), calls
 

@@ -417,6 +417,8 @@ BAD = [
     ({"presence_penalty": 3}, "presence_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": [1]}, "logit_bias"),
     ({"stream": "yes"}, "stream"), ({"stream_options": 5}, "stream_options"),
+    ({"stream_options": {"include_usage": "no"}}, "include_usage"),
+    ({"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
     ({"echo": 5}, "echo"), ({"echo": True, "logprobs": -2}, "logprobs"),
     ({"echo": True, "max_tokens": -1}, "max_tokens"),
     ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"temprature": 1}, "temprature"),

@@ -136,6 +136,9 @@ def test_what_is_not_a_grammar_is_refused(llm, wanted):
     ({"regex": "(?=a)b"}, "parse error: look-around, .* is not supported"),
     ({"grammar": "start: /(?=a)b/"}, "parse error: look-around, .* is not supported"),
     ({"json": {"pattern": "(?=a)"}}, "parse error: look-around, .* is not supported"),
+    ({"regex": "(?<!a)b"}, "parse error: look-around, .* is not supported"),
+    ({"regex": "a++"}, r"\+\+ is not supported in a regex"),
+    ({"regex": "(?x)a"}, r"\(\?x is not supported in a regex"),
     ({"rgex": "a"}, "'rgex' is not known")])
 def test_an_error_is_one_short_sentence(llm, wanted, reason):
     """It shows neither a whole schema nor the grammar that was made of it."""
@@ -260,7 +263,7 @@ def test_quotes_and_backslashes_in_a_pattern(pattern):
     {"const": 2**53 + 1}, {"type": "integer", "minimum": 10**30 + 1},
     {"items": {"enum": [2**60 + 1]}},
     {"$ref": "#"}, {"$ref": "https://example.com/a.json"}, {"format": "regex"}, True, [1], "true",
-    {"pattern": r"\v"}, {"pattern": r"\x41"}, {"pattern": r"\p{L}"}, {"pattern": "(?=a)."},
+    {"pattern": r"\v"}, {"pattern": r"\x1f"}, {"pattern": r"\p{L}"}, {"pattern": "(?=a)."},
     {"uniqueItems": True}, {"not": {}}, {"if": {}, "then": False},
     {"oneOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": TEXT}}],
      "$defs": {"a": {"properties": {"a": TEXT}, "required": ["a"]}}}])
@@ -310,6 +313,43 @@ def test_objects_are_closed_where_they_name_their_properties():
     odd = {"type": "object", "properties": {"properties": TEXT, "default": named, "pattern": TEXT}}
     assert accepts(odd, '{"properties": "a"}', '{"default": {"b": 1}}', '{"pattern": "[["}',
                    '{"additionalProperties": 1}') == [True, False, True, False]
+
+
+@pytest.mark.parametrize("schema", [
+    {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {"const": 1}}, "required": ["b"]}]},
+    {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+    {"$ref": "#/$defs/A", "properties": {"b": {"const": 1}}, "required": ["b"]},
+    {"allOf": [{"$ref": "#/$defs/A"}], "properties": {"b": {"const": 1}}, "required": ["b"]},
+    {"properties": {"a": {"const": 1}}, "required": ["a"], "anyOf": [
+        {"properties": {"b": {"const": 1}}, "required": ["b"]}, {"$ref": "#/$defs/C"}]}])
+def test_schemas_that_add_properties_to_each_other(schema):
+    parts = {name.upper(): {"type": "object", "properties": {name: {"const": 1}},
+                            "required": [name]} for name in "abc"}
+    assert accepts(schema | {"$defs": parts}, '{"a": 1, "b": 1}', '{"a": 1}', '{"a": 1, "b": 2}',
+                   '{"a": 2, "b": 1}') == [True, False, False, False]
+
+
+def test_one_schema_of_an_object_closes_it():
+    named = {"type": "object", "properties": {"a": {"const": 1}}}
+    for schema in ({"$ref": "#/$defs/A"}, {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]},
+                   named | {"anyOf": [{"required": ["a"]}, {"description": "a"}]}):
+        assert accepts(schema | {"$defs": {"A": named}}, '{"a": 1}', '{"a": 1, "b": 1}') == [
+            True, False]
+
+
+def test_objects_are_closed_where_they_name_patterns_of_properties():
+    schema = {"type": "object", "patternProperties": {"^[a-z]$": {"type": "integer"}}}
+    texts = '{"a": 1, "b": 2}', '{"a": "b"}', '{"A": 1}'
+    assert accepts(schema, *texts) == [True, False, False]
+    assert accepts(schema | {"additionalProperties": True}, *texts) == [True, False, True]
+
+
+def test_formats_of_pydantic():
+    for name in ("binary", "password", "path"):
+        assert accepts({"type": "string", "format": name}, '"a/b"', "5") == [True, False]
+    texts = '"f47ac10b-58cc-4372-a567-0e02b2c3d479"', '"f47ac10b-58cc-1372-a567-0e02b2c3d479"'
+    assert accepts({"type": "string", "format": "uuid4"}, *texts, '"a"') == [True, False, False]
+    assert accepts({"type": "string", "format": "uuid"}, *texts, '"a"') == [True, True, False]
 
 
 def test_a_least_number_of_properties():
@@ -401,18 +441,27 @@ def test_what_is_neither_a_schema_nor_such_a_class_is_refused(llm, kind):
     # a repetition after a repetition
     "[ab]+[cd]+", r"a*\d+", r"a?[bc]+", r"\d{1,2}[ab]+",
     r"[^\s\d]", r"[^a\S]", r"\.\t[\]\-]", "/", "",
+    # letters by their numbers, as in JavaScript, and letters that mean something for Rust alone
+    r"\x41\x2a", r"[\x5d\x2d-\x3a]", r"\x5cd", r"\\x41", r"[\u4e00-\u9fff]+", r"\u005b",
+    r"\<\w+\>", r"\_[\_]", r"[\<-\>]", "[]-a]", "[^]-a]", "[:alpha:]", "[^:alpha:]",
+    "[a[]", r"[^[\]{}]+", r'{"a": {"b": \d+}}', "a{", "a{b}+", "a}+", "a{}", r"\{[^{}]*\}",
+    "x{1}{a",
     r"\\", r"a\\", r"[\\]", r"(\\)+", r"\\\\", r"[a\\]{2}", r"a{1}?b", "(?:ab)+?"])
 def test_a_regex_means_what_python_reads(regex):
     grammar = ByteGrammar("regex", regex)
     rng = random.Random(3)
     found = {grammar.walk(rng, 9) for _ in range(150)} - {None}
     assert found and all(re.fullmatch(regex, text) for text in found)
+    letters = [chr(code) for code in range(32, 127)]
+    pairs = [first + second for first in "ab1{]:" for second in letters]
+    for text in ["", *letters, *pairs]:
+        assert grammar.accepts(text) == bool(re.fullmatch(regex, text))
 
 
 @pytest.mark.parametrize("regex", [
-    "(?=a)a", "(?!b)a", "(?<=b)a", r"\Aa", r"\x41", r"\u0041", r"\p{L}",
-    r"(a)\1", r"\bfoo", r"a\Z", "a$b", "[a-z&&[^b]]", "[[:alpha:]]", "[a~~b]",
-    "((", "a[b", "a++b", "a{2}+", "(?x)a b", "(?ix:a)", "(?U)a*",
+    "(?=a)a", "(?!b)a", "(?<=b)a", r"\Aa", r"\x4", r"\ud800", r"\p{L}",
+    r"(a)\1", r"\bfoo", r"a\Z", "a$b", "[a-z&&[^b]]", "[[:alpha:]]", "[a~~b]", "[[a]",
+    "((", "a[b", "a++b", "a{2}+", "a{,3}", "a{,}", "(?x)a b", "(?ix:a)", "(?U)a*",
     # a backslash at the end, of a part, too
     "\\", "a\\", "a|\\", "(a\\", "(a)\\", "[a]\\", "[a\\", "[\\]", "a\\\\\\", "(\\)", "日\\",
     # what only Rust permits, or nobody

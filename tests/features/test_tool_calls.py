@@ -21,7 +21,8 @@ def written(name: object = "weather", **arguments: object) -> str:
 
 
 NO_CALLS = [
-    "", "46", "a < b and <tool", " 46 \n", "<tool_call>", "<tool_call>\n46\n</tool_call>",
+    "", "46", "a < b and <tool", " 46 \n", "<tool_call>", "<<tool_call>46", "<tool<tool_call>",
+    "<tool_call>\n46\n</tool_call>",
     "<tool_call>[1]</tool_call> so", "<tool_call>{}</tool_call>", written(5), written(""),
     '<tool_call>{"name": "a", "arguments": "b"}</tool_call>',
     '<tool_call>{"name": "a", "arguments": [1]}</tool_call>',

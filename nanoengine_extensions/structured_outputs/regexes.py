@@ -1,0 +1,60 @@
+"""Regexes of Python, translated to those of Rust for llguidance.
+
+Patterns of JSON schemas are JavaScript's. Where the three languages read a part in different ways,
+it is translated to what all of them accept, or refused.
+"""
+
+import re
+
+# the escapes whose letters Python, JavaScript and Rust all count: \w is ASCII in JavaScript …
+LETTERS = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\s--\x85]", "D": r"[^\p{N}\x00]",
+           "W": r"[^\p{L}\p{M}\p{N}\p{Pc}\x00]", "S": r"[^\s\x00\x1c-\x1f\ufeff]"}
+# … and those that any of them counts
+EXCLUDED = {name: f"[^{LETTERS[name.swapcase()]}]" for name in LETTERS}
+# an escape, a class, or a brace that begins no repetition in Rust
+SPECIAL = re.compile(r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{,\d*\}|\{(?!\d+,?\d*\})")
+# a repetition after a repetition, or flags: in the middle, Python takes them before 3.11
+REFUSED = re.compile(r"(?:[*+?]|\{\d+,?\d*\})\+|\(\?\w*[xU]|(?!^)\(\?\w+\)")
+
+
+def common_regex(regex: str) -> str:
+    r"""Returns a regex for llguidance (Rust) whose texts also match in Python and in JavaScript.
+
+    Raises ValueError for other escapes, such as \b, for classes that only Rust reads as sets, such
+    as [a-z&&[^b]], for possessive quantifiers and for (?x); and re.error, which is not a
+    ValueError, for a regex that is invalid in Python.
+    """
+    letters = re.sub(r"(?s)\\(?:x([\da-fA-F]{2})|u([\da-fA-F]{4})|.)", as_letter, regex)
+    if found := REFUSED.search(SPECIAL.sub(".", letters)):
+        raise ValueError(f"{found[0]} is not supported in a regex")
+    translated = SPECIAL.sub(for_rust, letters)
+    # Rust permits a** and a(?i), and llguidance a backslash at the end. The names of groups are
+    # those of JavaScript, too.
+    re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", regex))
+    return translated
+
+
+def as_letter(escape: re.Match) -> str:
+    r"""Returns the letter of \x41, \u0041 or \<, and any other escape as it is."""
+    code = escape[1] or escape[2]
+    letter = chr(int(code, 16)) if code else escape[0].removeprefix("\\")
+    if letter in "<>" or code and not re.match(r"[!-/:-@[-`{-~]", letter):
+        return letter
+    return "\\" + letter
+
+
+def for_rust(special: re.Match) -> str:
+    """Returns a part of a regex that Rust may read in another way than Python."""
+    part = special[0]
+    if part == "{":
+        return r"\{"
+    if re.search(r"\\|\[\[|&&|--|~~|^\{", re.sub(r"\\[dwsDWSfnrt_\W]", "", part)):
+        raise ValueError(f"{part} is not supported in a regex")
+    if part[0] == "\\":
+        return LETTERS.get(part[1], part)
+    begin, known = ("[^", EXCLUDED) if part[1] == "^" else ("[", LETTERS)
+    # Rust has [[:alpha:]], and reads []-a] in another way
+    body = re.sub(r"(?s)\\(.)|[]:[]", lambda each: known.get(each[1], "\\" + each[0][-1]),
+                  part[len(begin):-1])
+    # llguidance takes a class with all control characters for one with quotes and backslashes
+    return rf"[{begin}{body}]&&[^\x00]]"
