@@ -193,8 +193,7 @@ class LLM(AbstractContextManager):
                 with self.turn():
                     if not inbox:
                         self._step()
-                    updated = [*inbox.values()]
-                    inbox.clear()
+                    updated = [inbox.pop(request_id) for request_id in [*inbox]]
                     num_unfinished -= sum(request.is_finished for request in updated)
                     seen = [*map(look, updated)] if look else updated
                 for request in updated:

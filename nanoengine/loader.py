@@ -77,8 +77,7 @@ def check_supported(config: PretrainedConfig) -> None:
     for name, usual in USUAL.items():
         check(name, getattr(config, name, usual), usual)
     # positions are int32
-    is_possible = 0 < config.max_position_embeddings < 2**31
-    check("0 < max_position_embeddings < 2**31", is_possible, True)
+    check("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, True)
     rope = config.rope_parameters
     check("rope_type", rope["rope_type"], "default", "linear", "llama3", "yarn")
     check("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)

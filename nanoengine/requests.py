@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from .config import EngineConfig
-from .features import asked_by, extension, is_installed, naming, rejected
+from .features import asked_by, extension, is_installed, logger, naming, rejected
 from .loader import Tokenizer, find_model, load_eos, load_tokenizer
 from .observers import Features
 from .sampling_params import SamplingParams
@@ -181,6 +181,8 @@ class InputProcessor:
         self.default_params = SamplingParams()
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
+        elif (folder / "generation_config.json").is_file():
+            logger.warning("generation_config.json needs generation_config.py")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
@@ -190,7 +192,8 @@ class InputProcessor:
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, without `skip_tokenizer_init=True`")
+            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
+                           "its folder has none, or `skip_tokenizer_init=True`")
         return self.tokenizer
 
     def make_requests(self, prompts: Prompts, params: Params,
@@ -217,9 +220,8 @@ class InputProcessor:
     def check_vocabulary(self, name: str, token_ids: list | dict | tuple) -> None:
         """Raises ValueError for a token id outside the vocabulary."""
         last = self.vocab_size - 1
-        for token_id in token_ids:
-            if not 0 <= token_id <= last:
-                raise ValueError(f"{name}: token id {token_id!r} is out of vocabulary, 0 to {last}")
+        if unknown := [token_id for token_id in token_ids if not 0 <= token_id <= last]:
+            raise ValueError(f"{name}: token id {unknown[0]!r} is out of vocabulary, 0 to {last}")
 
     def parse(self, name: str, prompt: Prompts, params: SamplingParams) -> Parsed:
         """Returns the text and the token ids of a prompt in any form, truncated if asked."""

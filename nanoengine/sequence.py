@@ -33,7 +33,7 @@ def hash64(seed: int, number: int) -> int:
 
 
 def fresh(make: Any) -> Any:
-    """A field that only the engine sets. A new sequence, or a fork, begins with `make()`."""
+    """A field that only the engine sets. A new object, or a fork, begins with `make()`."""
     return field(default_factory=make, init=False)
 
 
@@ -117,9 +117,9 @@ class Copies:
     owner, a fork or a sequence that comes back, is written to it.
     """
 
-    swap_out: dict[int, int] = field(default_factory=dict)
-    copy_on_write: dict[int, int] = field(default_factory=dict)
-    swap_in: dict[int, int] = field(default_factory=dict)
+    swap_out: dict[int, int] = fresh(dict)
+    copy_on_write: dict[int, int] = fresh(dict)
+    swap_in: dict[int, int] = fresh(dict)
 
 
 class Row(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from nanoengine.features import is_installed, logger, naming, rejected
+from nanoengine.features import logger, naming, rejected
 from nanoengine.loader import weight_files
 
 # what a model must be instead
@@ -163,9 +163,6 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
         raise ValueError(f"model={str(folder)!r} {text}")
     if "adapter_config.json" in names:
         logger.warning(f"{folder} has an adapter (LoRA) beside the model, which is not used")
-    if "generation_config.json" in names and not is_installed("generation_config"):
-        logger.warning(f"{folder}: the defaults in generation_config.json are not used, since "
-                       "generation_config.py is not installed")
     if load_format != "dummy":
         check_weights(folder, names)
 

@@ -305,7 +305,7 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     # some makers have their own class, or spell it in another way
     family = name.removesuffix("ForCausalLM").replace("_", "").lower()
     is_own = not kind and family == config.model_type.replace("_", "")
-    # the class can be that of another model: for a Mistral with layer_types, AutoConfig is Ministral
+    # the class can be that of another model: a Mistral with layer_types is Ministral by its config
     configs = None, type(config), type(config.get_text_config(decoder=True))
     if is_own or getattr(kind, "config_class", None) not in configs:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)

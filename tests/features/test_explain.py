@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from nanoengine import LLM
-from nanoengine_extensions import explain
 
 
 @pytest.fixture
@@ -83,16 +82,6 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
     (copy / "adapter_config.json").write_text("{}")
     LLM(str(copy), num_kv_blocks=8).close()
     assert "has an adapter (LoRA) beside the model, which is not used" in caplog.text
-
-
-@pytest.mark.needs("generation_config")
-def test_defaults_that_are_not_used_are_told(copy, caplog, monkeypatch):
-    (copy / "generation_config.json").write_text("{}")
-    explain.check_folder(copy, ["Qwen3ForCausalLM"], "dummy", "auto")
-    assert not caplog.text
-    monkeypatch.setattr(explain, "is_installed", lambda name: name != "generation_config")
-    explain.check_folder(copy, ["Qwen3ForCausalLM"], "dummy", "auto")
-    assert "the defaults in generation_config.json are not used" in caplog.text
 
 
 @pytest.mark.parametrize("entries, message", [

@@ -14,7 +14,6 @@ from torch import Tensor
 from nanoengine import LLM, SamplingParams
 from nanoengine_cpu.compiling import Program
 from nanoengine_cpu.modules import PackedLinear
-from nanoengine_cpu.vectors import has
 from nanoengine_extensions.quantized import formulas, packed
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
