@@ -28,10 +28,10 @@ The engine needs no other package of this repository.
 
 from typing import Any
 
-from .features import extension
-from .llm import LLM
-from .requests import CompletionOutput, RequestOutput
-from .sampling_params import SamplingParams
+from nanoengine.features import extension
+from nanoengine.llm import LLM
+from nanoengine.requests import CompletionOutput, RequestOutput
+from nanoengine.sampling_params import SamplingParams
 
 __version__ = "0.2.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]

@@ -1,6 +1,6 @@
 """`python -m nanoengine "a prompt"`: see nanoengine_extensions/terminal.py."""
 
-from .features import extension
+from nanoengine.features import extension
 
 if __name__ == "__main__":
     extension("terminal", "python -m nanoengine").main()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from .features import extension, is_installed, optional, rejected
-from .kernels import kernels
-from .step_inputs import StepInputs
+from nanoengine.features import extension, is_installed, optional, rejected
+from nanoengine.kernels import kernels
+from nanoengine.step_inputs import StepInputs
 
 
 def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtype: torch.dtype,

@@ -26,7 +26,7 @@ from itertools import takewhile
 
 import xxhash
 
-from .sequence import Copies, Sequence
+from nanoengine.sequence import Copies, Sequence
 
 BlockHash = tuple[bytes, bytes]
 

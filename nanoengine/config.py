@@ -7,8 +7,8 @@ how long a sequence can be. Nothing writes to a config once it is made.
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from .features import Condition, check, of, strict
-from .policies import POLICIES, Policy, find_policy
+from nanoengine.features import Condition, check, of, strict
+from nanoengine.policies import POLICIES, Policy, find_policy
 
 # an option whose default depends on the device
 BY_DEVICE: Any = None

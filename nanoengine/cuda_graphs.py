@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sequence import Batch, Row, Sequence
-from .step_inputs import StepInputs, StepShape
+from nanoengine.sequence import Batch, Row, Sequence
+from nanoengine.step_inputs import StepInputs, StepShape
 
 
 class CudaGraphs:

@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
-from .block_manager import BlockManager
-from .config import EngineConfig
-from .features import extension
-from .observers import Feature, Features
-from .policies import find_policy
-from .scheduler import Scheduler
-from .sequence import Batch, Sequence
-from .step_inputs import Launched
+from nanoengine.block_manager import BlockManager
+from nanoengine.config import EngineConfig
+from nanoengine.features import extension
+from nanoengine.observers import Feature, Features
+from nanoengine.policies import find_policy
+from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import Batch, Sequence
+from nanoengine.step_inputs import Launched
 
 
 class Engine:

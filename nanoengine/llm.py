@@ -22,15 +22,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .config import EngineConfig
-from .engine import Engine
-from .features import ALWAYS, asked_by, extension, is_installed, naming, rejected
-from .kernels import kernels
-from .loader import Tokenizer, find_model, load_config
-from .model_runner import ModelRunner, choose_device
-from .observers import Features
-from .requests import InputProcessor, Params, Prompts, Request, RequestOutput
-from .sampling_params import SamplingParams
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.features import ALWAYS, asked_by, extension, is_installed, naming, rejected
+from nanoengine.kernels import kernels
+from nanoengine.loader import Tokenizer, find_model, load_config
+from nanoengine.model_runner import ModelRunner, choose_device
+from nanoengine.observers import Features
+from nanoengine.requests import InputProcessor, Params, Prompts, Request, RequestOutput
+from nanoengine.sampling_params import SamplingParams
 
 
 class LLM(AbstractContextManager):

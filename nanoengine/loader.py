@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from .config import EngineConfig
-from .features import extension, is_installed, logger, naming, rejected
-from .model import FAMILIES, Decoder, rope_table
+from nanoengine.config import EngineConfig
+from nanoengine.features import extension, is_installed, logger, naming, rejected
+from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table
 
 # the classes of transformers that `Decoder` computes
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
@@ -81,8 +81,7 @@ def check_supported(config: PretrainedConfig) -> None:
     rope = config.rope_parameters
     check("rope_type", rope["rope_type"], "default", "linear", "llama3", "yarn")
     check("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
-    has_kinds = "layer_types" in FAMILIES[config.model_type].entries
-    kinds = ("full_attention", "sliding_attention") if has_kinds else ()
+    kinds = ("full_attention", "sliding_attention") if entry_of(config, "layer_types") else ()
     for kind in getattr(config, "layer_types", None) or ():
         check("layer_types", kind, *kinds)
     # transformers knows which parameters a rope_type has

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .step_inputs import StepInputs
+from nanoengine.step_inputs import StepInputs
 
 
 class Family(NamedTuple):

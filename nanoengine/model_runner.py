@@ -18,17 +18,18 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from .attention import BACKENDS, choose_backend, make_caches
-from .config import EngineConfig
-from .cuda_graphs import CudaGraphs
-from .features import extension, is_installed, rejected
-from .kernels import kernels
-from .loader import context_length, load_model
-from .model import FAMILIES, Decoder, rope_table
-from .observers import Features
-from .sampler import sample
-from .sequence import Batch, Copies
-from .step_inputs import Launched, StepInputs, StepShape, known_ids, step_arrays, to_buffer
+from nanoengine.attention import BACKENDS, choose_backend, make_caches
+from nanoengine.config import EngineConfig
+from nanoengine.cuda_graphs import CudaGraphs
+from nanoengine.features import extension, is_installed, rejected
+from nanoengine.kernels import kernels
+from nanoengine.loader import context_length, load_model
+from nanoengine.model import FAMILIES, Decoder, rope_table
+from nanoengine.observers import Features
+from nanoengine.sampler import sample
+from nanoengine.sequence import Batch, Copies
+from nanoengine.step_inputs import (
+    Launched, StepInputs, StepShape, known_ids, step_arrays, to_buffer)
 
 
 class ModelRunner:

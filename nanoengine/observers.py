@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .features import OBSERVERS, extension, is_installed
-from .sequence import Batch, Row, Sequence
-from .step_inputs import Launched
+from nanoengine.features import OBSERVERS, extension, is_installed
+from nanoengine.sequence import Batch, Row, Sequence
+from nanoengine.step_inputs import Launched
 
 
 class Feature:

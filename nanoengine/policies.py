@@ -8,8 +8,8 @@ policy of your own that never runs a sequence would hang the engine; guards.py r
 from collections.abc import Callable
 from typing import Any
 
-from .features import extension, rejected
-from .sequence import Batch
+from nanoengine.features import extension, rejected
+from nanoengine.sequence import Batch
 
 
 def prefill_first(scheduler: Any) -> Batch:

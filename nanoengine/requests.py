@@ -19,12 +19,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from .config import EngineConfig
-from .features import asked_by, extension, is_installed, logger, naming, rejected
-from .loader import Tokenizer, find_model, load_eos, load_tokenizer
-from .observers import Features
-from .sampling_params import SamplingParams
-from .sequence import Sequence, hash64
+from nanoengine.config import EngineConfig
+from nanoengine.features import asked_by, extension, is_installed, logger, naming, rejected
+from nanoengine.loader import Tokenizer, find_model, load_eos, load_tokenizer
+from nanoengine.observers import Features
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import Sequence, hash64
 
 @dataclass
 class CompletionOutput:

@@ -14,10 +14,10 @@ A library of kernels can have faster functions for `truncate` and `draw`: see ke
 import torch
 from torch import Tensor
 
-from .kernels import PLAIN, Kernels
-from .observers import Feature
-from .sequence import NO_TOKEN, Sequence
-from .step_inputs import Draws, send
+from nanoengine.kernels import PLAIN, Kernels
+from nanoengine.observers import Feature
+from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine.step_inputs import Draws, send
 
 # The most logits of one matrix. On a CPU it fits the cores' caches; on a GPU it is small compared
 # with the KV cache.

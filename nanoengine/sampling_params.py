@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .features import Condition, check, of, strict
+from nanoengine.features import Condition, check, of, strict
 
 CONDITIONS: list[Condition] = [
     ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),

@@ -15,11 +15,11 @@ blocks, but no tensor and no text. The policies are functions in policies.py.
 from bisect import insort_left, insort_right
 from collections import deque
 
-from .block_manager import BlockManager
-from .config import EngineConfig
-from .features import naming
-from .policies import find_policy
-from .sequence import Batch, Row, Sequence
+from nanoengine.block_manager import BlockManager
+from nanoengine.config import EngineConfig
+from nanoengine.features import naming
+from nanoengine.policies import find_policy
+from nanoengine.sequence import Batch, Row, Sequence
 
 
 class Scheduler:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from .sampling_params import SamplingParams
+from nanoengine.sampling_params import SamplingParams
 
 # What the sampler returns for a row whose logits allow no token. Negative numbers near 0 are
 # pending tokens: see `Sequence.token_ids`.

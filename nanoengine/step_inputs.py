@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .sequence import Batch, Row
+from nanoengine.sequence import Batch, Row
 
 # (dtype, shape, number of 32-bit words) of each array in a buffer
 Layout = tuple[tuple[str, tuple[int, ...], int], ...]
