@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import date
+from enum import Enum
 from typing import Annotated, Literal
 
 import pytest
@@ -187,6 +188,13 @@ TOGETHER = [
     {"type": "object", "properties": {"a": TEXT}, "required": ["b"]},
     {"type": "object", "propertyNames": {"pattern": "^a"}, "additionalProperties": False},
     {"type": "object", "propertyNames": {"pattern": "^a", "minLength": 2}},
+    *({"type": "object", "propertyNames": {"enum": ["a", "b b"]}, **more} for more in (
+        {}, {"additionalProperties": TEXT}, {"additionalProperties": False}, {"required": ["a"]},
+        {"minProperties": 1}, {"maxProperties": 1}, {"minProperties": 2}, {"required": ["c"]})),
+    {"type": "object", "propertyNames": {"enum": ["a", "bb"], "minLength": 2}},
+    {"type": "object", "propertyNames": {"enum": ["a", 5]}},
+    {"type": "object", "propertyNames": {"enum": ["a"], "type": "integer"}},
+    {"type": "object", "propertyNames": {"const": "a.*", "type": "string"}},
     {"const": None, "anyOf": [TEXT]}, {"type": "integer", "enum": [1, "a", 2.5]},
     {"type": "integer", "const": "x"}, {"minimum": 1e-8}, {"unevaluatedProperties": False},
     *({limit: value} for limit, value in LIMITS.items()),
@@ -374,6 +382,29 @@ def test_names_and_values_are_no_keywords(llm):
               "required": names[:2], "default": value, "examples": [value], "title": "not",
               "$defs": {"if": {"enum": [value], "default": value}, "not": {"const": value}}}
     texts(llm, "Once", structured_outputs={"json": schema}, max_tokens=400)
+
+
+class Color(Enum):
+    RED = "red"
+    SKY = "sky (light)"
+
+
+class Colors(BaseModel):
+    counts: dict[Color, int]
+    names: dict[Literal["a.b", "ü\""], Color] = {}
+
+
+def test_names_that_pydantic_lists():
+    """Its dicts with such keys have `propertyNames`, of an enum in `$defs` or in place."""
+    assert accepts(Colors, '{"counts": {"sky (light)": 1, "red": 2}}', '{"counts": {}}',
+                   '{"counts": {"sky": 1}}', '{"counts": {"red": "a"}}',
+                   '{"counts": {}, "names": {"ü\\"": "red"}}',
+                   '{"counts": {}, "names": {"a.b": "red"}}',
+                   '{"counts": {}, "names": {"aXb": "red"}}') == [
+                       True, True, False, False, True, True, False]
+    # a property of this name
+    assert accepts({"type": "object", "properties": {"propertyNames": {"enum": ["b"]}}},
+                   '{"propertyNames": "b"}', '{"b": 1}') == [True, False]
 
 
 class Cat(BaseModel):
