@@ -242,6 +242,19 @@ def test_a_second_ctrl_c_while_the_first_is_cleaned_up(make_llm, monkeypatch, fi
     assert llm.engine.runner is None, "it can be closed, too"
 
 
+def test_add_that_is_interrupted_leaves_no_request(tiny_llm, monkeypatch):
+    """As by Ctrl-C while it waits for its turn: the caller has no request to abort."""
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tiny_llm, "_begin_turn", interrupted)
+        tiny_llm.add([[5, 6, 7]], PARAMS)
+    tiny_llm.step()
+    assert not tiny_llm.active
+    check_idle(tiny_llm)
+
+
 class TooSlow(Exception):
     """What the handler of a time limit raises."""
 
