@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What takes longest comes first, so that both processes have work to the end. Kernels that several
 # files need are compiled in one of the first two, which have no shape in common.
-SLOWEST = ["test_gpu_path", "test_paged_attention", "test_transformers_models", "test_quantized",
+SLOWEST = ["test_kernels", "test_cubins",
+           "test_gpu_path", "test_paged_attention", "test_transformers_models", "test_quantized",
            "test_ray_data", "test_deletable", "test_speculation", "test_docs", "test_engine",
            "test_serve", "test_lab", "test_quantized_transformers", "test_model", "test_scheduler",
            "test_structured_outputs", "test_quantized_sums", "test_own_layers", "test_recipes",
