@@ -255,13 +255,18 @@ def multiply_add(builder, left, right, total):
     return call(builder, "llvm.fmuladd.v16f32", FLOATS, left, right, total)
 
 
+def opened(builder, words):
+    """The lower and the upper numbers of words of two bfloat16 numbers, in float32."""
+    return (builder.bitcast(builder.shl(words, same(WORDS, 16)), FLOATS),
+            builder.bitcast(builder.and_(words, same(WORDS, 0xFFFF0000)), FLOATS))
+
+
 def add_pairs(builder, left, right, total):
     """total + left * right, of both bfloat16 numbers in each word."""
     words = [builder.bitcast(side, WORDS) for side in (left, right)]
     if has("avx512bf16"):
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *words)
-    lower = [builder.bitcast(builder.shl(side, same(WORDS, 16)), FLOATS) for side in words]
-    upper = [builder.bitcast(builder.and_(side, same(WORDS, 0xFFFF0000)), FLOATS) for side in words]
+    lower, upper = zip(*[opened(builder, side) for side in words])
     return multiply_add(builder, *upper, multiply_add(builder, *lower, total))
 
 

@@ -18,12 +18,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from nanoengine_cpu.vectors import (
-    FLOATS, LANES, WORDS, add_pairs, call, fill, inlined, instruction, multiply_add, same, store,
-    vector)
+    FLOATS, LANES, WORDS, add_pairs, call, fill, inlined, instruction, multiply_add, opened, same,
+    store, vector)
 from nanoengine_extensions.quantized.packed import FLOAT, NESTED, stored_bits
 from nanoengine_extensions.quantized.whole_numbers import (
-    at_vector, can_look_up, floats_of, in_turn, in_words, load_words, looked_up, opened,
-    whole_numbers)
+    at_vector, can_look_up, floats_of, in_turn, in_words, load_words, looked_up, whole_numbers)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4

@@ -58,13 +58,7 @@ def looked_up(builder, words, width, has_sign):
         yield builder.bitcast(found, WORDS)
 
 
-# --------------------------------------------------------- between float32 and pairs in bfloat16
-
-
-def opened(builder, words):
-    """The lower and the upper numbers of words of two bfloat16 numbers, in float32."""
-    return (builder.bitcast(builder.shl(words, same(WORDS, 16)), FLOATS),
-            builder.bitcast(builder.and_(words, same(WORDS, 0xFFFF0000)), FLOATS))
+# ----------------------------------------------------------------- words that are multiplied
 
 
 def joined(builder, lower, upper):

@@ -304,10 +304,10 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     kind: Any = getattr(transformers, name, None)
     # some makers have their own class, or spell it in another way
     family = name.removesuffix("ForCausalLM").replace("_", "").lower()
-    is_own = not kind and family == config.model_type.replace("_", "")
+    is_of_maker = not kind and family == config.model_type.replace("_", "")
     # the class can be that of another model: a Mistral with layer_types is Ministral by its config
     configs = None, type(config), type(config.get_text_config(decoder=True))
-    if is_own or getattr(kind, "config_class", None) not in configs:
+    if is_of_maker or getattr(kind, "config_class", None) not in configs:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
     if not hasattr(kind, "generate"):
         raise NotComputed(f"transformers has no architectures={config.architectures} for texts")
