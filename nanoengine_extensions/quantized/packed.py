@@ -79,8 +79,8 @@ def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
 
     A vector has 16 numbers: of 16 outputs; in bfloat16, both inputs of 8 outputs in turn, or of the
     other 8. The lanes of 16 words have the numbers of some vectors: of the first 8 outputs, then of
-    the others. With sums, a vector is 16 bytes; or of numbers of less bits, the first inputs of 16
-    outputs, or their second ones.
+    the others. With sums, a vector of 8-bit numbers is 16 bytes, and a vector of smaller numbers
+    has the first inputs of 16 outputs, or the second ones.
     """
     block, per_word = block_of(dtype, by_sums), 4 // dtype.itemsize
     x = numbers.unflatten(1, (-1, group // per_word, per_word))
@@ -140,7 +140,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
     if by_sums:
         are_few = middle - 32 <= least and most < middle + 32
     width = 6 if weight.bits == 8 and are_few else weight.bits
-    # sums.py multiplies them all; expanding.py does not
+    # expanding.py adds either lows or zeros, and reads no low for a number of 8 bits
     if lows is not None and not by_sums and (zero != 0 or width == 8):
         return None
     heads = [scales] if lows is None else [scales, lows.to(scales.dtype)]
