@@ -34,8 +34,9 @@ from nanoengine.observers import Features  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# What takes longest comes first, so that both processes have work to the end. Kernels that several
-# files need are compiled in one of the first two, which have no shape in common.
+# What takes longest comes first, so that both processes have work to the end. The first two have
+# only slow tests. Kernels that several files need are compiled in one of the next two, which have
+# no shape in common.
 SLOWEST = ["test_kernels", "test_cubins",
            "test_gpu_path", "test_paged_attention", "test_transformers_models", "test_quantized",
            "test_ray_data", "test_deletable", "test_speculation", "test_docs", "test_engine",
