@@ -66,24 +66,24 @@ def load_config(folder: Path, load_format: str = "dummy",
 
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
-    def check(name: str, value: object, *supported: object) -> None:
+    def check(name: str, value: object, supported: list | range) -> None:
         if value not in supported:
-            raise rejected(f"the model's {name}", value, f"one of {[*supported]}")
+            raise rejected(f"the model's {name}", value, f"one of {supported}")
 
-    check("architectures", config.architectures, *([name] for name in ARCHITECTURES))
-    check("model_type", config.model_type, *FAMILIES)
+    check("architectures", config.architectures, [[name] for name in ARCHITECTURES])
+    check("model_type", config.model_type, [*FAMILIES])
     num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
-    check("num_attention_heads % num_key_value_heads", num_left, 0)
+    check("num_attention_heads % num_key_value_heads", num_left, [0])
     for name, usual in USUAL.items():
-        check(name, getattr(config, name, usual), usual)
+        check(name, getattr(config, name, usual), [usual])
     # positions are int32
-    check("0 < max_position_embeddings < 2**31", 0 < config.max_position_embeddings < 2**31, True)
+    check("max_position_embeddings", config.max_position_embeddings, range(1, 2**31))
     rope = config.rope_parameters
-    check("rope_type", rope["rope_type"], "default", "linear", "llama3", "yarn")
-    check("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
-    kinds = ("full_attention", "sliding_attention") if entry_of(config, "layer_types") else ()
+    check("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"])
+    check("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0])
+    kinds = ["full_attention", "sliding_attention"] if entry_of(config, "layer_types") else []
     for kind in getattr(config, "layer_types", None) or ():
-        check("layer_types", kind, *kinds)
+        check("layer_types", kind, kinds)
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
 
@@ -103,9 +103,10 @@ def context_length(config: PretrainedConfig) -> int:
     length = config.max_position_embeddings
     if rope["rope_type"] in ("default", "llama3") or rope["factor"] is None:
         return length
-    # transformers fills in max_position_embeddings
-    before = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else length
-    return int(before * rope["factor"])
+    if rope["rope_type"] == "yarn":
+        # transformers fills in max_position_embeddings
+        length = rope["original_max_position_embeddings"]
+    return int(length * rope["factor"])
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

@@ -14,7 +14,7 @@ from nanoengine.sequence import Batch
 
 def prefill_first(scheduler: Any) -> Batch:
     """Prompts before anything else: a step is all prefill or all decode, as in nano-vllm."""
-    begun = [seq for seq in scheduler.running if len(seq.token_ids) > seq.num_computed_tokens + 1]
+    begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
     prefills = scheduler.build(begun, admit=True)
     return prefills or scheduler.build([*scheduler.running], admit=False)
 

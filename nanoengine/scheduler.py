@@ -81,7 +81,7 @@ class Scheduler:
 
         left = [seq for seq in candidates if seq.block_table and not seq.is_awaited]
         # decodes, with one token left, come first
-        left.sort(key=lambda seq: len(seq.token_ids) > seq.num_computed_tokens + 1)
+        left.sort(key=lambda seq: seq.num_uncomputed_tokens > 1)
         for seq in left:
             self._add_tokens(batch, seq)
 
