@@ -129,11 +129,12 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     if name not in ("auto", *BACKENDS) or (device == "cuda" and is_installed("backends")):
         # adds rows to the table
         extension("backends", f"attention_backend={name!r}")
-    usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
     if name == "auto":
+        ranked = sorted(BACKENDS, key=lambda each: -BACKENDS[each].rank)
         # "gather" works everywhere
-        name = max(usable, key=lambda each: BACKENDS[each].rank)
-    if name not in usable:
+        name = next(each for each in ranked if BACKENDS[each].works(device, dtype))
+    elif name not in BACKENDS or not BACKENDS[name].works(device, dtype):
+        usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
         raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
     multiple = BACKENDS[name].block_multiple
     if block_size % multiple:

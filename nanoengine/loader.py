@@ -103,10 +103,9 @@ def context_length(config: PretrainedConfig) -> int:
     length = config.max_position_embeddings
     if rope["rope_type"] in ("default", "llama3") or rope["factor"] is None:
         return length
-    if rope["rope_type"] == "yarn":
-        # transformers fills in max_position_embeddings
-        length = rope["original_max_position_embeddings"]
-    return int(length * rope["factor"])
+    # transformers fills in max_position_embeddings
+    before = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else length
+    return int(before * rope["factor"])
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
