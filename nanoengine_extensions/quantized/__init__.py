@@ -186,7 +186,7 @@ def choose_opener(method: str, entries: dict[str, Any],
                   folder: Path) -> Callable[[Path], Opened]:
     if method == "gguf":
         from nanoengine_extensions.quantized.gguf_files import open_gguf
-        return partial(open_gguf, folder, entries["heads"])
+        return partial(open_gguf, folder, entries)
     if method in BITS:
         return partial(open_rounded, BITS[method])
     return partial(open_quantized, Index(weight_files(folder)), METHODS[method](entries))

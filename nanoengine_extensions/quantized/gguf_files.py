@@ -23,13 +23,15 @@ from transformers import PreTrainedTokenizerFast
 from nanoengine.features import naming, rejected
 from nanoengine_extensions.quantized import gguf_numbers
 from nanoengine_extensions.quantized.formulas import Grouped
+from nanoengine_extensions.quantized.gguf_families import FAMILIES
 from nanoengine_extensions.quantized.stored import Opened, Stored
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = (*FLOATS, *gguf_numbers.SIZES)
 # by `general.architecture`
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                 "qwen3": "Qwen3ForCausalLM"}
+                 "qwen3": "Qwen3ForCausalLM",
+                 **{name: family.architecture for name, family in FAMILIES.items()}}
 # the names of tensors, for the whole model and for a layer
 NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 LAYER_NAMES = {
@@ -54,13 +56,14 @@ def parts_of(file: Path) -> list[Path]:
             for number in range(int(split[2]))]
 
 
-def plain_name(name: str) -> str:
+def plain_name(name: str, architecture: str) -> str:
     """Returns the name that transformers gives a tensor; an unknown one stays as it is."""
+    of_layer = LAYER_NAMES | (FAMILIES[architecture].names if architecture in FAMILIES else {})
     match name.split("."):
         case [own, kind]:
             return f"{NAMES.get(own, own)}.{kind}"
         case ["blk", number, own, kind]:
-            return f"layers.{number}.{LAYER_NAMES.get(own, own)}.{kind}"
+            return f"layers.{number}.{of_layer.get(own, own)}.{kind}"
     return name
 
 
@@ -75,12 +78,14 @@ class Header:
         self.tensors = {tensor.name: tensor for reader in readers.values()
                         for tensor in reader.tensors}
         self.fields = readers[str(files[0])].fields
+        self.architecture = self.find("general.architecture")
+        self.family = FAMILIES.get(self.architecture)
         # of each file: the type, the shape and the place of each tensor
         self.table = {name: {
-            plain_name(tensor.name): [tensor.tensor_type.name, tensor.shape.tolist()[::-1],
-                                      int(tensor.data_offset), int(tensor.n_bytes)]
+            plain_name(tensor.name, self.architecture): [
+                tensor.tensor_type.name, tensor.shape.tolist()[::-1], int(tensor.data_offset),
+                int(tensor.n_bytes)]
             for tensor in reader.tensors} for name, reader in readers.items()}
-        self.architecture = self.find("general.architecture")
 
     def find(self, name: str, default: Any = None) -> Any:
         return self.fields[name].contents() if name in self.fields else default
@@ -112,7 +117,10 @@ class Header:
                    "attention.scale": 0.0, "logit_scale": 0.0, "attention.value_length": head_dim,
                    "rope.dimension_count": head_dim, "rope.scaling.attn_factor": 1.0,
                    "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
-                   "rope.scaling.yarn_log_multiplier": 0.0}
+                   "rope.scaling.yarn_log_multiplier": 0.0, "attn_logit_softcapping": 0.0,
+                   "final_logit_softcapping": 0.0, "rope.freq_base_swa": None}
+        for name in self.family.reads if self.family else ():
+            neutral.pop(name, None)
         for name, value in neutral.items():
             self.accept(name, self.find(f"{self.architecture}.{name}", value), [value])
         types = {tensor.tensor_type.name for tensor in self.tensors.values()}
@@ -133,6 +141,7 @@ class Header:
         """Returns the config.json of the model."""
         self.check()
         heads = self.of_model("attention.head_count")
+        more = self.family.config(self) if self.family else {"rope_parameters": self.rope()}
         return {
             "architectures": [ARCHITECTURES[self.architecture]],
             "model_type": self.architecture,
@@ -145,23 +154,23 @@ class Header:
             "head_dim": self.head_dim(),
             "rms_norm_eps": self.of_model("attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": self.of_model("context_length"),
-            "rope_parameters": self.rope(),
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in self.tensors,
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "bos_token_id": self.find("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.find("tokenizer.ggml.eos_token_id")}
+            "eos_token_id": self.find("tokenizer.ggml.eos_token_id")} | more
 
     def quantization(self) -> dict[str, Any]:
         """Returns the `quantization_config` of the model.
 
         heads: llama.cpp's "llama" rotates neighbours in a head, so that its converter reorders the
-        rows of q and k, by heads.
+        rows of q and k, by heads. norms: what it has added to the weights of norms.
         """
         heads = self.of_model("attention.head_count")
         permuted = {"q_proj": heads, "k_proj": self.of_model("attention.head_count_kv", heads)}
         return {"quant_method": "gguf",
-                "heads": permuted if self.architecture == "llama" else {}}
+                "heads": permuted if self.architecture == "llama" else {},
+                "norms": self.family.norms if self.family else 0.0}
 
     def eos(self) -> list[int]:
         """Returns the tokens that end a text, a turn or a message."""
@@ -174,6 +183,9 @@ class Header:
         is_pieces = self.find("tokenizer.ggml.model") == "llama"
         with naming(ValueError("its tokenizer is not read: it must be replaced by tokenizer=…")):
             found = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+            # Gemma's never has a prefix
+            if is_pieces and self.find("tokenizer.ggml.add_space_prefix") is False:
+                found.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"
         if is_of_llama_3:
             found.backend_tokenizer.model.ignore_merges = True
         # not by transformers, whose releases differ
@@ -181,8 +193,6 @@ class Header:
         if bos and self.find("tokenizer.ggml.add_bos_token", is_pieces or is_of_llama_3):
             found.backend_tokenizer.post_processor = TemplateProcessing(
                 f"{bos} $A", f"{bos} $A {bos} $B", [(bos, found.bos_token_id)])
-        if is_pieces and self.find("tokenizer.ggml.add_space_prefix") is False:
-            found.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"
         return found
 
     def rope(self) -> dict[str, Any]:
@@ -258,30 +268,32 @@ def write(file: Path, content: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ tensors
 
 
-def open_gguf(folder: Path, heads: dict[str, int], file: Path) -> Opened:
+def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
     """Returns the tensors of a file.
 
-    folder: the one that `write_folder` has filled; heads: by which the rows of a projection were
-    reordered.
+    folder: the one that `write_folder` has filled; entries: see `Header.quantization`.
     """
     opened = Opened()
     # to read a header again takes seconds
     table = json.loads((folder / TABLE).read_text())[str(file)]
     for name, (kind, shape, offset, num_bytes) in table.items():
-        own = next((count for part, count in heads.items() if f".{part}." in name), 0)
-        read = partial(read_tensor, file, kind, shape, offset, num_bytes, own)
-        # `rope_table` computes them
-        if name != "rope_freqs.weight":
+        heads = entries["heads"].items()
+        own = next((count for part, count in heads if f".{part}." in name), 0)
+        added = entries["norms"] if name.endswith("norm.weight") else 0.0
+        read = partial(read_tensor, file, kind, shape, offset, num_bytes, own, added)
+        # the config has them
+        if not name.startswith(("rope_freqs.", "rope_factors_")):
             opened[name] = Stored(kind, shape, read)
     return opened
 
 
 def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int,
-                heads: int) -> Tensor | Grouped:
+                heads: int, added: float) -> Tensor | Grouped:
     """Reads a tensor. The file is not mapped: its pages would count as memory.
 
     heads: if not 0, rows are put in transformers' order: in each head, all first numbers of a pair,
         then all second ones.
+    added: is subtracted from numbers in floating point.
     """
     raw = torch.from_numpy(np.fromfile(file, np.uint8, num_bytes, offset=offset))
     rows = raw.view(shape[0], -1)
@@ -289,4 +301,4 @@ def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes:
         rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     if kind in gguf_numbers.SIZES:
         return gguf_numbers.grouped(rows, kind)
-    return rows.view(FLOATS[kind]).float().view(shape)
+    return rows.view(FLOATS[kind]).float().view(shape) - added
