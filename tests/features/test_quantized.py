@@ -345,32 +345,6 @@ def test_a_folder_stays_as_it_is(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("has_prefix", [None, True, False])
-def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
-    """Of Llama 2: BOS comes first, then a space, if the file does not say otherwise."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b",
-              "▁a", "ab", "▁ab"]
-    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * 259 + [-1.0 - place for place in range(6)])
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 6])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    if has_prefix is not None:
-        writer.add_add_space_prefix(has_prefix)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    tokenizer = gguf_files.Header([path]).tokenizer(path)
-    first = "ab" if has_prefix is False else "▁ab"
-    assert tokenizer("ab ab").input_ids == [1, tokens.index(first), tokens.index("▁ab")]
-    tokenizer.save_pretrained(tmp_path)
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert again("ab a").input_ids == tokenizer("ab a").input_ids
-    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-
-
 def test_a_tokenizer_that_is_not_read(make_gguf, bundled):
     """transformers does not know its kind."""
     path, model = make_gguf(["Q8_0"], vocab_size=867, entries=[
@@ -379,33 +353,6 @@ def test_a_tokenizer_that_is_not_read(make_gguf, bundled):
                        r"replaced by tokenizer=….*'rwkv'"):
         LLM(path)
     assert generated(path, tokenizer=bundled) == expected(model)
-
-
-@pytest.mark.parametrize("pre, flag, has_bos", [
-    ("llama-bpe", None, True), ("llama-bpe", True, True), ("llama-bpe", False, False),
-    ("tekken", None, True), ("qwen2", None, False), ("qwen2", True, True)])
-def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
-    """llama.cpp does not write down that BOS comes first, and that a token needs no merges."""
-    tokens = ["<bos>", "<eos>", "a", "b", "c", "ab", "abc"]
-    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 1, 1, 1, 1, 1])
-    # none to "abc"
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    if flag is not None:
-        writer.add_add_bos_token(flag)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    gguf_files.Header([path]).tokenizer(path).save_pretrained(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ids = [5, 4] if pre == "qwen2" else [6]
-    assert tokenizer("abc").input_ids == [0] * has_bos + ids
-    assert tokenizer("abc", add_special_tokens=False).input_ids == ids
 
 
 # ----------------------------------------------------------------- AWQ, GPTQ, compressed-tensors
