@@ -426,7 +426,7 @@ GROUPS = compressed_config()["config_groups"]["group_0"]
     (GPTQ | dict(bits=4, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
     (GPTQ | dict(bits=4, format="bitblas"), "checkpoint_format='bitblas'"),
     (GPTQ | dict(bits=4, is_marlin_format=True), "is_marlin_format=True"),
-    (GPTQ | dict(bits=4, dynamic={"-:.*": {}}), "dynamic="),
+    (GPTQ | dict(bits=4, dynamic={"-:a": {}, "b": dict(bits=8)}), r"dynamic\['b'\].bits=8"),
     (compressed_config() | dict(format="float-quantized"), "format='float-quantized'"),
     (compressed_config() | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme="),
     (compressed_config() | dict(sparsity_config=dict(format="sparse-24")), "sparsity_config="),
@@ -509,9 +509,13 @@ def test_parts_that_do_not_fit_each_other_are_refused(make_quantized, name, part
         LLM(folder, **OPTIONS, kernels=kernels)
 
 
-def test_weights_that_are_not_quantized_after_all(make_quantized):
-    """modules_to_not_convert: the names of tensors say which are quantized."""
-    folder, model = make_quantized("awq")
+@pytest.mark.parametrize("name", ["awq", "gptq 4"])
+def test_weights_that_are_not_quantized_after_all(make_quantized, name):
+    """modules_to_not_convert, dynamic: the names of tensors say which are quantized."""
+    folder, model = make_quantized(name)
+    entries = FORMATS[name][-1] | dict(
+        modules_to_not_convert=["0.mlp.down_proj"], dynamic={r"-:.*\.0\..*down_proj": {}})
+    change_config(folder, quantization_config=entries)
     weights = model.state_dict()
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
