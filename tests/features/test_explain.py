@@ -112,6 +112,19 @@ def test_a_model_of_another_kind(tmp_path, entries, message):
         LLM(folder, load_format="dummy")
 
 
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_quantization_in_a_file_of_its_own(copy, name):
+    """As AutoGPTQ and AutoAWQ wrote it in 2023. Newer ones write it in both places."""
+    (copy / name).write_text('{"bits": 4}')
+    with pytest.raises(ValueError, match=f"in a file of its own .*{name}.* must be completed: con"):
+        LLM(str(copy))
+    config = json.loads((copy / "config.json").read_text()) | {
+        "quantization_config": {"bits": 4, "quant_method": "gptq"}}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="none of its weights is quantized"):
+        LLM(str(copy))
+
+
 def test_a_model_of_sentence_transformers(tmp_path):
     (tmp_path / "modules.json").write_text("[]")
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
