@@ -62,12 +62,20 @@ def plain_name(name: str) -> str:
     return name
 
 
+class Reader(gguf.GGUFReader):
+    """Reads a header in a third of the time: slices of a mapped file are slower than of an array.
+    A large vocabulary has a million."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+
 class Header:
     """What the GGUF files of a model say about it, without their weights."""
 
     def __init__(self, files: list[Path]) -> None:
         with naming(ValueError("the file is incomplete, or no GGUF: download it again")):
-            readers = {str(file): gguf.GGUFReader(file) for file in files}
+            readers = {str(file): Reader(file) for file in files}
         for reader in readers.values():
             self.accept("byte order", {"I": "little", "S": "big"}[reader.byte_order], ["little"])
         self.tensors = {tensor.name: tensor for reader in readers.values()

@@ -221,6 +221,16 @@ def test_a_file_that_is_no_gguf(tmp_path, bundled):
         LLM(tmp_path)
 
 
+def test_a_header_is_read_from_an_array():
+    found, right = gguf_files.Reader(REAL), gguf.GGUFReader(REAL)
+    assert {type(each) for field in found.fields.values() for each in field.parts} == {np.ndarray}
+    for name, field in right.fields.items():
+        assert found.fields[name].contents() == field.contents()
+    for tensor, own in zip(right.tensors, found.tensors, strict=True):
+        assert tensor.name == own.name and tensor.data_offset == own.data_offset
+        assert np.array_equal(tensor.data, own.data)
+
+
 def test_the_folder_of_a_gguf_is_a_model(bundled):
     """As `bench.py` gives it to several engines."""
     folder = find_model(REAL, EngineConfig(REAL))
