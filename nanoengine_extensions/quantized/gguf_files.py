@@ -235,7 +235,9 @@ def write_folder(files: list[Path], beside: Path | None, folder: Path, has_token
         if path.suffix in (".json", ".jinja", ".model", ".txt"):
             shutil.copy(path, folder)
     if "config.json" in others:
-        config = json.loads((folder / "config.json").read_text())
+        given = json.loads((folder / "config.json").read_text())
+        # others say only what kind of model it is
+        config = given if "architectures" in given else config
     write(folder / "config.json", config | {"quantization_config": header.quantization()})
     # `loader.weight_files` finds the files by it
     index = {name: str(file) for name, file in enumerate(files)}

@@ -343,6 +343,15 @@ def test_a_folder_with_a_gguf_and_a_config(make_gguf, bundled, tmp_path):
     assert not hasattr(config_of(folder), "quantization_config")
 
 
+def test_a_config_that_says_only_the_family(tmp_path):
+    """As in many folders of GGUF files: the rest is that of the file."""
+    shutil.copy(REAL, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    found, right = (config_of(path).to_dict() for path in (tmp_path, REAL))
+    # where each was written
+    assert found.pop("_name_or_path") != right.pop("_name_or_path") and found == right
+
+
 def test_a_folder_stays_as_it_is(tmp_path):
     """Its template comes before that of the file, whose tokenizer is written elsewhere."""
     shutil.copy(REAL, tmp_path)
