@@ -55,6 +55,8 @@ NO_WEIGHTS: tuple[Row, ...] = (
 
 # methods of quantization
 READ = ("awq", "gptq", "compressed-tensors", "gguf")
+# where tools of 2023 and 2024 say how a model is quantized: files, and an entry of config.json
+OLD = {"quantize_config.json", "quant_config.json", "compression_config"}
 
 Config = dict[str, Any]
 # whether it holds, what it says, and what the model must be
@@ -69,7 +71,7 @@ def quantization(config: Config) -> str:
     if not isinstance(found, dict):
         return str(found)
     method = str(found.get("quant_method", found))
-    is_read = method in READ and found is config.get("quantization_config")
+    is_read = method in READ and found is not config.get("quantization")
     return "" if is_read else f"{method} {found.get('bnb_4bit_quant_type', '')}".strip()
 
 
@@ -109,6 +111,10 @@ OWN: tuple[Kind, ...] = (
     (quantization, "is quantized (quantization_config: {quantization}), which is not read",
      "the model that was quantized, in bfloat16, float16 or float32 (quantization='int8' rounds it "
      "when it is loaded), or its version in GGUF, AWQ or GPTQ"),
+    (lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
+     "says how it is quantized in a place that is not read (quantize_config.json, "
+     "quant_config.json or compression_config)", 'completed: config.json must have the same as '
+     '"quantization_config", with its "quant_method", such as "gptq"'),
     (lambda c: c.get("is_causal", True) is not True,
      "lets its tokens see later ones (is_causal={is_causal}), which is not computed", WRITER),
     (has_empty_window, "has a sliding_window of {sliding_window} tokens",

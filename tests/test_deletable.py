@@ -42,6 +42,7 @@ ALL_CASES = {
     "explain": "import tempfile; LLM(tempfile.mkdtemp(), **options)",
     "generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
     "memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
+    "gguf_tokenizers": f"LLM({str(TESTS / 'q3-q4_k_m.gguf')!r}, **options).close()",
     "guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",
     "hub": "LLM('some/model', **options)",
     "lm_eval": "extension('lm_eval')",
@@ -92,7 +93,7 @@ REFUSED = {"backends": "attention_backend='varlen' is not accepted",
 if importlib.util.find_spec("lm_eval"):
     del REFUSED["lm_eval"]
 # what needs another feature, as that is what it is made of
-NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"],
+NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"], "gguf_tokenizers": ["quantized"],
          "own_layers": ["transformers_models"], "prometheus": ["metrics"],
          "scores": ["constraints", "logprobs"], "serve": ["async_llm", "openai_format"]}
 

@@ -95,7 +95,9 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
     (dict(architectures=["LlamaForCausalLM"], quantization=dict(group_size=64, bits=4)),
      "'bits': 4.* must be the model that was quantized"),
     (dict(architectures=["LlamaForCausalLM"], compression_config=dict(quant_method="awq")),
-     "awq.* must be the model that was quantized"),
+     'or compression_config.: it must be completed: .* "quantization_config"'),
+    (dict(architectures=["LlamaForCausalLM"], compression_config=dict(quant_method="fp8")),
+     "fp8.* must be the model that was quantized"),
     (dict(architectures=["Qwen2ForCausalLM"], is_causal=False), "see later ones .* writes text$"),
     (dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),
      "sliding_window of 0 tokens: it must be a model with at least 1$"),
@@ -110,6 +112,19 @@ def test_a_model_of_another_kind(tmp_path, entries, message):
         LLM(folder, load_format="dummy")
     with pytest.raises(ValueError, match=message):
         LLM(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_quantization_in_a_file_of_its_own(copy, name):
+    """As AutoGPTQ and AutoAWQ wrote it in 2023. Newer ones write it in both places."""
+    (copy / name).write_text('{"bits": 4}')
+    with pytest.raises(ValueError, match=f"in a place that .*{name}.* must be completed: con"):
+        LLM(str(copy))
+    config = json.loads((copy / "config.json").read_text()) | {
+        "quantization_config": {"bits": 4, "quant_method": "gptq"}}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="none of its weights is quantized"):
+        LLM(str(copy))
 
 
 def test_a_model_of_sentence_transformers(tmp_path):

@@ -12,6 +12,7 @@ from quantizing import OPTIONS, PROMPTS, GREEDY, generated, gguf_name, in_gguf
 
 from conftest import greedy_reference
 from nanoengine import LLM
+from nanoengine_extensions import gguf_tokenizers
 from nanoengine_extensions.quantized import gguf_families, gguf_files
 
 SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -208,7 +209,7 @@ def test_tokenizers(tmp_path, arch, has_prefix, expected):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    tokenizer = gguf_files.Header([path]).tokenizer(path)
+    tokenizer = gguf_tokenizers.read(gguf_files.Header([path]).find, path)
     tokenizer.save_pretrained(tmp_path)
     for each in (tokenizer, transformers.AutoTokenizer.from_pretrained(tmp_path)):
         assert each.convert_ids_to_tokens(each("ab a  b").input_ids) == expected

@@ -221,6 +221,16 @@ def test_a_file_that_is_no_gguf(tmp_path, bundled):
         LLM(tmp_path)
 
 
+def test_a_header_is_read_from_an_array():
+    found, right = gguf_files.Reader(REAL), gguf.GGUFReader(REAL)
+    assert {type(each) for field in found.fields.values() for each in field.parts} == {np.ndarray}
+    for name, field in right.fields.items():
+        assert found.fields[name].contents() == field.contents()
+    for tensor, own in zip(right.tensors, found.tensors, strict=True):
+        assert tensor.name == own.name and tensor.data_offset == own.data_offset
+        assert np.array_equal(tensor.data, own.data)
+
+
 def test_the_folder_of_a_gguf_is_a_model(bundled):
     """As `bench.py` gives it to several engines."""
     folder = find_model(REAL, EngineConfig(REAL))
@@ -333,6 +343,15 @@ def test_a_folder_with_a_gguf_and_a_config(make_gguf, bundled, tmp_path):
     assert not hasattr(config_of(folder), "quantization_config")
 
 
+def test_a_config_that_says_only_the_family(tmp_path):
+    """As in many folders of GGUF files: the rest is that of the file."""
+    shutil.copy(REAL, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    found, right = (config_of(path).to_dict() for path in (tmp_path, REAL))
+    # where each was written
+    assert found.pop("_name_or_path") != right.pop("_name_or_path") and found == right
+
+
 def test_a_folder_stays_as_it_is(tmp_path):
     """Its template comes before that of the file, whose tokenizer is written elsewhere."""
     shutil.copy(REAL, tmp_path)
@@ -345,32 +364,6 @@ def test_a_folder_stays_as_it_is(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("has_prefix", [None, True, False])
-def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
-    """Of Llama 2: BOS comes first, then a space, if the file does not say otherwise."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b",
-              "▁a", "ab", "▁ab"]
-    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * 259 + [-1.0 - place for place in range(6)])
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 6])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    if has_prefix is not None:
-        writer.add_add_space_prefix(has_prefix)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    tokenizer = gguf_files.Header([path]).tokenizer(path)
-    first = "ab" if has_prefix is False else "▁ab"
-    assert tokenizer("ab ab").input_ids == [1, tokens.index(first), tokens.index("▁ab")]
-    tokenizer.save_pretrained(tmp_path)
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert again("ab a").input_ids == tokenizer("ab a").input_ids
-    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-
-
 def test_a_tokenizer_that_is_not_read(make_gguf, bundled):
     """transformers does not know its kind."""
     path, model = make_gguf(["Q8_0"], vocab_size=867, entries=[
@@ -379,33 +372,6 @@ def test_a_tokenizer_that_is_not_read(make_gguf, bundled):
                        r"replaced by tokenizer=….*'rwkv'"):
         LLM(path)
     assert generated(path, tokenizer=bundled) == expected(model)
-
-
-@pytest.mark.parametrize("pre, flag, has_bos", [
-    ("llama-bpe", None, True), ("llama-bpe", True, True), ("llama-bpe", False, False),
-    ("tekken", None, True), ("qwen2", None, False), ("qwen2", True, True)])
-def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
-    """llama.cpp does not write down that BOS comes first, and that a token needs no merges."""
-    tokens = ["<bos>", "<eos>", "a", "b", "c", "ab", "abc"]
-    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 1, 1, 1, 1, 1])
-    # none to "abc"
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    if flag is not None:
-        writer.add_add_bos_token(flag)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    gguf_files.Header([path]).tokenizer(path).save_pretrained(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ids = [5, 4] if pre == "qwen2" else [6]
-    assert tokenizer("abc").input_ids == [0] * has_bos + ids
-    assert tokenizer("abc", add_special_tokens=False).input_ids == ids
 
 
 # ----------------------------------------------------------------- AWQ, GPTQ, compressed-tensors
@@ -479,7 +445,7 @@ GROUPS = compressed_config()["config_groups"]["group_0"]
     (GPTQ | dict(bits=4, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
     (GPTQ | dict(bits=4, format="bitblas"), "checkpoint_format='bitblas'"),
     (GPTQ | dict(bits=4, is_marlin_format=True), "is_marlin_format=True"),
-    (GPTQ | dict(bits=4, dynamic={"-:.*": {}}), "dynamic="),
+    (GPTQ | dict(bits=4, dynamic={"-:a": {}, "b": dict(bits=8)}), r"dynamic\['b'\].bits=8"),
     (compressed_config() | dict(format="float-quantized"), "format='float-quantized'"),
     (compressed_config() | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme="),
     (compressed_config() | dict(sparsity_config=dict(format="sparse-24")), "sparsity_config="),
@@ -562,9 +528,13 @@ def test_parts_that_do_not_fit_each_other_are_refused(make_quantized, name, part
         LLM(folder, **OPTIONS, kernels=kernels)
 
 
-def test_weights_that_are_not_quantized_after_all(make_quantized):
-    """modules_to_not_convert: the names of tensors say which are quantized."""
-    folder, model = make_quantized("awq")
+@pytest.mark.parametrize("name", ["awq", "gptq 4"])
+def test_weights_that_are_not_quantized_after_all(make_quantized, name):
+    """modules_to_not_convert, dynamic: the names of tensors say which are quantized."""
+    folder, model = make_quantized(name)
+    entries = FORMATS[name][-1] | dict(
+        modules_to_not_convert=["0.mlp.down_proj"], dynamic={r"-:.*\.0\..*down_proj": {}})
+    change_config(folder, quantization_config=entries)
     weights = model.state_dict()
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)

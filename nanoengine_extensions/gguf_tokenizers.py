@@ -1,0 +1,87 @@
+"""The tokenizer that a GGUF file describes, in the form of transformers.
+
+transformers makes those of Llama 2, whose tokens have scores. Those with merges of bytes are made
+here: transformers spells tokens such as DeepSeek's <｜User｜> in bytes, so that it does not find
+them in a text, and it cuts texts as GPT-2 does where it does not know `tokenizer.ggml.pre`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN_2
+
+from nanoengine.features import naming, rejected
+
+# `gguf_files.Header.find`: the value of an entry, or the default
+Find = Callable[..., Any]
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA_3 = QWEN_2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+          r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+          r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT_4O = TEKKEN.replace(r"\p{M}]+|", r"\p{M}]+" + ENDINGS + "|").replace(
+    r"\p{M}]*|", r"\p{M}]*" + ENDINGS + "|").replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# by `tokenizer.ggml.pre`, what cuts a text into words, one after the other. Of these, as in
+# llama.cpp, BOS comes first, and a word that is a token stays whole, whatever the merges are
+WHOLE = {name: [LLAMA_3] for name in (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0")} | {"tekken": [TEKKEN]}
+CUTS = WHOLE | {"dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O]} | dict.fromkeys(
+    ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"), [QWEN_2]) | dict.fromkeys(
+    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum"), [GPT_2]) | dict.fromkeys(
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"), [r"\p{N}", GPT_2])
+# `tokenizer.ggml.token_type` of tokens that are found in a text before it is cut
+CONTROL = 3
+USER_DEFINED = 4
+
+
+def read(find: Find, file: Path) -> Any:
+    """Returns the tokenizer of a file, the first one of its model. Raises ValueError for one that
+    cannot be read exactly."""
+    kind = find("tokenizer.ggml.model")
+    with naming(ValueError("its tokenizer is not read: it must be replaced by tokenizer=…")):
+        if kind == "gpt2":
+            found = of_bytes(find)
+        else:
+            found = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+        # Gemma's never has a prefix
+        if kind == "llama" and find("tokenizer.ggml.add_space_prefix") is False:
+            found.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"
+    # not by transformers, whose releases differ
+    bos = found.bos_token
+    is_usual = kind == "llama" or find("tokenizer.ggml.pre") in WHOLE
+    if bos and find("tokenizer.ggml.add_bos_token", is_usual):
+        found.backend_tokenizer.post_processor = TemplateProcessing(
+            f"{bos} $A", f"{bos} $A {bos} $B", [(bos, found.bos_token_id)])
+    return found
+
+
+def of_bytes(find: Find) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with merges of bytes."""
+    pre = find("tokenizer.ggml.pre")
+    if pre not in CUTS:
+        raise rejected("the file's tokenizer.ggml.pre", pre, f"one of {[*CUTS]}")
+    tokens = find("tokenizer.ggml.tokens")
+    backend = Tokenizer(BPE(
+        {token: place for place, token in enumerate(tokens)},
+        [tuple(merge.split(" ")) for merge in find("tokenizer.ggml.merges")],
+        ignore_merges=pre in WHOLE))
+    splits = [Split(Regex(each), "isolated") for each in CUTS[pre]]
+    backend.pre_tokenizer = Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
+    if CUTS[pre] == [QWEN_2]:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    kinds = find("tokenizer.ggml.token_type", [])
+    backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)
+                        for token, kind in zip(tokens, kinds) if kind in (CONTROL, USER_DEFINED)])
+    names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    places = {name: find(f"tokenizer.ggml.{kind}_token_id", -1) for name, kind in names.items()}
+    special = {name: tokens[at] for name, at in places.items() if at in range(len(tokens))}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=find("tokenizer.chat_template"), **special)

@@ -1,0 +1,136 @@
+"""Tokenizers of GGUF files: words, tokens that are found in a text, and BOS, as the file says or as
+llama.cpp has them."""
+
+import unicodedata
+from pathlib import Path
+
+import gguf
+import pytest
+import transformers
+from tokenizers import pre_tokenizers
+
+from nanoengine_extensions import gguf_tokenizers
+from nanoengine_extensions.quantized import gguf_files
+
+# of DeepSeek-R1's distillations: one is a character that is no byte of GPT-2's
+DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+CHATML = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>"]
+
+
+def bytes_gguf(path: Path, pre: str | None, control: list[str], merges=("Ċ Ċ", "Ġ Ġ"), eos=1):
+    """Writes a header with a tokenizer of bytes; the last of `control` is a user's token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = control + alphabet + [merge.replace(" ", "") for merge in merges]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    kinds = [3] * (len(control) - 1) + [4]
+    writer.add_token_types(kinds + [1] * (len(tokens) - len(kinds)))
+    writer.add_token_merges(list(merges))
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(eos)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return gguf_files.Header([path])
+
+
+@pytest.mark.parametrize("pre", ["deepseek-r1-qwen", "llama-bpe", "qwen2"])
+def test_tokens_that_are_no_bytes(tmp_path, pre):
+    """They keep their numbers, and are found in a text."""
+    header = bytes_gguf(path := tmp_path / "a.gguf", pre, DEEPSEEK)
+    gguf_tokenizers.read(header.find, path).save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == len(header.find("tokenizer.ggml.tokens"))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+    parts = [DEEPSEEK[2], "a", DEEPSEEK[3], "b", DEEPSEEK[1]]
+    ids = tokenizer("".join(parts), add_special_tokens=False).input_ids
+    assert [ids[0], ids[2], ids[4]] == [2, 3, 1]
+    assert tokenizer.convert_ids_to_tokens(ids) == parts
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<｜Assistant｜>b"
+
+
+@pytest.mark.parametrize("pre, text, words", [
+    ("smollm", "\n\n12", ["ĊĊ", "1", "2"]), ("smollm", "  1", ["ĠĠ", "1"]),
+    ("gpt-2", "\n\n12", ["Ċ", "Ċ", "12"]), ("gpt-2", "  1", ["Ġ", "Ġ", "1"]),
+    ("qwen2", "\n\n123", ["ĊĊ", "1", "2", "3"]), ("llama-bpe", "1234", ["12", "3", "4"]),
+    ("tekken", "aB12", ["a", "B", "1", "2"]), ("qwen2", "aB", ["aB"]),
+    # as Qwen's own: an accent and its letter become one character
+    ("qwen2", "e\u0301", ["Ã", "©"]), ("gpt-2", "e\u0301", ["e", "Ì", "ģ"])])
+def test_where_a_text_is_cut(tmp_path, pre, text, words):
+    merges = ("Ċ Ċ", "Ġ Ġ", "1 2", "a B")
+    header = bytes_gguf(path := tmp_path / "a.gguf", pre, CHATML, merges)
+    tokenizer = gguf_tokenizers.read(header.find, path)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == words
+    assert unicodedata.normalize("NFC", tokenizer.decode(ids)) == unicodedata.normalize("NFC", text)
+
+
+@pytest.mark.parametrize("pre", [None, "default", "deepseek-coder"])
+def test_an_unknown_way_to_cut_a_text(tmp_path, pre):
+    """No text is cut in another way than the model has learned."""
+    header = bytes_gguf(path := tmp_path / "a.gguf", pre, CHATML)
+    with pytest.raises(ValueError, match="must be replaced by tokenizer=….*tokenizer.ggml.pre="
+                       f"{pre!r} is not accepted: it must be one of .'llama3'"):
+        gguf_tokenizers.read(header.find, path)
+
+
+def test_tokens_that_end_a_turn(tmp_path):
+    """By their names, if the file says only what ends a text."""
+    header = bytes_gguf(tmp_path / "a.gguf", "qwen2", CHATML, eos=0)
+    assert header.eos() == [0, 1]
+
+
+@pytest.mark.parametrize("has_prefix", [None, True, False])
+def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
+    """Of Llama 2: BOS comes first, then a space, if the file does not say otherwise."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b",
+              "▁a", "ab", "▁ab"]
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-1.0 - place for place in range(6)])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 6])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    if has_prefix is not None:
+        writer.add_add_space_prefix(has_prefix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = gguf_tokenizers.read(gguf_files.Header([path]).find, path)
+    first = "ab" if has_prefix is False else "▁ab"
+    assert tokenizer("ab ab").input_ids == [1, tokens.index(first), tokens.index("▁ab")]
+    tokenizer.save_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again("ab a").input_ids == tokenizer("ab a").input_ids
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize("pre, flag, has_bos", [
+    ("llama-bpe", None, True), ("llama-bpe", True, True), ("llama-bpe", False, False),
+    ("tekken", None, True), ("qwen2", None, False), ("qwen2", True, True)])
+def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
+    """llama.cpp does not write down that BOS comes first, and that a token needs no merges."""
+    tokens = ["<bos>", "<eos>", "a", "b", "c", "ab", "abc"]
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 1, 1, 1, 1, 1])
+    # none to "abc"
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    if flag is not None:
+        writer.add_add_bos_token(flag)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    gguf_tokenizers.read(gguf_files.Header([path]).find, path).save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = [5, 4] if pre == "qwen2" else [6]
+    assert tokenizer("abc").input_ids == [0] * has_bos + ids
+    assert tokenizer("abc", add_special_tokens=False).input_ids == ids
