@@ -100,6 +100,8 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
                 without({name: value})
     assert not (OFF | WITHOUT_EFFECT) & {f.name for f in dataclasses.fields(EngineConfig)}
     assert not OFF & WITHOUT_EFFECT
+    # of older versions
+    assert without(dict(guided_decoding_disable_any_whitespace=True)) == {}
     neutral = dict.fromkeys(OFF) | dict.fromkeys(WITHOUT_EFFECT, True)
     with LLM(tiny, block_size=16, num_kv_blocks=32, **neutral, seed=None,
              max_model_len=-1) as llm:
