@@ -8,7 +8,6 @@ that have no effect here, names of types, and subclasses with the rest of `Sampl
 """
 
 from contextlib import closing
-from dataclasses import replace
 from enum import Enum
 from functools import partialmethod
 from inspect import signature
@@ -30,16 +29,16 @@ WITHOUT_EFFECT = {*"""aggregate_engine_logging allowed_local_media_path allowed_
     distributed_timeout_seconds enable_chunked_prefill enable_flashinfer_autotune
     enable_layerwise_nvtx_tracing enable_log_requests enable_logging_iteration_details
     enable_mfu_metrics enable_sleep_mode extra_args fail_on_environ_validation flat_logprobs
-    guided_decoding_backend hf_token ignore_patterns interleave_mm_strings jit_monitor_mode
-    kernel_config kv_cache_metrics kv_cache_metrics_sample language_model_only limit_mm_per_prompt
-    linear_backend log_level logging_config long_prefill_token_threshold
-    max_cudagraph_capture_size max_parallel_loading_workers max_seq_len_to_capture
-    mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type model_loader_extra_config
-    moe_backend num_scheduler_steps numa_bind offload_num_in_group offload_prefetch_step
-    optimization_level output_kind performance_mode prefill_schedule_interval
-    prefix_caching_hash_algo renderer_num_workers routed_experts_prompt_start
-    safetensors_load_strategy scheduler_reserve_full_isl served_model_name
-    show_hidden_metrics_for_version shutdown_timeout skip_clone skip_mm_profiling
+    guided_decoding_backend guided_decoding_disable_any_whitespace guided_decoding_disable_fallback
+    hf_token ignore_patterns interleave_mm_strings jit_monitor_mode kernel_config kv_cache_metrics
+    kv_cache_metrics_sample language_model_only limit_mm_per_prompt linear_backend log_level
+    logging_config long_prefill_token_threshold max_cudagraph_capture_size
+    max_parallel_loading_workers max_seq_len_to_capture mm_encoder_tp_mode mm_processor_cache_gb
+    mm_processor_cache_type model_loader_extra_config moe_backend num_scheduler_steps numa_bind
+    offload_num_in_group offload_prefetch_step optimization_level output_kind performance_mode
+    prefill_schedule_interval prefix_caching_hash_algo renderer_num_workers
+    routed_experts_prompt_start safetensors_load_strategy scheduler_reserve_full_isl
+    served_model_name show_hidden_metrics_for_version shutdown_timeout skip_clone skip_mm_profiling
     skip_reading_prefix_cache spaces_between_special_tokens stream_interval trust_remote_code
     use_tqdm_on_load use_v2_block_manager watermark""".split()}
 # … and those that must not turn on anything, since this engine has nothing like it. Some of them
@@ -49,29 +48,28 @@ OFF = {*"""additional_config cache_salt code_revision config_format convert cpu_
     disable_additional_properties distributed_executor_backend enable_dbo enable_elastic_ep
     enable_eplb enable_expert_parallel enable_in_reasoning enable_lora enable_mm_embeds
     enable_prompt_embeds enable_return_routed_experts enable_trace_replay generation_config
-    hf_config_path hf_overrides io_processor_plugin kv_cache_dtype kv_cache_memory_bytes
-    kv_events_config kv_offloading_size kv_transfer_config logprob_token_ids logprobs_mode
-    lora_request max_lora_rank max_loras media_io_kwargs mm_processor_kwargs multi_modal_data
-    multi_modal_uuids offload_group_size offload_params pipeline_parallel_size pooler_config
-    prefill_context_parallel_size profiler_config prompt_embeds prompt_logprob_start
-    prompt_logprob_token_ids prompt_token_offsets quantization_config reasoning_config
-    reasoning_parser reasoning_parser_plugin repetition_detection return_sampling_mask runner
-    scheduler_cls spec_method spec_model spec_tokens speculative_config task thinking_token_budget
-    token_type_ids tokenization_kwargs tokenizer_mode tokenizer_revision trace_decode_token_ids
-    watermark_config watermarking weight_transfer_config whitespace_pattern worker_cls
-    worker_extension_cls""".split()}
-# nanoengine's names for keywords of vLLM, transformers, llama.cpp and OpenAI
-INSTEAD = {"guided_choice": "structured_outputs", "guided_decoding": "structured_outputs",
-           "guided_grammar": "structured_outputs", "guided_json": "structured_outputs",
-           "guided_regex": "structured_outputs", "num_gpu_blocks_override": "num_kv_blocks",
-           "speculative_config": "speculation", "spec_method": "speculation",
-           "kv_cache_memory_bytes": "num_kv_blocks", "logprob_token_ids": "logprobs",
-           "prompt_logprob_token_ids": "prompt_logprobs", "tokenizer_revision": "revision",
-           "kv_offloading_size": "swap_space", "load_in_8bit": "quantization",
-           "max_batch_size": "max_num_seqs", "max_completion_tokens": "max_tokens",
-           "n_ctx": "max_model_len", "num_return_sequences": "n", "stop_sequences": "stop",
-           "response_format": "structured_outputs", "stop_strings": "stop",
-           "tp_size": "tensor_parallel_size"}
+    guided_decoding_disable_additional_properties hf_config_path hf_overrides io_processor_plugin
+    kv_cache_dtype kv_cache_memory_bytes kv_events_config kv_offloading_size kv_transfer_config
+    logprob_token_ids logprobs_mode lora_request max_lora_rank max_loras media_io_kwargs
+    mm_processor_kwargs multi_modal_data multi_modal_uuids offload_group_size offload_params
+    pipeline_parallel_size pooler_config prefill_context_parallel_size profiler_config
+    prompt_embeds prompt_logprob_start prompt_logprob_token_ids prompt_token_offsets
+    quantization_config reasoning_config reasoning_parser reasoning_parser_plugin
+    repetition_detection return_sampling_mask runner scheduler_cls spec_method spec_model
+    spec_tokens speculative_config task thinking_token_budget token_type_ids tokenization_kwargs
+    tokenizer_mode tokenizer_revision trace_decode_token_ids watermark_config watermarking
+    weight_transfer_config whitespace_pattern worker_cls worker_extension_cls""".split()}
+# nanoengine's names, each with those of vLLM, transformers, llama.cpp and OpenAI
+NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar guided_json
+             guided_regex response_format""",
+         "num_kv_blocks": "kv_cache_memory_bytes num_gpu_blocks_override",
+         "speculation": "spec_method speculative_config", "stop": "stop_sequences stop_strings",
+         "logprobs": "logprob_token_ids", "prompt_logprobs": "prompt_logprob_token_ids",
+         "swap_space": "kv_offloading_size", "quantization": "load_in_8bit",
+         "max_num_seqs": "max_batch_size", "max_tokens": "max_completion_tokens",
+         "max_model_len": "n_ctx", "n": "num_return_sequences", "revision": "tokenizer_revision",
+         "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs"}
+INSTEAD = {other: name for name, others in NAMES.items() for other in others.split()}
 # values that turn on nothing, as texts; nor does 1 rank
 NEUTRAL = {*"False 0 0.0 -1 {} [] set() auto generate hf mp none raw_logprobs uni vllm".split(), ""}
 # methods of vLLM's LLM that this engine does without
@@ -103,11 +101,9 @@ def advice(name: str) -> str:
 
 def plain(prompts: Any) -> Any:
     """Returns prompts without those keys of dicts that have no effect: see `without`."""
-    if isinstance(prompts, dict):
-        return without(prompts)
-    if not isinstance(prompts, (list, tuple)):
-        return prompts
-    return [without(each) if isinstance(each, dict) else each for each in prompts]
+    if isinstance(prompts, (list, tuple)):
+        return [without(each) if isinstance(each, dict) else each for each in prompts]
+    return without(prompts) if isinstance(prompts, dict) else prompts
 
 
 def without(options: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +124,7 @@ class SamplingParams(nanoengine.SamplingParams):
     """nanoengine's parameters. None stands for the default, except as `max_tokens`.
 
     `output_kind` has no effect, as in vLLM's own `LLM`. Nor has `extra_args`, which is kept as an
-    attribute.
+    attribute. What the constructor takes can also be assigned later.
     """
 
     def __init__(self, *, max_tokens: int | None = 16, **options: Any) -> None:
@@ -139,7 +135,16 @@ class SamplingParams(nanoengine.SamplingParams):
         if wanted == {}:
             raise rejected("structured_outputs", wanted, "a grammar, such as {'regex': …}")
         super().__init__(max_tokens=max_tokens, structured_outputs=wanted, **without(options))
-        vars(self)["extra_args"] = options.get("extra_args")
+        self.extra_args = options.get("extra_args")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        name = "structured_outputs" if name == "guided_decoding" else name
+        if name in WITHOUT_EFFECT or name in OFF:
+            # raises an error if it would turn something on
+            without({name: value})
+            vars(self)[name] = value
+        else:
+            super().__setattr__(name, value)
 
     from_optional = classmethod(lambda cls, **values: cls(**values))
 
@@ -153,11 +158,9 @@ class LLM(nanoengine.LLM):
                  chat_template: Any = None, **options: Any) -> None:
         # vLLM's own default is 20; without a number, nothing limits it here
         self.max_logprobs = -1 if max_logprobs is None else max_logprobs
-        if num_gpu_blocks_override is not None:
-            options["num_kv_blocks"] = num_gpu_blocks_override
+        options.setdefault("num_kv_blocks", num_gpu_blocks_override)
         if logits_processors:
-            raise rejected("logits_processors", logits_processors,
-                           "left out: give functions to SamplingParams")
+            raise rejected("logits_processors", logits_processors, "functions in SamplingParams")
         self.chat_template = chat_template
         # a file or, with a brace or a line break, the template itself
         if chat_template is not None and not {*"{}\n"} & {*str(chat_template)}:
@@ -173,12 +176,11 @@ class LLM(nanoengine.LLM):
             if unknown := without(dict(structured_outputs_config or {})):
                 raise rejected(*unknown.popitem(), "left out: it is not known")
         super().__init__(model, **without(options))
-        if options.get("generation_config") == "vllm":
-            self.inputs.default_params = nanoengine.SamplingParams()
-        # the file's names; one of them differs
+        old = {} if options.get("generation_config") == "vllm" else vars(self.inputs.default_params)
+        # the names in the file; one of them differs
         changes = {"max_tokens" if name == "max_new_tokens" else name: value
                    for name, value in (override_generation_config or {}).items()}
-        self.inputs.default_params = replace(self.inputs.default_params, **changes)
+        self.inputs.default_params = SamplingParams(**old | changes)
 
     from_engine_args = classmethod(lambda cls, arguments: cls(**vars(arguments)))
 

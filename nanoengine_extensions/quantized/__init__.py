@@ -39,8 +39,10 @@ BITS = {"int8": 8, "int4": 4}
 SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 KNOWN = (*METHODS, "gguf")
+# vLLM's names of methods with the kernel that it has for them
+MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
 CONDITIONS: list[Condition] = [
-    ("quantization", lambda c: c.quantization.removesuffix(SUMS) in (*BITS, *KNOWN),
+    ("quantization", lambda c: c.quantization.removesuffix(SUMS) in (*BITS, *KNOWN, *MARLIN),
      f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}; with '{SUMS}', scales "
      "multiply sums"),
     ("load_format", lambda c: c.load_format != "dummy",
@@ -110,6 +112,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     given = config.quantization or ""
     by_sums = given.endswith(SUMS)
     given = given.removesuffix(SUMS)
+    given = MARLIN.get(given, given)
     method: Any = entries.get("quant_method", given)
     if given not in ("", method):
         raise rejected("quantization", config.quantization,

@@ -603,9 +603,10 @@ def test_a_quantization_that_is_refused(tiny, value, message):
 
 def test_a_quantization_that_the_model_has_not(make_quantized):
     folder, model = make_quantized("awq")
-    assert generated(folder, quantization="awq") == expected(model)
+    for name in ("awq", "awq_marlin"):
+        assert generated(folder, quantization=name) == expected(model)
     assert generated(REAL, quantization="gguf") == generated(REAL)
-    for path, value, method in ((folder, "gptq", "awq"), (folder, "int8", "awq"),
+    for path, value, method in ((folder, "gptq_marlin", "awq"), (folder, "int8", "awq"),
                                 (REAL, "int4", "gguf")):
         with pytest.raises(ValueError, match=f"quantization='{value}' .* None or '{method}', si"):
             LLM(path, quantization=value, **OPTIONS)

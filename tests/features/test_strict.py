@@ -226,6 +226,17 @@ def test_duplicates_are_removed_in_order():
             SamplingParams(**{name: bad})
 
 
+@pytest.mark.parametrize("name, values", [
+    ("stop_token_ids", [7, 9]), ("allowed_token_ids", [7, 9]), ("bad_words", ["a", "b"])])
+def test_other_collections_where_the_order_means_nothing(name, values):
+    for given in (tuple(values), {*values}):
+        assert sorted(getattr(SamplingParams(**{name: given}), name)) == values
+    with pytest.raises(ValueError, match=f"{name}=.*valid list"):
+        SamplingParams(**{name: dict.fromkeys(values)})
+    with pytest.raises(ValueError, match="stop=.*valid list"):
+        SamplingParams(stop={"a", "b"})
+
+
 def test_shorthands_and_numpy_numbers():
     params = SamplingParams(stop="a", stop_token_ids=None, max_tokens=np.int64(3),
                             temperature=np.float32(0.5))

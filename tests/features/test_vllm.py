@@ -100,6 +100,8 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
                 without({name: value})
     assert not (OFF | WITHOUT_EFFECT) & {f.name for f in dataclasses.fields(EngineConfig)}
     assert not OFF & WITHOUT_EFFECT
+    # of older versions
+    assert without(dict(guided_decoding_disable_any_whitespace=True)) == {}
     neutral = dict.fromkeys(OFF) | dict.fromkeys(WITHOUT_EFFECT, True)
     with LLM(tiny, block_size=16, num_kv_blocks=32, **neutral, seed=None,
              max_model_len=-1) as llm:
@@ -132,7 +134,7 @@ def test_a_number_turns_on_as_true_does(tiny, name):
     ("offload_group_size", 1, "this engine has nothing like it"),
     ("chat_template", "no/such.jinja", "No such file"),
     ("chat_template", 5, "not int"),
-    ("logits_processors", ["my.Processor"], "give functions to SamplingParams"),
+    ("logits_processors", ["my.Processor"], "functions in SamplingParams"),
     ("override_generation_config", {"eos_token_id": 5}, "eos_token_id"),
     ("override_generation_config", {"temperature": -1}, "temperature"),
     ("num_gpu_blocks_override", 0, "num_kv_blocks"),
@@ -151,12 +153,12 @@ def test_bad_keywords(bundled, name, value, accepted):
 @pytest.mark.needs("generation_config")
 def test_generation_config_of_vllm_gives_neutral_defaults(bundled):
     with LLM(bundled, num_kv_blocks=16, generation_config="vllm") as llm:
-        assert llm.get_default_sampling_params() == nanoengine.SamplingParams()
+        assert llm.get_default_sampling_params() == SamplingParams()
         assert len(llm.generate("Once", use_tqdm=False)[0].outputs[0].token_ids) <= 16
         assert llm.generate("Once", nanoengine.SamplingParams(max_tokens=2), use_tqdm=False)
         assert llm.beam_search("Once", vllm.BeamSearchParams(beam_width=2, max_tokens=2))
     with LLM(bundled, num_kv_blocks=16, generation_config="auto") as llm:
-        assert llm.get_default_sampling_params() != nanoengine.SamplingParams()
+        assert llm.get_default_sampling_params() != SamplingParams()
 
 
 def test_keywords_of_calls(llm):
@@ -238,6 +240,7 @@ def test_sampling_params():
     ("prompt_logprob_token_ids", np.array([[1, 2]]), "use prompt_logprobs"),
     ("repetition_detection", {"max_pattern_size": 3, "min_count": 2}, "nothing like it"),
     ("thinking_token_budget", 5, "nothing like it"),
+    ("tokenization_kwargs", {"truncate_prompt_tokens": 3}, "use truncate_prompt_tokens"),
     ("trace_decode_token_ids", [1], "nothing like it"), ("watermarking", True, "nothing like it")])
 def test_params_that_would_turn_something_on(name, value, advice):
     with pytest.raises(ValueError, match=f"^{name}=.* is not accepted: .*left out: .*{advice}$"):
@@ -253,6 +256,25 @@ def test_extra_args_are_kept(llm):
     copy = params.clone()
     assert copy == params and copy.extra_args == extra and copy.extra_args is not extra
     assert SamplingParams().clone().extra_args is None and type(copy) is SamplingParams
+
+
+@pytest.mark.needs("strict")
+def test_what_is_assigned_later_is_what_the_constructor_takes(llm):
+    grammar = vllm.GuidedDecodingParams(regex="[0-9]{3}", disable_any_whitespace=True)
+    for params in (SamplingParams(max_tokens=9), llm.get_default_sampling_params()):
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        params.extra_args = {"mine": 1}
+        params.skip_clone = params.thinking_token_budget = None
+        params.guided_decoding = grammar
+        assert params.output_kind is RequestOutputKind.FINAL_ONLY
+        assert params.clone().extra_args == {"mine": 1}
+        assert generate(llm, "Once", params)[0].outputs[0].text.isdigit()
+        with pytest.raises(ValueError, match="watermarking=True .*nothing like it"):
+            params.watermarking = True
+        with pytest.raises(ValueError, match="temprature .*temperature"):
+            params.temprature = 1
+    fields = {field.name for field in dataclasses.fields(nanoengine.SamplingParams)}
+    assert not (WITHOUT_EFFECT | OFF) & fields
 
 
 def test_params_of_the_engine_serve_too(llm):
@@ -378,8 +400,7 @@ def test_keywords_that_set_others(bundled):
         assert len(generate(llm, "Once", None)[0].outputs[0].token_ids) <= 5
     with LLM(bundled, num_kv_blocks=16, generation_config="vllm",
              override_generation_config=changes) as llm:
-        assert llm.get_default_sampling_params() == nanoengine.SamplingParams(
-            temperature=0.25, max_tokens=5)
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.25, max_tokens=5)
 
 
 @pytest.mark.needs("strict")
