@@ -434,7 +434,7 @@ def test_a_mistral_with_layer_types_is_ministral(make_model, tmp_path):
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     saved = Path(make_model("Mistral")[0])
     folder = changed(saved, tmp_path, layer_types=kinds, sliding_window=3)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = compare.load_reference(folder)
     assert type(reference).__name__ == "MinistralForCausalLM"
     expected = compare.expected_tokens(reference, [5, 6, 7, 8])
     with make_llm(folder, model_impl="auto", attention_backend="gather") as llm:
