@@ -81,9 +81,9 @@ def check_supported(config: PretrainedConfig) -> None:
     rope = config.rope_parameters
     check("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"])
     check("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0])
-    kinds = ["full_attention", "sliding_attention"] if entry_of(config, "layer_types") else []
+    windowed = ["sliding_attention"] if entry_of(config, "layer_types") else []
     for kind in getattr(config, "layer_types", None) or ():
-        check("layer_types", kind, kinds)
+        check("layer_types", kind, ["full_attention", *windowed])
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
 

@@ -10,10 +10,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from nanoengine.features import logger, naming, rejected
 from nanoengine.loader import weight_files
+from nanoengine.model import FAMILIES
 
 # what a model must be instead
 ORIGINAL = "the original model, with config.json and safetensors"
@@ -53,6 +55,9 @@ NO_WEIGHTS: tuple[Row, ...] = (
 
 # -------------------------------------------------------------------------------- config.json
 
+# what only transformers computes
+ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
+ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization
 READ = ("awq", "gptq", "compressed-tensors", "gguf")
 # where tools of 2023 and 2024 say how a model is quantized: files, and an entry of config.json
@@ -93,6 +98,23 @@ def has_several_ropes(config: Config) -> bool:
     return isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
 
 
+def uncomputed(config: Config) -> str:
+    """Returns an entry, such as "hidden_act='gelu'", with which transformers computes a model of
+    the engine's own families, and the engine itself does not; "" for none."""
+    is_ministral = config.get("model_type") == "mistral" and "layer_types" in config
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if config.get("model_type") not in FAMILIES or is_ministral or not isinstance(rope, dict):
+        return ""
+    activation = config.get("hidden_act")
+    kind = rope.get("rope_type", rope.get("type"))
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if activation in ACTIVATIONS:
+        return f"hidden_act={activation!r}"
+    if kind in ROPES:
+        return f"rope_type={kind!r}"
+    return f"partial_rotary_factor={part}" if isinstance(part, float) and 0 < part < 1 else ""
+
+
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "has no architectures in its config.json",
@@ -119,6 +141,9 @@ OWN: tuple[Kind, ...] = (
      "lets its tokens see later ones (is_causal={is_causal}), which is not computed", WRITER),
     (has_empty_window, "has a sliding_window of {sliding_window} tokens",
      "a model with at least 1"),
+    (lambda c: c["model_impl"] != "transformers" and c["uncomputed"],
+     "has {uncomputed}, which the engine itself does not compute",
+     "run with model_impl='transformers'"),
     (has_several_ropes, "has different rope_parameters in its layers",
      "a model with the same in all"))
 
@@ -160,7 +185,7 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
     architectures = config.get("architectures")
     first = str([*architectures, ""][0] or "") if isinstance(architectures, list) else ""
     known = config | {"architecture": first, "names": names, "families": listed(families),
-                      "model_impl": model_impl,
+                      "model_impl": model_impl, "uncomputed": uncomputed(config),
                       "architectures": architectures, "quantization": quantization(config)}
     kinds = OWN if first in families else OTHERS
     for _, what, instead in [kind for kind in kinds if kind[0](known)]:

@@ -28,7 +28,8 @@ MODELS = {
                                 tie_word_embeddings=False)),
     "llama3-rope": ("Llama", dict(rope_parameters=LLAMA3, num_attention_heads=2,
                                   num_key_value_heads=1, hidden_size=48)),
-    "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=LINEAR)),
+    "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=LINEAR,
+                                   layer_types=["full_attention"] * 3)),
     "mistral-window": ("Mistral", dict(sliding_window=12, num_attention_heads=2,
                                        num_key_value_heads=1)),
     "mistral-full": ("Mistral", dict(sliding_window=None, tie_word_embeddings=True)),
@@ -110,7 +111,7 @@ def change_config(source: str, target: Path, **changes) -> str:
     (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "rope_type"),
     (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
      "partial_rotary_factor"),
-    (dict(layer_types=["full_attention"] * 2, architectures=["LlamaForCausalLM"],
+    (dict(layer_types=["sliding_attention"] * 2, architectures=["LlamaForCausalLM"],
           model_type="llama"), "layer_types"),
     (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
     (dict(num_key_value_heads=3), "num_attention_heads"),
@@ -219,7 +220,7 @@ def test_a_family_has_the_parameters_of_transformers(family, attention_bias, mlp
         "sliding_attention", "full_attention", "sliding_attention"])])
 @pytest.mark.parametrize("family", TYPES)
 def test_a_layer_sees_as_far_as_in_transformers(family, changes):
-    if family in ("llama", "mistral"):  # for which layer_types are refused
+    if family in ("llama", "mistral"):  # for which windows of layers are refused
         changes = {name: value for name, value in changes.items() if name != "layer_types"}
     config = make_config(family, **changes)
     check_supported(config)

@@ -434,18 +434,27 @@ def test_a_mistral_with_layer_types_is_ministral(make_model, tmp_path):
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     saved = Path(make_model("Mistral")[0])
     folder = changed(saved, tmp_path, layer_types=kinds, sliding_window=3)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = compare.load_reference(folder)
     assert type(reference).__name__ == "MinistralForCausalLM"
     expected = compare.expected_tokens(reference, [5, 6, 7, 8])
     with make_llm(folder, model_impl="auto", attention_backend="gather") as llm:
         assert tokens(llm.generate([[5, 6, 7, 8]], GREEDY, use_tqdm=False)) == [[expected]]
 
 
-def test_auto_takes_no_damaged_config(folder_of, tmp_path):
-    """What the engine refuses of its own families, it does not give to transformers."""
-    broken = changed(folder_of("llama gelu"), tmp_path)
-    with pytest.raises(ValueError, match="the model's hidden_act='gelu' is not accepted"):
-        make_llm(broken, model_impl="auto")
+@pytest.mark.parametrize("entries, named", [
+    ({}, "hidden_act='gelu'"),
+    (dict(hidden_act="silu", rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type='dynamic'"),
+    (dict(hidden_act="silu", partial_rotary_factor=0.5), "partial_rotary_factor=0.5")])
+def test_auto_says_what_only_transformers_computes(folder_of, tmp_path, entries, named):
+    """What the engine refuses of its own families, it does not give to transformers unasked."""
+    folder = changed(folder_of("llama gelu"), tmp_path, **entries)
+    message = f"has {named}, which the engine itself does not compute: it must be run with model_i"
+    for impl in ("auto", "native"):
+        with pytest.raises(ValueError, match=message):
+            make_llm(folder, model_impl=impl)
+    expected = compare.expected_tokens(compare.load_reference(folder), [5, 6, 7])
+    with make_llm(folder, attention_backend="gather") as llm:
+        assert tokens(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)) == [[expected]]
 
 
 def test_its_rows_are_not_taken_for_invariant(folder_of):

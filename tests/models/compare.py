@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from architectures import ARCHITECTURES, VARIANTS, VOCAB_SIZE, make
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine import LLM, SamplingParams
 
@@ -43,9 +44,12 @@ def random_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 
 def load_reference(folder: Path) -> Any:
-    """Returns transformers' own model of a folder, in float32."""
-    config = transformers.AutoConfig.from_pretrained(folder)
-    model = getattr(transformers, config.architectures[0]).from_pretrained(
+    """Returns the model that transformers itself chooses for a folder, in float32."""
+    config = type(transformers.AutoConfig.from_pretrained(folder))
+    kind: Any = transformers.AutoModelForCausalLM
+    if config not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
     return model
