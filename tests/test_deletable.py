@@ -42,6 +42,10 @@ ALL_CASES = {
     "explain": "import tempfile; LLM(tempfile.mkdtemp(), **options)",
     "generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
     "memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
+    "gguf_families": "import gguf, tempfile; "
+                     "writer = gguf.GGUFWriter(path := tempfile.mkdtemp() + '/a.gguf', 'gemma3')\n"
+                     "for each in ('header', 'kv_data'): getattr(writer, f'write_{each}_to_file')()\n"
+                     "writer.close(); LLM(path, **options)",
     "gguf_tokenizers": f"LLM({str(TESTS / 'q3-q4_k_m.gguf')!r}, **options).close()",
     "guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",
     "hub": "LLM('some/model', **options)",
@@ -85,6 +89,7 @@ ALL_CASES = {
 # what says no where everything is there, and in which words
 REFUSED = {"backends": "attention_backend='varlen' is not accepted",
            "explain": "is an empty folder: it must be one with a model",
+           "gguf_families": "gemma3.embedding_length is missing",
            "guards": "batch_invariant=True is not accepted",
            "offload": "is not accepted: it must be 0 on a CPU",
            "hub": "model='some/model' is not accepted",
@@ -93,7 +98,8 @@ REFUSED = {"backends": "attention_backend='varlen' is not accepted",
 if importlib.util.find_spec("lm_eval"):
     del REFUSED["lm_eval"]
 # what needs another feature, as that is what it is made of
-NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"], "gguf_tokenizers": ["quantized"],
+NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"],
+         "gguf_families": ["quantized"], "gguf_tokenizers": ["quantized"],
          "own_layers": ["transformers_models"], "prometheus": ["metrics"],
          "scores": ["constraints", "logprobs"], "serve": ["async_llm", "openai_format"]}
 

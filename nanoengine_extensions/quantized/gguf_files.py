@@ -22,15 +22,13 @@ from torch import Tensor
 from nanoengine.features import extension, naming, rejected
 from nanoengine_extensions.quantized import gguf_numbers
 from nanoengine_extensions.quantized.formulas import Grouped
-from nanoengine_extensions.quantized.gguf_families import FAMILIES
 from nanoengine_extensions.quantized.stored import Opened, Stored
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = (*FLOATS, *gguf_numbers.SIZES)
 # by `general.architecture`
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                 "qwen3": "Qwen3ForCausalLM",
-                 **{name: family.architecture for name, family in FAMILIES.items()}}
+                 "qwen3": "Qwen3ForCausalLM"}
 # the names of tensors, for the whole model and for a layer
 NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 LAYER_NAMES = {
@@ -54,9 +52,8 @@ def parts_of(file: Path) -> list[Path]:
             for number in range(int(split[2]))]
 
 
-def plain_name(name: str, architecture: str) -> str:
+def plain_name(name: str, of_layer: dict[str, str]) -> str:
     """Returns the name that transformers gives a tensor; an unknown one stays as it is."""
-    of_layer = LAYER_NAMES | (FAMILIES[architecture].names if architecture in FAMILIES else {})
     match name.split("."):
         case [own, kind]:
             return f"{NAMES.get(own, own)}.{kind}"
@@ -85,10 +82,15 @@ class Header:
                         for tensor in reader.tensors}
         self.fields = readers[str(files[0])].fields
         self.architecture = self.find("general.architecture")
-        self.family = FAMILIES.get(self.architecture)
+        self.others: dict[str, Any] = {}
+        if self.architecture not in ARCHITECTURES:
+            asked = f"general.architecture={self.architecture!r}"
+            self.others = extension("gguf_families", asked).FAMILIES
+        self.family = self.others.get(self.architecture)
+        of_layer = LAYER_NAMES | (self.family.names if self.family else {})
         # of each file: the type, the shape and the place of each tensor
         self.table = {name: {
-            plain_name(tensor.name, self.architecture): [
+            plain_name(tensor.name, of_layer): [
                 tensor.tensor_type.name, tensor.shape.tolist()[::-1], int(tensor.data_offset),
                 int(tensor.n_bytes)]
             for tensor in reader.tensors} for name, reader in readers.items()}
@@ -117,7 +119,8 @@ class Header:
         """Raises ValueError for what the engine cannot compute, or not exactly."""
         self.accept("split.no", self.find("split.no", 0), [0])
         self.accept("general.type", self.find("general.type", "model"), ["model"])
-        self.accept("general.architecture", self.architecture, [*ARCHITECTURES])
+        known = [*ARCHITECTURES, *self.others]
+        self.accept("general.architecture", self.architecture, known)
         head_dim = self.head_dim()
         neutral = {"expert_count": 0, "attention.sliding_window": 0, "attention.causal": True,
                    "attention.scale": 0.0, "logit_scale": 0.0, "attention.value_length": head_dim,
@@ -149,7 +152,7 @@ class Header:
         heads = self.of_model("attention.head_count")
         more = self.family.config(self) if self.family else {"rope_parameters": self.rope()}
         return {
-            "architectures": [ARCHITECTURES[self.architecture]],
+            "architectures": [ARCHITECTURES.get(self.architecture)],
             "model_type": self.architecture,
             "vocab_size": int(self.tensor("token_embd.weight").shape[1]),
             "hidden_size": self.of_model("embedding_length"),

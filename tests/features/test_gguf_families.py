@@ -12,8 +12,8 @@ from quantizing import OPTIONS, PROMPTS, GREEDY, generated, gguf_name, in_gguf
 
 from conftest import greedy_reference
 from nanoengine import LLM
-from nanoengine_extensions import gguf_tokenizers
-from nanoengine_extensions.quantized import gguf_families, gguf_files
+from nanoengine_extensions import gguf_families, gguf_tokenizers
+from nanoengine_extensions.quantized import gguf_files
 
 SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=320, max_position_embeddings=512, pad_token_id=0)

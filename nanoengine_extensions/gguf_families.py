@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 class Family(NamedTuple):
     """What differs from a Llama.
 
-    architecture: the class of transformers.
-    config: from a `Header` to further entries of config.json.
+    config: from a `Header` (quantized/gguf_files.py) to further entries of config.json.
     reads: the names of entries of a file that `config` takes into account.
     names: those of the tensors of a layer.
     norms: what the converter has added to the weights of norms.
     """
 
-    architecture: str
     config: Callable[[Any], dict[str, Any]]
     reads: tuple[str, ...]
     names: dict[str, str]
@@ -29,6 +27,7 @@ class Family(NamedTuple):
 def gemma2(header: Any) -> dict[str, Any]:
     """Every second layer sees all keys."""
     return gemma(header, period=2, largest=46) | {
+        "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
         "attn_logit_softcapping": header.of_model("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": header.of_model("final_logit_softcapping", 30.0)}
@@ -39,6 +38,7 @@ def gemma3(header: Any) -> dict[str, Any]:
     """
     local = header.of_model("rope.freq_base_swa", 10000.0)
     return gemma(header, period=6, largest=62) | {
+        "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "final_logit_softcapping": header.find("gemma3.final_logit_softcapping"),
         "rope_parameters": {
@@ -80,8 +80,8 @@ def phi3(header: Any) -> dict[str, Any]:
                  "original_max_position_embeddings": original} | factors
     # Phi 4 has 0
     window = header.find("phi3.attention.sliding_window") or None
-    return {"model_type": "phi3", "rope_parameters": rope, "sliding_window": window,
-            "original_max_position_embeddings": original,
+    return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_parameters": rope,
+            "sliding_window": window, "original_max_position_embeddings": original,
             "pad_token_id": header.find("tokenizer.ggml.padding_token_id")}
 
 
@@ -91,11 +91,11 @@ OF_PHI = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 # by `general.architecture`
 FAMILIES = {
-    "gemma2": Family("Gemma2ForCausalLM", gemma2, (
+    "gemma2": Family(gemma2, (
         "attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
         OF_GEMMA, norms=1.0),
-    "gemma3": Family("Gemma3ForCausalLM", gemma3, (
+    "gemma3": Family(gemma3, (
         "attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa"),
         OF_GEMMA, norms=1.0),
-    "phi3": Family("Phi3ForCausalLM", phi3, (
+    "phi3": Family(phi3, (
         "attention.sliding_window", "rope.dimension_count", "rope.scaling.attn_factor"), OF_PHI)}
