@@ -44,7 +44,7 @@ from nanoengine_extensions.transformers_models.modules import current
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 # from the original length on, their angles depend on the longest sequence of a step
 BY_LENGTH = ("dynamic", "longrope")
-# what transformers itself dequantizes where there is no GPU for it
+# formats that transformers itself dequantizes without a GPU for them
 UNPACKED = ("fp8", "mxfp4")
 
 
