@@ -1,18 +1,18 @@
 """nanoengine: a minimal, fast engine for offline LLM generation.
 
-A map, in reading order:
+A map, from a user's calls inwards (docs/tutorial/README.md follows one request instead):
 
     llm.py              what a user calls: `generate` with its loop, streams, threads
     sampling_params.py  how a request is sampled
     config.py           the options of an engine
     requests.py         prompts and parameters, checked, as requests; and the results
     sequence.py         the tokens of one completion, and its blocks; one step, as a message
-    engine.py           the one loop that runs steps, plain or running ahead
+    engine.py           the step loop, plain or running ahead
     scheduler.py        two queues, one batch a step, preemption
     policies.py         two ways to fill a step, as small functions
     block_manager.py    the life of a block: tables, references, prefix hashes, forks
     model_runner.py     from a batch to tokens, on a CPU or a GPU
-    step_inputs.py      the numbers of a step, in one buffer
+    step_inputs.py      the inputs of a step, in one buffer
     cuda_graphs.py      decode steps, recorded once and replayed
     model.py            one decoder for the Llama family
     attention.py        attention over the paged cache: in plain PyTorch, and with flash-attn
@@ -21,7 +21,7 @@ A map, in reading order:
     features.py         optional features, their options, and the errors for bad input
     observers.py        what an optional feature can do, and when
     kernels.py          finds the libraries of fast kernels
-    __main__.py         `python -m nanoengine`, by the extensions' terminal.py
+    __main__.py         `python -m nanoengine` starts the extensions' terminal.py
 
 The engine needs no other package of this repository.
 """

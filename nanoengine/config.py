@@ -1,7 +1,7 @@
 """`EngineConfig`: every option of the engine, and its default.
 
-What depends on the model is decided elsewhere: `model_runner.py` works out how many blocks fit and
-how long a sequence can be. Nothing writes to a config once it is made.
+Values that depend on the model are decided elsewhere: `model_runner.py` works out how many blocks
+fit and how long a sequence can be. A config never changes once it is made.
 """
 
 from dataclasses import KW_ONLY, dataclass, field
@@ -24,15 +24,15 @@ CONDITIONS: list[Condition] = [
 class EngineConfig:
     """The keywords of `LLM`. Raises ValueError with the option, its value and what is accepted.
 
-    Those that are declared with `of` belong to an optional feature: see features.py.
+    Options that are declared with `of` belong to an optional feature: see features.py.
 
     model: a folder with config.json and safetensors, a GGUF file, or a Hugging Face id.
     tokenizer: the folder or id of the tokenizer; by default the model's own.
     skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text.
     revision: the branch, tag or commit of a Hugging Face id.
     download_dir: the folder for downloads; by default Hugging Face's own cache.
-    dtype: of weights and KV cache: "bfloat16", "float16" or "float32"; "auto": bfloat16, but
-        float32 on a CPU without instructions for bfloat16.
+    dtype: the type of weights and KV cache: "bfloat16", "float16" or "float32"; "auto": bfloat16,
+        but float32 on a CPU without instructions for bfloat16.
     quantization: "int8" or "int4" rounds the weights to 8 or 4 bits when they are loaded, in groups
         of 32; None leaves them as they are. A model that is already quantized (GGUF, AWQ, GPTQ,
         compressed-tensors) needs no option. With "_sums", as in "int4_sums" or "gguf_sums", a few
@@ -85,8 +85,8 @@ class EngineConfig:
     speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
         the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text continues as
         it did before. A function from a `Sequence` to token ids can guess instead. It works only on
-        a CPU, with run_ahead=False. How much is guessed depends on how long steps take; the tokens
-        never do.
+        a CPU, with run_ahead=False. The number of guesses depends on how long steps take; the
+        generated tokens do not.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in host memory and cross to the GPU
         in each step. With several GPUs, each offloads that much. On a CPU it must be 0.
     tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.

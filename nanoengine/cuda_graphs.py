@@ -64,8 +64,8 @@ class CudaGraphs:
                     and [row.source for row in batch.sampled] == [*range(len(batch))])
 
     def fit(self, batch: Batch, num_keys: int, longest: int) -> tuple[Batch, int]:
-        """Pads a decode step for the smallest graph that has room for it. Returns the padded step,
-        and the number of keys that the graph's tables hold.
+        """Pads a decode step to the size of the smallest graph that can run it. Returns the padded
+        step, and the number of keys that the graph's tables hold.
 
         num_keys: of its longest sequence; longest: of any sequence (`max_model_len`).
         """

@@ -17,7 +17,7 @@ first: the tokens join their sequences as pending tokens, whose ids come later.
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
     tokens of step 1              ▲ they are pending                  ▲ and get their ids
 
-A │ is the border between two calls of `step`. Between two calls no token is pending: a call begins
+A │ separates two calls of `step`. Between two calls no token is pending: a call begins
 by advancing the step in flight, and collects its tokens before it returns.
 
 Optional features observe these steps: see observers.py.

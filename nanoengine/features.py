@@ -12,8 +12,8 @@ A feature plugs into the engine in one of four ways:
 `EngineConfig` and `SamplingParams` have the options of all features; `of` names the feature.
 `extension` imports a feature by its name, when it is asked for.
 
-The engine itself refuses what would hang, silently compute the wrong thing, or fail in the middle
-of a step. If nanoengine_extensions/strict.py is there, it checks the types of all options.
+The engine itself refuses input that would hang it, silently give wrong results, or fail in the
+middle of a step. If nanoengine_extensions/strict.py is there, it checks the types of all options.
 """
 
 import logging
@@ -70,7 +70,7 @@ def extension(name: str, asked: str = "") -> Any:
 
 def of(name: str, default: Any = MISSING) -> Any:
     """A field of a dataclass that belongs to a feature. A value other than the default asks for the
-    feature. If none is given, the default is an empty list."""
+    feature. Without `default`, the default is an empty list."""
     make: Any = list if default is MISSING else MISSING
     return field(default=default, default_factory=make, metadata={"feature": name})
 

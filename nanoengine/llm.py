@@ -1,7 +1,7 @@
 """`LLM`: what a user calls.
 
 `requests.py` turns prompts into requests, and new tokens into results; `engine.py` runs their
-sequences. `generate` and `stream` are a loop over `steps_for`.
+sequences. `generate` and `stream` are loops over `steps_for`.
 
 Threads take turns; a turn is one step, and a step serves the requests of all threads.
 
@@ -75,9 +75,9 @@ class LLM(AbstractContextManager):
         self.dropped: deque[Request] = deque()
         # the requests in the engine; only a turn changes them
         self.entered: dict[str, Request] = {}
-        # the thread that has its turn holds it
+        # held by the thread whose turn it is
         self.lock: Any = threading.RLock()
-        # what broke off the last turn
+        # the error that ended the last turn
         self.error: RuntimeError | None = None
 
     # ------------------------------------------------------------------------ generating
@@ -131,7 +131,7 @@ class LLM(AbstractContextManager):
         return extension("beam_search").beam_search(self, *args, **kwargs)
 
     def score(self, *args: Any, **kwargs: Any) -> list:
-        """Returns how likely texts are after a prompt: score(prompts, continuations,
+        """Returns how likely texts are as continuations: score(prompts, continuations,
         use_tqdm=True). `help("nanoengine_extensions.scores.score")` has the details."""
         return extension("scores").score(self, *args, **kwargs)
 
@@ -242,7 +242,7 @@ class LLM(AbstractContextManager):
                 self._begin_turn()
                 yield
             except BaseException as error:
-                self.error = RuntimeError(f"a shared step was broken off: {error!r}")
+                self.error = RuntimeError(f"a shared step failed: {error!r}")
                 raise
 
     def _begin_turn(self) -> None:

@@ -31,7 +31,7 @@ USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
 def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
     """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
-    Face id, or one made from a GGUF file. name: that of the argument, for messages."""
+    Face id, or one made from a GGUF file. name: the argument's name, for messages."""
     folder = Path(model).expanduser().absolute()
     files = [folder, *(weight_files(folder) or folder.glob("*.gguf"))]
     if any(file.suffix == ".gguf" for file in files):
@@ -47,7 +47,7 @@ def load_config(folder: Path, load_format: str = "dummy",
     """Returns the model's config.json, checked, with the head_dim that can be implicit there.
 
     load_format: where the weights come from; "dummy": the folder need not have any.
-    model_impl: "native": a family of model.py; "transformers": any, which transformers computes;
+    model_impl: "native": a family of model.py; "transformers": any model, in transformers' code;
         "auto": "native" if model.py has the architecture, else "transformers".
     """
     if is_installed("explain"):
@@ -115,7 +115,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """
     if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
-    with naming(f"{folder}: tokenizer.json (not one in Python) or tokenizer=…"):
+    with naming(f"{folder} needs a tokenizer.json (not one in Python), or tokenizer=…"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # some mistakes in its files show only when it encodes a text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))

@@ -7,9 +7,9 @@ which sequence. Parameters have the names of transformers' checkpoints; `loader.
 says which models can be loaded.
 
 This is plain PyTorch, and complete. If a library of kernels for the device is installed
-(kernels.py), it replaces some of these forwards by faster ones; a comment at each of them says so.
-It recognises a forward by its code, so it keeps one that you change, or override in a subclass. To
-step through this file, attention.py and sampler.py with a debugger, use LLM(model, kernels=False).
+(kernels.py), it replaces some of these forwards with faster ones; a comment at each of them says
+so. It recognises a forward by its code, so a forward that you change or override stays. To step
+through this file, attention.py and sampler.py with a debugger, use LLM(model, kernels=False).
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Family(NamedTuple):
     """How a family of models differs from the first Llama.
 
     architecture: its class in transformers.
-    entries: those of config.json that change what it computes, besides the sizes.
+    entries: the entries of config.json, besides the sizes, that change the computation.
     qkv_bias: whether the projections to queries, keys and values have biases.
     head_norm: whether each head of queries and keys is normed.
     """
@@ -183,7 +183,7 @@ class FusedLinear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    # nanoengine_gpu.optimize replaces this forward by one kernel
+    # nanoengine_gpu.optimize replaces this forward with one kernel
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 

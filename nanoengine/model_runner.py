@@ -79,9 +79,9 @@ class ModelRunner:
         longest = min(limit, self.num_kv_blocks * config.block_size)
         # at least one token of a prompt and one of output
         if not 2 <= (asked or 2) <= longest:
-            blocks = f"{self.num_kv_blocks} blocks of {config.block_size}"
+            caps = f"{self.num_kv_blocks} blocks of {config.block_size}, the model's limit {limit}"
             raise rejected("max_model_len", asked or limit,
-                           f"at least 2, or None, at most {longest}: {blocks}, the model's {limit}")
+                           f"at least 2, or None, and at most {longest}: {caps}")
         self.max_model_len = asked or longest
         # 3. its memory, and the graphs that use it
         self.allocate(self.num_kv_blocks)

@@ -29,8 +29,8 @@ class Feature:
     def begin(self, engine: Any) -> None:
         """The `Engine` is complete. This is not called for a feature that a later request loads.
 
-        Keep only a weak reference: a strong one would keep the engine's memory. Raises ValueError
-        for options that it cannot serve."""
+        Keep only a weak reference: a strong one would keep the engine's memory in use. Raises
+        ValueError for options that it cannot serve."""
 
     def enter(self, seqs: list[Sequence], inputs: Any) -> None:
         """A request of these sequences is made, in the caller's thread. A feature that edits their
@@ -71,7 +71,7 @@ class Features(dict[str, Feature]):
     """The features of one engine, by the names of their classes, in the order of their calls.
 
     Every observer in OBSERVERS has a place from the start, with a `Feature` that does nothing. So
-    the keys never change while another thread iterates over them. A user's own come last.
+    the keys never change while another thread iterates over them. A user's own features come last.
 
     files: those of the first observers; own: a user's features, each of a different class.
     """

@@ -1,8 +1,8 @@
-"""Policies: batching, the order of waiting, victims, blocks to hold. Each is a small function, in a
-table by name; a function of your own works as well.
+"""Policies: batching, the order of waiting, victims, blocks to hold. Each is a small function with
+a name in a table; you can pass your own function instead of a name.
 
 nanoengine_extensions/policies.py adds more names to these tables, once one of them is asked for. A
-policy of your own that never runs a sequence would hang the engine; guards.py raises an error.
+policy of your own that never runs a sequence would hang the engine; then guards.py raises an error.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def mixed(scheduler: Any) -> Batch:
     return scheduler.build([*scheduler.running], admit=True)
 
 
-# a name, or a function like those that have names
+# a name in a table, or a function like those in the table
 Policy = str | Callable
 # the policies of an option, by their names
 Table = dict[str, Callable]
@@ -36,7 +36,7 @@ Table = dict[str, Callable]
 BATCHING: Table = {"prefill-first": prefill_first, "mixed": mixed}
 # the rank of a waiting sequence; smaller ranks first, then in the order of arrival
 ORDERS: Table = {"fcfs": lambda seq: 0}
-# which sequence is preempted: one of those that run, in the order of admission
+# which sequence is preempted, from the running ones in the order of admission
 VICTIMS: Table = {"youngest": lambda running: running[-1]}
 # for how many tokens, at least, an admitted sequence holds blocks; the second argument is
 # max_model_len

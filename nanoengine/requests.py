@@ -182,7 +182,7 @@ class InputProcessor:
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
         elif (folder / "generation_config.json").is_file():
-            logger.warning("generation_config.json needs generation_config.py")
+            logger.warning("generation_config.json is ignored: generation_config.py is missing")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
@@ -192,8 +192,8 @@ class InputProcessor:
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words, grammars: "
-                           "its folder has none, or `skip_tokenizer_init=True`")
+            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words and "
+                           "grammars: the folder has none, or skip_tokenizer_init=True")
         return self.tokenizer
 
     def make_requests(self, prompts: Prompts, params: Params,

@@ -72,7 +72,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
 
 
 def likeliest(logits: Tensor, library: Kernels = PLAIN) -> Tensor:
-    """Returns the token with the largest logit of each row; the first one of several."""
+    """Returns the token with the largest logit of each row; of equal ones, the first."""
     largest, tokens = library.first_max(logits)
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 

@@ -1,6 +1,6 @@
 """`SamplingParams`: how to sample a request.
 
-Nothing here knows a model: `requests.py` makes the checks that need a vocabulary or a tokenizer.
+Nothing here needs a model: `requests.py` makes the checks that need a vocabulary or a tokenizer.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ class SamplingParams:
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: sample among the fewest likeliest tokens whose probabilities add up to at least p.
     min_p: drop tokens that are less likely than min_p times the likeliest.
-    seed: a draw depends on it and on the position; None or -1: derived from the engine's seed and
-        the number of the request.
+    seed: a draw depends only on the seed and on the position; None or -1: a seed derived from the
+        engine's seed and the number of the request.
     max_tokens: the most tokens to generate; None: up to the engine's `max_model_len`.
     min_tokens: until this many tokens are generated, EOS and stop tokens are masked, and stop
         strings do not count.
@@ -41,12 +41,13 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string, or the text of the stop token or EOS, in the
         text.
     ignore_eos: continue after EOS.
-    truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1: as many as
-        leave room for max_tokens.
+    truncate_prompt_tokens: keep only the last tokens of the prompt, this many; -1: as many as fit
+        beside max_tokens.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text; stop strings need it.
     logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
-        likeliest tokens at each position, and of the sampled token. 0: only of that; -1: of all.
+        likeliest tokens at each position, and of the sampled token. 0: only of the sampled token;
+        -1: of all tokens.
     prompt_logprobs: the same for each token of the prompt except the first, in
         `RequestOutput.prompt_logprobs`. The prompt is then computed again, whatever is cached.
     prompt_logprobs_start: the position of the first token that needs prompt_logprobs. Earlier
@@ -59,7 +60,7 @@ class SamplingParams:
     allowed_token_ids: the only tokens that may be generated.
     logit_bias: numbers to add to logits, by token id.
     structured_outputs: what the text must be, one of {"json": schema}, {"json_object": True},
-        {"regex": text}, {"choice": list of texts}, {"grammar": text in Lark} and {"structural_tag":
+        {"regex": text}, {"choice": list of texts}, {"grammar": text in Lark} or {"structural_tag":
         tags with a separator}: see structured_outputs/.
     logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
         tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.

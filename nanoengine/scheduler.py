@@ -95,15 +95,15 @@ class Scheduler:
     def make_room(self, candidates: list[Sequence]) -> bool:
         """Gives the candidates the blocks that their newest tokens need.
 
-        Preempts sequences until all remaining candidates have their blocks. Returns whether there
-        was room without preemption.
+        Preempts sequences until all remaining candidates have their blocks. Returns whether it
+        preempted none.
         """
         manager = self.block_manager
         size = manager.block_size
         lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
-            with naming(f"preemption_victim={self.victim} is none that returns a running one"):
+            with naming(f"preemption_victim={self.victim} must return a running sequence"):
                 self.preempt(self.victim(self.running))
             lacking = [seq for seq in lacking if seq.is_running]
         for seq in lacking:
@@ -194,7 +194,7 @@ class Scheduler:
     # ---------------------------------------------------------------------- one sequence
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets `child` continue from where `parent` is, or wait, if there is no room for it."""
+        """Lets `child` continue where `parent` is; queues it if no place or no block is free."""
         has_place = len(self.running) < self.config.max_num_seqs
         if has_place and self.block_manager.can_allocate(child, parent):
             self.block_manager.allocate(child, parent)

@@ -2,7 +2,7 @@
 
 `Batch`: one step of several sequences, as the scheduler decides it and the runner computes it.
 
-Plain data, without tensors: scheduler.py decides about it, and model_runner.py computes it.
+Plain data, without tensors: scheduler.py plans each step, and model_runner.py computes it.
 
     token_ids    Once upon a | time there was | a fox        num_tokens = 8
     computed     ─────────────────────────────▶              num_computed_tokens = 6
@@ -48,7 +48,7 @@ class Sequence:
         still sampling, is stored as -1 - row, where `row` is its place in `Batch.sampled`. So the
         next step can already be scheduled and launched; the device looks the token up
         (`step_inputs.known_ids`).
-    max_num_tokens: with this many tokens the sequence is finished ("length").
+    max_num_tokens: the sequence is finished ("length") once it has this many tokens.
     end_tokens: the token ids that end it, each with its `stop_reason`.
     priority: smaller numbers come first.
     index: the number of this completion in its request.
@@ -109,12 +109,12 @@ class Sequence:
 class Copies:
     """The blocks to copy before a step computes. Each dict maps a target to its source.
 
-    The runner performs the copies in the order of these fields. swap_out and swap_in are to and
-    from a pool on the host, if there is one.
+    The runner performs the copies in the order of these fields. swap_out copies blocks to a pool on
+    the host, and swap_in copies them back, if there is such a pool.
 
     The order matters, since a block that is freed in a step can be handed out again in the same
-    step. Block 5 of a preempted sequence is first copied to the host. Then the copy for its new
-    owner, a fork or a sequence that comes back, is written to it.
+    step. For example, block 5 of a preempted sequence is first copied to the host. Only then is it
+    overwritten for its new owner: a fork, or a sequence that comes back.
     """
 
     swap_out: dict[int, int] = fresh(dict)

@@ -12,7 +12,7 @@
 The cache is kv[0 or 1, block, kv_head], K and V of one head, as 32-bit words: one float32, or two
 bfloat16. Keys and values are in tiles of 16 keys; each line is read as vectors (`vectors.py`).
 
-    a tile of K: [word of head_dim][16 keys]         a tile of V: [word of keys][head_dim]
+    a tile of K: [word: head_dim][16 keys]           a tile of V: [word: keys][head_dim]
         k0[0:2] k1[0:2] k2[0:2] …                       v0[0],v1[0]  v0[1],v1[1]  …
         k0[2:4] k1[2:4] k2[2:4] …                       v2[0],v3[0]  v2[1],v3[1]  …
 
@@ -140,9 +140,9 @@ def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim):
 
 
 @inlined()
-def write(room, value, keys, values, offset, head_dim, width, per_word):
-    """Writes K, in `room`, and V, (head_dim,) each, to their place in a block, (words,)."""
-    words = array_at(room, head_dim // per_word, np.uint32)
+def write(space, value, keys, values, offset, head_dim, width, per_word):
+    """Writes K, in `space`, and V, (head_dim,) each, to their place in a block, (words,)."""
+    words = array_at(space, head_dim // per_word, np.uint32)
     tile, lane = divmod(offset, LANES)
     for w in range(head_dim // per_word):
         keys[tile * LANES * width // per_word + w * LANES + lane] = words[w]
@@ -164,8 +164,8 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
     """out[r, c] += the sum over k < depth of left[r, k] * right[k, c], in one order.
 
                  left       a line of right                 a piece of lines    columns are in
-        scores   queries    one word of each of 16 keys     all                 tiles of keys
-        values   weights    one word of each of head_dim    a tile of values    vectors of head_dim
+        scores   queries    one word from each of 16 keys   all                 tiles of keys
+        values   weights    one word from each of head_dim  a tile of values    vectors of head_dim
 
     left, out: words, and float32; a row begins `pitch` words after the row before
     right: words; each piece of its lines begins at one of `starts`
@@ -210,13 +210,13 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
 
 
 @inlined()
-def limited(score, cap, room):
-    """cap * tanh(score / cap). room: float32 numbers, see `exp2`"""
+def limited(score, cap, space):
+    """cap * tanh(score / cap). space: float32 numbers, see `exp2`"""
     most, one, two = fill(np.float32(64)), fill(np.float32(1)), fill(np.float32(2))
     exponent = score * fill(np.float32(2 * math.log2(math.e)) / cap)
     # 2^64 gives a tanh of 1. A NaN stays
     exponent = where_less(most, exponent, most, exponent)
-    return fill(cap) * (one - two / (exp2(exponent, room) + one))
+    return fill(cap) * (one - two / (exp2(exponent, space) + one))
 
 
 @inlined()
@@ -284,13 +284,13 @@ def find_keys(base, tile, block_tables, window, kv, shape):
 
 
 @inlined()
-def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room, shape, panel):
+def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space, shape, panel):
     """A tile of tokens of one sequence, whose queries for one KV head are the rows.
 
     of_heads: (norm, eps, sinks, cap): the norm of queries; a sink of each query head, or none; see
         `soften`
     tile, after: see `find_tile`; keys of the tile after this one are prefetched
-    room: for each row a query, the scores of a span, the weighted values so far, and a state, see
+    space: for each row a query, the scores of a span, the weighted values so far, and a state, see
         WEIGHTS and MAXIMUM; weights take the place of the scores
     shape: (head_dim, and that in whole vectors, group_size, block_size, per_word, unit): spans
         begin again after `unit` keys
@@ -306,9 +306,9 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room
     words = head_dim // per_word
     num_rows = (end - begin) * group_size
     pitch = words + SPAN + width + STATE
-    scratch = array_at(room, (round_up(num_rows, rows), pitch), np.float32)
+    scratch = array_at(space, (round_up(num_rows, rows), pitch), np.float32)
     # the same memory, as numbers of the type of `qkv`
-    numbers = array_at(room, (num_rows, pitch * per_word), qkv.dtype)
+    numbers = array_at(space, (num_rows, pitch * per_word), qkv.dtype)
     scores, weights = scratch[:, words:], numbers[:, head_dim:]
     totals = scratch[:, words + SPAN:][:, :width]
     states = scratch[:, words + SPAN + width:]
@@ -339,7 +339,7 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room
         _, later = (find_keys(stop, tile, block_tables, window, kv, shape) if stop <= last
                     else find_keys(np.int64(0), after, block_tables, window, kv, shape))
 
-        # scores: a line is a word of all keys of a tile
+        # scores: a line holds one word from each key of a tile
         scores[:, :num_tiles * LANES] = 0
         for t in range(0, num_tiles, together):
             for r in range(0, num_rows, rows):
@@ -353,7 +353,7 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room
                    np.float32(newest + 1 - window), np.float32(min(newest, num_keys - 1)), scale,
                    cap)
 
-        # values: a line is a word of one key, or two; with AMX, the last tile's lines that are
+        # values: a line holds words from one key, or two; with AMX, the last tile's lines that are
         # unwritten become 0
         depth = (num_keys + per_word - 1) // per_word
         rest = depth % LANES if is_tiled else 0
@@ -464,15 +464,15 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
             # tile by tile: the heads of its tokens lie side by side in qkv
             for task in take_tasks(tasks, size, arguments_at):
                 tile, kv_head = divmod(task, kv_heads)
-                # room for a rotated key
-                room = stack(head_dim)
+                # memory for a rotated key
+                space = stack(head_dim)
                 for token in range(starts[tile], starts[tile + 1]):
                     block, offset = divmod(slot_mapping[token], block_size)
                     ask_for(qkv[token + AHEAD, heads + kv_head])
                     ask_for(qkv[token + AHEAD, heads + kv_heads + kv_head])
                     norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
-                                    rope[1, token], array_at(room, head_dim, uint), eps, head_dim)
-                    write(room, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
+                                    rope[1, token], array_at(space, head_dim, uint), eps, head_dim)
+                    write(space, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
                           kv[1, block, kv_head], offset, head_dim, width, per_word)
             return
 
@@ -480,12 +480,12 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
         for task in take_tasks(tasks, size, arguments_at):
             tile = find_tile(task, starts, tiles, positions, sequence_of_token)
             after = find_tile(min(task + 1, tasks - 1), starts, tiles, positions, sequence_of_token)
-            room = stack(scratch_size)
+            space = stack(scratch_size)
             if tile[1] - tile[0] == 1:
-                attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room,
+                attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space,
                        shape, decode_panel)
             else:
-                attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, room,
+                attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space,
                        shape, panel)
 
     return compile_kernel(kernel, phases=2)
@@ -513,7 +513,7 @@ def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cach
         positions (T,) int32
 
     Returns (T, heads, head_dim). All tensors except the cache must be contiguous: the kernel gets
-    addresses, and can't check what lies there.
+    addresses, and cannot check what is there.
     """
     out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * cache.shape[3], qkv.shape[2])
     run_call(call_attention(

@@ -48,7 +48,7 @@ def in_huge_pages(num_bytes: int) -> torch.Tensor:
 
 @functools.cache
 def is_fork(process: int) -> bool:
-    """Whether this process was forked, and runs the same program since. Linux alone tells."""
+    """Whether this process was forked, and has run the same program since. Only Linux can tell."""
     flags = read_system("self/stat").rpartition(")")[2].split()[6:7]
     # PF_FORKNOEXEC
     return any(int(each) & 0x40 for each in flags)
@@ -149,7 +149,7 @@ def end_threads() -> None:
 
     Each thread that has computed keeps its own team. Once all teams together have more threads than
     there are cores, libgomp's threads no longer spin while they wait: a small model took 40 %
-    longer when two threads called it by turns. Other versions of OpenMP are left alone.
+    longer when two threads called it in turn. Other versions of OpenMP are left alone.
     """
     # it would wait for threads that are missing
     if has_threads():

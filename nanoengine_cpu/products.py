@@ -7,7 +7,7 @@
                 for each slice of the words of an input row:
                     for each few rows of the part:
                         sums    rows x outputs, which begin with the bias
-                        for each word of the slice:
+                        for each word in the slice:
                             sums += rows times weight
                             prefetch a share of the next slice, unless the rows are few
                         out     after the last slice: the sums, or SwiGLU
@@ -22,7 +22,7 @@ caches while the blocks go by. The weight of a slice, 32 KiB, stays in the first
 go by.
 
 A word is one float32 number, or two of bfloat16. The packed weight is in blocks of outputs, and a
-line of a block is a word of each of its outputs. In bfloat16, with 32 outputs:
+line of a block holds a word from each of its outputs. In bfloat16, with 32 outputs:
 
     w0[0:2] w1[0:2] … w31[0:2]        a line: the first two inputs of each output
     w0[2:4] w1[2:4] … w31[2:4]        …
@@ -119,7 +119,7 @@ def add_slice(rows, line, below, weight, piece):
     """Adds products of 32 rows with a slice of the weight, on tiles.
 
     piece: (place, depth, ahead, asked): where the slice begins, and how deep it is, in words; where
-        words lie that are needed later, and how many of them each word of depth prefetches
+        words lie that are needed later, and how many of them are prefetched for each word
     """
     place, depth, ahead, asked = piece
     for k in range(0, depth, LANES):
@@ -228,8 +228,8 @@ def product(dtype: torch.dtype) -> Callable:
         bias = array_at(bias_at, halves * blocks * block_size, np.float32)
         residual = array_at(residual_at, rows * outputs if residual_at else 0, uint)
         out = array_at(out_at, rows * outputs, uint)
-        room = stack(COPY)
-        copy = array_at(room, COPY, np.float32)
+        space = stack(COPY)
+        copy = array_at(space, COPY, np.float32)
         sums = array_at(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
         copied = -1
         begin_tiles(TILE_SIZES[min(LANES, rows)])
@@ -242,7 +242,7 @@ def product(dtype: torch.dtype) -> Callable:
                 copy_rows(x[begin * words:], words, copy, line, size, words // LANES)
                 if norm_at:
                     for r in range(size):
-                        row = array_at(room, COPY * per_word, uint)[r * line * per_word:]
+                        row = array_at(space, COPY * per_word, uint)[r * line * per_word:]
                         norm_row(row, norm, eps_bits)
             # 7 or 8 rows are two steps of four: one of two rows takes as long (measured on Zen 4)
             stride = 4 if size in (7, 8) and not on_tiles else step

@@ -117,12 +117,12 @@ def add_atomic(builder, at, number):
 
 @intrinsic(prefer_literal=True)
 def stack(context, size):
-    """Room for `size` 32-bit words, a constant. Where LLVM sees all uses, they become registers."""
+    """Memory for `size` 32-bit words, a constant. If LLVM sees all uses, they become registers."""
     def generate(context, builder, signature, values):
         with builder.goto_entry_block():
-            room = builder.alloca(ir.FloatType(), size.literal_value)
-        room.align = 64
-        return room
+            space = builder.alloca(ir.FloatType(), size.literal_value)
+        space.align = 64
+        return space
     return types.CPointer(types.float32)(size), generate
 
 

@@ -5,8 +5,8 @@
         print(output.outputs[0].text)
 
 One thread runs the steps of all tasks. After a step, a task gets the newest output of each of its
-requests. A slow task keeps no more than that: its next output has all new tokens. The same holds
-for all tasks if they would together get more than MOST_OUTPUTS a second.
+requests. A slow task skips outputs: its next one has all new tokens. So do all tasks, if together
+they would get more than MOST_OUTPUTS outputs a second.
 """
 
 import asyncio

@@ -10,8 +10,8 @@ becomes an error with its number; with --strict, the exit status is then 1.
 
 The same command, started again after a crash, a full disk or `kill -9`, computes the missing
 results. If you delete a line of the results, it is computed again. Lines can be appended to the
-input. If other lines have changed, the job ends before it writes anything: a result has a hash of
-its line and of the model. Only a window of the input is in memory, and eight bytes for each line.
+input. If other lines have changed, the job ends before it writes anything, as a result has a hash
+of its line and of the model. Only a window of the input, and 8 bytes for each line, are in memory.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def drop_finished(hashes: array, source: Path, results: Path) -> tuple[int, int]
     with results.open("rb") as file:
         for place, line in enumerate(file, 1):
             if not BEGIN_OF_RESULT.startswith(line[:len(BEGIN_OF_RESULT)]):
-                sys.exit(f"{results} has a line that is no result of this job, {line[:60]!r}: "
+                sys.exit(f"{results} has a line that is not a result of this job, {line[:60]!r}: "
                          "choose a new --output-file.")
             if not line.endswith(b"\n"):
                 break
@@ -112,7 +112,7 @@ def drop_finished(hashes: array, source: Path, results: Path) -> tuple[int, int]
                          "this line, the same command computes what was in it again.")
             if not 0 < number <= len(hashes) or hashes[number - 1] != line_hash:
                 sys.exit(f"{results}, line {place} is not the result of line {number} of {source}: "
-                         "one of them was edited, or the model is another, or the result is there "
+                         "one of them was edited, the model has changed, or the result is there "
                          "twice. Undo the change, or choose a new --output-file.")
             hashes[number - 1] = 0
             num_finished += 1

@@ -186,8 +186,8 @@ def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
 def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list[int]]:
     """Returns what each token adds to a text, in UTF-8, which can be a part of a character.
 
-    Then all of these joined, each after a byte 0xFF, which is in no text, and where each begins. A
-    special token spells nothing.
+    Also returns all of these joined, each after a byte 0xFF, which is in no text, and where each
+    begins. A special token spells nothing.
     """
     backend = tokenizer.backend_tokenizer
     # what a token adds after itself: some decoders strip spaces where a text begins

@@ -29,7 +29,7 @@ WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 # a name, what it says, and what the model must be: the first row that fits counts
 Row = tuple[str, str, str]
-# a path that is no folder
+# a path that is not a folder
 A_FILE: tuple[Row, ...] = (
     ("*", "is a file", "the folder {folder}"),)
 # what a folder has instead of config.json
@@ -37,7 +37,7 @@ NO_CONFIG: tuple[Row, ...] = (
     ("adapter_config.json", "is an adapter (LoRA), not a whole model", MERGED),
     ("model_index.json", "is a pipeline of diffusers, which makes images", WRITER),
     ("modules.json", "is a model of sentence-transformers, which makes embeddings", WRITER),
-    ("consolidated*", "is a model in its maker's own format", FOR_TRANSFORMERS),
+    ("consolidated*", "is a model in its maker's format", FOR_TRANSFORMERS),
     ("*/config.json", "has models in folders of its own", "one of these, such as {folder}"),
     ("*", "has no config.json", "a folder that save_pretrained of transformers has made"))
 # what it has instead of safetensors
@@ -117,14 +117,14 @@ def uncomputed(config: Config) -> str:
 
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
-    (lambda c: not c["architecture"], "has no architectures in its config.json",
+    (lambda c: not c["architecture"], "names no architectures in its config.json",
      'completed there, for example by "architectures": ["LlamaForCausalLM"]'),
     (lambda c: c.get("is_encoder_decoder"), "has an encoder",
      "a model that has a decoder only"),
     (lambda c: "modules.json" in c["names"],
      "is a model of sentence-transformers, which makes embeddings", WRITER),
     (lambda c: c.get("auto_map") and c.get("model_type") not in CONFIG_MAPPING_NAMES,
-     "has code of its own, which is not run", "a model that transformers computes without it"),
+     "comes with its own code, which is not run", "a model that transformers computes without it"),
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
      "a {families} model, or model_impl='transformers' given"))

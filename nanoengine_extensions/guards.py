@@ -1,4 +1,4 @@
-"""Guards: what an engine cannot guarantee is refused, and so are policies that would hang it.
+"""Guards: refuse guarantees that an engine cannot keep, and policies that would hang it.
 
 An observer of requests and steps.
 """

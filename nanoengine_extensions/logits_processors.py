@@ -56,7 +56,7 @@ def kind_of(scores: Any) -> Any:
 
 
 def described(scores: Any) -> str:
-    """Returns what a processor has returned in words, without the values of a tensor."""
+    """Describes in words what a processor has returned, without the values of a tensor."""
     if not isinstance(scores, Tensor):
         return repr(scores)
     return f"{scores.dtype} of shape {tuple(scores.shape)} on {scores.device} ({scores.layout})"

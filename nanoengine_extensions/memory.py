@@ -2,7 +2,7 @@
 
 On a CPU it is a quarter of the free memory, or of what a container has left. On a GPU it is
 measured, not guessed: the weights are loaded, all CUDA graphs are captured, and the largest step
-runs once. The KV cache gets what this leaves of `gpu_memory_utilization`.
+runs once. The KV cache gets the rest of `gpu_memory_utilization`.
 """
 
 from dataclasses import fields

@@ -42,8 +42,8 @@ class RequestMetrics:
 
     arrival_time: when it was queued; times are seconds of `time.monotonic()`, 0 until the event.
     first_scheduled_time: when its first step began.
-    first_token_time: when its first token was known.
-    finished_time: when the last token of its longest completion was known.
+    first_token_time: when its first token became known.
+    finished_time: when the last token of its longest completion became known.
     last_run_time: when the last step that computed it began.
     num_decoded_tokens: tokens of the longest completion, without its first.
     num_cached_tokens: tokens of the prompt that the prefix cache had at the first admission.

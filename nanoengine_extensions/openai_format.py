@@ -250,7 +250,7 @@ def options_of(text: str) -> dict[str, Any]:
 def finite(text: str) -> float:
     """Returns the number in a text. Raises an error for what cannot be written as JSON: 1e999."""
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no number of JSON, or too large")
+        raise ValueError(f"{text} is not a number of JSON, or too large")
     return number
 
 

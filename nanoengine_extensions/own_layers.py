@@ -8,10 +8,10 @@
 A module is known by what it computes, not by its names: its queries, keys and values, and its
 output for what attention returns, are those of the engine's own module with the same linears and
 norms. Both run on random hidden states, angles and positions, in float32 and in the dtype of the
-model. What differs stays what it is. Without this file, all of it stays transformers' own.
+model. A module that differs stays as it is. Without this file, all stay transformers' own.
 
-Heads can be rotated in other pairs than (i, i + head_dim / 2), and in a part only. Then the rows of
-the weights get another order, and what is not rotated gets an angle of 0.
+Heads can be rotated in other pairs than (i, i + head_dim / 2), or only in part. Then the rows of
+the weights get another order, and numbers that are not rotated get an angle of 0.
 """
 
 import copy
@@ -176,7 +176,7 @@ def own_layer(layer: Any, inputs: Inputs, others: Others, longest: int, dtype: A
 
 
 def states_and_angles(arguments: Any, options: Any) -> tuple[list[Tensor], list[tuple]]:
-    """Returns what a module gets of hidden states, and of pairs of cos and sin."""
+    """Returns the hidden states, and the pairs of cos and sin, that a module gets."""
     values = *arguments, *options.values()
     states = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
     return states, [each for each in values if isinstance(each, tuple) and len(each) == 2]

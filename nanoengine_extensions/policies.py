@@ -1,7 +1,7 @@
 """More policies, which this file adds to the engine's tables: see nanoengine/policies.py.
 
-"static", "max-length", "least-recently-run", "random" and `overtaking` are there for comparison:
-engines before paging and continuous batching worked like the first two.
+"static", "max-length", "least-recently-run", "random" and `overtaking` are for comparison: engines
+before paging and continuous batching worked like the first two.
 """
 
 from collections.abc import Callable

@@ -143,7 +143,7 @@ def score_of(start: int, token_ids: list[int], output: RequestOutput) -> Score:
 def main(arguments: list[str] | None = None) -> None:
     """Prints the scores of the choices after a prompt, the likeliest first."""
     parser = argparse.ArgumentParser(
-        "python -m nanoengine score", description="tells which continuation of a prompt is the "
+        "python -m nanoengine score", description="shows which continuation of a prompt is the "
         "likeliest: the log-probability of each, its probability among them, and the text")
     parser.add_argument("prompt", help="a text that ends where a word ends")
     parser.add_argument("choices", nargs="+", help="texts that each begin with their space")

@@ -101,7 +101,7 @@ class Server:
                             for each in body.prompts]
 
     def add(self, body: Any) -> list[Any]:
-        """Queues the requests of a call, if there is room, in the engine's thread."""
+        """Queues the requests of a call, if they are not too many, in the engine's thread."""
         num_open = sum(len(each.seqs) for each in self.llm.active.values())
         if num_open + body.num_completions > self.most:
             raise HTTPException(429, f"at most {self.most} completions", {"retry-after": "1"})

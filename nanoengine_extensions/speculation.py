@@ -20,14 +20,14 @@ knows. So these are the tokens that three steps would have drawn, greedy or not.
 they need a rule for which guesses to accept. Here it is `==`.)
 
 The first drawn token joins its sequence at the end of the step, as usual. Each of the next steps
-gives one more to each sequence that has some, and computes nothing. A guess uses only slots
-that its sequence holds anyway. K and V of a wrong one lie after the last token, where no query sees
-them until a later step overwrites them.
+gives one more token to each sequence that has some left, and computes nothing. A guess uses only
+slots that its sequence holds anyway. K and V of a wrong one lie after the last token, where no
+query sees them until a later step overwrites them.
 
 Edits of logits look at the tokens so far: the row after a guess has a copy of its sequence that has
 the guess (`after`). Where a grammar forces a text, this text is the guess.
 
-How many guesses pay? `StepCosts` knows how long steps of so many tokens take on this machine, and
+How many guesses pay? `StepCosts` knows how long a step of each size takes on this machine, and
 `odds` how often recent guesses of each sequence and each kind were right: a lookup that has found
 eight tokens is right more often than one that has found two. A guess is computed only if it raises
 the expected number of tokens a second (`_worthwhile`). The decision can depend on the time, since
@@ -257,7 +257,7 @@ class Speculation:
             if not guess or kind in hopeless:
                 try:
                     with naming(f"request {seq.request_id}: its speculation {self.guess}"):
-                        # raises an error for what is no token
+                        # raises an error for anything but tokens
                         guess = [vocabulary.index(index(token))
                                  for token in islice(self.guess(seq), most)]
                         kind = str(getattr(self.guess, "kind", ""))
@@ -281,8 +281,8 @@ class Speculation:
         chances = [(odds[kind] ** i, place)
                    for place, (guess, kind, odds) in enumerate(asked.values())
                    for i in range(1, len(guess) + 1) if odds[kind] ** i >= LEAST_ODDS]
-        room = min(MOST_GUESSES, self.most_rows - len(batch.sampled), batch.budget)
-        chances = sorted(chances, reverse=True)[:max(0, room)]
+        most = min(MOST_GUESSES, self.most_rows - len(batch.sampled), batch.budget)
+        chances = sorted(chances, reverse=True)[:max(0, most)]
         gains = accumulate((chance for chance, _ in chances), initial=count)
         rates = [gain / self.costs.estimate(count + i, count) for i, gain in enumerate(gains)]
         rates[0] *= LEAST_GAIN

@@ -251,7 +251,7 @@ def message_of(error: Exception, message: str) -> str:
         raise error
     # what tokenizers says of a text that UTF-8 cannot encode
     if message.startswith("TextEncodeInput"):
-        return "the text has half of a surrogate pair, which is no character: leave it out"
+        return "the text has half of a surrogate pair, not a whole character: leave it out"
     # PyTorch's error on a CPU has no separate class
     if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
             or isinstance(error, RuntimeError) and "can't allocate memory" in message):

@@ -77,10 +77,10 @@ def converse(llm: LLM, params: SamplingParams) -> None:
     messages: list[dict[str, str]] = []
     for line in lines():
         messages.append({"role": "user", "content": line})
-        prompt = shortened(llm, messages, room=min(params.max_tokens or longest, longest // 2))
+        prompt = shortened(llm, messages, kept=min(params.max_tokens or longest, longest // 2))
         num_tokens = len(prompt["prompt_token_ids"])
         if num_tokens >= longest:
-            note(f"this message has {num_tokens} tokens, and must have less than {longest}")
+            note(f"this message has {num_tokens} tokens, and must have fewer than {longest}")
             messages.pop()
             continue
         answer = show(llm.stream([prompt], params), KeyboardInterrupt)
@@ -118,16 +118,16 @@ def typed() -> Iterator[str]:
             print()
 
 
-def shortened(llm: LLM, messages: list[dict[str, str]], room: int) -> dict[str, Any]:
+def shortened(llm: LLM, messages: list[dict[str, str]], kept: int) -> dict[str, Any]:
     """Returns the prompt of a conversation, after removing its oldest turns until an answer fits.
 
-    room: the tokens that the answer needs.
+    kept: how many tokens are kept free for the answer.
     """
     longest = llm.inputs.max_model_len
     num_dropped = 0
     while True:
         prompt, = extension("chat").render(llm.inputs, messages)
-        if len(messages) == 1 or len(prompt["prompt_token_ids"]) + room <= longest:
+        if len(messages) == 1 or len(prompt["prompt_token_ids"]) + kept <= longest:
             break
         # a message and its answer
         del messages[:2]

@@ -33,7 +33,7 @@ class Threads(Feature):
         self.callers.add(threading.get_ident())
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
-        """It is called in the thread that has run the step."""
+        """Runs in the thread that has run the step."""
         if not self.engine.has_unfinished():
             self.callers.clear()
         if len(self.callers) != 1:

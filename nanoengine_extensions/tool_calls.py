@@ -9,7 +9,7 @@ Hermes, Qwen2.5 and Qwen3:
     </tool_call>
 
 A client gets them as `tool_calls`, with "tool_calls" in place of "stop" as `finish_reason`. A
-stream sends each call as a whole, as soon as it is complete. What is no such call stays text.
+stream sends each call as a whole, as soon as it is complete. Everything else stays text.
 
 Where `tool_choice` is "required" or names a function, a grammar makes the model write calls in this
 format and nothing else, with arguments that are valid by the function's `parameters`. A client gets
@@ -195,7 +195,7 @@ class ToolCalls:
 
 
 def find(body: Any, given: dict[str, Any]) -> None:
-    """Lets the answer to a body have calls, if what was given allows them."""
+    """Lets the answer to a body have calls, if the body allows them."""
     choice = given.get("tool_choice")
     if given.get("tools") and choice != "none":
         # the tags can be special tokens

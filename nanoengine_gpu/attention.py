@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# these change from step to step: a kernel for each of their alignments would be compiled in mid-run
+# these change from step to step: each new alignment would compile another kernel during a run
 CHANGING = ["starts", "lengths", "tables", "num_seqs", "num_tokens", "width", "window"]
 
 # the kernel computes powers of 2

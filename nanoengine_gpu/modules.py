@@ -169,7 +169,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Runs the layers such that each residual sum is part of the norm that follows it. In place of:
+    """Runs the layers, with each residual sum as part of the norm that follows it. In place of:
 
         def forward(self, token_ids, step):
             x = self.embed_tokens(token_ids)

@@ -44,7 +44,7 @@ ALL_CASES = {
     "memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
     "gguf_families": "import gguf, tempfile; "
                      "writer = gguf.GGUFWriter(path := tempfile.mkdtemp() + '/a.gguf', 'gemma3')\n"
-                     "for each in ('header', 'kv_data'): getattr(writer, f'write_{each}_to_file')()\n"
+                     "writer.write_header_to_file(); writer.write_kv_data_to_file()\n"
                      "writer.close(); LLM(path, **options)",
     "gguf_tokenizers": f"LLM({str(TESTS / 'q3-q4_k_m.gguf')!r}, **options).close()",
     "guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",

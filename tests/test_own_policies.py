@@ -94,7 +94,7 @@ def test_a_function_that_fails_ends_the_call_and_leaves_an_engine(make_llm, expe
 @pytest.mark.parametrize("victim", [None, "youngest", 3])
 def test_a_victim_that_does_not_run_is_named(make_llm, victim):
     with make_llm(**FEW_BLOCKS, preemption_victim=lambda running: victim) as llm:
-        with pytest.raises(ValueError, match="preemption_victim=.*one that returns a running"):
+        with pytest.raises(ValueError, match="preemption_victim=.*must return a running"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         check_idle(llm)
 

@@ -1,7 +1,7 @@
 """Quantized models: GGUF files, AWQ, GPTQ and compressed-tensors; and `quantization`, which rounds
 the weights of any model when they are loaded.
 
-A weight *is* its dequantized value in the dtype of the model: what is generated equals what
+A weight *is* its dequantized value in the dtype of the model: the generated tokens are those that
 transformers generates with these values, on every device. On a CPU with its kernels, the numbers
 stay packed, and are expanded within products (modules.py, packed.py, kernel.py). Elsewhere the
 weights are dequantized when they are loaded, so that they take the memory of the dtype; a line in

@@ -126,7 +126,7 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     """Format "pack-quantized": (outputs, inputs * bits / 32), (outputs, groups), (outputs, inputs),
     (outputs * bits / 32, groups), (inputs,).
 
-    Numbers and zeros are stored plus 8, or plus 128 with 8 bits. Unused bits fill the last word of
+    Numbers and zeros are stored plus 8, or plus 128 with 8 bits. Unused bits fill the last word in
     a row. One scale can be for all outputs, and zeros that are not int32 are not packed.
     """
     outputs, inputs = shape

@@ -68,8 +68,8 @@ def product(dtype: torch.dtype, by_sums: bool = False) -> Callable:
         bias = array_at(bias_at, halves * blocks * block_size, np.float32)
         residual = array_at(residual_at, rows * outputs if residual_at else 0, uint)
         out = array_at(out_at, rows * outputs, uint)
-        room = stack(COPY)
-        copy = array_at(room, COPY, np.float32)
+        space = stack(COPY)
+        copy = array_at(space, COPY, np.float32)
         lines = array_at(stack(SLICE), SLICE, np.uint32)
         sums = array_at(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
         units = array_at(stack(UNITS), UNITS if by_sums else 0, np.float32)
@@ -82,7 +82,7 @@ def product(dtype: torch.dtype, by_sums: bool = False) -> Callable:
                 copied = begin
                 copy_rows(x[begin * words:], words, copy, line, size, words // LANES)
                 for r in range(size):
-                    row = array_at(room, COPY * per_word, uint)[r * line * per_word:]
+                    row = array_at(space, COPY * per_word, uint)[r * line * per_word:]
                     if norm_at:
                         norm_row(row, norm, eps_bits)
                     if by_sums:

@@ -133,7 +133,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
     added = weight.middle()
     least, most = (int(each) + added for each in weight.numbers.aminmax())
     if by_sums and isinstance(zero, int) and -middle <= least - zero <= most - zero < middle:
-        # the one zero of all groups is moved to the middle, as all numbers have room there
+        # the one zero of all groups is moved to the middle, where all numbers fit
         added += middle - zero
         least, most, zero = least + middle - zero, most + middle - zero, middle
     are_few = lows is not None and most < 64

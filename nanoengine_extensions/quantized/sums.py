@@ -101,14 +101,14 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width
         for c in range(0, BLOCK, across * LANES):
             # registers: all places are constants
             held = stack(HELD)
-            room = array_at(held, HELD, np.float32)
+            space = array_at(held, HELD, np.float32)
             for i in range(0, across * count * LANES, LANES):
-                store(room, i, fill(np.float32(0)))
+                store(space, i, fill(np.float32(0)))
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
                 packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK + c
                 add_numbers(here, line, words, packed, held, width, per_word, count)
-            add_scaled(room, LANES, count, scales[c:], sums[c:], count, across * LANES)
+            add_scaled(space, LANES, count, scales[c:], sums[c:], count, across * LANES)
         if has_shift:
             add_shifts(units[n * in_group:], pitch, in_group, scales, sums, count)
 
@@ -185,7 +185,7 @@ def add_rows_by_sums(part, rows, line, lines, piece, units, pitch, scales, sums,
 def add_by_sums(part, number, rows, line, size_of_row, units, sums, lines, are_few, per_word):
     """Adds products of some rows with a block of the weight to their sums.
 
-    units: see `sum_units`; lines: room for a slice of the weight
+    units: see `sum_units`; lines: memory for a slice of the weight
     """
     size = len(sums)
     flat = sums.ravel()

@@ -44,7 +44,7 @@ def expand_groups(part, number, first, depth, lines, block_size, width, per_word
             for c in range(0, block_size, LANES):
                 store_weights(lines, to + c, block_size, words, packed + c,
                               scales[SCALES // LANES * c:], width, per_word)
-    # where the next words lie, and how many of them a word of a row needs
+    # where the next words lie, and how many of them each word in a row needs
     return at + begin + (first + depth) // step * record, block_size * bits // 16
 
 
@@ -67,16 +67,16 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
         for c in range(0, BLOCK, across * LANES):
             # registers: all places are constants
             held = stack(HELD)
-            room = array_at(held, HELD, np.float32)
+            space = array_at(held, HELD, np.float32)
             for i in range(across):
-                copy_rows(sums[c + i * LANES:], BLOCK, room[i * count * LANES:], LANES, count, 1)
+                copy_rows(sums[c + i * LANES:], BLOCK, space[i * count * LANES:], LANES, count, 1)
             own = scales[SCALES // LANES * c:]
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
                 packed = (place + head) // 4 + v * bits // 32 * BLOCK + c
                 add_weights(here, line, words, packed, own, held, width, per_word, count)
             for i in range(across):
-                copy_rows(room[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
+                copy_rows(space[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
 
 
 # for numbers of 4, 6 and 8 bits: for each a function is compiled

@@ -1,9 +1,9 @@
 """Models that the engine does not have itself: transformers computes them, over the engine's cache.
 
 transformers lets a library register an attention function of its own. So one step is one row of
-tokens with their positions, from any number of sequences. transformers still does all that computes
-each token by itself, from the embedding to the logits. Only the attention function needs to know
-which token belongs to which sequence, and the engine has one that does:
+tokens with their positions, from any number of sequences. transformers still computes everything
+that treats each token by itself, from the embedding to the logits. Only the attention function
+needs to know which token belongs to which sequence, and the engine has one that does:
 
     transformers   embedding ── norm, q, k, v ─┐        ┌─ MLP ── … ── norm ── head
     the engine                        K and V to the cache, attention
@@ -44,7 +44,7 @@ from nanoengine_extensions.transformers_models.modules import current
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 # from the original length on, their angles depend on the longest sequence of a step
 BY_LENGTH = ("dynamic", "longrope")
-# what transformers itself dequantizes where there is no GPU for it
+# formats that transformers itself dequantizes without a GPU for them
 UNPACKED = ("fp8", "mxfp4")
 
 

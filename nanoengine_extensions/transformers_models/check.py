@@ -7,9 +7,8 @@
              ones by 5e-3 or more; and then as the engine runs it, in its dtype and with its
              kernels. A few layers of each kind run: see watching.py
 
-The compared model has its faster modules (modules.py), unless they make it differ.
-
-A model that computes something else is refused, and never run.
+The compared model has its faster modules (modules.py), unless they make it differ. A model that
+computes something else is refused, and never runs.
 """
 
 import math
@@ -235,7 +234,7 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
 
 
 def find_fast(model: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> None:
-    """Adds what takes the place of modules."""
+    """Adds the replacements of modules."""
     own = extension("own_layers") if is_installed("own_layers") else None
     if own:
         others |= own.own_attentions(inputs, [*model.calls], longest, dtype)

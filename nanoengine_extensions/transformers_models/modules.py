@@ -4,8 +4,8 @@
     a gated MLP   down(SiLU(gate(x)) * up(x)): gate and up become one product
     linears       with the same input, as queries, keys and values: they become one product
 
-They are recognised by what they compute, not by their names: each is compared with what takes its
-place, on random inputs, in float32 (`InFloat32`) and in the dtype of the model. What differs stays
+They are recognised by what they compute, not by their names: each is compared with its replacement
+on random inputs, in float32 (`InFloat32`) and in the dtype of the model. A part that differs stays
 as it is.
 """
 

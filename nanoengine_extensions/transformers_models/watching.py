@@ -62,7 +62,7 @@ def noted_kinds(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Any], list[A
         is_next = any(x is each for each, _ in done)
         kind = type(layer), shapes, frozenset(log[begun[layer]:]), is_next, *map(
             id, tree_leaves(others))
-        # what is kept, no other one can get the id of
+        # kept, so that no other object can get its id
         done.append((output, others))
         kinds[layer] = kind if is_plain else layer
 
@@ -154,7 +154,7 @@ class Watch(TorchFunctionMode):
     become numbers of a computation, or indices of a table of positions.
 
     num_tokens: of the step
-    log: gets the functions that are called, with what is no tensor and no size
+    log: gets the functions that are called, with their arguments but for tensors and sizes
     """
 
     def __init__(self, num_tokens: int, log: list[Any]) -> None:
@@ -172,7 +172,7 @@ class Watch(TorchFunctionMode):
         leaves = tree_leaves((args, kwargs))
         self.log.append((name, *(each for each in leaves if isinstance(each, float))))
         if self.counts.keys() & map(id, leaves):
-            # what is written to has counts, too
+            # a tensor that is written to has counts, too
             self.follow(name, args[0], args[0] if name == "__setitem__" else result)
         elif name in COUNTING and result.shape[-1:] == (self.num_tokens,):
             self.counts[id(result)] = result

@@ -398,7 +398,7 @@ def test_an_input_with_more_lines_goes_on(half_done, data, rows):
 
 
 def test_another_model_is_refused(half_done):
-    with pytest.raises(SystemExit, match="or the model is another"):
+    with pytest.raises(SystemExit, match="the model has changed"):
         half_done(None, "--model", "other")
 
 
@@ -488,7 +488,7 @@ def test_a_full_disk(job, batch, monkeypatch):
 
 def test_files_that_cannot_be_used(job, batch, bundled, tmp_path, capsys):
     job.source.write_bytes(as_line({"prompt": "one"})[:-1])
-    with pytest.raises(SystemExit, match="no result of this job"):
+    with pytest.raises(SystemExit, match="not a result of this job"):
         batch.main(["--model", bundled, "-i", str(job.source), "-o", str(job.source)])
     assert job.source.read_bytes() == as_line({"prompt": "one"})[:-1], "it is as it was"
     with pytest.raises(SystemExit, match="No such file"):

@@ -87,8 +87,8 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
 @pytest.mark.parametrize("entries, message", [
     (dict(architectures=["BertModel"], model_type="bert"), "does not write text .* writes text$"),
     (dict(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True), "has an encoder"),
-    (dict(architectures=["ChatGLMModel"], auto_map=dict(AutoConfig="a.B")), "has code of its own"),
-    (dict(model_type="llama"), "has no architectures .* must be completed there"),
+    (dict(architectures=["ChatGLMModel"], auto_map=dict(AutoConfig="a.B")), "its own code"),
+    (dict(model_type="llama"), "names no architectures .* must be completed there"),
     *[(dict(architectures=["LlamaForCausalLM"], quantization_config=dict(quant_method=method)),
        f"quantization_config: {method}.*must be the model that was quantized")
       for method in ("fp8", "mxfp4", "bitsandbytes", "hqq")],

@@ -284,7 +284,7 @@ def test_a_message_that_is_too_long_ends_nothing(converse):
     answers, notes, prompts = converse("12 + 34\n" + "word " * 200 + "\n15 + 31\n")
     assert answers == ["46", "46"] and len(prompts) == 2
     assert notes[0].startswith("old turns are dropped: 1")
-    assert re.fullmatch(r"this message has \d+ tokens, and must have less than 96", notes[1])
+    assert re.fullmatch(r"this message has \d+ tokens, and must have fewer than 96", notes[1])
     assert "word" not in prompts[1]
 
 

@@ -505,10 +505,10 @@ def test_moshi_with_a_window_that_holds_all_tokens_runs(folder_of):
 
 @pytest.mark.parametrize("entries, message", [
     (dict(is_encoder_decoder=True), "encoder"),
-    (dict(auto_map={"AutoConfig": "a.B"}, model_type="unknown"), "has code of its own"),
+    (dict(auto_map={"AutoConfig": "a.B"}, model_type="unknown"), "comes with its own code"),
     (dict(architectures=["GPT2ForTokenClassification"]), "does not write text"),
     (dict(architectures=["NoneForCausalLM"]), "transformers has no architectures"),
-    (dict(architectures=None), "has no architectures")])
+    (dict(architectures=None), "names no architectures")])
 def test_other_kinds_of_models(folder_of, tmp_path, entries, message):
     with pytest.raises(ValueError, match=message):
         make_llm(changed(folder_of("gpt2"), tmp_path, **entries))
