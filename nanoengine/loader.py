@@ -133,7 +133,7 @@ def load_eos(folder: Path, config: PretrainedConfig,
     own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
     ids = eos if isinstance(eos, list) else [eos]
-    known = [i for i in {*ids, own} if i is not None and i in range(config.vocab_size)]
+    known = [i for i in {*ids, own} if i in range(config.vocab_size)]
     return {i: None if i == own else i for i in known}
 
 
