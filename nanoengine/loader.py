@@ -77,7 +77,7 @@ def check_supported(config: PretrainedConfig) -> None:
     for name, usual in USUAL.items():
         check(name, getattr(config, name, usual), [usual])
     # positions are int32
-    check("max_position_embeddings", config.max_position_embeddings, range(1, 2**31))
+    check("max_position_embeddings", int(config.max_position_embeddings), range(1, 2**31))
     rope = config.rope_parameters
     check("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"])
     check("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0])
@@ -133,7 +133,7 @@ def load_eos(folder: Path, config: PretrainedConfig,
     own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
     ids = eos if isinstance(eos, list) else [eos]
-    known = [i for i in {*ids, own} if i in range(config.vocab_size)]
+    known = [i for i in {*ids, own} if i is not None and i in range(config.vocab_size)]
     return {i: None if i == own else i for i in known}
 
 
