@@ -51,10 +51,12 @@ class QuantizedLinear(PackedLinear):
 
     weight: the dequantized weight, a copy. If another one is set, it is an ordinary linear.
     part_rows: how many outputs each part has.
+    is_being_tied: until an embedding has been given the weight, it is not dequantized for this.
     packed_bias: in float32, padded; made when it is first needed, since it is loaded later.
     """
 
     part_rows: list[int]
+    is_being_tied = False
     packed_bias: Any = None
 
     @property
@@ -69,8 +71,10 @@ class QuantizedLinear(PackedLinear):
     def weight(self) -> Any:  # type: ignore[override]
         if not self.is_quantized:
             return PackedLinear.weight.fget(self)  # type: ignore[attr-defined]
-        dtype: Any = self._parameters["weight"].dtype  # type: ignore[union-attr]
-        return dequantized(self.packed_parts, self.part_rows, self.in_features, dtype)
+        empty: Any = self._parameters["weight"]
+        if self.is_being_tied:
+            return empty
+        return dequantized(self.packed_parts, self.part_rows, self.in_features, empty.dtype)
 
     def keep(self: Any, parts: list[Tensor], rows: list[int], dtype: torch.dtype) -> None:
         """Replaces the weight by packed parts."""
@@ -133,6 +137,8 @@ class QuantizedEmbedding(nn.Embedding):
         if name == "weight":
             own: Any = self._parameters[name]
             self._parameters[name] = without_weight(own.dtype)
+            if head := vars(self).get("head"):
+                head.is_being_tied = False
         else:
             super().__setattr__(name, value)
 
@@ -199,6 +205,7 @@ class Loading:
         if self.is_tied:
             # not as a submodule of the embedding: it already is a part of the model
             vars(embedding)["head"] = model.lm_head
+            vars(model.lm_head)["is_being_tied"] = True
 
     def read(self, tensor: Stored, target: Tensor) -> Tensor:
         """Reads a tensor of a file. If it is packed, the result has only a shape."""

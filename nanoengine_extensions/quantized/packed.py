@@ -13,6 +13,7 @@
 import functools
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -95,6 +96,15 @@ def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
     return x.permute(order).flatten(2)
 
 
+@functools.cache
+def order_of(group: int, width: int, dtype: torch.dtype, by_sums: bool) -> Tensor:
+    """Returns which number of a group, of all outputs of a block, is in each place: the number of
+    the output times `group`, plus that of the input."""
+    block = block_of(dtype, by_sums)
+    numbers = torch.arange(block * group, device="cpu").view(block, -1)
+    return in_order(numbers, group, width, dtype, by_sums).flatten()
+
+
 def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
     """Returns how many inputs are added: to whole groups, and to whole vectors of words."""
     return -inputs % max(group, LANES * 4 // dtype.itemsize)
@@ -167,7 +177,9 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
     for part, to in zip(weight.numbers.split(32 * block), records[:, :, head:].split(32)):
         x = (part.to(torch.int16) + added).to(torch.uint8) ^ (middle if by_sums else 0)
         x = F.pad(x, (0, more[0], 0, -len(x) % block))
-        x = in_order(x, group, width, dtype, by_sums)
+        x = x.unflatten(1, (-1, group)).unflatten(0, (-1, block)).transpose(1, 2).flatten(2)
+        # NumPy needs a third of the time of a copy by PyTorch
+        x = torch.from_numpy(np.take(x.numpy(), order_of(group, width, dtype, by_sums), axis=2))
         to.copy_(x[..., ::2] | x[..., 1::2] << 4 if weight.bits == 4 else x)
     return packed
 
@@ -184,9 +196,8 @@ def blocks_of(packed: Tensor) -> int:
 def places(form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns where the number of an output and an input of a group is: its byte after a head, and
     its first bit, (outputs of a block, inputs) each."""
-    numbers = torch.arange(form.block * form.group, device="cpu").view(form.block, -1)
-    order = in_order(numbers, form.group, form.width, dtype, bool(form.by_sums))
-    first = form.bits * order.flatten().argsort().view(form.block, -1)
+    order = order_of(form.group, form.width, dtype, bool(form.by_sums))
+    first = form.bits * order.argsort().view(form.block, -1)
     return first // 8, (first % 8).to(torch.uint8)
 
 

@@ -919,8 +919,13 @@ def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("has_both", [True, False])
-def test_the_embedding_of_a_packed_model(make_model, is_tied, has_both, caplog):
-    """The head's, or its own; files can have it under one name, or twice."""
+def test_the_embedding_of_a_packed_model(make_model, is_tied, has_both, caplog, monkeypatch):
+    """The head's, or its own; files can have it under one name, or twice. To tie them, nothing is
+    dequantized."""
+    calls: list[tuple] = []
+    dequantized = modules.dequantized
+    monkeypatch.setattr(modules, "dequantized", lambda *given: (
+        calls.append(given) or dequantized(*given)))
     folder, model = make_model(tie_word_embeddings=is_tied, seed=int(is_tied))
     file = Path(folder) / "model.safetensors"
     tensors = load_file(file)
@@ -931,7 +936,9 @@ def test_the_embedding_of_a_packed_model(make_model, is_tied, has_both, caplog):
     save_file(tensors, file, {"format": "pt"})
     wanted = formulas.rounded(model.model.embed_tokens.weight.detach(), 8).dequantized()
     with LLM(folder, quantization="int8", **OPTIONS) as llm:
+        assert bool(calls) == (is_tied and has_both)
         embedding = llm.engine.runner.model.embed_tokens
+        assert torch.equal(llm.engine.runner.model.lm_head.weight, embedding.weight) == is_tied
         ids = torch.tensor([[3, 300], [3, 0]])
         assert torch.equal(embedding(ids), wanted[ids])
         assert torch.equal(embedding.weight, wanted)
