@@ -47,10 +47,10 @@ def gemma3(header: Any) -> dict[str, Any]:
 
 
 def gemma(header: Any, period: int, largest: int) -> dict[str, Any]:
-    """Returns the entries of both.
+    """Returns the entries that both have.
 
-    period: of how many layers one sees all keys; largest: how many layers the largest model has,
-    whose scores are scaled in another way.
+    period: of so many layers, the last one sees all keys.
+    largest: the number of layers of the largest model, which scales its scores in another way.
     """
     name = "attention.sliding_window_pattern"
     header.accept(name, header.find(f"{header.architecture}.{name}", period), [period])
@@ -66,18 +66,28 @@ def gemma(header: Any, period: int, largest: int) -> dict[str, Any]:
 
 
 def phi3(header: Any) -> dict[str, Any]:
-    """A head can be rotated in part, and have factors for long and for short texts."""
+    """Heads can be rotated in part, with factors for long and for short texts."""
     head_dim = header.head_dim()
     rotated = header.of_model("rope.dimension_count", head_dim)
-    rope = {"rope_type": "default", "rope_theta": header.of_model("rope.freq_base", 10000.0),
-            "partial_rotary_factor": rotated / head_dim}
+    rope: dict[str, Any] = {
+        "rope_type": "default", "rope_theta": header.of_model("rope.freq_base", 10000.0),
+        "partial_rotary_factor": rotated / head_dim}
     longest = header.of_model("context_length")
     original = header.of_model("rope.scaling.original_context_length", longest)
+    accepted: dict[str, list] = {
+        "type": ["none", "longrope"], "factor": [1.0], "attn_factor": [1.0]}
     names = {f"{kind}_factor": f"rope_factors_{kind}.weight" for kind in ("long", "short")}
     if any(name in header.tensors for name in names.values()):
         factors = {key: header.tensor(name).data.tolist() for key, name in names.items()}
         rope |= {"rope_type": "longrope", "factor": longest / original,
                  "original_max_position_embeddings": original} | factors
+        # what cos and sin are multiplied by; transformers works out the same
+        if scale := header.find("phi3.rope.scaling.attn_factor"):
+            rope["attention_factor"] = scale
+            accepted["attn_factor"] = [scale]
+    for name, values in accepted.items():
+        given = header.find(f"phi3.rope.scaling.{name}", values[0])
+        header.accept(f"rope.scaling.{name}", given, values)
     # Phi 4 has 0
     window = header.find("phi3.attention.sliding_window") or None
     return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_parameters": rope,

@@ -84,6 +84,17 @@ def order_of(name: str, rows: int) -> Tensor | None:
     return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
 
 
+def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
+    """What the files of all families say."""
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
 @pytest.fixture
 def make_gguf(make_model, tmp_path):
     """Writes a small random model as GGUF files, as llama.cpp's tools do.
@@ -104,13 +115,7 @@ def make_gguf(make_model, tmp_path):
         names = [path.name.replace("00001", f"{i + 1:05}", 1) for i in range(num_parts)]
         writers = [gguf.GGUFWriter(tmp_path / name, arch) for name in names]
         writer = writers[0]
-        writer.add_block_count(config.num_hidden_layers)
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        add_sizes(writer, config)
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)

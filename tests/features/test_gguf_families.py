@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from quantizing import OPTIONS, PROMPTS, GREEDY, generated, gguf_name, in_gguf
-
 from conftest import greedy_reference
+from quantizing import GREEDY, OPTIONS, PROMPTS, add_sizes, generated, gguf_name, in_gguf
+
 from nanoengine import LLM
 from nanoengine_extensions import gguf_families, gguf_tokenizers
 from nanoengine_extensions.quantized import gguf_files
@@ -62,20 +62,14 @@ def make(arch: str, **changes: Any) -> transformers.PreTrainedModel:
 def write(model: Any, arch: str, path: Path, kind: str, entries: dict[str, Any]) -> None:
     """As llama.cpp's converter; matrices get the dequantized numbers of the file."""
     config, writer = model.config, gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_sizes(writer, config)
     writer.add_sliding_window(config.sliding_window or 0)
     rope = config.rope_parameters
     if arch == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         writer.add_rope_dimension_count(int(64 * rope.get("partial_rotary_factor", 1)))
         if rope["rope_type"] == "longrope":
-            writer.add_rope_scaling_attn_factors(1.2)
+            writer.add_rope_scaling_attn_factors(1.5**0.5)
             for length in ("long", "short"):
                 factors = np.array(rope[f"{length}_factor"], np.float32)
                 writer.add_tensor(f"rope_factors_{length}.weight", factors)
@@ -143,6 +137,8 @@ def test_the_config_is_that_of_the_model(make_file, arch, changes):
         expected.pop(name, None)
     # a file has it in float32
     assert found.pop("rms_norm_eps") == np.float32(expected.pop("rms_norm_eps"))
+    if scale := found["rope_parameters"].pop("attention_factor", None):
+        assert scale == np.float32(1.5**0.5)
     assert found == expected
 
 
@@ -175,6 +171,8 @@ def test_the_largest_models_scale_scores_in_another_way(make_file, arch, layers,
     ("gemma3", {"attention.sliding_window_pattern": 4}, ".*window_pattern=4 .* one of .6."),
     ("gemma3", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping=3.0 .* one of .0.0."),
     ("phi3", {"final_logit_softcapping": 3.0}, "final_logit_softcapping=3.0 .* one of .0.0."),
+    ("phi3", {"rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor=1.5 .* one of .1.0."),
+    ("phi3", {"rope.scaling.factor": 2.0}, "rope.scaling.factor=2.0 .* one of .1.0."),
     ("phi3", {"expert_count": 4}, "expert_count=4 .* one of .0.")])
 def test_what_a_family_does_not_have(make_file, arch, entries, message):
     path, _ = make_file(arch, entries=entries)
