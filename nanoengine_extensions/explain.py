@@ -37,7 +37,7 @@ NO_CONFIG: tuple[Row, ...] = (
     ("adapter_config.json", "is an adapter (LoRA), not a whole model", MERGED),
     ("model_index.json", "is a pipeline of diffusers, which makes images", WRITER),
     ("modules.json", "is a model of sentence-transformers, which makes embeddings", WRITER),
-    ("consolidated*", "is a model in its maker's format", FOR_TRANSFORMERS),
+    ("consolidated*", "is a model in its maker's own format", FOR_TRANSFORMERS),
     ("*/config.json", "has models in folders of its own", "one of these, such as {folder}"),
     ("*", "has no config.json", "a folder that save_pretrained of transformers has made"))
 # what it has instead of safetensors
