@@ -39,7 +39,7 @@ class BlockManager:
     operation is O(1) per block.
 
     hold: the least number of tokens for which a sequence holds blocks (a policy: `kv_allocation`).
-    num_shared_blocks: how many blocks of their parents forks have shared so far.
+    num_shared_blocks: how many blocks forks have shared with their parents so far.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
@@ -96,7 +96,7 @@ class BlockManager:
         number of tokens in shared blocks.
         """
         shared = self.find_shared(seq, parent)
-        # first, since taking fresh blocks could evict them
+        # first, because fresh blocks could otherwise evict them
         for block in shared:
             self.free.pop(block, None)
             self.ref_counts[block] += 1
@@ -173,9 +173,9 @@ class BlockManager:
         """Adds blocks to the prefix cache: those that are full once the tokens before `stop` are
         computed.
 
-        Call this once K and V are written, or will be written before a sequence that is admitted
-        later can read them. This also holds for the step that is being scheduled: each layer writes
-        the K and V of the whole batch before it reads any.
+        Call this once K and V are written, or are sure to be written before a sequence that is
+        admitted later reads them. This also holds for the step that is being scheduled: each layer
+        writes the K and V of the whole batch before it reads any.
         """
         num_full = stop // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_computed_tokens // self.block_size, num_full):
@@ -194,9 +194,9 @@ class BlockManager:
     def _hash(self, seq: Sequence, index: int) -> BlockHash:
         """Returns the key of a full block: a hash of its whole prefix, and its own token ids.
 
-        The hash is xxh3 in 128 bits over the hash of the previous block and the block's token ids.
-        A hit compares the block's own token ids exactly, and all tokens before them by the hash.
-        The probability that two different prefixes have the same hash is 2**-128. The hash is not
+        The hash is the 128-bit xxh3 of the previous block's hash and the block's token ids. A hit
+        compares the block's own token ids exactly, and all tokens before them by the hash. The
+        probability that two different prefixes have the same hash is 2**-128. The hash is not
         cryptographic: it does not resist deliberate collisions.
 
         The sequence keeps the hashes of its blocks.

@@ -35,8 +35,8 @@ class EngineConfig:
         but float32 on a CPU without instructions for bfloat16.
     quantization: "int8" or "int4" rounds the weights to 8 or 4 bits when they are loaded, in groups
         of 32; None leaves them as they are. A model that is already quantized (GGUF, AWQ, GPTQ,
-        compressed-tensors) needs no option. With "_sums", as in "int4_sums" or "gguf_sums", a few
-        sequences are faster in bfloat16 on a CPU with AVX-512: see docs/quantization.md.
+        compressed-tensors) needs no option. With "_sums", as in "int4_sums" or "gguf_sums", small
+        batches run faster in bfloat16 on a CPU with AVX-512: see docs/quantization.md.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
     seed: the seeds of requests without one are derived from this; None is 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
@@ -84,14 +84,14 @@ class EngineConfig:
     swap_space: GiB of host memory for the pool of "swap", for each rank.
     speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
         the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text continues as
-        it did before. A function from a `Sequence` to token ids can guess instead. It works only on
-        a CPU, with run_ahead=False. The number of guesses depends on how long steps take; the
+        it did before. A function from a `Sequence` to token ids can guess instead. Speculation
+        needs a CPU and run_ahead=False. The number of guesses depends on how long steps take; the
         generated tokens do not.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in host memory and cross to the GPU
         in each step. With several GPUs, each offloads that much. On a CPU it must be 0.
     tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.
     trace: keep a record of each step in `LLM.trace`: see nanoengine_extensions/metrics.py.
-    features: your own features, objects of subclasses of `Feature`: see observers.py.
+    features: your own features, instances of subclasses of `Feature`: see observers.py.
     """
 
     model: str

@@ -8,10 +8,10 @@ one call (a *replay*):
     capture   the inputs of a dummy step in a buffer ──▶ embedding, layers, norm ──▶ hidden states
     replay    a step's numbers into that buffer, one launch, hidden states in the same memory
 
-A graph fixes the number of sequences and the width of the block tables. There is a graph for a few
-numbers of sequences ("buckets"); a decode step of another number is padded with dummy sequences,
-which read and write block 0. Each size has a graph with tables for `max_model_len` tokens. Small
-sizes have further graphs with narrower tables.
+A graph fixes the number of sequences and the width of the block tables. There are graphs for a few
+batch sizes ("buckets"); a decode step of another size is padded with dummy sequences, which read
+and write block 0. Each size has a graph with tables for `max_model_len` tokens. Small sizes have
+further graphs with narrower tables.
 
 What sampling launches depends on the parameters of the requests, and a graph replays a fixed list
 of kernels. So a graph ends with the hidden states, and logits and sampling come after its replay.
@@ -67,7 +67,7 @@ class CudaGraphs:
         """Pads a decode step to the size of the smallest graph that can run it. Returns the padded
         step, and the number of keys that the graph's tables hold.
 
-        num_keys: of its longest sequence; longest: of any sequence (`max_model_len`).
+        num_keys: the keys of its longest sequence; longest: the limit, `max_model_len`.
         """
         size = self.sizes[bisect_left(self.sizes, len(batch))]
         return padded(batch, size), min(w for w in widths(size, longest) if w >= num_keys)
@@ -87,8 +87,8 @@ def widths(size: int, longest: int) -> list[int]:
     """Returns the widths of tables, in keys, of the graphs for `size` sequences. Small sizes
     also have narrower tables.
 
-    FlashAttention 2 splits the keys of few sequences among the cores of a GPU, in parts that depend
-    on the width of the table: short sequences in a wide table would leave most cores idle.
+    With few sequences, FlashAttention 2 splits the keys among the cores of a GPU, in parts that
+    depend on the width of the table: short sequences in a wide table would leave most cores idle.
     """
     return [longest, *(width for width in (8192, 2048) if width < longest and size < 32)]
 

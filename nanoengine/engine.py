@@ -10,8 +10,8 @@ A plain step is three lines:
     scheduler.postprocess(batch, launched.wait())       # the tokens join their sequences
 
 Running ahead keeps a step in flight: the engine schedules and launches step 2 before it waits for
-the tokens of step 1, so that the device never waits for the host. For that, it advances step 1
-first: the tokens join their sequences as pending tokens, whose ids come later.
+the tokens of step 1, so that the device never waits for the host. So it advances step 1 first: the
+tokens join their sequences as pending tokens, whose ids come later.
 
     host     schedule 1  launch 1 │ advance 1  schedule 2  launch 2  collect 1 │ advance 2  sche…
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
@@ -45,8 +45,8 @@ class Engine:
     launcher: begins the steps: the runner, or speculation, which adds guesses to a batch and gives
         it to the runner.
 
-    Between two steps, a client can call `add` and `finish`, and for sequences that are not in
-    flight the scheduler's `fork` and `preempt`. Beam search, an algorithm over several steps,
+    Between two steps, a client can call `add` and `finish`, and the scheduler's `fork` and
+    `preempt` for sequences that are not in flight. Beam search, an algorithm over several steps,
     needs no other calls.
     """
 
@@ -57,7 +57,7 @@ class Engine:
         self.scheduler = Scheduler(make_block_manager(config, runner), config)
         if config.speculation != "none":
             self.launcher = extension("speculation").Speculation(config, runner, features)
-            # steps whose tokens are known already come first
+            # steps whose tokens are already known come first
             self.scheduler.fill = self.launcher.around(self.scheduler.fill)
         # a policy can also observe
         if isinstance(self.scheduler.victim, Feature):
@@ -130,7 +130,7 @@ class Engine:
             self.in_flight = None
 
     def reset(self) -> None:
-        """Drops all sequences and forgets all blocks, also after a broken step."""
+        """Drops all sequences and forgets all blocks, even after a broken step."""
         self.scheduler.reset()
         self.in_flight = None
 

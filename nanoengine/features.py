@@ -69,7 +69,7 @@ def extension(name: str, asked: str = "") -> Any:
 
 
 def of(name: str, default: Any = MISSING) -> Any:
-    """A field of a dataclass that belongs to a feature. A value other than the default asks for the
+    """A dataclass field that belongs to a feature. A value other than the default asks for the
     feature. Without `default`, the default is an empty list."""
     make: Any = list if default is MISSING else MISSING
     return field(default=default, default_factory=make, metadata={"feature": name})

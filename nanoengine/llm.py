@@ -64,7 +64,7 @@ class LLM(AbstractContextManager):
         make_runner = ModelRunner
         if config.tensor_parallel_size > 1:
             make_runner = extension("tensor_parallel").TensorParallelRunner
-        # such as a size of 0 in config.json, or a model that does not fit into memory
+        # errors such as a size of 0 in config.json, or a model too large for the memory
         with naming(f"{config.model} cannot be run with these options"):
             runner = make_runner(config, self.model_config, folder, features)
         self.engine = Engine(config, runner, features)
@@ -96,7 +96,7 @@ class LLM(AbstractContextManager):
         is closed or if an error in another thread breaks a shared step.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        # metrics.py shows the tokens a second of all calls together
+        # metrics.py shows the tokens per second over all calls
         bar_of = extension("metrics").bar_of(self.engine) if is_installed("metrics") else tqdm
         bar = bar_of(total=len(requests), desc="Generating", disable=not use_tqdm)
         with bar, closing(self.steps_for(requests)) as steps:
@@ -148,7 +148,7 @@ class LLM(AbstractContextManager):
         try:
             with self.turn():
                 return requests
-        # such as Ctrl-C while it waits: the caller then has no request to abort
+        # on Ctrl-C while it waits, for example, the caller has no request to abort
         except BaseException:
             self.dropped += requests
             raise
@@ -179,10 +179,10 @@ class LLM(AbstractContextManager):
     def steps_for(self, requests: list, look: Callable | None = None) -> Generator[list]:
         """Runs steps until all these requests of one call have finished.
 
-        It first queues them, and yields an empty list. After each step, it yields the result of
-        `look`, by default the request itself, for each of them that has new tokens, and raises the
-        error of a request. The requests are freed however this ends. If a step of another thread
-        has already brought the tokens, this call runs none.
+        It first queues them, and yields an empty list. After each step, it yields `look(request)`,
+        by default the request itself, for each request with new tokens, or raises the error of a
+        request. The requests are freed however this ends. If a step of another thread has already
+        brought the tokens, this call runs none.
         """
         num_unfinished = len(requests)
         inbox = requests[0].inbox if requests else {}
@@ -250,7 +250,7 @@ class LLM(AbstractContextManager):
             self.engine.reset()
             self.dropped += self.entered.values()
         while self.arrived:
-            # in this order: after Ctrl-C in between, the request must be in one of the two
+            # in this order: Ctrl-C in between must leave the request in one of the two
             self.entered[self.arrived[0].request_id] = self.arrived[0]
             self.engine.add(self.arrived.popleft().seq)
         # other threads can drop more meanwhile; requests of another engine are ignored
@@ -259,7 +259,7 @@ class LLM(AbstractContextManager):
         if dropped:
             self.engine.abort({request.request_id for request in dropped})
         for request in dropped:
-            # in this order: after Ctrl-C in between, it must still be known
+            # in this order: Ctrl-C in between must leave it known
             request.end(self.error)
             self.entered.pop(request.request_id, None)
         self.error = None

@@ -3,7 +3,7 @@
 Every parameter of the model is filled exactly once. Projections that `model.py` fuses go straight
 to their rows. A tensor that is missing or left over is an error.
 
-To add a model of the Llama family, add it to `FAMILIES` in model.py, and there a line for each
+To add a model of the Llama family, add it to `FAMILIES` in model.py, and add a line there for each
 difference that `Family` does not cover yet.
 """
 
@@ -44,7 +44,7 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
 
 def load_config(folder: Path, load_format: str = "dummy",
                 model_impl: str = "native") -> PretrainedConfig:
-    """Returns the model's config.json, checked, with the head_dim that can be implicit there.
+    """Returns the model's config.json, checked, with head_dim filled in if it is absent.
 
     load_format: where the weights come from; "dummy": the folder need not have any.
     model_impl: "native": a family of model.py; "transformers": any model, in transformers' code;
@@ -54,7 +54,7 @@ def load_config(folder: Path, load_format: str = "dummy",
         extension("explain").check_folder(folder, ARCHITECTURES, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # not by its architecture: EXAONE's can be Llama's
+        # not by the architecture: EXAONE may name Llama's
         is_own = config.model_type in FAMILIES
         if model_impl == "transformers" or (model_impl == "auto" and not is_own):
             return extension("transformers_models", str(config.architectures)).describe(config)
@@ -187,7 +187,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
         three.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
-    twice, of another shape, or not of floating point.
+    twice, of another shape, or not floating-point.
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)

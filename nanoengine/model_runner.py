@@ -183,7 +183,7 @@ class ModelRunner:
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
         """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`, or
-        more with speculation. Memory was measured for this many rows; many forks can have more.
+        more with speculation. Memory was measured for this many rows; many forks can need more.
         """
         size = len(self.last_sampled)
         tokens = hidden.new_empty(len(batch.sampled), dtype=torch.int64)
@@ -196,8 +196,8 @@ class ModelRunner:
             for feature in self.features.values():
                 feature.drawn(rows, logits, tokens[part])
         # A step has more rows than last_sampled only when forks begin; then the next step waits for
-        # their tokens. The next step computes token 0 instead of NO_TOKEN; its sequence has ended,
-        # so the result is dropped.
+        # their tokens. For NO_TOKEN, the next step computes token 0; that sequence has ended, so
+        # the result is dropped.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

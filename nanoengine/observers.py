@@ -22,8 +22,8 @@ from nanoengine.step_inputs import Launched
 class Feature:
     """An observer of the engine. Each method does nothing here; a feature overrides what it needs.
 
-    A feature keeps what it knows about a sequence in `Sequence.kept`, under its own name, so that
-    it disappears with the sequence. A fork begins without it.
+    A feature keeps its data about a sequence in `Sequence.kept`, under its own name; the data
+    disappears with the sequence. A fork begins without it.
     """
 
     def begin(self, engine: Any) -> None:
@@ -33,14 +33,14 @@ class Feature:
         ValueError for options that it cannot serve."""
 
     def enter(self, seqs: list[Sequence], inputs: Any) -> None:
-        """A request of these sequences is made, in the caller's thread. A feature that edits their
-        logits adds the name of its class to `Sequence.edits` of each.
+        """The caller's thread makes a request of these sequences. A feature that edits their logits
+        adds the name of its class to `Sequence.edits` of each.
 
         inputs: the `InputProcessor`. Raises ValueError for parameters that it cannot use.
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """In some rows of logits, a copy with a few more tokens replaces a sequence. Only
+        """A copy with a few more tokens replaces a sequence in some rows of logits. Only
         speculation makes such copies."""
 
     def scheduled(self, batch: Batch) -> None:

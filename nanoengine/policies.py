@@ -38,7 +38,7 @@ BATCHING: Table = {"prefill-first": prefill_first, "mixed": mixed}
 ORDERS: Table = {"fcfs": lambda seq: 0}
 # which sequence is preempted, from the running ones in the order of admission
 VICTIMS: Table = {"youngest": lambda running: running[-1]}
-# for how many tokens, at least, an admitted sequence holds blocks; the second argument is
+# the least number of tokens for which an admitted sequence holds blocks; the second argument is
 # max_model_len
 KV_ALLOCATION: Table = {"on-demand": lambda seq, longest: 0}
 
@@ -49,8 +49,8 @@ POLICIES: dict[str, Table] = {
 
 
 def find_policy(option: str, policy: Policy) -> Callable:
-    """Returns the function with a name, or the function that was given. A policy with a state is a
-    class in its table: then the result is a new object.
+    """Returns the function with this name, or the given function. A policy with a state is a class
+    in its table: then the result is a new object.
 
     Raises ValueError for any other name.
     """

@@ -89,7 +89,7 @@ class Request:
     tokenizer: turns the tokens into text at the end; None where texts.py does this, or for a model
         without a tokenizer.
     index: which of the call's prompts it is.
-    features: fill in its outputs: `Features`.
+    features: those that fill in its outputs.
     inbox: the requests of its call that have new tokens, until the call has seen them.
     """
 
@@ -107,7 +107,7 @@ class Request:
     error = property(lambda self: next((seq.error for seq in self.seqs if seq.error), None))
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends its unfinished completions, and tells its call; with an error, all completions."""
+        """Ends its unfinished completions (all, if there is an error), and tells its call."""
         for seq in self.seqs:
             if error or not seq.finish_reason:
                 seq.finish_reason = "abort"
@@ -186,7 +186,7 @@ class InputProcessor:
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
-    # a copy: a call with truncation=True changes a tokenizer, also for other threads
+    # a copy: a call with truncation=True changes a tokenizer for other threads, too
     tokenizer_of_user = cached_property(lambda self: deepcopy(self.get_tokenizer()))
 
     def get_tokenizer(self) -> Tokenizer:
@@ -213,7 +213,7 @@ class InputProcessor:
                   for place, each in enumerate(zip(prompts, all_params))]
         # only now: a refused call uses no request ids, unless a feature refuses it
         checked = [*zip(range(count), parsed, all_params, priorities, strict=True)]
-        # all of them share it
+        # all requests of the call share it
         inbox: dict[str, Request] = {}
         return [self._request_of(inbox, *each) for each in checked]
 
@@ -231,7 +231,7 @@ class InputProcessor:
         with naming(name):
             if token_ids is None:
                 token_ids = self.get_tokenizer().encode(text, verbose=False)
-            # integers of Python, not of NumPy
+            # Python's integers, not NumPy's
             token_ids = [*map(index, token_ids)]
         self.check_vocabulary(name, token_ids)
         most = self.max_model_len

@@ -45,7 +45,8 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     # every row is overwritten below
     found = torch.empty_like(draws.top_k, dtype=torch.int64)
     if library.draw and len(edited) < len(rest):
-        # from raw logits; greedy rows get the likeliest token, and edited ones another below
+        # from raw logits; greedy rows get the likeliest token, and edited rows are drawn again
+        # below
         found = library.draw(logits[:len(seqs)], draws.uniform, draws.temperature)
         rest = edited
     elif len(rest) < len(seqs):
@@ -99,8 +100,8 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str],
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
     al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p of the rest,
-    renormalised: the nucleus (Holtzman et al., 2019, arXiv:1904.09751), the fewest likeliest tokens
-    that together reach top_p, including the one that crosses it.
+    renormalised: the nucleus (Holtzman et al., 2019, arXiv:1904.09751), the fewest tokens,
+    likeliest first, that together reach top_p.
 
     scores: overwritten; truncations: those that some row needs, of "min_p", "top_k" and "top_p";
     top_ks: the top_k of each row, on the host.
@@ -123,7 +124,7 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str],
 
 
 def nucleus(weights: Tensor, needed: Tensor) -> Tensor:
-    """Finds, in each row, the fewest largest weights that together reach `needed`, (rows, 1)
+    """Finds the fewest weights of each row, largest first, that together reach `needed`, (rows, 1)
     float64; of equal weights, the first ones. Returns whether each weight is one of them."""
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     cumulated = ordered.cumsum(dim=-1, dtype=torch.float64)
@@ -137,9 +138,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
     weights: (rows, tokens) float32, the largest one 1; uniform: (rows,) float64.
 
-    All sums are float64, which loses nothing with 152k tokens. u is at most 1 - 2**-52: total times
-    that is rounded to less than total, so that a token exceeds it. Rows do not depend on each
-    other.
+    All sums are float64, which loses nothing with 152k tokens. u is at most 1 - 2**-52, so u *
+    total rounds to less than total, and a token exceeds it. Rows do not depend on each other.
     """
     cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
     sought = uniform[:, None].clamp(max=1 - 2.0**-52) * cumulated[:, -1:]

@@ -28,7 +28,8 @@ class SamplingParams:
         1 needs a temperature above 0.
     temperature: divides the logits; 0 is greedy.
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
-    top_p: sample among the fewest likeliest tokens whose probabilities add up to at least p.
+    top_p: sample among the fewest tokens, likeliest first, whose probabilities add up to at least
+    p.
     min_p: drop tokens that are less likely than min_p times the likeliest.
     seed: a draw depends only on the seed and on the position; None or -1: a seed derived from the
         engine's seed and the number of the request.
@@ -41,7 +42,7 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string, or the text of the stop token or EOS, in the
         text.
     ignore_eos: continue after EOS.
-    truncate_prompt_tokens: keep only the last tokens of the prompt, this many; -1: as many as fit
+    truncate_prompt_tokens: keep only this many of the last tokens of the prompt; -1: as many as fit
         beside max_tokens.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text; stop strings need it.

@@ -40,7 +40,7 @@ class Scheduler:
         self.reset()
 
     def reset(self) -> None:
-        """Drops all sequences and forgets all blocks, also after a broken step."""
+        """Drops all sequences and forgets all blocks, even after a broken step."""
         self.waiting: deque[Sequence] = deque()
         # in the order of admission
         self.running: deque[Sequence] = deque()
@@ -49,7 +49,7 @@ class Scheduler:
         self.block_manager.reset()
 
     def enqueue(self, seq: Sequence, in_front: bool = False) -> None:
-        """Queues a sequence, at the back or at the front of those of its rank."""
+        """Queues a sequence, at the back or at the front of its rank."""
         insert = insort_left if in_front else insort_right
         insert(self.waiting, seq, key=self.order)
 

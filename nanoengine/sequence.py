@@ -74,7 +74,7 @@ class Sequence:
 
     num_computed_tokens: int = fresh(int)
     block_table: array = fresh(lambda: array("i"))
-    # (hash, tokens) of each full block, as far as they were needed: see block_manager.py
+    # (hash, tokens) of the full blocks that were hashed so far: see block_manager.py
     block_hashes: list[tuple[bytes, bytes]] = fresh(list)
     # how many tokens were computed at its last preemption
     num_preempted_tokens: int = fresh(int)
@@ -125,9 +125,9 @@ class Copies:
 class Row(NamedTuple):
     """A row of logits, for the token of `seq` at `position`.
 
-    source: the index in the batch of the sequence that computes the token before `position`: `seq`
-        itself, or its parent, if `seq` is a new fork. Features can add rows: for a finished
-        sequence, whose token is dropped, or for a copy of a running one (speculation).
+    source: the batch index of the sequence that computes the token before `position`: `seq` itself,
+        or its parent, if `seq` is a new fork. Features can add rows: for a finished sequence, whose
+        token is dropped, or for a copy of a running one (speculation).
     """
 
     source: int

@@ -18,8 +18,8 @@ Layout = tuple[tuple[str, tuple[int, ...], int], ...]
 
 
 class Draws(NamedTuple):
-    """What sampling needs to know about each row, (R,) float64 each: parameters, and a number in
-    [0, 1) that decides the draw."""
+    """What sampling needs for each row, as (R,) float64 tensors: parameters, and a number in [0, 1)
+    that decides the draw."""
 
     temperature: Tensor
     min_p: Tensor
@@ -52,7 +52,7 @@ class StepInputs:
     draws: see `Draws`.
     slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
     token_ids: (T,); -1 - i means the token that was sampled in row i of the previous step.
-    positions: (T,), those of the tokens in their sequences.
+    positions: (T,), the place of each token in its sequence.
     sequence_of_token: (T,), rows of `block_tables`.
     query_starts: (S + 1,), where the tokens of each sequence begin, and T (cu_seqlens_q).
     key_starts: (S + 1,), cumulative key counts (cu_seqlens_k).
