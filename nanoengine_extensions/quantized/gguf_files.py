@@ -297,4 +297,6 @@ def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes:
         rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     if kind in gguf_numbers.SIZES:
         return gguf_numbers.grouped(rows, kind)
-    return rows.view(FLOATS[kind]).float().view(shape) - added
+    numbers = rows.view(FLOATS[kind]).float().view(shape)
+    # a large matrix is not copied
+    return numbers - added if added else numbers
