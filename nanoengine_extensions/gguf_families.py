@@ -1,8 +1,9 @@
-"""GGUF files of families that transformers computes: Gemma 2 and 3, Phi 3 and 4.
+"""GGUF files of families that transformers computes: Gemma 2 and 3, Phi 3 and 4; and with experts
+Qwen 2 and 3, Mixtral and OLMoE.
 
 A file leaves out numbers that llama.cpp has in its code, and some tensors are stored in another
 form. The numbers here are those of llama.cpp (src/models), and the forms those of its converter
-(conversion/gemma.py and phi.py).
+(conversion/gemma.py, phi.py and others).
 """
 
 from collections.abc import Callable
@@ -95,11 +96,59 @@ def phi3(header: Any) -> dict[str, Any]:
             "pad_token_id": header.find("tokenizer.ggml.padding_token_id")}
 
 
+def with_experts(header: Any, kind: str, model_type: str, is_normed: bool) -> dict[str, Any]:
+    """Returns the entries of a model with experts.
+
+    is_normed: whether the weights of the experts of a token are scaled to a sum of 1
+    """
+    accepted: dict[str, list] = {
+        "expert_weights_scale": [1.0, 0.0], "expert_gating_func": [1, 0],
+        "expert_shared_count": [0], "attention.clamp_kqv": [0.0], "expert_group_count": [0, 1]}
+    for name, values in accepted.items():
+        header.accept(name, header.find(f"{header.architecture}.{name}", values[0]), values)
+    used = header.of_model("expert_used_count")
+    size = header.of_model("feed_forward_length")
+    count = header.of_model("expert_count")
+    return {"architectures": [f"{kind}ForCausalLM"], "model_type": model_type,
+            "num_experts": count, "num_local_experts": count, "num_experts_per_tok": used,
+            "moe_intermediate_size": header.of_model("expert_feed_forward_length", size // used),
+            "norm_topk_prob": is_normed, "rope_parameters": header.rope()}
+
+
+def qwen3moe(header: Any) -> dict[str, Any]:
+    return with_experts(header, "Qwen3Moe", "qwen3_moe", is_normed=True)
+
+
+def qwen2moe(header: Any) -> dict[str, Any]:
+    """A further expert computes all tokens."""
+    shared = header.of_model(
+        "expert_shared_feed_forward_length", header.of_model("feed_forward_length"))
+    return with_experts(header, "Qwen2Moe", "qwen2_moe", is_normed=False) | {
+        "qkv_bias": "blk.0.attn_q.bias" in header.tensors,
+        "shared_expert_intermediate_size": shared}
+
+
+def olmoe(header: Any) -> dict[str, Any]:
+    return with_experts(header, "Olmoe", "olmoe", is_normed=False)
+
+
+def mixtral(header: Any) -> dict[str, Any]:
+    return with_experts(header, "Mixtral", "mixtral", is_normed=True)
+
+
 OF_GEMMA = {"post_attention_norm": "post_attention_layernorm",
             "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 OF_PHI = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+OF_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj", "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj"}
+OF_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3", "ffn_down_exps": "block_sparse_moe.experts.w2"}
 
-# by `general.architecture`
+# by `general.architecture`; the last one is a "llama" with experts
 FAMILIES = {
     "gemma2": Family(gemma2, (
         "attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
@@ -108,4 +157,8 @@ FAMILIES = {
         "attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa"),
         OF_GEMMA, norms=1.0),
     "phi3": Family(phi3, (
-        "attention.sliding_window", "rope.dimension_count", "rope.scaling.attn_factor"), OF_PHI)}
+        "attention.sliding_window", "rope.dimension_count", "rope.scaling.attn_factor"), OF_PHI),
+    "qwen3moe": Family(qwen3moe, ("expert_count",), OF_EXPERTS),
+    "qwen2moe": Family(qwen2moe, ("expert_count",), OF_EXPERTS),
+    "olmoe": Family(olmoe, ("expert_count",), OF_EXPERTS),
+    "mixtral": Family(mixtral, ("expert_count",), OF_MIXTRAL)}

@@ -83,10 +83,11 @@ class Header:
         self.fields = readers[str(files[0])].fields
         self.architecture = self.find("general.architecture")
         self.others: dict[str, Any] = {}
-        if self.architecture not in ARCHITECTURES:
+        has_experts = self.architecture == "llama" and bool(self.find("llama.expert_count"))
+        if self.architecture not in ARCHITECTURES or has_experts:
             asked = f"general.architecture={self.architecture!r}"
             self.others = extension("gguf_families", asked).FAMILIES
-        self.family = self.others.get(self.architecture)
+        self.family = self.others.get("mixtral" if has_experts else self.architecture)
         of_layer = LAYER_NAMES | (self.family.names if self.family else {})
         # of each file: the type, the shape and the place of each tensor
         self.table = {name: {
@@ -276,11 +277,24 @@ def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
         heads = entries["heads"].items()
         own = next((count for part, count in heads if f".{part}." in name), 0)
         added = entries["norms"] if name.endswith("norm.weight") else 0.0
-        read = partial(read_tensor, file, kind, shape, offset, num_bytes, own, added)
         # the config has them
-        if not name.startswith(("rope_freqs.", "rope_factors_")):
-            opened[name] = Stored(kind, shape, read)
+        if name.startswith(("rope_freqs.", "rope_factors_")):
+            continue
+        # a matrix of one row is stored as a vector
+        if name.endswith("shared_expert_gate.weight"):
+            shape = [1, *shape]
+        names = names_of_experts(name, shape[0]) if len(shape) == 3 else [name]
+        size = num_bytes // len(names)
+        for number, each in enumerate(names):
+            opened[each] = Stored(kind, shape[-2:], partial(
+                read_tensor, file, kind, shape[-2:], offset + number * size, size, own, added))
     return opened
+
+
+def names_of_experts(name: str, count: int) -> list[str]:
+    """Returns transformers' names for the experts of a layer, which lie one after the other."""
+    module, own, kind = name.rsplit(".", 2)
+    return [f"{module}.{number}.{own}.{kind}" for number in range(count)]
 
 
 def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int,

@@ -4,6 +4,7 @@
 when it is read, so that at most one matrix exists in the model's dtype.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -169,6 +170,27 @@ def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool) -> Tensor:
     return part
 
 
+def are_one(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype,
+            block: int) -> bool:
+    """Whether one product can have some parts: all are packed, the blocks of a part follow those of
+    the last one, and all have the same inputs."""
+    return (all(part.ndim == 1 for part in parts) and not any(count % block for count in rows[:-1])
+            and len({packed.padding(inputs, packed.form_of(part).group, dtype)
+                     for part in parts}) == 1)
+
+
+def one_matrix(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype) -> Tensor:
+    """Returns some parts, packed or not, as one matrix in `dtype`."""
+    return torch.cat([
+        part if part.ndim == 2 else dequantized([part], [count], inputs, dtype)
+        for part, count in zip(parts, rows)])
+
+
+@functools.cache
+def packed_class(kind: type, own: type) -> type:
+    return type(own.__name__, (kind, own), {})
+
+
 class Loading:
     """Replaces modules of one model, then packs their weights.
 
@@ -201,7 +223,7 @@ class Loading:
             module._parameters = {"weight": weight} | module._parameters
             own = type(module)
             self.modules[storage_of(weight)] = module, own, {}
-            module.__class__ = type(own.__name__, (kind, own), {})
+            module.__class__ = packed_class(kind, own)
         if self.is_tied:
             # not as a submodule of the embedding: it already is a part of the model
             vars(embedding)["head"] = model.lm_head
@@ -226,10 +248,7 @@ class Loading:
         inputs = module._parameters["weight"].shape[1]
         is_whole = is_linear and module.halves == 1
         block = packed.block_of(self.dtype, self.by_sums) if is_whole else 1
-        are_packed = all(part.ndim == 1 for part in parts)
-        # the blocks of a part follow those of the last one, and all have the same inputs
-        fit = are_packed and not any(count % block for count in rows[:-1]) and len({
-            packed.padding(inputs, packed.form_of(part).group, self.dtype) for part in parts}) == 1
+        fit = are_one(parts, rows, inputs, self.dtype, block)
         if fit and is_linear:
             return module.keep(parts, rows, self.dtype)
         if fit:
@@ -242,9 +261,7 @@ class Loading:
             if vars(other).get("head") is module:
                 other.__class__ = other_own
                 del vars(other)["head"]
-        weight = torch.cat([
-            part if part.ndim == 2 else dequantized([part], [count], inputs, self.dtype)
-            for part, count in zip(parts, rows)])
+        weight = one_matrix(parts, rows, inputs, self.dtype)
         for name in ("halves", "is_fused"):
             vars(module).pop(name, None)
         module.__class__ = own

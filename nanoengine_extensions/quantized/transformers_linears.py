@@ -1,14 +1,15 @@
 """Quantized weights of models that transformers computes (transformers_models), packed for a CPU.
 
 transformers fills a model by its own rules: it renames tensors, ties them, and merges those of
-experts. So it gets a stand-in for each matrix at first. This has nearly no memory, and tells where
-in the model the matrix belongs. Then one matrix after the other is read and packed.
+experts. So it gets an `Origin` for each matrix at first. This has no memory, and tells where in the
+model the matrix belongs. Then one matrix after the other is read and packed.
 
     linears, embeddings       their numbers stay packed
+    experts                   they become linears: see the extension experts.py
     others                    dequantized: such as Conv1D of GPT-2, and linears whose weight the
                               model reads directly
-    no stand-in is left       transformers has merged or cast it, as those of experts: it loads
-                              once more, with the dequantized numbers of these
+    no origin is left         transformers has merged or cast it in another way: it loads once
+                              more, with the dequantized numbers of these
 """
 
 import copy
@@ -20,16 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nanoengine.features import logger
+from nanoengine.features import extension, is_installed, logger
 from nanoengine_cpu.modules import PackedLinear, kind_of
 from nanoengine_cpu.products import MOST_WORDS
+from nanoengine_extensions.quantized import packed
 from nanoengine_extensions.quantized.modules import (
-    QuantizedEmbedding, QuantizedLinear, in_packed_form, storage_of, without_weight)
+    QuantizedEmbedding, QuantizedLinear, are_one, in_packed_form, one_matrix, packed_class,
+    without_weight)
+from nanoengine_extensions.quantized.origins import Origin
 from nanoengine_extensions.quantized.stored import Opened, Stored
 from nanoengine_extensions.quantized.transformers_files import from_tensors, in_order
 
-# a matrix that was transposed, cut or copied has others
-STRIDES = (1, 2)
 # parameters: a module, and a name in it
 Places = list[tuple[Any, str]]
 # the check of a model (check.py) lets functions take each number for one in float32
@@ -37,7 +39,7 @@ as_stored = torch._C.DisableTorchFunction
 
 
 class Linear(QuantizedLinear):
-    """was_read: whether its model has read the weight directly."""
+    """was_read: whether its model has read the weight directly. It has two halves in an expert."""
 
     was_read = False
 
@@ -56,6 +58,14 @@ class Linear(QuantizedLinear):
     def in_float32(self, x: Tensor) -> Tensor:
         """Multiplies rows in float32 by the kernel for bfloat16, with errors of up to 2^-16.
         Dequantizing the weight for each product would take minutes."""
+        if self.halves == 2:
+            # without the activation of gates
+            part = self.packed_parts[0]
+            if self.part_rows[0] % packed.form_of(part).block:
+                return F.linear(x, super().weight.float())
+            whole = copy.copy(self)
+            vars(whole).update(halves=1, packed_bias=None)
+            return whole.in_float32(x)
         rows = x.reshape(-1, self.in_features)
         upper = rows.bfloat16()
         out = self.multiply(upper).float()
@@ -107,65 +117,92 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
                 dtype: torch.dtype, **options: Any) -> tuple[Any, dict[str, Any]]:
     """As `transformers_files.load`. dtype: of the model; by_sums: see kernel.py"""
     tensors = in_order(tensors, kind, config)
-    given: dict[str, Any] = dict(tensors)
-    stand_ins = {name: stand_in(each.shape, dtype) for name, each in tensors.items()
-                 if len(each.shape) == 2}
+    # origins cannot be made in this mode
+    with torch.inference_mode(False):
+        given: dict[str, Any] = {
+            name: Origin(each.shape, dtype, [each]) if len(each.shape) == 2 else each
+            for name, each in tensors.items()}
     while True:
-        causal, found = from_tensors(given | stand_ins, kind, config, dtype=dtype, **options)
+        with torch.inference_mode(False):
+            causal, found = from_tensors(given, kind, config, dtype=dtype, **options)
+        experts = experts_of(causal)
         places = places_of(causal)
-        gone = [name for name, each in stand_ins.items() if not is_left(each, places)]
+        kept = {*places, *(each for module in experts for weight in module.parameters()
+                           for parts in weight.parts for each in parts)}
+        gone = [name for name, each in given.items()
+                if isinstance(each, Origin) and tensors[name] not in kept]
         if not gone:
             break
         # its memory
-        del causal
+        del causal, experts
         for name in gone:
-            shape = stand_ins.pop(name).shape
-            # transformers ties equal matrices, as all stand-ins are
-            ties = [other for other, each in stand_ins.items()
-                    if each.shape == shape and len(places[storage_of(each)]) > 1]
-            if any(torch.equal(tensors[other].read(), tensors[name].read()) for other in ties):
-                del given[name]
-        places.clear()
+            given[name] = tensors[name]
     with torch.device("cpu"):
-        parts = {name: places[storage_of(each)] for name, each in stand_ins.items()}
-        known = {name for name, own in parts.items()
-                 if fill(own, tensors[name], dtype, by_sums)}
+        known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype, by_sums)}
+
+        def linear(parts: list[Stored]) -> nn.Linear:
+            made = linear_of(parts, dtype, by_sums)
+            known.update(parts if isinstance(made, Linear) else ())
+            return made
+
+        replace(causal, {module: extension("experts").of_parts(module, linear)
+                         for module in experts})
         causal(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
-        for name, own in parts.items():
+        for tensor, own in places.items():
             if any(getattr(module, "was_read", False) for module, _ in own):
-                put(own, tensors[name].read().to(dtype))
-                known.remove(name)
-    log_others([name for name, each in given.items() if each.is_quantized and name not in known])
+                put(own, tensor.read().to(dtype))
+                known.remove(tensor)
+    log_others([name for name, each in tensors.items()
+                if each.is_quantized and each not in known])
     return causal, found
 
 
-def stand_in(shape: list[int], dtype: torch.dtype) -> Tensor:
-    rows, columns = shape
-    memory = torch.zeros(rows + 2 * columns, dtype=dtype, device="cpu")
-    return memory.as_strided((rows, columns), STRIDES)
-
-
-def places_of(model: nn.Module) -> dict[int, Places]:
-    """Returns where each parameter is, by its storage; a tied one is in several places."""
-    found: dict[int, Places] = defaultdict(list)
+def places_of(model: nn.Module) -> dict[Stored, Places]:
+    """Returns where in the model each matrix of the files is; a tied one is in several places."""
+    found: dict[Stored, Places] = defaultdict(list)
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found[storage_of(parameter)].append((module, name))
+        for name, each in module._parameters.items():
+            if isinstance(each, Origin) and each.ndim == 2 and len(each.parts or ()) == 1:
+                found[each.parts[0]].append((module, name))
     return found
 
 
-def is_left(tensor: Tensor, places: dict[int, Places]) -> bool:
-    """Whether a stand-in is still a parameter of the model, unchanged."""
-    found = [module._parameters[name] for module, name in places[storage_of(tensor)]]
-    return bool(found) and all(
-        (each.shape, each.stride(), each.storage_offset()) == (tensor.shape, STRIDES, 0)
-        for each in found)
+def experts_of(model: nn.Module) -> list[Any]:
+    """Returns the modules with experts that are made of matrices of the files."""
+    if not is_installed("experts"):
+        return []
+    return [module for module in model.modules() if extension("experts").are_known(module)
+            and all(isinstance(each, Origin) and each.parts for each in module.parameters())]
+
+
+def replace(model: nn.Module, others: dict[Any, nn.Module]) -> None:
+    for parent in [*model.modules()]:
+        for name, child in [*parent._modules.items()]:
+            if child in others:
+                setattr(parent, name, others[child])
+
+
+def linear_of(tensors: list[Stored], dtype: torch.dtype, by_sums: bool) -> nn.Linear:
+    """Returns a linear of an expert, with the rows of one matrix or of two; they are packed, if one
+    product can have both."""
+    parts = [in_packed_form(each, dtype, by_sums) for each in tensors]
+    rows = [each.shape[0] for each in tensors]
+    inputs = tensors[0].shape[1]
+    linear: Any = nn.Linear(inputs, sum(rows), bias=False, device="meta")
+    if are_one(parts, rows, inputs, dtype, block=1) and len(set(rows)) == 1:
+        linear.__class__ = packed_class(Linear, nn.Linear)
+        vars(linear).update(halves=len(rows), is_fused=len(rows) == 2)
+        linear.keep(parts, rows, dtype)
+    else:
+        linear.weight = nn.Parameter(one_matrix(parts, rows, inputs, dtype), False)
+    return linear
 
 
 def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> bool:
     """Gives modules their weight; returns whether all can have it packed. If it has no such form,
     a line in the log says so."""
+    # in place of their origin, which is no parameter of an ordinary linear
+    put(places, torch.empty(tensor.shape, dtype=dtype, device="meta"))
     if not all(can_be_packed(module, name, dtype) for module, name in places):
         put(places, tensor.read().to(dtype))
         return False
@@ -177,7 +214,7 @@ def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> b
         own = type(module)
         is_linear = isinstance(module, nn.Linear)
         kind: Any = Linear if is_linear else Embedding
-        module.__class__ = type(own.__name__, (kind, own), {})
+        module.__class__ = packed_class(kind, own)
         if is_linear:
             module.keep([weight], tensor.shape[:1], dtype)
             continue

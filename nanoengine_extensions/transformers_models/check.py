@@ -235,6 +235,9 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
 
 def find_fast(model: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> None:
     """Adds the replacements of modules."""
+    if is_installed("experts") and model.embed_tokens.weight.is_cpu:
+        experts = extension("experts")
+        others |= {each: experts.of_matrices(each) for each in inputs if experts.are_known(each)}
     own = extension("own_layers") if is_installed("own_layers") else None
     if own:
         others |= own.own_attentions(inputs, [*model.calls], longest, dtype)

@@ -26,6 +26,7 @@ from nanoengine_cpu import compiling  # noqa: E402
 from nanoengine_extensions.quantized import formulas, packed, transformers_linears  # noqa: E402
 from nanoengine_extensions.quantized.modules import (  # noqa: E402
     QuantizedEmbedding, QuantizedLinear)
+from nanoengine_extensions.quantized.origins import Origin  # noqa: E402
 from nanoengine_extensions.transformers_models import check  # noqa: E402
 
 # scales of embeddings and soft caps; a window; fused projections; norms after attention; experts in
@@ -71,7 +72,7 @@ def check_all(llm: LLM, reference: Any) -> None:
     for own, right in ((model.head, reference), (model.layers, getattr(inner, "decoder", inner))):
         for name, module in own.named_modules():
             if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
-                assert torch.equal(module.weight, right.get_submodule(name).weight), name
+                assert torch.equal(module.weight, weight_of(right, name)), name
     assert tokens(llm) == expected(reference)
     prompt = PROMPTS[1]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -80,6 +81,15 @@ def check_all(llm: LLM, reference: Any) -> None:
     logits = reference(torch.tensor([prompt]), use_cache=False).logits[0].double()
     right = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
     torch.testing.assert_close(torch.tensor(found).double(), right, atol=1e-4, rtol=1e-4)
+
+
+def weight_of(model: Any, name: str) -> Tensor:
+    """The weight of a module of transformers' model; an expert has a part of one."""
+    whole, _, own = name.partition(".experts.experts.")
+    if not own:
+        return model.get_submodule(name).weight
+    number, matrix = own.split(".")
+    return getattr(model.get_submodule(f"{whole}.experts"), matrix)[int(number)]
 
 
 def modules_of(llm: LLM) -> list[Any]:
@@ -146,7 +156,7 @@ def test_scales_of_sums(folder_of, tmp_path, name):
 
 
 # how many linears and embeddings of three or four layers are packed, and how many matrices are not
-PACKED = {"gemma2": (29, 1, 0), "phi3": (13, 1, 0), "olmo2": (22, 1, 0), "mixtral": (13, 1, 39),
+PACKED = {"gemma2": (29, 1, 0), "phi3": (13, 1, 0), "olmo2": (22, 1, 0), "mixtral": (37, 1, 3),
           "gpt2": (1, 2, 12), "gemma3_text": (29, 1, 0)}
 
 
@@ -166,7 +176,8 @@ def test_what_is_packed(folder_of, caplog, name):
         forms = [packed.form_of(part) for part in parts.values()]
         assert {form.bits for form in forms} == {4}
         is_tied = name in ("gemma2", "gemma3_text", "gpt2")
-        assert len(parts) == linears + embeddings - is_tied
+        # gates and ups of experts are two parts of a linear
+        assert len(parts) == linears + embeddings - is_tied + 12 * (name == "mixtral")
         for each in [*packed_of(llm), *packed_of(llm, QuantizedEmbedding)]:
             assert not each._parameters["weight"].numel()
     lines = [line for line in caplog.messages if "dequantized" in line]
@@ -217,8 +228,8 @@ def make_quantized(folder_of, tmp_path):
     *(slow(name, form) for name in [*NAMES, "gemma3_text"]
       for form in ("gptq 4", "awq", "w4a16", "w8a16", "gptq v2"))])
 def test_every_format(make_quantized, caplog, name, form):
-    """Linears are packed. Embeddings and routers are not quantized, and experts cannot be packed:
-    a line says so."""
+    """Linears are packed. Embeddings and routers are not quantized, and Conv1D cannot be packed: a
+    line says so."""
     folder, reference = make_quantized(name, form)
     with caplog.at_level(logging.WARNING), make_llm(folder) as llm:
         is_packed = [each.is_quantized for each in packed_of(llm)]
@@ -226,7 +237,7 @@ def test_every_format(make_quantized, caplog, name, form):
         assert len(is_packed) >= PACKED[name][0] - 4 - 3 * (name == "mixtral") or name == "gpt2"
         assert not packed_of(llm, QuantizedEmbedding)
         check_all(llm, reference)
-    has_others = name in ("mixtral", "gpt2")
+    has_others = name == "gpt2"
     assert ("no linear and no embedding has them" in caplog.text) == has_others
     with make_llm(folder, kernels=False) as llm:
         check_all(llm, reference)
@@ -262,19 +273,16 @@ def test_a_native_family_computed_by_transformers(tiny, tmp_path):
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_only_one_matrix_is_there_at_a_time(folder_of, monkeypatch, name):
     """Until the last one is packed, no module has memory for one that will be packed."""
-    sizes = []
+    kinds = []
     fill = transformers_linears.fill
 
-    def spy(places, tensor, dtype, *others):
-        if transformers_linears.can_be_packed(*places[0], dtype):
-            weight = places[0][0]._parameters[places[0][1]]
-            rows, columns = weight.shape
-            sizes.append(weight.untyped_storage().nbytes() // weight.itemsize - rows - 2 * columns)
-        return fill(places, tensor, dtype, *others)
+    def spy(places, *others):
+        kinds.extend(type(module._parameters[name]) for module, name in places)
+        return fill(places, *others)
 
     monkeypatch.setattr(transformers_linears, "fill", spy)
     with make_llm(folder_of(name), quantization="int8"):
-        assert sizes and not any(sizes)
+        assert {*kinds} == {Origin}
 
 
 def test_a_weight_that_its_model_reads_by_itself_is_not_packed(folder_of, monkeypatch, tmp_path):
@@ -304,7 +312,9 @@ def test_a_file_with_both_of_two_tied_matrices(folder_of, tmp_path, is_same):
         with_weights(folder, tmp_path / "rounded", rounded(folder, 4)))
     with make_llm(folder, quantization="int4") as llm:
         head = llm.engine.runner.model.head.lm_head
-        assert isinstance(head, QuantizedLinear) == is_same
+        embedding, = packed_of(llm, QuantizedEmbedding)
+        assert isinstance(head, QuantizedLinear)
+        assert torch.equal(head.weight, embedding.weight) == is_same
         check_all(llm, reference)
 
 
