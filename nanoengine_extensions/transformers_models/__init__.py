@@ -272,7 +272,7 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
     text = config.get_text_config(decoder=True)
     others = sorted({*(getattr(text, "layer_types", None) or ())} - ATTENTION)
     if others:
-        raise refused(config, f"its layers of kind {others} keep what is not in a KV cache")
+        raise refused(config, f"its layers of kind {others} keep state outside a KV cache")
     longest = getattr(text, "max_position_embeddings", None) or 2048
     rope = getattr(text, "rope_parameters", None) or {}
     for each in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
