@@ -1,1 +1,2 @@
-"""Optional features of the engine: a file each, imported when it is asked for, and deletable."""
+"""Optional features of the engine. Each is a file, which is imported on demand and can be
+deleted."""

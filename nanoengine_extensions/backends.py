@@ -17,7 +17,8 @@ from nanoengine.step_inputs import StepInputs
 
 
 def triton_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """Arguments and result are those of `gather_attention`. It reads nothing on the host."""
+    """Arguments and result are those of `gather_attention`. It reads no tensor values on the
+    host."""
     attend: Any = kernels("cuda").paged_attention
     return attend(query, cache, window, step)
 

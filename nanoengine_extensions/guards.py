@@ -32,7 +32,7 @@ class Guards(Feature):
                            "this model has a forward of its own")
         if asked == "auto" and engine.runner.backend in ("triton", "varlen", "gather"):
             warn_of_slower_attention(engine.runner)
-        # without a cycle of references, an engine that is dropped frees its memory at once
+        # with no cycle of references, a dropped engine frees its memory at once
         self.scheduler = weakref.proxy(engine.scheduler)
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
