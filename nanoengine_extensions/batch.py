@@ -132,8 +132,8 @@ def unfinished(file: BinaryIO, hashes: array, model: str) -> Iterator[tuple[int,
         line = file.readline()
         if line_hash:
             if hash_of(number, line, model) != line_hash:
-                sys.exit(f"{file.name}, line {number} has changed while the job runs. The same "
-                         "command continues.")
+                sys.exit(f"{file.name}, line {number} changed during the job. The same command "
+                         "continues.")
             yield number, line_hash, line
 
 
@@ -229,7 +229,7 @@ def run(flags: argparse.Namespace) -> None:
         print(f"{job.num_errors} of {total} lines failed: their records in {flags.output_file} say "
               "why", file=sys.stderr)
     if has_grown:
-        sys.exit(f"{flags.input_file} has grown meanwhile. The same command computes the rest.")
+        sys.exit(f"{flags.input_file} grew during the job. The same command computes the rest.")
     if job.num_errors and flags.strict:
         sys.exit(1)
 
@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     parser.add_argument("--options", default="{}", metavar="JSON",
                         help="""keywords of LLM: '{"max_num_seqs": 64}'""")
-    parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of calls of tools")
+    parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of tool calls")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if a line failed")
     flags = parser.parse_args(arguments)
     output = flags.output_file
