@@ -1,7 +1,7 @@
 """Quantized weights of models that transformers computes (transformers_models), packed for a CPU.
 
 transformers fills a model by its own rules: it renames tensors, ties them, and merges those of
-experts. So it gets a stand-in for each matrix at first. This has nearly no memory, and tells where
+experts. So it first gets a stand-in for each matrix, which takes almost no memory and shows where
 in the model the matrix belongs. Then one matrix after the other is read and packed.
 
     linears, embeddings       their numbers stay packed
@@ -28,7 +28,7 @@ from nanoengine_extensions.quantized.modules import (
 from nanoengine_extensions.quantized.stored import Opened, Stored
 from nanoengine_extensions.quantized.transformers_files import from_tensors, in_order
 
-# a matrix that was transposed, cut or copied has others
+# a matrix that was transposed, cut or copied has different strides
 STRIDES = (1, 2)
 # parameters: a module, and a name in it
 Places = list[tuple[Any, str]]
@@ -207,7 +207,7 @@ def can_be_packed(module: Any, name: str, dtype: torch.dtype) -> bool:
 
 
 def looks_up(embedding: nn.Embedding) -> bool:
-    """Tries whether it computes each row from this row alone."""
+    """Tests whether it computes each row from this row alone."""
     trial = copy.copy(embedding)
     trial.padding_idx = None
     weight = torch.randn(5, embedding.embedding_dim)
