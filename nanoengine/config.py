@@ -49,8 +49,7 @@ class EngineConfig:
         budget is smaller.
     max_num_batched_tokens: the token budget: the most tokens that a step computes; at least
         max_num_seqs. Longer prompts are computed in chunks.
-    block_size: how many tokens a block of the KV cache holds; the prefix cache reuses only whole
-        blocks.
+    block_size: tokens per block of the KV cache; the prefix cache reuses only whole blocks.
     num_kv_blocks: the number of blocks in the KV cache. By default, on a CPU: enough for
         max_num_seqs sequences of max_model_len, but at most a quarter of the free memory; on a GPU:
         what gpu_memory_utilization leaves after everything else; without memory.py: 1 GiB.

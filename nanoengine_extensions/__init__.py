@@ -1,2 +1,1 @@
-"""Optional features of the engine. Each is a file, which is imported on demand and can be
-deleted."""
+"""Optional features of the engine. Each is a file, imported on demand, that can be deleted."""

@@ -143,9 +143,8 @@ class Beams(Feature):
 def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     """Lets the first of these searches continue, if nothing can run.
 
-    In that case, all sequences with blocks are paused beams, which wait for other beams of their
-    prompts that do not fit. All lose their blocks, and the beams of the first search go to the
-    front.
+    Then all sequences with blocks are paused beams, which wait for other beams of their prompts
+    that do not fit. All lose their blocks, and the beams of the first search go to the front.
 
     So the search always ends. The head of the queue now fits. If it is not a beam, it gets a token;
     if it is a beam of the first search, all beams of this search fit and continue.
@@ -165,8 +164,7 @@ class BeamSearch(Request):
     It considers a few times `beam_width` continuations of all beams, the likeliest first. Those
     that end are finished, if they are among the `beam_width` likeliest; the best `beam_width`
     others are the next beams. The search is over when none of these, ending now, would beat the
-    worst of `beam_width` finished beams. Raises ValueError for beams that might not fit into the
-    engine.
+    worst of `beam_width` finished beams. Raises ValueError for beams that might not fit.
     """
 
     def __init__(self, request: Request, params: BeamSearchParams, scheduler: Scheduler) -> None:

@@ -45,8 +45,7 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
 
     messages: the content of each is a text, or a list of texts and {"type": "text", "text": …},
         which are joined by newlines, unless the template loops over the parts itself. Arguments of
-        tool calls are objects, or JSON strings. Other fields are passed to the template as they
-        are.
+        tool calls are objects, or JSON strings. Other fields are passed on as they are.
     chat_template: the template to use instead of the tokenizer's own.
     add_generation_prompt: let the assistant begin its answer; by default True.
     continue_final_message: leave the last message open, so that the model continues it; by

@@ -29,8 +29,7 @@ CONDITIONS: list[Condition] = [
 
 @dataclass
 class Logprob:
-    """The log-probability of a token at a position, its rank there (1: the likeliest), and its
-    text.
+    """A token's log-probability at a position, its rank there (1: the likeliest), and its text.
 
     The k likeliest tokens, if k were asked for, have the ranks 1 to k; among equally likely tokens,
     the sampled one comes first. If the sampled one is not among these k, it ranks last among
@@ -117,8 +116,7 @@ def is_half(text: str, token_ids: list[int], tokenizer: Any) -> bool:
 class Logprobs(Feature):
     """The log-probabilities of all requests that ask for any. For each sequence it keeps:
 
-    logprobs: the log-probabilities found so far, by position; they can be read once their step is
-        over.
+    logprobs: the log-probabilities found so far, by position; readable once their step is over.
     output_logprobs, prompt_logprobs: those that were in an output so far.
     cumulative_logprob: the sum of output_logprobs.
     temperature: divides the logits of a beam. Only beams have it, since only they are chosen by

@@ -25,8 +25,7 @@ from nanoengine.loader import load_model, place_on
 from nanoengine.model import Decoder
 
 
-# in bytes, as in PyTorch's memory of a GPU: the address of a weight can decide how a product is
-# computed
+# in bytes, as in PyTorch's GPU memory: a weight's address can decide how a product is computed
 ALIGNMENT = 512
 CONDITIONS: list[Condition] = [
     ("cpu_offload_gb", lambda c: c.device != "cpu", "0 on a CPU")]

@@ -248,8 +248,7 @@ def options_of(text: str) -> dict[str, Any]:
 
 
 def finite(text: str) -> float:
-    """Returns the number in a text. Raises an error for a number that JSON cannot represent:
-    1e999."""
+    """Returns the number in a text. Raises an error for one that JSON cannot represent: 1e999."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is not a number of JSON, or too large")
     return number

@@ -223,8 +223,7 @@ def turned_by(cos: Tensor) -> tuple[int, int]:
 
 def orders(count: int, head_dim: int) -> Iterator[Tensor]:
     """Yields orders of the numbers of a head in which the rotated pairs come first in the two
-    halves. In the module, a pair is one number from each half of the rotated part, or two
-    neighbours."""
+    halves. The module's pairs are the halves of its rotated part, or neighbours."""
     numbers = torch.arange(head_dim)
     rest = numbers[2 * count:].view(2, -1)
     for pairs in (numbers[:2 * count].view(2, -1), numbers[:2 * count].view(-1, 2).T):

@@ -36,8 +36,7 @@ BUCKETS = {
 class Times(Feature):
     """How many completions took how long, since the start: histograms for `as_text`.
 
-    A completion that ends early, because its client leaves or because of an error, has no total
-    time.
+    A completion that its client has left, or that ended with an error, has no total time.
 
     counts: how many values are in each bucket; the last bucket has no end. sums: the values added
         up, in seconds.

@@ -141,8 +141,7 @@ class Server:
         """
         late = HTTPException(504, "the call exceeded the time limit", {"x-should-retry": "false"})
         call = asynchronous.Call(self.engine, lambda: self.add(body), not body.streams)
-        # the body was read, so the next message is that the client has disconnected; it gets no
-        # answer
+        # the body was read, so the next message means that the client has left; it gets no answer
         left = asyncio.ensure_future(http.receive())
         ended = asyncio.ensure_future(asyncio.wait([left], timeout=self.flags.timeout))
         ended.add_done_callback(lambda _: call.end(late))
@@ -233,8 +232,7 @@ async def failed(http: Request | None, error: BaseException) -> Response:
 
 
 def check_flags(flags: argparse.Namespace) -> None:
-    """Raises ValueError for a limit out of range, an empty key, and an address that cannot be
-    used."""
+    """Raises ValueError for a limit out of range, an empty key, and an unusable address."""
     limits = {"max_waiting": 0, "max_body": 1, "timeout": 0, "graceful_timeout": 0}
     for name, least in limits.items():
         value = getattr(flags, name)

@@ -59,8 +59,7 @@ MOST_GUESSES = 32
 WEIGHT = 0.2
 # a guess that is right less often is not computed
 LEAST_ODDS = 0.1
-# a step with guesses must promise this many times the tokens a second, since the estimates are
-# rough
+# a step with guesses must promise this many times the tokens a second: the estimates are rough
 LEAST_GAIN = 1.1
 
 
@@ -97,8 +96,7 @@ class PromptLookup:
     the texts of all sequences, its own included, even of ended ones. Each token is indexed once,
     when its sequence is looked at.
 
-    seen: for a few tokens, the text that has them and the place after them; only the newest
-        entries.
+    seen: for a few tokens, the text with them and the place after them; only the newest entries.
     indexed: how many tokens of a sequence are indexed.
     kind: how many tokens the last guess was found with; with more tokens, it is more often right.
     """

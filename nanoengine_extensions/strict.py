@@ -46,8 +46,7 @@ NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), F
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST, DISTINCT]
 Folder = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)]
 
-# By the name of a field, which has one meaning in all classes. All other fields have their declared
-# type.
+# By the name of a field, which has one meaning in all classes. Others have their declared type.
 RULES: dict[str, Any] = {
     "n": Count,
     "temperature": Annotated[Moderate, Field(ge=0)],
@@ -206,7 +205,7 @@ FORMS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}
 
 
 def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
-    """Raises ValueError for arguments of `LLM.generate` in a wrong form. kind: the class of the
+    """Raises ValueError for badly formed arguments of `LLM.generate`. kind: the class of the
     params."""
     if not isinstance(prompts, (str, dict, list, tuple)):
         raise rejected("prompts", prompts, FORMS)

@@ -269,8 +269,7 @@ class Ranks(Group, AbstractContextManager):
             raise self.error
 
     def connect(self, device: str) -> None:
-        """Waits in a thread until all ranks are connected, since Gloo does not notice if one
-        dies."""
+        """Waits in a thread until all ranks are connected: Gloo does not notice if one dies."""
         connecting = threading.Thread(target=super().connect, args=(device,), daemon=True)
         connecting.start()
         while connecting.is_alive() or self.store.add("ranks", 0) < self.size:

@@ -152,8 +152,7 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 
 @lru_cache(maxsize=16)
 def stop_finder(stops: tuple[str, ...]) -> Callable[[str, int], tuple[int, str | None]]:
-    """Returns a function that searches for stop strings, in a time that does not grow with their
-    number.
+    """Returns a search function for stop strings; its time does not grow with their number.
 
     The function takes a text, and how much of it was searched before. It returns where a stop
     string ends, and the string. This is the one that ends first; if several end there, the first in

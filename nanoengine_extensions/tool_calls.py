@@ -161,7 +161,7 @@ class ToolCalls:
     """The calls in one answer.
 
     most: how many it may have; None for any number. reason: the finish_reason after calls.
-    texts: those of its choices, so far. sent: the characters and the calls that the client has
+    texts: those of its choices, so far. sent: the characters and calls that the client has
         received.
     """
 

@@ -170,8 +170,7 @@ class LLM(nanoengine.LLM):
         # the requests of `enqueue`, whose outputs `wait_for_completion` returns
         self.enqueued: list[Any] = []
         drafts = options.get("speculative_config")
-        # the method is in `method`, or `model` in older versions; the numbers of guesses are not
-        # needed
+        # the method is in `method`, or `model` in older versions; the numbers of guesses are unused
         if isinstance(drafts, dict) and "ngram" in f"{drafts.get('method') or drafts.get('model')}":
             options |= {"speculation": "prompt-lookup", "speculative_config": None}
         with naming("structured_outputs_config"):

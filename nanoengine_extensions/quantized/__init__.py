@@ -98,8 +98,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     model's files, and if weights stay packed, two that allocate and fill packed weights. For a
     model that transformers computes, arguments of `transformers_models.load`.
 
-    Raises ValueError for a model that is not quantized as `quantization` says, or that cannot be
-    read.
+    Raises ValueError for a model that cannot be read, or is not quantized as `quantization` says.
     """
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
@@ -163,8 +162,7 @@ def stays_packed(runner: ModelRunner) -> bool:
 
 
 def drop_empty_biases(opened: Iterable[Opened], config: Any) -> None:
-    """Leaves out biases of zeros, for linears without a bias: AutoGPTQ gives every linear a
-    bias."""
+    """Leaves out biases of zeros, for linears without a bias: AutoGPTQ gives all linears one."""
     with torch.device("meta"):
         known = checkpoint_tensors(Decoder(config))
     for tensors in opened:

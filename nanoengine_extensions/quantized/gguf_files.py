@@ -39,8 +39,7 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj"}
 # the file with the places of all tensors, in the folder that `write_folder` fills
 TABLE = "tensors.json"
-# tokens that end a turn, by their names, as in llama.cpp: many files name only the one that ends a
-# text
+# tokens that end a turn, by name, as in llama.cpp: many files name only the one that ends a text
 ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
 
 

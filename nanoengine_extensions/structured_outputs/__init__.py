@@ -51,8 +51,7 @@ class Grammars(Feature):
         """Forbids the tokens that a sequence's grammar does not permit.
 
         The masks of all rows cross to the device together. Before `min_tokens`, tokens that end the
-        sequence are forbidden, too, unless no other token is left: a text that is complete may end
-        early.
+        sequence are forbidden, too, unless no other token is left: a complete text may end early.
         """
         from nanoengine_extensions.structured_outputs.grammar import permitted
         grammars = {row: seq.kept["grammar"] for row, seq in enumerate(seqs)

@@ -116,8 +116,7 @@ class Call(Attention):
                key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """From (1, heads, T, head_dim) each to (1, T, heads, head_dim of the values).
 
-        angles: rotate nothing. module, options: the module that calls attention, and its other
-            arguments
+        angles: rotate nothing. module, options: the caller of attention, and its other arguments
         """
         if self.is_gathered:
             return self.gather(step, angles, module, query, key, value, options)

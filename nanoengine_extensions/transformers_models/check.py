@@ -131,8 +131,7 @@ def eager_of(module: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def is_computed(call: Recorded, module: Any, options: dict[str, Any],
                 device: torch.device) -> bool:
-    """Tests with attention to random keys whether a soft cap and sinks mean what `Recorded`
-    says."""
+    """Tests with random keys whether a soft cap and sinks mean what `Recorded` says."""
     if call.soft_cap is None and call.sinks is None:
         return True
     generator = torch.Generator().manual_seed(0)

@@ -147,8 +147,7 @@ class LikeLast(TorchFunctionMode):
 
 
 class Watch(TorchFunctionMode):
-    """Notices a model that counts its tokens: it would mistake their places in a step for
-    positions.
+    """Notices a model that counts its tokens: it would mistake places in a step for positions.
 
     No check of a few tokens finds that in Llama 4, where it matters from position 8,192 on. Counts
     may be indices of rows of the step, for example where tokens are sorted by their experts. They
