@@ -91,7 +91,7 @@ class AsyncLLM:
             await asyncio.sleep(0)
 
     def _step(self) -> list[tuple["Call", Any]]:
-        """Runs a step, and returns what is new for the calls that can look."""
+        """Runs a step, and returns the new outputs of the calls that can take them."""
         # after a broken step, the next turn ends all requests, and each of them has the error
         with suppress(Exception):
             self.llm.step()

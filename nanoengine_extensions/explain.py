@@ -38,7 +38,7 @@ NO_CONFIG: tuple[Row, ...] = (
     ("model_index.json", "is a pipeline of diffusers, which makes images", WRITER),
     ("modules.json", "is a model of sentence-transformers, which makes embeddings", WRITER),
     ("consolidated*", "is a model in its maker's own format", FOR_TRANSFORMERS),
-    ("*/config.json", "has models in folders of its own", "one of these, such as {folder}"),
+    ("*/config.json", "has models in subfolders", "one of these, such as {folder}"),
     ("*", "has no config.json", "a folder that save_pretrained of transformers has made"))
 # what it has instead of safetensors
 NO_WEIGHTS: tuple[Row, ...] = (

@@ -110,7 +110,7 @@ CONDITIONS: dict[str, list[Condition]] = {
         ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
          "True for attention_backend={attention_backend!r}"),
         ("features", lambda c: are_features(c.features),
-         "a list of objects of Feature, each of a class of its own")]}
+         "a list of Feature objects, each of a different class")]}
 
 
 def are_features(given: list[Any]) -> bool:

@@ -309,7 +309,7 @@ def start_process(rank: int, group: Group) -> Any:
     code = f"from {__name__} import main; main{group.size, rank, group.store.port}"
     environment = {"PYTHONPATH": os.pathsep.join(sys.path),
                    "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    # in a session of its own, as Ctrl-C is for rank 0
+    # in its own session, since Ctrl-C is for rank 0
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                             env=os.environ | environment, start_new_session=True)
 

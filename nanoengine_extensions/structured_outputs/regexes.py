@@ -54,7 +54,7 @@ def for_rust(special: re.Match) -> str:
     if part[0] == "\\":
         return LETTERS.get(part[1], part)
     begin, known = ("[^", EXCLUDED) if part[1] == "^" else ("[", LETTERS)
-    # Rust has [[:alpha:]], and reads []-a] in another way
+    # Rust has [[:alpha:]], and reads []-a] differently
     body = re.sub(r"(?s)\\(.)|[]:[]", lambda each: known.get(each[1], "\\" + each[0][-1]),
                   part[len(begin):-1])
     # llguidance mistakes a class with all control characters for one with quotes and backslashes
