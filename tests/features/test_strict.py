@@ -352,7 +352,7 @@ def test_an_empty_path_is_not_the_current_folder(bundled, monkeypatch, options):
 
 @pytest.mark.parametrize("given", [[object()], [Feature], [Feature(), Feature()]])
 def test_features_are_objects_of_different_classes(bundled, given):
-    with pytest.raises(ValueError, match="features=.* list of Feature objects, each of a different class"):
+    with pytest.raises(ValueError, match="features=.* list of Feature objects, each of"):
         LLM(bundled, features=given)
 
 
