@@ -5,8 +5,8 @@ A map, from a user's calls inwards (docs/tutorial/README.md follows one request 
     llm.py              what a user calls: `generate` with its loop, streams, threads
     sampling_params.py  how a request is sampled
     config.py           the options of an engine
-    requests.py         prompts and parameters, checked, as requests; and the results
-    sequence.py         the tokens of one completion, and its blocks; one step, as a message
+    requests.py         checks prompts and parameters; makes requests and results
+    sequence.py         the tokens and blocks of one completion; the description of one step
     engine.py           the step loop, plain or running ahead
     scheduler.py        two queues, one batch a step, preemption
     policies.py         two ways to fill a step, as small functions
@@ -23,7 +23,7 @@ A map, from a user's calls inwards (docs/tutorial/README.md follows one request 
     kernels.py          finds the libraries of fast kernels
     __main__.py         `python -m nanoengine` starts the extensions' terminal.py
 
-The engine needs no other package of this repository.
+The engine needs no other package in this repository.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: its memory, the backends, and the choice of one.
+"""Attention over the paged KV cache: its memory, the backends, and how one is chosen.
 
 A backend is one function with its requirements. The runner chooses it, and `Attention.forward` in
 model.py calls it. This file knows neither the model nor whether a step is prefill or decode.
@@ -57,11 +57,11 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
 
 
 def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """flash-attn 2 (Dao, 2023, arXiv:2307.08691), whose kernels read the paged cache itself.
+    """flash-attn 2 (Dao, 2023, arXiv:2307.08691), whose kernels read the paged cache directly.
 
-    Arguments and result are those of `gather_attention`. It reads nothing on the host. Decodes,
-    which come first, use a second kernel. That kernel splits the keys of a sequence over the cores
-    of a GPU, and without a window it reads them only once for all heads of a group.
+    Arguments and result are those of `gather_attention`. It reads no tensor values on the host.
+    Decodes, which come first, use a second kernel. That kernel splits the keys of a sequence over
+    the cores of a GPU, and without a window it reads them only once for all heads of a group.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
     options = {"causal": True, "window_size": (window - 1, 0) if window else (-1, -1)}
@@ -76,7 +76,7 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
         query, *cache, step.query_starts[count:], step.key_starts[count:], step.longest_query,
         step.longest_keys, block_table=step.block_tables[count:], **options)
     if count:
-        # the kernel above has not written the rows of decodes
+        # the kernel above leaves the rows of decodes empty
         out[:count] = decoded
     return out
 
@@ -98,12 +98,12 @@ class Backend:
     """A way to compute attention, and its requirements.
 
     attend: the function that the model calls: see `gather_attention`. None:
-        `nanoengine_cpu.optimize` has replaced the model's attention with a kernel that also norms,
-        rotates and stores.
-    works: whether it can attend on a device ("cpu" or "cuda") in a dtype.
+        `nanoengine_cpu.optimize` has replaced the model's attention with a kernel that also
+        computes norms and rotation, and writes the cache.
+    works: whether it works on a device ("cpu" or "cuda") with a dtype.
     rank: "auto" takes the working backend with the highest rank; 0: it is chosen only by name.
-    block_multiple: what the block size must be a multiple of.
-    has_graphs: whether CUDA graphs can capture it, because it reads nothing on the host.
+    block_multiple: the block size must be a multiple of this.
+    has_graphs: whether CUDA graphs can capture it; not if it reads tensor values on the host.
     """
 
     attend: Callable[..., Tensor] | None

@@ -1,5 +1,5 @@
-"""`BlockManager`: which sequence holds which block of the KV cache, and which blocks can be found
-again.
+"""`BlockManager`: which sequence holds which block of the KV cache, and which blocks other
+sequences can reuse.
 
 Plain Python over block numbers; the memory itself belongs to `model_runner.py`. Paging and copy on
 write are from PagedAttention (Kwon et al., 2023, arXiv:2309.06180); the prefix cache with chained
@@ -15,8 +15,8 @@ The life of a block:
 
 Blank blocks are reused first, then cached ones, the least recently used first. Two blocks with the
 same tokens ("twins") arise when two sequences compute the same prompt side by side, or when a whole
-prompt is cached and its last block is computed again (`find_shared`); both stay findable, so
-evicting one never loses the other.
+prompt is cached and its last block is computed again (`find_shared`). Both stay in the prefix
+cache, so one can be evicted and the other still found.
 """
 
 from array import array
@@ -38,7 +38,7 @@ class BlockManager:
     without is blank. Block 0 is never handed out: padded rows of a CUDA graph write there. Every
     operation is O(1) per block.
 
-    hold: the least number of tokens for which a sequence holds blocks (a policy: `kv_allocation`).
+    hold: a sequence has blocks for at least this many tokens (a policy: `kv_allocation`).
     num_shared_blocks: how many blocks forks have shared with their parents so far.
     """
 
@@ -159,9 +159,9 @@ class BlockManager:
         """Returns the blocks that a sequence can share: all full ones of its parent, or the cached
         blocks of its prefix, up to the first one that is not cached.
 
-        A hit never covers the last token, since its logits are needed. So if a prompt of whole
-        blocks is cached, its last block is computed again, into a twin: no sequence ever writes to
-        a shared block.
+        A hit never covers the last token, since its logits are needed. So if a cached prompt ends
+        with a full block, this block is computed again, into a twin: no sequence ever writes to a
+        shared block.
         """
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
@@ -173,9 +173,9 @@ class BlockManager:
         """Adds blocks to the prefix cache: those that are full once the tokens before `stop` are
         computed.
 
-        Call this once K and V are written, or are sure to be written before a sequence that is
-        admitted later reads them. This also holds for the step that is being scheduled: each layer
-        writes the K and V of the whole batch before it reads any.
+        Call this once K and V are written, or if they will be written before any later sequence
+        reads them. This also holds for the step that is being scheduled: each layer writes the K
+        and V of the whole batch before it reads any.
         """
         num_full = stop // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_computed_tokens // self.block_size, num_full):

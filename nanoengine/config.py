@@ -38,21 +38,21 @@ class EngineConfig:
         compressed-tensors) needs no option. With "_sums", as in "int4_sums" or "gguf_sums", small
         batches run faster in bfloat16 on a CPU with AVX-512: see docs/quantization.md.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
-    seed: the seeds of requests without one are derived from this; None is 0.
+    seed: the seeds of requests without one are derived from this; None means 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
         "hf" and "safetensors" read safetensors.
-    model_impl: "native": the engine's own model; "transformers": any causal language model of
-        transformers, over the engine's cache; "auto": the engine's own if it has the architecture.
+    model_impl: "native": the engine's own model; "transformers": any causal language model in
+        transformers, with the engine's cache; "auto": the engine's own if it has the architecture.
     max_model_len: the most tokens of a prompt and its output together; by default what the model
         and the cache allow.
     max_num_seqs: the most sequences that run at once; by default 256, or fewer where the token
         budget is smaller.
     max_num_batched_tokens: the token budget: the most tokens that a step computes; at least
         max_num_seqs. Longer prompts are computed in chunks.
-    block_size: the tokens of a block of the KV cache; the prefix cache finds whole blocks only.
-    num_kv_blocks: the blocks of the KV cache. By default, on a CPU: enough for max_num_seqs
-        sequences of max_model_len, but at most a quarter of the free memory; on a GPU: what
-        gpu_memory_utilization leaves after everything else; without memory.py: 1 GiB.
+    block_size: tokens per block of the KV cache; the prefix cache reuses only whole blocks.
+    num_kv_blocks: the number of blocks in the KV cache. By default, on a CPU: enough for
+        max_num_seqs sequences of max_model_len, but at most a quarter of the free memory; on a GPU:
+        what gpu_memory_utilization leaves after everything else; without memory.py: 1 GiB.
     gpu_memory_utilization: the share of a GPU's memory that may be in use, other programs
         included. Weights, the largest step and CUDA graphs are measured; the KV cache gets the
         rest.
@@ -67,12 +67,12 @@ class EngineConfig:
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
     batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
         request, and however it was chunked, preempted or cached. On a CPU with packed weights this
-        always holds; where it cannot hold, True is an error. All multiples of 32 as block_size give
-        the same bits; other sizes may not, because they group the sums differently.
+        always holds; where it cannot hold, True is an error. Every block_size that is a multiple of
+        32 gives the same bits; other sizes may not, because they group the sums differently.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
         then prompts in the rest of the step); for comparison, "static" (a batch ends before the
-        next one begins) or `overtaking(...)`. This policy and the next three are names in the
-        tables of policies.py, or functions like those there.
+        next one begins) or `overtaking(...)`. For this option and the next three, give a name from
+        the tables of policies.py, or a function like those there.
     scheduling_policy: "fcfs" (in order of arrival), or "priority" (in order of
         `generate(priority=)`, smaller numbers first).
     preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority"; for
@@ -139,7 +139,7 @@ class EngineConfig:
             block_size=256 if on_gpu else 32, run_ahead=on_gpu, seed=0,
             scheduling="mixed" if on_gpu else "prefill-first")
         given = {name: value for name, value in vars(self).items() if value is not None}
-        # the other backends are kernels
+        # all other backends use kernels
         if not self.kernels and self.attention_backend == "auto":
             given["attention_backend"] = "gather"
         # a frozen config has no other way to set its fields

@@ -13,8 +13,8 @@ batch sizes ("buckets"); a decode step of another size is padded with dummy sequ
 and write block 0. Each size has a graph with tables for `max_model_len` tokens. Small sizes have
 further graphs with narrower tables.
 
-What sampling launches depends on the parameters of the requests, and a graph replays a fixed list
-of kernels. So a graph ends with the hidden states, and logits and sampling come after its replay.
+A graph replays a fixed list of kernels, but sampling launches different kernels for different
+requests. So a graph ends with the hidden states; logits and sampling come after its replay.
 """
 
 from bisect import bisect_left
@@ -31,7 +31,7 @@ class CudaGraphs:
     """The graphs of one runner.
 
     most: the most sequences of a step (`max_num_seqs`).
-    sizes: the numbers of sequences that have a graph: 1, 2, 4, 8, 16, 24, … and `most`.
+    sizes: the batch sizes that have a graph: 1, 2, 4, 8, 16, 24, … and `most`.
     captured: for each shape of a step's inputs: a graph, the inputs that it reads, and the hidden
         states that it writes.
     """
@@ -84,8 +84,8 @@ class CudaGraphs:
 
 
 def widths(size: int, longest: int) -> list[int]:
-    """Returns the widths of tables, in keys, of the graphs for `size` sequences. Small sizes
-    also have narrower tables.
+    """Returns the table widths, in keys, that have a graph for `size` sequences. Small sizes also
+    have narrower tables.
 
     With few sequences, FlashAttention 2 splits the keys among the cores of a GPU, in parts that
     depend on the width of the table: short sequences in a wide table would leave most cores idle.

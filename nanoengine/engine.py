@@ -10,8 +10,8 @@ A plain step is three lines:
     scheduler.postprocess(batch, launched.wait())       # the tokens join their sequences
 
 Running ahead keeps a step in flight: the engine schedules and launches step 2 before it waits for
-the tokens of step 1, so that the device never waits for the host. So it advances step 1 first: the
-tokens join their sequences as pending tokens, whose ids come later.
+the tokens of step 1, so that the device never waits for the host. Before it schedules step 2, it
+advances step 1: the tokens join their sequences as pending tokens, whose ids come later.
 
     host     schedule 1  launch 1 │ advance 1  schedule 2  launch 2  collect 1 │ advance 2  sche…
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
@@ -40,7 +40,7 @@ from nanoengine.step_inputs import Launched
 class Engine:
     """Runs sequences to their end.
 
-    runner: a `ModelRunner`, or anything else with its `launch`, its `close` and its sizes.
+    runner: a `ModelRunner`, or another object with the same `launch`, `close` and sizes.
     features: the observers, which the engine calls.
     launcher: begins the steps: the runner, or speculation, which adds guesses to a batch and gives
         it to the runner.
@@ -59,7 +59,7 @@ class Engine:
             self.launcher = extension("speculation").Speculation(config, runner, features)
             # steps whose tokens are already known come first
             self.scheduler.fill = self.launcher.around(self.scheduler.fill)
-        # a policy can also observe
+        # a policy can also be an observer
         if isinstance(self.scheduler.victim, Feature):
             features["Victim"] = self.scheduler.victim
         self.add = self.scheduler.enqueue

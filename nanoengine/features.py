@@ -1,5 +1,5 @@
-"""Optional features, each a file of nanoengine_extensions that can be deleted alone; and the checks
-of a user's input.
+"""Optional features, and the checks of user input. Each feature is a file of nanoengine_extensions,
+and can be deleted without the others.
 
 A feature plugs into the engine in one of four ways:
 
@@ -76,7 +76,7 @@ def of(name: str, default: Any = MISSING) -> Any:
 
 
 def asked_by(options: Any) -> dict[str, str]:
-    """Returns the features that some options ask for, each with one of these options."""
+    """Returns the features that the options ask for, each with one option that asks for it."""
     found = {}
     for each in fields(options):
         value = getattr(options, each.name)
@@ -96,8 +96,8 @@ def rejected(name: str, value: object, accepted: str) -> ValueError:
 
 @contextmanager
 def naming(what: object) -> Iterator[None]:
-    """Re-raises an error of a library, or of a user's function, as a ValueError that names the
-    input: `what` is a name, or an error of `rejected`."""
+    """Re-raises an error from a library, or from a user's function, as a ValueError that names the
+    input: `what` is a name, or an error from `rejected`."""
     try:
         yield
     except Exception as error:

@@ -42,11 +42,11 @@ class LLM(AbstractContextManager):
     The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a
     checkpoint that it cannot use.
 
-    Any thread can call at any time, and the requests of all calls run in the same steps. An error
-    of one request ends only its own call. An error that breaks a step, such as Ctrl-C or running
-    out of memory, ends all requests in the engine and leaves it with all blocks free. The
-    thread that ran the step gets this error; the threads of the other requests get a RuntimeError
-    that names it.
+    Any thread can call its methods at any time, and the requests of all calls run in the same
+    steps. An error in one request ends only the call that made it. An error that breaks a step,
+    such as Ctrl-C or running out of memory, ends all requests in the engine and leaves it with all
+    blocks free. The thread that ran the step gets this error; the threads of the other requests get
+    a RuntimeError that names it.
     """
 
     # for help() and notebooks
@@ -148,7 +148,7 @@ class LLM(AbstractContextManager):
         try:
             with self.turn():
                 return requests
-        # on Ctrl-C while it waits, for example, the caller has no request to abort
+        # after Ctrl-C, for example, the caller has no requests that it could abort
         except BaseException:
             self.dropped += requests
             raise
@@ -166,9 +166,9 @@ class LLM(AbstractContextManager):
     def abort(self, requests: list[Request]) -> None:
         """Ends requests, waiting or running, and frees their blocks.
 
-        requests: what `add` returned; those that have finished stay as they are.
+        requests: those that `add` returned; finished ones stay as they are.
         """
-        with naming(rejected("requests", requests, "a list of what `add` returned")):
+        with naming(rejected("requests", requests, "a list of requests from `add`")):
             unfinished = [each for each in requests if not each.is_finished]
         self.dropped += unfinished
         # not within a turn: the garbage collector can close a stream while this thread has a turn
@@ -177,12 +177,12 @@ class LLM(AbstractContextManager):
                 pass
 
     def steps_for(self, requests: list, look: Callable | None = None) -> Generator[list]:
-        """Runs steps until all these requests of one call have finished.
+        """Runs steps until all requests of one call have finished.
 
         It first queues them, and yields an empty list. After each step, it yields `look(request)`,
         by default the request itself, for each request with new tokens, or raises the error of a
         request. The requests are freed however this ends. If a step of another thread has already
-        brought the tokens, this call runs none.
+        computed new tokens, this call takes them and runs no step.
         """
         num_unfinished = len(requests)
         inbox = requests[0].inbox if requests else {}
@@ -226,7 +226,7 @@ class LLM(AbstractContextManager):
         """Raises RuntimeError if this thread already has a turn, or if this process is a fork."""
         self.check_process(self.process)
         if self.lock._is_owned():
-            raise RuntimeError("a call of this thread is running")
+            raise RuntimeError("this thread is already in a call")
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -21,9 +21,9 @@ from nanoengine.config import EngineConfig
 from nanoengine.features import extension, is_installed, logger, naming, rejected
 from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table
 
-# the classes of transformers that `Decoder` computes
+# the transformers classes that `Decoder` can replace
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
-# the files that are read from a repository, and so downloaded
+# the files to download from a repository: no others are read
 FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors", "model-*-of-*.safetensors"]
 # what every family has in config.json; transformers assumes the same for a missing entry
 USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
@@ -54,7 +54,7 @@ def load_config(folder: Path, load_format: str = "dummy",
         extension("explain").check_folder(folder, ARCHITECTURES, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # not by the architecture: EXAONE may name Llama's
+        # the architecture does not tell: EXAONE's config.json may name Llama's
         is_own = config.model_type in FAMILIES
         if model_impl == "transformers" or (model_impl == "auto" and not is_own):
             return extension("transformers_models", str(config.architectures)).describe(config)
@@ -103,19 +103,19 @@ def context_length(config: PretrainedConfig) -> int:
     length = config.max_position_embeddings
     if rope["rope_type"] in ("default", "llama3") or rope["factor"] is None:
         return length
-    # transformers fills in max_position_embeddings
+    # transformers sets a missing original_max_position_embeddings to max_position_embeddings
     before = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else length
     return int(before * rope["factor"])
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the tokenizer of a folder, or None without one: then prompts are token ids.
+    """Returns the tokenizer of a folder, or None if it has none: then prompts are token ids.
 
     Raises ValueError for one that transformers implements only in Python.
     """
     if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
-    with naming(f"{folder} needs a tokenizer.json (not one in Python), or tokenizer=…"):
+    with naming(f"{folder} needs a tokenizer.json (not a Python tokenizer), or tokenizer=…"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # some mistakes in its files show only when it encodes a text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
@@ -124,8 +124,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 def load_eos(folder: Path, config: PretrainedConfig,
              tokenizer: Tokenizer | None) -> dict[int, int | None]:
-    """Returns every EOS with its `stop_reason`: as in vLLM, None for the tokenizer's own, and
-    the id for those of generation_config.json, or else of config.json."""
+    """Returns every EOS token with its `stop_reason`: as in vLLM, None for the tokenizer's own, and
+    the id for those from generation_config.json, or else from config.json."""
     with naming(file := folder / "generation_config.json"):
         given = json.loads(file.read_text()) if file.is_file() else {}
         eos = given.get("eos_token_id")
@@ -148,14 +148,14 @@ def place_on(model: nn.Module, device: str) -> None:
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the target of each tensor of a checkpoint: a view of (a part of) a parameter, by
-    name.
+    """Returns, for the name of each tensor in a checkpoint, where it goes: a parameter, or a view
+    of some of its rows.
 
     The rows of "….qkv_proj.weight" are those of "….q_proj.weight", then of k and v.
     """
     targets = {}
     for name, parameter in model.named_parameters():
-        # ".layers.0.self_attn", "qkv_proj", "weight"; the first dot gives "norm.weight" three parts
+        # ".layers.0.self_attn", "qkv_proj", "weight"; with the dot, "norm.weight" has three, too
         path, own, kind = f".{name}".rsplit(".", 2)
         module = model.get_submodule(f"{path}.{own}"[1:])
         parts = getattr(module, "parts", {own: len(parameter)})

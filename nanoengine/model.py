@@ -73,8 +73,9 @@ class Decoder(nn.Module):
             layer.self_attn.cache = cache
             layer.self_attn.backend = backend
 
-    # nanoengine_cpu.optimize replaces this forward: it runs all layers in two calls. So does
-    # nanoengine_gpu.optimize: each residual sum becomes a part of the norm that follows it
+    # nanoengine_cpu.optimize replaces this forward: it runs all layers in two calls.
+    # nanoengine_gpu.optimize replaces it, too: each residual sum is fused into the norm that
+    # follows it
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """Computes the T tokens of the step, and writes their K and V to the cache.
 
@@ -130,8 +131,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias)
 
     # nanoengine_cpu.optimize replaces this forward: one kernel norms the heads, rotates them,
-    # writes K and V, and computes attention. So does nanoengine_gpu.optimize: its kernel does all
-    # but the attention
+    # writes K and V, and computes attention. nanoengine_gpu.optimize replaces it, too: its kernel
+    # does all but the attention
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).
 
@@ -165,8 +166,8 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedLinear(config.hidden_size, gate_up, bias)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias)
 
-    # nanoengine_cpu.optimize replaces this forward: SwiGLU becomes a part of the first product. So
-    # does nanoengine_gpu.optimize: SwiGLU becomes one kernel
+    # nanoengine_cpu.optimize replaces this forward: SwiGLU is fused into the first product.
+    # nanoengine_gpu.optimize replaces it, too: SwiGLU becomes one kernel
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x)))
 
@@ -174,8 +175,8 @@ class MLP(nn.Module):
 # nanoengine_cpu.optimize packs the weights of this and of every other nn.Linear, and replaces the
 # forward
 class FusedLinear(nn.Linear):
-    """Several projections of one input as one product. parts: how many rows of the weight each has,
-    by its name."""
+    """Several projections of one input as one product. parts: how many rows of the weight belong to
+    each projection, by name."""
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
         super().__init__(in_features, sum(parts.values()), bias)

@@ -4,7 +4,7 @@ It owns the model, the memory of the KV cache and the inputs of a step. It does 
 sequences run.
 
     launch(batch)
-      prepare(batch)        on the host: a batch to one buffer of numbers
+      prepare(batch)        on the host: turns a batch into one buffer of numbers
       forward(buffer)       on the device: block copies; these numbers to hidden states, by the
                             model, or for a decode step on a GPU by a CUDA graph (cuda_graphs.py)
       sample(hidden)        logits, and a token for each row (sampler.py)
@@ -112,7 +112,7 @@ class ModelRunner:
 
     def allocate(self, num_blocks: int) -> None:
         """Gives the model its rotary angles and its KV cache, with block 0 in front, and records
-        the CUDA graphs of decode steps over this cache, if the device and the model can have any.
+        the CUDA graphs of decode steps over this cache, if the device and the model allow them.
 
         blocks: a view of the cache, (num_blocks + 1, layers, 2, …).
         """
@@ -123,7 +123,7 @@ class ModelRunner:
         self.model.bind(rope.to(self.device), caches, BACKENDS[self.backend].attend)
         self.blocks = caches.movedim(2, 0)
         self.host_blocks = self.blocks[:0]
-        # in a model of transformers, the host may wait for the GPU
+        # in a transformers model, the host may wait for the GPU
         has_graphs = BACKENDS[self.backend].has_graphs and self.model.has_graphs
         if has_graphs and not self.config.enforce_eager:
             with torch.autocast(self.device, enabled=False):

@@ -33,8 +33,8 @@ class Feature:
         ValueError for options that it cannot serve."""
 
     def enter(self, seqs: list[Sequence], inputs: Any) -> None:
-        """The caller's thread makes a request of these sequences. A feature that edits their logits
-        adds the name of its class to `Sequence.edits` of each.
+        """The caller's thread turns these sequences into a request. A feature that edits their
+        logits adds the name of its class to the `edits` of each sequence.
 
         inputs: the `InputProcessor`. Raises ValueError for parameters that it cannot use.
         """
@@ -64,7 +64,7 @@ class Feature:
         """A step is over; these sequences have a new token, or end with an error."""
 
     def output(self, seqs: list[Sequence], output: Any) -> None:
-        """Fills in a `RequestOutput` of the request of these sequences."""
+        """Fills in the `RequestOutput` of the request that has these sequences."""
 
 
 class Features(dict[str, Feature]):

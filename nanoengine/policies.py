@@ -1,8 +1,8 @@
-"""Policies: batching, the order of waiting, victims, blocks to hold. Each is a small function with
-a name in a table; you can pass your own function instead of a name.
+"""Policies for batching, queue order, preemption and memory. Each is a small function with a name
+in a table; you can pass your own function instead of a name.
 
 nanoengine_extensions/policies.py adds more names to these tables, once one of them is asked for. A
-policy of your own that never runs a sequence would hang the engine; then guards.py raises an error.
+policy of your own that never runs a sequence would hang the engine, so guards.py raises an error.
 """
 
 from collections.abc import Callable
@@ -36,9 +36,9 @@ Table = dict[str, Callable]
 BATCHING: Table = {"prefill-first": prefill_first, "mixed": mixed}
 # the rank of a waiting sequence; smaller ranks first, then in the order of arrival
 ORDERS: Table = {"fcfs": lambda seq: 0}
-# which sequence is preempted, from the running ones in the order of admission
+# chooses the sequence to preempt from the running ones, which are in the order of admission
 VICTIMS: Table = {"youngest": lambda running: running[-1]}
-# the least number of tokens for which an admitted sequence holds blocks; the second argument is
+# an admitted sequence has blocks for at least this many tokens; the second argument is
 # max_model_len
 KV_ALLOCATION: Table = {"on-demand": lambda seq, longest: 0}
 
@@ -49,15 +49,15 @@ POLICIES: dict[str, Table] = {
 
 
 def find_policy(option: str, policy: Policy) -> Callable:
-    """Returns the function with this name, or the given function. A policy with a state is a class
-    in its table: then the result is a new object.
+    """Returns the function with this name, or the given function. A policy with state is a class in
+    its table; the result is then a new object of this class.
 
     Raises ValueError for any other name.
     """
     if callable(policy):
         return policy
     table = POLICIES[option]
-    # a list: what a user gives need not be hashable
+    # a list, because the user's value may not be hashable
     if policy not in [*table]:
         extension("policies", f"{option}={policy!r}")
     if policy not in [*table]:

@@ -1,8 +1,8 @@
 """`Request`: a prompt in the engine, from a user's input to the results.
 
-`InputProcessor` makes requests of prompts and parameters. A whole call is checked before any of it
-is queued. These checks need the model's vocabulary, its tokenizer or the size of the cache; no step
-runs here.
+`InputProcessor` turns prompts and parameters into requests. A whole call is checked before any of
+it is queued. These checks need the model's vocabulary, its tokenizer or the size of the cache; no
+step runs here.
 
 `Request.output` makes a `RequestOutput`. A completion gets its text once it has ended;
 nanoengine_extensions/texts.py makes the text while the tokens arrive.
@@ -31,17 +31,17 @@ class CompletionOutput:
     """One completion of a prompt.
 
     index: which of the n completions it is, from 0.
-    text: the text so far; empty where detokenize is False or there is no tokenizer. Without
-        texts.py, it is empty until the completion has ended.
+    text: the text so far; empty if detokenize is False or there is no tokenizer. Without texts.py,
+        it is empty until the completion has ended.
     token_ids: the generated tokens.
     cumulative_logprob: the sum of the log-probabilities of the tokens; None unless `logprobs`
         asked for them.
     logprobs: for each token, a dict from token ids to `Logprob` (logprob, rank, decoded_token);
-        None where cumulative_logprob is.
+        None if cumulative_logprob is None.
     finish_reason: "stop" (EOS, a stop token or string), "length", "abort", "error" (no token could
         be sampled), or None until it ends.
     stop_reason: the stop string or token id that ended it, None for the tokenizer's EOS; after
-        "error", what went wrong.
+        "error", the cause.
     """
 
     index: int
@@ -57,16 +57,17 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its completions.
 
-    request_id: the number of the request, counted over all calls, as a text.
-    prompt: the text of the prompt; None where only token ids were given.
+    request_id: the number of the request, counted over all calls, as a string.
+    prompt: the text of the prompt; None if only token ids were given.
     prompt_token_ids: the tokens of the prompt.
     outputs: a `CompletionOutput` for each completion.
     finished: whether all completions have ended.
-    num_cached_tokens: the number of tokens of the prompt in the prefix cache; metrics.py sets it.
+    num_cached_tokens: how many tokens of the prompt came from the prefix cache; metrics.py sets it.
     metrics: the timings of this request, a `RequestMetrics`: see nanoengine_extensions/metrics.py.
     index: which of the call's prompts it is, from 0.
-    prompt_logprobs: a dict as in `CompletionOutput.logprobs` for each token of the prompt, None for
-        the first; None if not asked for, and for a request that ended in an error.
+    prompt_logprobs: for each token of the prompt, a dict as in `CompletionOutput.logprobs`, and
+        None for the first token. None instead of the list if it was not asked for, or if the
+        request ended in an error.
     """
 
     request_id: str
@@ -84,10 +85,10 @@ class RequestOutput:
 class Request:
     """A prompt in the engine, and its completions.
 
-    prompt: the text, None where only token ids were given.
+    prompt: the text, None if only token ids were given.
     seqs: a sequence for each completion.
-    tokenizer: turns the tokens into text at the end; None where texts.py does this, or for a model
-        without a tokenizer.
+    tokenizer: turns the tokens into text at the end; None if texts.py does this, or if the model
+        has no tokenizer.
     index: which of the call's prompts it is.
     features: those that fill in its outputs.
     inbox: the requests of its call that have new tokens, until the call has seen them.

@@ -8,7 +8,7 @@ token. The other rows are sampled in matrices of at most MATRIX_SIZE logits. The
 state: a draw depends only on the seed of its sequence and on its position.
 
 A library of kernels can have faster functions for `truncate` and `draw`: see kernels.py. With its
-`draw`, rows that nothing edits or truncates need no matrix.
+`draw`, rows without edits and truncations need no matrix.
 """
 
 import torch
@@ -51,7 +51,8 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
         rest = edited
     elif len(rest) < len(seqs):
         found = likeliest(logits[:len(seqs)], library)
-    # rows with the same edits side by side: a matrix gets the edits that some of its rows need
+    # rows with the same edits are put side by side, since a matrix gets every edit that one of its
+    # rows needs
     rest.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
     for start in range(0, len(rest), max_rows(logits)):
         rows = rest[start:start + max_rows(logits)]
@@ -73,7 +74,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
 
 
 def likeliest(logits: Tensor, library: Kernels = PLAIN) -> Tensor:
-    """Returns the token with the largest logit of each row; of equal ones, the first."""
+    """Returns the first token with the largest logit, for each row."""
     largest, tokens = library.first_max(logits)
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
@@ -94,14 +95,14 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
 # one for a GPU does not sort.
 def truncate(scores: Tensor, draws: Draws, truncations: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns two tensors: the tokens that some row can still draw, (few,), here all of them; and
-    their weights, (rows, few), 0 where a token is truncated. The likeliest token is never
-    truncated, nor are greedy rows.
+    """Returns two tensors: the tokens that at least one row can still draw, (few,); and their
+    weights, (rows, few), 0 where a token is truncated. Here, "few" is all tokens. The likeliest
+    token is never truncated, nor are greedy rows.
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
-    al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p of the rest,
-    renormalised: the nucleus (Holtzman et al., 2019, arXiv:1904.09751), the fewest tokens,
-    likeliest first, that together reach top_p.
+    al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p. Top-p
+    renormalises what is left, and keeps the nucleus (Holtzman et al., 2019, arXiv:1904.09751): the
+    fewest tokens, likeliest first, that together reach top_p.
 
     scores: overwritten; truncations: those that some row needs, of "min_p", "top_k" and "top_p";
     top_ks: the top_k of each row, on the host.
@@ -139,7 +140,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     weights: (rows, tokens) float32, the largest one 1; uniform: (rows,) float64.
 
     All sums are float64, which loses nothing with 152k tokens. u is at most 1 - 2**-52, so u *
-    total rounds to less than total, and a token exceeds it. Rows do not depend on each other.
+    total rounds to less than total, and there is always a token that exceeds it. Rows do not depend
+    on each other.
     """
     cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
     sought = uniform[:, None].clamp(max=1 - 2.0**-52) * cumulated[:, -1:]

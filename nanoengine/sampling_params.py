@@ -42,8 +42,8 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string, or the text of the stop token or EOS, in the
         text.
     ignore_eos: continue after EOS.
-    truncate_prompt_tokens: keep only this many of the last tokens of the prompt; -1: as many as fit
-        beside max_tokens.
+    truncate_prompt_tokens: keep only this many tokens, from the end of the prompt; -1: as many as
+        fit beside max_tokens.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text; stop strings need it.
     logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
@@ -60,9 +60,9 @@ class SamplingParams:
     bad_words: texts that are never generated; the prompt does not count.
     allowed_token_ids: the only tokens that may be generated.
     logit_bias: numbers to add to logits, by token id.
-    structured_outputs: what the text must be, one of {"json": schema}, {"json_object": True},
-        {"regex": text}, {"choice": list of texts}, {"grammar": text in Lark} or {"structural_tag":
-        tags with a separator}: see structured_outputs/.
+    structured_outputs: the required form of the text, one of {"json": schema}, {"json_object":
+        True}, {"regex": text}, {"choice": list of texts}, {"grammar": text in Lark} or
+        {"structural_tag": tags with a separator}: see structured_outputs/.
     logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
         tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
 

@@ -1,7 +1,7 @@
 """`Scheduler`: which sequences run in the next step, for how many tokens, and which are preempted.
 
 Two deques, waiting and running, and one `Batch` for each step. Plain Python: it knows tokens and
-blocks, but no tensor and no text. The policies are functions in policies.py.
+blocks, but not tensors or text. The policies are functions in policies.py.
 
                  admit: gets blocks for all its tokens                  finish: frees its blocks
     add ──▶ waiting ─────────────────────────────────▶ running ──────────────────────────▶ done
@@ -173,7 +173,7 @@ class Scheduler:
             self.advance(batch)
         taken = []
         for (_, seq, _), token_id in zip(batch.sampled, token_ids):
-            # a sequence that has ended meanwhile has no pending token
+            # a sequence that has ended since then has no pending token
             if seq.token_ids[-1] < 0:
                 taken.append(seq)
                 seq.token_ids[-1] = token_id
@@ -188,7 +188,7 @@ class Scheduler:
         and V can be NaN as well."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
-        reason = "its logits are NaN or infinite (model, processors) or constraints leave no token"
+        reason = "its logits are NaN or infinite (model or processor) or constraints leave no token"
         self.finish(seq, "error", str(seq.error or f"request {seq.request_id}: {reason}"))
 
     # ---------------------------------------------------------------------- one sequence

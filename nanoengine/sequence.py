@@ -56,7 +56,7 @@ class Sequence:
     needs_tokens: whether its next step needs all its tokens on the host; features set it.
     max_cached_tokens: the most tokens that may come from the prefix cache; features lower it.
 
-    kept: what features keep about it, by their names: see observers.py.
+    kept: the data that features keep about it, by the feature's name: see observers.py.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""`StepInputs`: from a `Batch`, which is about sequences, to the tensors of one step.
+"""`StepInputs`: the tensors of one step, made from its `Batch`.
 
 The inputs of the model and the parameters of sampling cross to the device in one buffer, in one
 asynchronous copy. Sampling may send a few more row numbers.
@@ -126,7 +126,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.nda
         token_ids += seq.token_ids[start:start + count]
     lengths = np.add(batch.starts, batch.num_tokens)
     query_starts = np.append(0, np.cumsum(batch.num_tokens))
-    # of each sequence: where a token is in the step, minus its position
+    # for each sequence: a token's index in the step, minus its position
     offsets = query_starts[:-1] - batch.starts
     owners = np.arange(len(batch)).repeat(batch.num_tokens)
     positions = np.arange(len(token_ids)) - offsets[owners]

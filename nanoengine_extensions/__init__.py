@@ -1,1 +1,1 @@
-"""Optional features of the engine: a file each, imported when it is asked for, and deletable."""
+"""Optional features of the engine. Each is a file, imported on demand, that can be deleted."""

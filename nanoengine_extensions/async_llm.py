@@ -5,8 +5,8 @@
         print(output.outputs[0].text)
 
 One thread runs the steps of all tasks. After a step, a task gets the newest output of each of its
-requests. A slow task skips outputs: its next one has all new tokens. So do all tasks, if together
-they would get more than MOST_OUTPUTS outputs a second.
+requests. A slow task skips outputs: its next one has all new tokens. All tasks skip outputs if they
+would get more than MOST_OUTPUTS a second in total.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from nanoengine.features import extension
 from nanoengine.llm import LLM
 from nanoengine.requests import Params, Request, RequestOutput
 
-# an output costs a server about 60 microseconds, in which no step runs
+# an output takes a server about 60 microseconds, during which no step runs
 MOST_OUTPUTS = 2000
 
 
@@ -33,7 +33,7 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        # one: a second thread would have its own OpenMP threads
+        # only one, since a second thread would have its own OpenMP threads
         self.thread = ThreadPoolExecutor(1)
         self.calls: set[Call] = set()
         self.running: asyncio.Future | None = None
@@ -47,7 +47,7 @@ class AsyncLLM:
 
     def stream_chat(self, messages: list[Any], sampling_params: Params = None, *,
                     priority: Any = None, **options: Any) -> AsyncIterator[RequestOutput]:
-        """Like `LLM.stream_chat`, and in a task like `stream`."""
+        """Like `LLM.stream_chat`; for tasks, see `stream`."""
         def add() -> list[Request]:
             prompts = extension("chat").render(self.llm.inputs, messages, **options)
             return self.llm.add(prompts, sampling_params, priority)
@@ -74,7 +74,7 @@ class AsyncLLM:
         self.thread.shutdown()
 
     def run(self) -> None:
-        """Starts to run steps, unless some are running."""
+        """Starts running steps, unless steps are already running."""
         if self.is_closed:
             raise closed()
         if not self.running or self.running.done():
@@ -86,12 +86,13 @@ class AsyncLLM:
                 self.llm.active or any(call.can_look for call in self.calls)):
             for call, output in await asyncio.wrap_future(self.thread.submit(self._step)):
                 call.news.put_nowait(output)
-            # the tasks use them first: if both threads run Python, they only wait for each other
+            # let the tasks use them first: if both threads ran Python, they would only wait for
+            # each other
             await asyncio.sleep(0)
 
     def _step(self) -> list[tuple["Call", Any]]:
-        """Runs a step, and returns what is new for the calls that can look."""
-        # a broken step ends all requests in the next turn, and each of them has the error
+        """Runs a step, and returns the new outputs of the calls that can take them."""
+        # after a broken step, the next turn ends all requests, and each of them has the error
         with suppress(Exception):
             self.llm.step()
         pause = len(self.calls) / MOST_OUTPUTS
@@ -105,7 +106,7 @@ class Call:
 
     add: queues and returns them, in the engine's thread. only_whole: leave out outputs of
     unfinished requests. news: what the task takes next, at most an output of each request and an
-    error. looked: when it got the last ones.
+    error. looked: when it took the last outputs.
     """
 
     def __init__(self, engine: AsyncLLM, add: Callable[[], list[Request]],
@@ -128,8 +129,8 @@ class Call:
             self.engine.calls.add(self)
 
     async def outputs(self) -> AsyncIterator[RequestOutput]:
-        """Yields outputs until all requests have finished. Raises the error of a request, or what
-        `end` was given."""
+        """Yields outputs until all requests have finished. Raises the error of a request, or the
+        one that `end` was given."""
         num_unfinished = len(self.requests)
         while num_unfinished:
             self.engine.run()
@@ -144,7 +145,7 @@ class Call:
     def look(self, pause: float) -> list[Any]:
         """Returns the newest output of each request that has new tokens, or its error.
 
-        Call it in a turn. pause: the seconds between two outputs of an unfinished request.
+        Call it within a turn. pause: the seconds between two outputs of an unfinished request.
         """
         inbox = self.requests[0].inbox
         now = time.monotonic()
@@ -161,7 +162,7 @@ class Call:
             self.news.put_nowait(error)
         self.engine.calls.discard(self)
         if self.engine.is_closed:
-            # the thread has ended, after `add` has
+            # the thread has ended, so `add` has, too
             self._free()
         else:
             self.engine.thread.submit(self._free)
@@ -177,7 +178,7 @@ def closed() -> RuntimeError:
 
 
 def output_of(request: Request) -> Any:
-    """Returns the output of a request so far, or its error, which no other call gets."""
+    """Returns the output of a request so far, or its error, for this call alone."""
     try:
         return request.error or request.output()
     except Exception as error:

@@ -17,7 +17,7 @@ from nanoengine.step_inputs import StepInputs
 
 
 def triton_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """Arguments and result are those of `gather_attention`. It reads nothing on the host."""
+    """Arguments and result are those of `gather_attention`. The host reads no tensor values."""
     attend: Any = kernels("cuda").paged_attention
     return attend(query, cache, window, step)
 

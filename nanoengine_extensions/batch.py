@@ -5,13 +5,14 @@
 A request is a line of OpenAI's batch format, as for vLLM's `run-batch`, or simply {"prompt": "12 +
 34 =", "max_tokens": 8}, or {"messages": …} with parameters. A result is a line of OpenAI's output
 format, written as soon as the request has finished. The line number of a request is its id, and its
-seed if it has no other; a `custom_id` is only copied, so two lines can have the same. A bad line
-becomes an error with its number; with --strict, the exit status is then 1.
+seed if it has no other; a `custom_id` is only copied, so two lines can have the same one. A bad
+line becomes an error with its number; with --strict, the exit status is then 1.
 
 The same command, started again after a crash, a full disk or `kill -9`, computes the missing
 results. If you delete a line of the results, it is computed again. Lines can be appended to the
-input. If other lines have changed, the job ends before it writes anything, as a result has a hash
-of its line and of the model. Only a window of the input, and 8 bytes for each line, are in memory.
+input. If other lines have changed, the job ends before it writes anything; it notices, since each
+result contains a hash of its line and of the model. Only a window of the input, and 8 bytes for
+each line, are in memory.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from nanoengine import LLM, RequestOutput
 from nanoengine.features import extension, naming, optional
 
 openai = extension("openai_format", "batch")
-# not on Windows: nothing there keeps two jobs from writing to one file
+# absent on Windows, where nothing keeps two jobs from writing to one file
 fcntl = optional("fcntl")
 
 BEGIN_OF_RESULT = b'{"id": "line-'
@@ -48,7 +49,7 @@ class Line:
         self.body = openai.Body(openai.COMPLETION, f"line-{number}")
 
     def read(self, line: bytes, llm: LLM, finds_calls: bool = False) -> None:
-        """Raises ValueError for anything but a request, and for unsupported options.
+        """Raises ValueError for a line that is not a request, and for unsupported options.
 
         finds_calls: whether to look for tool calls in the answer.
         """
@@ -131,8 +132,8 @@ def unfinished(file: BinaryIO, hashes: array, model: str) -> Iterator[tuple[int,
         line = file.readline()
         if line_hash:
             if hash_of(number, line, model) != line_hash:
-                sys.exit(f"{file.name}, line {number} has changed while the job runs. The same "
-                         "command continues.")
+                sys.exit(f"{file.name}, line {number} changed during the job. The same command "
+                         "continues.")
             yield number, line_hash, line
 
 
@@ -198,7 +199,7 @@ class Job:
         record = {"id": key, "custom_id": request.custom_id, "response": response,
                   "error": error and {"message": error}, "line_hash": f"{request.line_hash:x}"}
         data = json.dumps(record).encode() + b"\n"
-        # a disk that is nearly full writes only a part
+        # if the disk is nearly full, only a part is written
         while data:
             data = data[self.results.write(data):]
         self.num_errors += bool(error)
@@ -228,7 +229,7 @@ def run(flags: argparse.Namespace) -> None:
         print(f"{job.num_errors} of {total} lines failed: their records in {flags.output_file} say "
               "why", file=sys.stderr)
     if has_grown:
-        sys.exit(f"{flags.input_file} has grown meanwhile. The same command computes the rest.")
+        sys.exit(f"{flags.input_file} grew during the job. The same command computes the rest.")
     if job.num_errors and flags.strict:
         sys.exit(1)
 
@@ -236,14 +237,14 @@ def run(flags: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Runs a job, or the rest of it."""
     parser = argparse.ArgumentParser(
-        "python -m nanoengine batch", description="computes a file of requests; the same command, "
+        "python -m nanoengine batch", description="answers a file of requests; the same command, "
         "started again, computes what is missing")
     parser.add_argument("-i", "--input-file", type=Path, required=True)
     parser.add_argument("-o", "--output-file", type=Path, required=True)
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     parser.add_argument("--options", default="{}", metavar="JSON",
                         help="""keywords of LLM: '{"max_num_seqs": 64}'""")
-    parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of calls of tools")
+    parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of tool calls")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if a line failed")
     flags = parser.parse_args(arguments)
     output = flags.output_file

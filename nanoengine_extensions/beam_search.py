@@ -1,8 +1,8 @@
 """Beam search: a client of the engine, which forks and ends sequences between two steps.
 
-A beam is a greedy sequence with `logprobs`. After each step that has sampled it, its new token is
-taken back: the beam pauses, since all its tokens are computed. Once all beams of a prompt have
-paused, the search decides which of them continue, fork, end or are dropped.
+A beam is a greedy sequence with `logprobs`. After each step that samples it, its new token is
+removed: all its tokens are computed, so the beam pauses. Once all beams of a prompt have paused,
+the search decides which of them continue, fork, end or are dropped.
 
 To `LLM` a search is a request like any other, and to the scheduler its beams are sequences like any
 others. An observer calls `update` for each of them that has a new token. This file uses:
@@ -59,11 +59,11 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """A finished beam.
 
-    tokens: the tokens of prompt and completion; the last one is EOS if the beam ended by it.
+    tokens: the tokens of prompt and completion; the last one is EOS if the beam ended with it.
     cum_logprob: the summed log-probability of the completion.
     score: cum_logprob divided by the length to the power length_penalty.
     text: the text of prompt and completion; None without a tokenizer.
-    finish_reason: "stop" (EOS), "length", or "error" where no beam has finite log-probabilities.
+    finish_reason: "stop" (EOS), "length", or "error" if no beam has finite log-probabilities.
     logprobs: for each token of the completion, the likeliest tokens there: a dict from token ids to
         `Logprob`, without texts.
     """
@@ -89,7 +89,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
 
     priority: that of `LLM.generate`.
 
-    Raises ValueError for bad input, and if the beams might not fit the engine.
+    Raises ValueError for bad input, and if the beams might not fit into the engine.
     """
     if not isinstance(params, BeamSearchParams):
         raise rejected("params", type(params), "a BeamSearchParams")
@@ -146,8 +146,8 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     Then all sequences with blocks are paused beams, which wait for other beams of their prompts
     that do not fit. All lose their blocks, and the beams of the first search go to the front.
 
-    So the search always ends. The head of the queue fits now: it is either not a beam, and gets a
-    token, or a beam of the first search, and then all beams of this search fit and continue.
+    So the search always ends. The head of the queue now fits. If it is not a beam, it gets a token;
+    if it is a beam of the first search, all beams of this search fit and continue.
     """
     beams = next((search.scores for search in searches if not search.is_finished), {})
     if not any(seq.num_uncomputed_tokens for seq in scheduler.running):
@@ -164,7 +164,7 @@ class BeamSearch(Request):
     It considers a few times `beam_width` continuations of all beams, the likeliest first. Those
     that end are finished, if they are among the `beam_width` likeliest; the best `beam_width`
     others are the next beams. The search is over when none of these, ending now, would beat the
-    worst of `beam_width` finished beams. Raises ValueError for beams that might not fit the engine.
+    worst of `beam_width` finished beams. Raises ValueError for beams that might not fit.
     """
 
     def __init__(self, request: Request, params: BeamSearchParams, scheduler: Scheduler) -> None:
@@ -179,17 +179,17 @@ class BeamSearch(Request):
                            f"{manager.num_blocks}, and at most max_num_seqs={most_seqs}")
         self.params = params
         self.scheduler = scheduler
-        # a beam that samples one of these tokens need not end
+        # the search, not the engine, ends a beam that samples one of these tokens
         self.end_tokens = seq.end_tokens
         seq.end_tokens = {}
         seq.needs_tokens = True
         # raw log-probabilities decide: an edit would change nothing
         seq.edits = ()
-        # chosen: the log-probabilities from which its tokens were chosen
+        # chosen: the log-probabilities that its tokens were chosen by
         seq.kept.update(temperature=params.temperature, chosen=[])
         # the summed log-probability of each beam; at the end, of the last beams
         self.scores = {seq: 0.0}
-        # beams have no texts
+        # beams have no text
         seq.kept.pop("text", None)
         # the log-probabilities of the next tokens of paused beams
         self.found: dict[Sequence, dict[int, Any]] = {}
@@ -244,7 +244,7 @@ class BeamSearch(Request):
                 self.scheduler.finish(beam, "abort")
         scores: dict[Sequence, float] = {}
         for score, beam, token_id in chosen:
-            # it already has its next token: this one is for a fork
+            # the beam already has its next token: this one is for a fork
             if beam in scores:
                 parent = beam
                 beam = parent.fork(token_ids=[*parent.token_ids[:-1], token_id])

@@ -13,7 +13,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not script.is_file():
         raise ValueError(f"bench needs {script}: install nanoengine again")
     sys.argv = [str(script), *(sys.argv[1:] if arguments is None else arguments)]
-    # first: a user's folder can have another lab
+    # at the front, since a user's folder can contain another lab
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 

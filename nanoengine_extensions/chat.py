@@ -1,8 +1,8 @@
-"""Turns conversations into prompts, by the tokenizer's chat template, for `LLM.chat`.
+"""Turns conversations into prompts, with the tokenizer's chat template, for `LLM.chat`.
 
-Templates expect messages in different forms: contents as texts or as lists of parts, arguments of
-tool calls as objects or as texts of JSON. `uses` looks at the syntax tree of a template, and finds
-how it uses a field.
+Templates expect messages in different forms: contents as strings or as lists of parts, arguments of
+tool calls as objects or as JSON strings. `uses` finds in the syntax tree of a template how it uses
+a field.
 """
 
 import json
@@ -45,7 +45,7 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
 
     messages: the content of each is a text, or a list of texts and {"type": "text", "text": …},
         which are joined by newlines, unless the template loops over the parts itself. Arguments of
-        tool calls are objects, or texts of JSON. Other fields reach the template as they are.
+        tool calls are objects, or JSON strings. Other fields are passed on as they are.
     chat_template: the template to use instead of the tokenizer's own.
     add_generation_prompt: let the assistant begin its answer; by default True.
     continue_final_message: leave the last message open, so that the model continues it; by
@@ -54,8 +54,8 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     chat_template_kwargs: further template variables: {"enable_thinking": False} for Qwen3; they
         override the arguments above, as in vLLM.
     chat_template_content_format: "string" gives the content of a message to the template as one
-        text, "openai" as a list of text parts. "auto" looks at the template: it gets a list if it
-        loops over the parts, and one text if it does not.
+        text, "openai" as a list of text parts. "auto" looks at the template: a template that loops
+        over the parts gets a list, any other one text.
 
     Raises ValueError if there is no template.
     """
@@ -100,7 +100,7 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
         chats = [[prepared(each, template, keeps_lists) for each in chat] for chat in chats]
         for each in chats if keeps_lists else ():
             make_lists(each, template, variables, every=is_openai)
-        # `apply_chat_template` would leave out a content that is None
+        # `apply_chat_template` would leave out a content of None
         texts = render_jinja_template(chats, chat_template=template, **variables)[0]
         # The template has written the special tokens.
         ids = encoder(texts, add_special_tokens=False, verbose=False).input_ids
@@ -162,7 +162,7 @@ def prepared(message: dict[str, Any], template: str, keeps_lists: bool) -> dict[
 
 
 class Asked(str):
-    """A text that notes whether a template loops over its parts."""
+    """A string that records whether a template loops over its parts."""
 
     is_asked = False
 
@@ -171,7 +171,7 @@ class Asked(str):
         return iter(parts_of([self] if self else []))
 
     def __getitem__(self, key: Any) -> Any:
-        # a template can go through a slice
+        # a template can loop over a slice
         return self if isinstance(key, slice) else [*self][key]
 
 
@@ -181,9 +181,9 @@ def parts_of(texts: list[str]) -> list[dict[str, str]]:
 
 def make_lists(chat: list[dict[str, Any]], template: str, variables: dict[str, Any],
                every: bool) -> None:
-    """Turns texts into lists of parts: those whose parts the template loops over, or all of them.
+    """Turns strings into lists of parts: those whose parts the template loops over, or all of them.
 
-    A template can do that in one place, and print the content of a message in another. So only
+    A template can loop in one place, and print the content of a message in another. So only
     rendering shows what it does with each message.
     """
     asked = [message | {"content": Asked(message["content"])}
@@ -200,7 +200,7 @@ def missing_content(template: str) -> dict[str, Any]:
     """Returns the content of a message that has tool calls and no content.
 
     Some templates write a call only if the content is None, or is not defined; others would print
-    "None". A template cannot tell None from an empty text by `if message.content`.
+    "None". With `if message.content`, a template cannot tell None from an empty string.
     """
     # templates often test the first message, usually the system's, separately
     found = uses(template, "content", but_first=True)
@@ -212,7 +212,7 @@ def missing_content(template: str) -> dict[str, Any]:
 
 def with_arguments(call: dict[str, Any], form: str) -> dict[str, Any]:
     """Returns a tool call with its arguments, an object or its JSON, in one of the forms of
-    `form_of_arguments`. Without arguments, they are an empty object."""
+    `form_of_arguments`. Missing arguments become an empty object."""
     if "function" in call:
         return call | {"function": with_arguments(call["function"], form)}
     given = call.get("arguments") or {}
@@ -238,8 +238,8 @@ def takes_parts(template: str) -> bool:
 def form_of_arguments(template: str) -> str:
     """Returns the form of a tool call's arguments that a template expects.
 
-    "object": what most expect; they write `arguments | tojson` or the whole call.
-    "text": a text of JSON, which they print or add to other texts.
+    "object": most templates expect it; they write `arguments | tojson` or the whole call.
+    "text": a JSON string, which they print or add to other strings.
     "given": either; the template looks at the type itself.
     """
     found = uses(template, "arguments")
@@ -259,14 +259,14 @@ CONVERTING = {"tojson", "string", "items", "dictsort", "length", "count"}
 def uses(template: str, field: str, but_first: bool = False) -> frozenset[str]:
     """Returns what a template does with a field of its messages or of their tool calls.
 
-    "print": it is printed, or added to a text; "for": the template loops over it; "is string": this
-    test is made; "| tojson": this filter; ".items": this method; "[]": it is indexed.
+    "print": it is printed, or added to a string; "for": the template loops over it; "is string",
+    "| tojson", ".items": this test, filter or method is applied to it; "[]": it is indexed.
 
     but_first: except for `messages[0]`
     """
     tree = _compile_jinja_template(template).environment.parse(template)
     first = nodes.Getitem(nodes.Name("messages", "load"), nodes.Const(0), "load")
-    # of the field, and of variables that it is assigned to
+    # the names of the field, and of variables that it is assigned to
     names = {field}
 
     def is_field(node: Any) -> bool:

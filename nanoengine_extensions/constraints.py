@@ -2,9 +2,9 @@
 
     logits ── biases ──▶ forbidden tokens ──▶ penalties ──▶ other features ──▶ temperature, draw
 
-A bad word is forbidden as a text, whatever tokens spell it: a token is forbidden if its own text,
-after the text that was generated before it, completes the word. Tokens that end the sequence are
-forbidden until there are `min_tokens`.
+A bad word is forbidden as text, whatever tokens spell it: a token is forbidden if it completes the
+word, after the text that was generated before it. Tokens that end the sequence are forbidden until
+there are `min_tokens`.
 
 The changes of a matrix of rows are data: the host sends numbers, and the device applies them, so
 that nothing waits for a GPU.
@@ -61,16 +61,16 @@ class BadWords:
 class Constraint:
     """What changes the logits of one sequence.
 
-    Each of its tokens is taken in once (`take_in`), so that no step goes through all of them.
+    It reads each token of the sequence once (`take_in`), so that no step goes through all of them.
 
     bias_ids, biases: token ids, and what is added to their logits.
     ends: the tokens that are forbidden until the sequence has `until` tokens.
     bad_words: None if no token completes one.
 
-    num_taken: how many tokens were taken in.
+    num_taken: how many tokens it has read.
     text: the end of the text that they spell after the prompt, at most as long as a bad word.
     seen, counts: the distinct tokens that are penalized, and how often each was generated.
-    places: the place of a token in these.
+    places: the index of a token in these.
     """
 
     bias_ids: np.ndarray
@@ -86,7 +86,7 @@ class Constraint:
     places: dict[int, int] = field(default_factory=dict, init=False)
 
     def take_in(self, seq: Sequence) -> None:
-        """Takes in the tokens that are new since the last call; all of them are known."""
+        """Reads the tokens that are new since the last call; all of them are known."""
         if self.bad_words:
             self.text = self.text_of(seq)[-max(self.bad_words.lengths, default=1):]
         for token_id, amount in zip(*self.new_tokens(seq)):
@@ -98,14 +98,14 @@ class Constraint:
         self.num_taken = seq.num_tokens
 
     def text_of(self, seq: Sequence) -> bytes:
-        """Returns the end of the generated text, with the tokens that are not taken in yet."""
+        """Returns the end of the generated text, with the tokens that were not read yet."""
         assert self.bad_words
         new = seq.token_ids[max(self.num_taken, seq.num_prompt_tokens):]
         return self.text + b"".join(self.bad_words.texts[token_id] for token_id in new)
 
     def new_tokens(self, seq: Sequence) -> tuple[list[int], list[float]]:
-        """Returns the penalized tokens that are not taken in yet, and 1 for each that was
-        generated, 0 for each of the prompt."""
+        """Returns the penalized tokens that were not read yet, and for each of them 1 if it was
+        generated, 0 if it is from the prompt."""
         penalties = penalties_of(seq.params)
         if penalties == NO_PENALTIES:
             return [], []
@@ -144,7 +144,7 @@ class Constraints(Feature):
             with naming(rejected("bad_words", p.bad_words, "texts in Unicode")):
                 words = tuple(word.encode() for word in p.bad_words)
             found.bad_words = find_bad_words(words, tokenizer, size)
-        # a grammar says itself where its text can end
+        # with a grammar, the grammar decides where the text can end
         if p.structured_outputs is None:
             ends = [token for token in {*p.stop_token_ids, *inputs.eos_tokens} if token < size]
             found.ends = np.array(ends, np.int64)
@@ -155,7 +155,7 @@ class Constraints(Feature):
             seq.needs_tokens |= bool(found.bad_words)
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """The copy has more tokens, which are never taken in."""
+        """The copy has more tokens, which are never read."""
         copy.kept["constraints"] = seq.kept.get("constraints")
 
     def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
@@ -171,7 +171,7 @@ class Constraints(Feature):
 
 
 def constraint_of(seq: Sequence) -> Constraint:
-    """Returns the constraint of a sequence: the one that is kept, or a new one in a trial step."""
+    """Returns the constraint that is kept for a sequence, or in a trial step a new one."""
     return seq.kept.get("constraints") or Constraint(*biases_of(seq.params))
 
 
@@ -184,13 +184,13 @@ def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
 
 @lru_cache(maxsize=2)
 def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list[int]]:
-    """Returns what each token adds to a text, in UTF-8, which can be a part of a character.
+    """Returns what each token adds to a text, in UTF-8; this can be a part of a character.
 
-    Also returns all of these joined, each after a byte 0xFF, which is in no text, and where each
-    begins. A special token spells nothing.
+    Also returns all of these, joined, each after a byte 0xFF, which occurs in no text; and where
+    each begins. A special token spells nothing.
     """
     backend = tokenizer.backend_tokenizer
-    # what a token adds after itself: some decoders strip spaces where a text begins
+    # a token twice, minus the token once: some decoders strip spaces at the start of a text
     once, twice = (backend.decode_batch([[number] * count for number in range(vocab_size)])
                    for count in (1, 2))
     added = [both[len(first):] for first, both in zip(once, twice)]
@@ -289,7 +289,7 @@ def forbid(scores: Tensor, found: list[tuple[int, np.ndarray]]) -> None:
         numbers, arrays = zip(*found)
         owners = np.repeat(numbers, [len(token_ids) for token_ids in arrays])
         rows, token_ids = send(owners, scores.device), send(np.concatenate(arrays), scores.device)
-        # a number of Python would be copied to the GPU, and the host would wait for that
+        # a Python number would be copied to the GPU, and the host would wait for that
         scores[rows, token_ids] = scores.new_full((), -math.inf)
 
 

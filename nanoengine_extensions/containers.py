@@ -1,4 +1,4 @@
-"""`free_memory`: how much memory of the host is left for this process, even in a container.
+"""`free_memory`: how much of the host's memory is left for this process, even in a container.
 
 Linux puts each process into control groups (cgroups), one inside the other. Each can have a limit,
 which is how containers work. If a process takes more, the kernel kills it, without an error. psutil
@@ -22,7 +22,7 @@ MOUNT = r"^\S+ \S+ \S+ (\S+) (\S+) .* - cgroup(2?) "
 def free_memory(host: int, root: Path = Path("/")) -> int:
     """Returns the smallest of the host's free bytes and of what each cgroup has left.
 
-    root: of the file system; without Linux's files there, the result is `host`.
+    root: where the file system begins; without Linux's files there, the result is `host`.
     """
     groups = dict(find(CGROUP, root / "proc/self/cgroup"))
     for top, point, version in find(MOUNT, root / "proc/self/mountinfo"):
@@ -40,7 +40,7 @@ def free_memory(host: int, root: Path = Path("/")) -> int:
 
 
 def find(pattern: str, file: Path) -> list:
-    """Returns what a pattern finds in a file of the kernel; nothing if it cannot be read."""
+    """Returns what a pattern finds in one of the kernel's files; nothing if it cannot be read."""
     with suppress(OSError):
         return re.findall(pattern, file.read_text(errors="ignore"), re.MULTILINE)
     return []

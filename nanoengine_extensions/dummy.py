@@ -1,4 +1,4 @@
-"""Random weights, for benchmarks with nothing to download: `load_format="dummy"`.
+"""Random weights, for benchmarks without a download: `load_format="dummy"`.
 
 It plugs into `loader.load_model`, and replaces the files of a checkpoint.
 """
@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 
 def fill(model: nn.Module, config: PretrainedConfig, device: str) -> None:
-    """Fills all parameters with random numbers, always the same on a device."""
+    """Fills all parameters with random numbers; on one device, they are always the same."""
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight  # type: ignore
     generator = torch.Generator(device).manual_seed(0)

@@ -1,7 +1,7 @@
 """Why a model cannot be run, in one sentence: what was found, and what to do instead.
 
-`loader.py` asks before it reads a model. Without this file, the engine refuses these models later,
-with the error of the library that fails. To support one of these kinds, remove its row.
+`loader.py` calls this before it reads a model. Without this file, the engine refuses these models
+later, with the error of the library that fails. To support one of these kinds, remove its row.
 """
 
 import json
@@ -24,10 +24,10 @@ CONVERTED = ("converted by `AutoModelForCausalLM.from_pretrained(folder).save_pr
              "of transformers")
 MERGED = "merged into its model by `merge_and_unload()` of PEFT, and saved"
 WRITER = "a model that writes text"
-# ends of the names of such classes
+# the names of such classes end with one of these
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
-# a name, what it says, and what the model must be: the first row that fits counts
+# a file's name, what that means, and what the model must be; the first row that fits counts
 Row = tuple[str, str, str]
 # a path that is not a folder
 A_FILE: tuple[Row, ...] = (
@@ -38,7 +38,7 @@ NO_CONFIG: tuple[Row, ...] = (
     ("model_index.json", "is a pipeline of diffusers, which makes images", WRITER),
     ("modules.json", "is a model of sentence-transformers, which makes embeddings", WRITER),
     ("consolidated*", "is a model in its maker's own format", FOR_TRANSFORMERS),
-    ("*/config.json", "has models in folders of its own", "one of these, such as {folder}"),
+    ("*/config.json", "has models in subfolders", "one of these, such as {folder}"),
     ("*", "has no config.json", "a folder that save_pretrained of transformers has made"))
 # what it has instead of safetensors
 NO_WEIGHTS: tuple[Row, ...] = (
@@ -60,17 +60,17 @@ ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
 ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization
 READ = ("awq", "gptq", "compressed-tensors", "gguf")
-# where tools of 2023 and 2024 say how a model is quantized: files, and an entry of config.json
+# where tools of 2023 and 2024 store how a model is quantized: files, and an entry of config.json
 OLD = {"quantize_config.json", "quant_config.json", "compression_config"}
 
 Config = dict[str, Any]
-# whether it holds, what it says, and what the model must be
+# a test of the config, what is wrong if it holds, and what the model must be
 Kind = tuple[Callable[[Config], Any], str, str]
 
 
 def quantization(config: Config) -> str:
-    """Returns the method by which a model is quantized, such as "fp8"; "" for none, and for one
-    that the extension `quantized` knows."""
+    """Returns the method by which a model is quantized, such as "fp8"; "" if there is none, or if
+    the extension `quantized` knows it."""
     names = ("quantization_config", "compression_config", "quantization")
     found: Any = next((config[name] for name in names if config.get(name)), "")
     if not isinstance(found, dict):
@@ -99,8 +99,8 @@ def has_several_ropes(config: Config) -> bool:
 
 
 def uncomputed(config: Config) -> str:
-    """Returns an entry, such as "hidden_act='gelu'", with which transformers computes a model of
-    the engine's own families, and the engine itself does not; "" for none."""
+    """Returns an entry, such as "hidden_act='gelu'", that transformers supports in the engine's own
+    families, and the engine itself does not; "" if there is none."""
     is_ministral = config.get("model_type") == "mistral" and "layer_types" in config
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if config.get("model_type") not in FAMILIES or is_ministral or not isinstance(rope, dict):
@@ -128,7 +128,7 @@ OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
      "a {families} model, or model_impl='transformers' given"))
-# of one of these
+# for the engine's own families
 OWN: tuple[Kind, ...] = (
     (quantization, "is quantized (quantization_config: {quantization}), which is not read",
      "the model that was quantized, in bfloat16, float16 or float32 (quantization='int8' rounds it "
@@ -151,7 +151,7 @@ OWN: tuple[Kind, ...] = (
 
 
 def check_file(name: str, path: Path) -> None:
-    """Raises ValueError if a path leads to a file. name: of the argument."""
+    """Raises ValueError if a path leads to a file. name: the argument's name."""
     if path.is_file():
         with path.open("rb") as opened:
             is_gguf = opened.read(4) == b"GGUF"

@@ -20,8 +20,8 @@ HARMLESS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None, "u
 
 
 def load_defaults(folder: Path) -> SamplingParams:
-    """Returns the parameters of the file, and warns of entries that would change something, but
-    have no effect here. Raises ValueError for a damaged file."""
+    """Returns the parameters in the file, and warns about entries that would change the output
+    elsewhere, but have no effect here. Raises ValueError for a damaged file."""
     with naming(file := folder / "generation_config.json"):
         content = json.loads(file.read_text()) if file.is_file() else {}
         given = {name: value for name, value in content.items() if value is not None}

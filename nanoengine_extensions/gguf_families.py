@@ -1,8 +1,8 @@
 """GGUF files of families that transformers computes: Gemma 2 and 3, Phi 3 and 4; and with experts
 Qwen 2 and 3, Mixtral and OLMoE.
 
-A file leaves out numbers that llama.cpp has in its code, and some tensors are stored in another
-form. The numbers here are those of llama.cpp (src/models), and the forms those of its converter
+A file leaves out numbers that llama.cpp has in its code, and stores some tensors in another form.
+The numbers here are from llama.cpp (src/models), and the forms from its converter
 (conversion/gemma.py, phi.py and others).
 """
 
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 class Family(NamedTuple):
     """What differs from a Llama.
 
-    config: from a `Header` (quantized/gguf_files.py) to further entries of config.json.
-    reads: the names of entries of a file that `config` takes into account.
-    names: those of the tensors of a layer.
+    config: turns a `Header` (quantized/gguf_files.py) into further entries of config.json.
+    reads: the names of the file's entries that `config` takes into account.
+    names: the names of a layer's tensors.
     norms: what the converter has added to the weights of norms.
     """
 
@@ -35,7 +35,7 @@ def gemma2(header: Any) -> dict[str, Any]:
 
 
 def gemma3(header: Any) -> dict[str, Any]:
-    """Every sixth layer sees all keys. The others have angles of their own, which nothing scales.
+    """Every sixth layer sees all keys. The others have their own angles, which are not scaled.
     """
     local = header.of_model("rope.freq_base_swa", 10000.0)
     return gemma(header, period=6, largest=62) | {
@@ -50,8 +50,8 @@ def gemma3(header: Any) -> dict[str, Any]:
 def gemma(header: Any, period: int, largest: int) -> dict[str, Any]:
     """Returns the entries that both have.
 
-    period: of so many layers, the last one sees all keys.
-    largest: the number of layers of the largest model, which scales its scores in another way.
+    period: a layer sees all keys if its number, counted from 1, is a multiple of this.
+    largest: how many layers the largest model has, which scales its scores differently.
     """
     name = "attention.sliding_window_pattern"
     header.accept(name, header.find(f"{header.architecture}.{name}", period), [period])

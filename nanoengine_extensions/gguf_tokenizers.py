@@ -1,8 +1,9 @@
 """The tokenizer that a GGUF file describes, in the form of transformers.
 
-transformers makes those of Llama 2, whose tokens have scores. Those with merges of bytes are made
-here: transformers spells tokens such as DeepSeek's <｜User｜> in bytes, so that it does not find
-them in a text, and it cuts texts as GPT-2 does where it does not know `tokenizer.ggml.pre`.
+transformers makes the tokenizers of Llama 2, whose tokens have scores. Tokenizers with merges of
+bytes are made here. With those of transformers, tokens such as DeepSeek's <｜User｜> would be
+spelled in bytes, and so never found in a text; and for an unknown `tokenizer.ggml.pre`, text would
+be split as in GPT-2.
 """
 
 from collections.abc import Callable
@@ -28,22 +29,22 @@ TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 GPT_4O = TEKKEN.replace(r"\p{M}]+|", r"\p{M}]+" + ENDINGS + "|").replace(
     r"\p{M}]*|", r"\p{M}]*" + ENDINGS + "|").replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-# by `tokenizer.ggml.pre`, what cuts a text into words, one after the other. Of these, as in
-# llama.cpp, BOS comes first, and a word that is a token stays whole, whatever the merges are
+# by `tokenizer.ggml.pre`: the patterns that split a text into words, applied in turn. For these, as
+# in llama.cpp, BOS comes first, and a word that is a token stays whole, whatever the merges are
 WHOLE = {name: [LLAMA_3] for name in (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0")} | {"tekken": [TEKKEN]}
 CUTS = WHOLE | {"dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O]} | dict.fromkeys(
     ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"), [QWEN_2]) | dict.fromkeys(
     ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum"), [GPT_2]) | dict.fromkeys(
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"), [r"\p{N}", GPT_2])
-# `tokenizer.ggml.token_type` of tokens that are found in a text before it is cut
+# `tokenizer.ggml.token_type` of tokens that are found in a text before it is split
 CONTROL = 3
 USER_DEFINED = 4
 
 
 def read(find: Find, file: Path) -> Any:
-    """Returns the tokenizer of a file, the first one of its model. Raises ValueError for one that
-    cannot be read exactly."""
+    """Returns the tokenizer of a file, which must be the first one of its model. Raises ValueError
+    for a tokenizer that cannot be read exactly."""
     kind = find("tokenizer.ggml.model")
     with naming(ValueError("its tokenizer is not read: it must be replaced by tokenizer=…")):
         if kind == "gpt2":

@@ -29,10 +29,10 @@ class Guards(Feature):
         asked = engine.config.attention_backend
         if asked not in ("auto", engine.runner.backend):
             raise rejected("attention_backend", asked, "'auto' or 'gather', since the attention of "
-                           "this model has a forward of its own")
+                           "this model has its own forward")
         if asked == "auto" and engine.runner.backend in ("triton", "varlen", "gather"):
             warn_of_slower_attention(engine.runner)
-        # without a cycle of references, an engine that is dropped frees its memory at once
+        # with no cycle of references, a dropped engine frees its memory at once
         self.scheduler = weakref.proxy(engine.scheduler)
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:

@@ -4,8 +4,8 @@
 
     results = lm_eval.simple_evaluate(NanoengineLM("Qwen/Qwen3-0.6B", dtype="float32"), tasks=[…])
 
-Texts become tokens as in its model for transformers, `hf`, so that the results can be compared. All
-choices of a question share its tokens in the prefix cache.
+It tokenizes texts like the harness's model for transformers, `hf`, so that the results can be
+compared. All choices of a question share its tokens in the prefix cache.
 """
 
 import sys
@@ -39,10 +39,10 @@ class NanoengineLM(TemplateLM):
         super().__init__()
         self.llm = LLM(pretrained, **options)
         self.tokenizer: Any = self.llm.get_tokenizer()
-        # of a window; the token after it is scored, too
+        # the tokens of a window; the token after it is scored, too
         self.max_length = self.llm.inputs.max_model_len - 1
 
-    # names the cache of requests
+    # the harness names its cache of requests by it
     tokenizer_name = property(lambda self: self.llm.config.model.replace("/", "__"))
     eot_token_id = property(lambda self: self.tokenizer.eos_token_id)
     # what comes before a text without a context
@@ -52,8 +52,8 @@ class NanoengineLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None,
                    **_: Any) -> list[int]:
-        """Returns the tokens of a text. By default, they begin with BOS where the tokenizer adds
-        it, but not twice."""
+        """Returns the tokens of a text. By default, they begin with BOS if the tokenizer adds it,
+        but never twice."""
         if add_special_tokens is None:
             begin = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = not string.startswith(begin)

@@ -50,7 +50,7 @@ def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
 
 
 def kind_of(scores: Any) -> Any:
-    """Returns what a processor must not change."""
+    """Returns the properties of a result that a processor must not change."""
     return isinstance(scores, Tensor) and (
         scores.shape, scores.is_floating_point(), scores.layout, scores.device)
 

@@ -1,10 +1,10 @@
 """Log-probabilities of generated tokens (`logprobs`) and of prompts (`prompt_logprobs`).
 
 An observer: `drawn` finds them for the rows of a step, and `output` reads them. For a prompt,
-`scheduled` adds rows to a batch, as if they were sampled, for a sequence that has already ended, so
-that their tokens are dropped.
+`scheduled` adds rows to a batch, as if tokens were to be sampled. The rows belong to a sequence
+that has already ended, so their tokens are dropped.
 
-Each is read once, for the first output that has it. A later output copies the list.
+Each log-probability is read once, for the first output that has it. Later outputs copy the list.
 """
 
 from collections import defaultdict
@@ -29,10 +29,11 @@ CONDITIONS: list[Condition] = [
 
 @dataclass
 class Logprob:
-    """The log-probability of a token at a position, its rank there (1: the likeliest), its text.
+    """A token's log-probability at a position, its rank there (1: the likeliest), and its text.
 
-    The k likeliest tokens that were asked for rank from 1 to k, the sampled token before others
-    that are equally likely. If it is not among these k, it ranks last among equally likely ones.
+    The k likeliest tokens, if k were asked for, have the ranks 1 to k; among equally likely tokens,
+    the sampled one comes first. If the sampled one is not among these k, it ranks last among
+    equally likely ones.
     """
 
     logprob: float
@@ -46,7 +47,7 @@ class RowLogprobs:
 
     entries: (1 + count, 3) float64: token id, log-probability, rank; on their way to the host.
     token_ids: the tokens of its sequence.
-    position, start: the place of this token, and of the first one of its prompt or output.
+    position, start: the position of this token, and that of the first one in its prompt or output.
     """
 
     entries: Tensor
@@ -57,7 +58,7 @@ class RowLogprobs:
     def read(self, tokenizer: Any = None) -> dict[int, Logprob]:
         """Returns them by token id; call this once their step is done (`Launched.wait`).
 
-        tokenizer: that of the library `tokenizers`; without one, tokens have no text.
+        tokenizer: from the library `tokenizers`; without one, tokens have no text.
         """
         before = self.token_ids[max(self.start, self.position - 12):self.position]
         # once for all
@@ -74,8 +75,8 @@ REPLACEMENT = ("\ufffd", "\u00ef\u00bf\u00bd", "<0xEF><0xBF><0xBD>")
 def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
     """Returns the text of a single token, as vLLM does: with the space that it begins with.
 
-    The token that completes a character has all of it, and the tokens that began it have none. So
-    the texts of all tokens, joined, are the whole text.
+    If several tokens spell one character, the last of them has the character as its text, and the
+    others have no text. So the texts of all tokens, joined, are the whole text.
 
     before: the tokens before it, or only the last of them, which have no text yet.
     """
@@ -85,7 +86,7 @@ def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
         return ""
     if begun:
         return text
-    # what it adds after itself: some decoders strip spaces where a text begins
+    # what it adds after itself: some decoders strip spaces at the start of a text
     return tokenizer.decode([token_id] * 2, skip_special_tokens=False)[len(text):]
 
 
@@ -115,10 +116,10 @@ def is_half(text: str, token_ids: list[int], tokenizer: Any) -> bool:
 class Logprobs(Feature):
     """The log-probabilities of all requests that ask for any. For each sequence it keeps:
 
-    logprobs: those that were found, by position; they can be read once their step is over.
-    output_logprobs, prompt_logprobs: those that outputs have had so far.
+    logprobs: the log-probabilities found so far, by position; readable once their step is over.
+    output_logprobs, prompt_logprobs: those that were in an output so far.
     cumulative_logprob: the sum of output_logprobs.
-    temperature: of the logits of a beam. Only beams have one, since only they are chosen by
+    temperature: divides the logits of a beam. Only beams have it, since only they are chosen by
         log-probability.
     scorer: a sequence that stands for the prompt in the rows that score its tokens.
     tokens: for a scorer, or a copy with guesses: the tokens of the sequence that it stands for.
@@ -180,7 +181,7 @@ class Logprobs(Feature):
         for seq, each in zip(seqs, output.outputs):
             if params.logprobs is not None and each.token_ids:
                 self.fill_in(seq, each)
-        # after an error there are none: what was found next to NaN depends on the prompt's chunks
+        # there are none after an error: beside NaN, the results would depend on the prompt's chunks
         if params.prompt_logprobs is not None and seqs[0].finish_reason != "error":
             output.prompt_logprobs = self.of_prompt(seqs[0])
 

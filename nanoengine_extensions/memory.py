@@ -1,4 +1,4 @@
-"""How much memory is left for the KV cache. The runner asks, unless num_kv_blocks is given.
+"""How much memory is left for the KV cache. The runner calls this, unless num_kv_blocks is given.
 
 On a CPU it is a quarter of the free memory, or of what a container has left. On a GPU it is
 measured, not guessed: the weights are loaded, all CUDA graphs are captured, and the largest step
@@ -17,7 +17,7 @@ from nanoengine.observers import Feature
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Batch, Row, Sequence
 
-# parameters with which a step needs the most memory
+# with these parameters, a step needs the most memory
 MOST = {"min_p": 0.1, "top_p": 0.9, "presence_penalty": 1.0, "logit_bias": {0: 1.0}, "logprobs": 20}
 
 
@@ -71,8 +71,8 @@ def largest_batch(runner: ModelRunner) -> Batch:
 
 
 class AllWritten(Feature):
-    """Writes the whole KV cache at the start. A page that is written has its memory, so that a
-    server does not grow later."""
+    """Writes the whole KV cache at the start. The system gives memory to a page when it is first
+    written, so a server does not grow later."""
 
     def begin(self, engine: Engine) -> None:
         engine.runner.blocks.add_(0)

@@ -71,7 +71,7 @@ class RequestMetrics:
     end_to_end_time = property(lambda m: m.finished_time - m.arrival_time)
     decode_time = property(lambda m: m.finished_time - m.first_token_time)
     time_per_output_token = property(lambda m: m.decode_time / max(1, m.num_decoded_tokens))
-    # the names that vLLM has for some
+    # vLLM's names for some of these
     queued_ts = property(lambda m: m.arrival_time)
     scheduled_ts = property(lambda m: m.first_scheduled_time)
     first_token_ts = property(lambda m: m.first_token_time)
@@ -89,7 +89,7 @@ COUNTERS = """num_steps batched_sequences max_blocks_used prompt_tokens computed
     generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions recompute_preemptions
     swap_preemptions recomputed_tokens swap_out_blocks swap_in_blocks
     copy_on_write_blocks""".split()
-# what swapping.py and speculation.py count; 0 where they are not in use
+# what swapping.py and speculation.py count; 0 if they are not in use
 OF_OTHERS = "num_requests_swapped num_host_blocks_used guessed_tokens right_guesses".split()
 
 
@@ -97,10 +97,10 @@ OF_OTHERS = "num_requests_swapped num_host_blocks_used guessed_tokens right_gues
 class StepRecord:
     """A step in the trace.
 
-    started, ended: when it was scheduled, and when its tokens were taken in: seconds of the clock.
+    started, ended: when it was scheduled, and when its tokens were collected: seconds of the clock.
     began, done: when the device began and finished it: seconds on a CPU, CUDA events on a GPU.
-    tokens: of `batch.sampled`.
-    metrics: the gauges after it ended.
+    tokens: one for each row of `batch.sampled`.
+    metrics: the gauges after the step ended.
     """
 
     batch: Batch
@@ -125,11 +125,11 @@ class Metrics(Feature):
         self.clock = clock
         self.counters = Counter[str](dict.fromkeys(COUNTERS, 0))
         self.trace: list[StepRecord] = []
-        # the steps whose tokens are not taken in yet
+        # the steps whose tokens are not collected yet
         self.records: list[StepRecord] = []
 
     def begin(self, engine: Engine) -> None:
-        # kept for when the runner is gone
+        # kept, since the runner may be gone when it is needed
         self.block_bytes = engine.runner.block_bytes
         self.backend = engine.runner.backend
         # without a cycle of references, an engine that is dropped frees its memory at once
@@ -200,7 +200,7 @@ class Metrics(Feature):
     def timestamp(self) -> Any:
         """Returns the time; on a GPU an event after all work that is queued."""
         if self.engine.config.device == "cuda":
-            # of the engine's GPU, which need not be the current one of this thread
+            # the stream of the engine's GPU, which need not be this thread's current one
             stream = torch.cuda.current_stream(self.engine.runner.last_sampled.device)
             return stream.record_event(torch.cuda.Event(enable_timing=True))
         return self.clock()
@@ -257,10 +257,10 @@ class Metrics(Feature):
         swap_out_blocks: blocks that were copied to the host.
         swap_in_blocks: blocks that were copied back.
         swapped_bytes: bytes of both.
-        shared_blocks: blocks that forks took over from their parent, without a copy.
+        shared_blocks: blocks that forks share with their parents, without a copy.
         copy_on_write_blocks: blocks that were copied for forks.
         guessed_tokens: guesses of next tokens that steps computed (speculation.py).
-        right_guesses: those of them that were right.
+        right_guesses: guesses that were right.
         attention_backend: the name of the backend that was chosen.
         """
         scheduler = self.engine.scheduler
@@ -292,7 +292,7 @@ class Metrics(Feature):
 
 
 def as_text(num_bytes: float) -> str:
-    """Returns a size in a unit in which it has one to four digits before the point."""
+    """Returns a size in a unit that leaves one to four digits before the point."""
     unit, size = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20)
     return f"{num_bytes / size:.1f} {unit}"
 

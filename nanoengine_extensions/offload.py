@@ -8,7 +8,7 @@ the other, on a separate stream (ZeRO-Inference; Aminabadi et al., 2022, arXiv:2
     main stream   │ layer 0 ─────│ layers 1, 2 ─│ layers 3, 4 ─│ layer 5
 
 The parameters of a layer are views of its buffer, so the layer knows nothing about this, and CUDA
-graphs capture the copies like everything else. `ModelRunner.load_model` asks for `offloading`.
+graphs capture the copies like everything else. `ModelRunner.load_model` calls `offloading`.
 """
 
 import math
@@ -25,7 +25,7 @@ from nanoengine.loader import load_model, place_on
 from nanoengine.model import Decoder
 
 
-# bytes, as PyTorch's memory of a GPU: where a weight lies can decide how a product is computed
+# in bytes, as in PyTorch's GPU memory: a weight's address can decide how a product is computed
 ALIGNMENT = 512
 CONDITIONS: list[Condition] = [
     ("cpu_offload_gb", lambda c: c.device != "cpu", "0 on a CPU")]

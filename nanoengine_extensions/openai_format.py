@@ -2,7 +2,7 @@
 
 serve.py and batch.py use it. Parameters are OpenAI's and vLLM's, such as `top_k` and `ignore_eos`;
 null stands for the default. Parameters without an effect on the answer, such as `user`, are
-accepted. `tools` go to the chat template; tool_calls.py knows what becomes of calls.
+accepted. `tools` go to the chat template; tool_calls.py handles the calls in an answer.
 """
 
 import json
@@ -233,7 +233,7 @@ def number_of(logprob: Any) -> float:
 
 
 def object_of(data: bytes) -> dict[str, Any]:
-    """Returns the object that a text of JSON describes. Raises ValueError."""
+    """Returns the object that a JSON text describes. Raises ValueError if it is not one."""
     with naming("JSON"):
         row = json.loads(data, parse_float=finite, parse_constant=finite)
     if not isinstance(row, dict):
@@ -242,13 +242,13 @@ def object_of(data: bytes) -> dict[str, Any]:
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """Returns what the flag --options says."""
+    """Returns the value of the flag --options."""
     with naming("--options"):
         return object_of(text.encode(errors="replace"))
 
 
 def finite(text: str) -> float:
-    """Returns the number in a text. Raises an error for what cannot be written as JSON: 1e999."""
+    """Returns the number in a text. Raises an error for one that JSON cannot represent: 1e999."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is not a number of JSON, or too large")
     return number

@@ -1,17 +1,18 @@
-"""Layers of a model of transformers, as the engine's own: what a library of kernels knows.
+"""Replaces layers of a transformers model with the engine's own, which the kernel libraries know.
 
     attention   from the hidden states to the output projection: one product for queries, keys and
                 values; norms of heads, rotation, the cache and attention as one kernel; one product
     a layer     attention and a gated MLP, each after a norm and with a residual connection
     all layers  if each is one of those: then the engine's own `Decoder` runs them, at its speed
 
-A module is known by what it computes, not by its names: its queries, keys and values, and its
-output for what attention returns, are those of the engine's own module with the same linears and
-norms. Both run on random hidden states, angles and positions, in float32 and in the dtype of the
-model. A module that differs stays as it is. Without this file, all stay transformers' own.
+A module is recognised by what it computes, not by its names. It is compared with the engine's own
+module, with the same linears and norms: both must have the same queries, keys and values, and the
+same output for one result of attention. Both run on random hidden states, angles and positions, in
+float32 and in the dtype of the model. A module that differs stays as it is. Without this file, all
+modules stay transformers' own.
 
-Heads can be rotated in other pairs than (i, i + head_dim / 2), or only in part. Then the rows of
-the weights get another order, and numbers that are not rotated get an angle of 0.
+Heads can be rotated in pairs other than (i, i + head_dim / 2), or only in part. Then the rows of
+the weights are reordered, and numbers that are not rotated get an angle of 0.
 """
 
 import copy
@@ -32,11 +33,11 @@ from nanoengine_extensions.transformers_models.modules import (
 
 
 class Own(nn.Module):
-    """In place of a module of transformers: `part`, the engine's own attention or layer.
+    """Takes the place of a transformers module: `part` is the engine's own attention or layer.
 
     call: its attention
-    count, step: how many angles a head has, and that each step-th of what the module gets is one
-    order: of the numbers of a head, as the module has them
+    count, step: how many angles a head has; every step-th number that the module gets is one
+    order: the module's order of the numbers of a head
     """
 
     def __init__(self, part: Any, call: Any, count: int, step: int, order: Tensor) -> None:
@@ -51,7 +52,7 @@ class Own(nn.Module):
         return self.part(x[0], angles, current.step, slice(None))[None]  # type: ignore[operator]
 
     def angles(self, pair: Any, x: Tensor) -> Tensor:
-        """cos and sin for the tokens, (2, T, 1, head_dim / 2): once in a step for all layers.
+        """cos and sin for the tokens, (2, T, 1, head_dim / 2), computed once a step for all layers.
 
         They scale queries and keys, too, since backends scale scores by 1 / sqrt(head_dim).
         """
@@ -62,7 +63,7 @@ class Own(nn.Module):
             angles[0] = 1
             if count:
                 angles[..., :count] = torch.cat(pair)[:, :, None, ::step][..., :count]
-            # together with the pair: no other one can get its id
+            # the pair is kept, so that no other one can get its id
             current.angles[key] = angles * factor**0.5, pair
         return current.angles[key][0]
 
@@ -73,7 +74,7 @@ class OwnAttention(Own):
 
 
 class OwnLayer(DecoderLayer):
-    """The engine's own layer, of parts that there are."""
+    """The engine's own layer, made of existing parts."""
 
     def __init__(self, attention: Any, mlp: Any, norms: Any) -> None:
         nn.Module.__init__(self)
@@ -83,9 +84,9 @@ class OwnLayer(DecoderLayer):
 
 
 class OwnDecoder(Decoder):
-    """The engine's own decoder, of layers that there are.
+    """The engine's own decoder, made of existing layers.
 
-    rope: at positions, the angles that transformers computes for them
+    rope: for each position, the angles that transformers computes
     """
 
     def __init__(self, embed_tokens: Any, layers: list[Any], norm: nn.Module, rope: Any) -> None:
@@ -97,9 +98,9 @@ class OwnDecoder(Decoder):
 
 
 class Rope:
-    """In place of a table of angles.
+    """Takes the place of a table of angles.
 
-    module: gives cos and sin; given: its arguments and options, with positions
+    module: returns cos and sin; given: its arguments and options, with positions
     """
 
     def __init__(self, module: Any, given: Any, own: Any) -> None:
@@ -119,7 +120,7 @@ class Rope:
 
 
 def own_attentions(inputs: Inputs, calls: list[Any], longest: int, dtype: torch.dtype) -> Others:
-    """Returns what takes the place of attention modules. Their calls get linears and norms.
+    """Returns the replacements of attention modules. Their calls get linears and norms.
 
     inputs: see `given_inputs`; longest: the most tokens of a sequence
     """
@@ -135,9 +136,9 @@ def own_attentions(inputs: Inputs, calls: list[Any], longest: int, dtype: torch.
 
 
 def own_decoder(model: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> Any:
-    """Returns what takes the place of all that gives hidden states, or None.
+    """Returns the replacement of all modules that compute hidden states, or None.
 
-    others: what takes the place of modules, with attention and norms
+    others: the replacements of modules, with attention and norms
     """
     layers = layers_of(model.layers, inputs)
     found = [own_layer(layer, inputs, others, longest, dtype) for layer in layers]
@@ -183,7 +184,8 @@ def states_and_angles(arguments: Any, options: Any) -> tuple[list[Tensor], list[
 
 
 def candidates(call: Any, owner: Any, inputs: Inputs, dtype: torch.dtype) -> Iterator[Any]:
-    """Yields what may compute the same as a module, while its linears and norms are the call's."""
+    """Yields replacements that may compute the same as `owner`, after giving the call their linears
+    and norms."""
     states, pairs = states_and_angles(*inputs[owner][0])
     if len(states) != 1 or len(pairs) > 1:
         return
@@ -212,7 +214,7 @@ def candidates(call: Any, owner: Any, inputs: Inputs, dtype: torch.dtype) -> Ite
 
 
 def turned_by(cos: Tensor) -> tuple[int, int]:
-    """How many angles cos is of, and where the next one is: each can be there twice."""
+    """How many angles `cos` has, and the distance to the next one: each can be there twice."""
     half = cos.shape[-1] // 2
     if torch.equal(cos[..., ::2], cos[..., 1::2]):
         return half, 2
@@ -220,8 +222,8 @@ def turned_by(cos: Tensor) -> tuple[int, int]:
 
 
 def orders(count: int, head_dim: int) -> Iterator[Tensor]:
-    """Yields the numbers of a head, such that the first ones of its halves are the rotated pairs:
-    halves of what is rotated, or neighbours."""
+    """Yields orders of the numbers of a head in which the rotated pairs come first in the two
+    halves. The module's pairs are the halves of its rotated part, or neighbours."""
     numbers = torch.arange(head_dim)
     rest = numbers[2 * count:].view(2, -1)
     for pairs in (numbers[:2 * count].view(2, -1), numbers[:2 * count].view(-1, 2).T):
@@ -243,7 +245,7 @@ def arrangements(linears: list[Any], sizes: list[int],
 
 
 def reordered(module: nn.Module, rows: Tensor) -> Any:
-    """Gives the parameters of a module another order."""
+    """Reorders the parameters of a module."""
     for name, each in [*module.named_parameters()]:
         if not torch.equal(rows, rows.sort()[0]):
             setattr(module, name, nn.Parameter(each[rows.to(each.device)], False))
@@ -256,8 +258,8 @@ def reordered(module: nn.Module, rows: Tensor) -> Any:
 def is_same(other: Any, owner: nn.Module, given: Any, longest: int, dtype: torch.dtype) -> bool:
     """Whether a module computes the same as another one.
 
-    given: arguments and options, in place of which there are random ones: hidden states are small
-    and large; positions are of all tokens of a sequence
+    given: arguments and options, which random ones replace: hidden states are small and large;
+        positions are below `longest`
     """
     generator = torch.Generator().manual_seed(0)
     states, _ = states_and_angles(*given)
@@ -289,7 +291,7 @@ def is_same(other: Any, owner: nn.Module, given: Any, longest: int, dtype: torch
 def computed(module: nn.Module, call: Any, given: Any, attended: Tensor,
              dtype: torch.dtype) -> list[Tensor]:
     """Returns queries, keys and values of a module, (T, heads, head_dim), and its output; nothing
-    if it returns something else. attended: what attention returns"""
+    if its result has another form. attended: what attention returns"""
     states: list[Tensor] = []
     x = states_and_angles(*given)[0][0]
     attended = attended.to(x.device, dtype)

@@ -1,7 +1,7 @@
 """More policies, which this file adds to the engine's tables: see nanoengine/policies.py.
 
-"static", "max-length", "least-recently-run", "random" and `overtaking` are for comparison: engines
-before paging and continuous batching worked like the first two.
+"static", "max-length", "least-recently-run", "random" and `overtaking` are for comparison: before
+paging and continuous batching, engines worked like the first two.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def highest(rank: Callable[[Any], float]) -> Callable[[Any], Any]:
 
 
 class LeastRecentlyRun(Feature):
-    """Picks the sequence that no step has computed for longest; the youngest of several. It also
-    observes the steps, and keeps the number of the last step of each sequence."""
+    """Picks the sequence whose last step was the longest ago; of several, the youngest. It also
+    observes the steps, and keeps the number of each sequence's last step."""
 
     num_steps = 0
 
@@ -129,7 +129,7 @@ VICTIMS |= {
     "least-recently-run": LeastRecentlyRun,
     # equal in every run with the same seeds
     "random": highest(lambda seq: hash((seq.seed, seq.num_tokens)))}
-# the most tokens that this sequence can have, so that it is never preempted; or that any can have
+# the most tokens that this sequence can have, so that it is never preempted; or any sequence
 KV_ALLOCATION |= {
     "reserve": lambda seq, max_model_len: seq.max_num_tokens,
     "max-length": lambda seq, max_model_len: max_model_len}

@@ -1,6 +1,6 @@
 """`LLM.metrics` in the text format of Prometheus, for `/metrics` of serve.py, and histograms.
 
-Names are vLLM's where it has one; all others begin with "nanoengine:".
+Names are vLLM's if vLLM has the metric; all others begin with "nanoengine:".
 """
 
 import json
@@ -36,10 +36,10 @@ BUCKETS = {
 class Times(Feature):
     """How many completions took how long, since the start: histograms for `as_text`.
 
-    A completion that ends early, since its client leaves or by an error, has no whole time.
+    A completion that its client has left, or that ended with an error, has no total time.
 
-    counts: of the values in each bucket, the last of which has no end. sums: of the values, in
-    seconds.
+    counts: how many values are in each bucket; the last bucket has no end. sums: the values added
+        up, in seconds.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Times(Feature):
 
 
 def as_text(metrics: dict[str, Any], model: str, times: Times | None = None) -> str:
-    """Returns what `LLM.metrics` has returned for a model with this name, and its times.
+    """Returns the result of `LLM.metrics` for a model with this name, and its times.
 
     The name of the attention backend is a label. A counter never falls, but begins at 0 again when
     the server is restarted.
@@ -83,7 +83,7 @@ def as_text(metrics: dict[str, Any], model: str, times: Times | None = None) -> 
         if not isinstance(value, str):
             found[GAUGES.get(name) or COUNTERS.get(name) or f"nanoengine:{name}"] = value
     labels = {"model_name": model, "attention_backend": metrics["attention_backend"]}
-    # a label escapes like a text of JSON
+    # labels are escaped like JSON strings
     inner = ",".join(f"{name}={json.dumps(value, ensure_ascii=False)}"
                      for name, value in labels.items())
     lines = []
@@ -97,7 +97,7 @@ def as_text(metrics: dict[str, Any], model: str, times: Times | None = None) -> 
 
 
 def histogram(name: str, inner: str, times: Times) -> list[str]:
-    """Returns the lines of a histogram: of each bucket, the values up to its end."""
+    """Returns the lines of a histogram: for each bucket, how many values are at most its end."""
     lines = [f"# TYPE {name} histogram"]
     total = 0
     for end, count in zip([*BUCKETS[name], "+Inf"], times.counts[name]):

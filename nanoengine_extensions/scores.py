@@ -3,7 +3,7 @@
 A continuation is scored as `generate` would generate it: all its tokens come after the prompt's own
 tokens. So the scores of several continuations of one prompt can be compared, even if a continuation
 begins in the middle of a word: after "The fo", the text "x" is the token "x", not a part of " fox".
-A model has seldom seen such tokens, so a prompt should end where a word ends.
+A model has rarely seen such tokens, so a prompt should end where a word ends.
 
 A client of the engine: each continuation is a request.
 

@@ -3,22 +3,22 @@
     python -m nanoengine serve --model Qwen/Qwen3-0.6B --port 8000
 
 It uses Starlette and uvicorn, which are small, well maintained and common. FastAPI would add checks
-of the parameters, which `SamplingParams` makes already. openai_format.py knows the format. The name
-of the model is ignored. `/health` and `/metrics` need no key. Errors have OpenAI's error object,
-and a status:
+of the parameters, but `SamplingParams` already checks them. The format is in openai_format.py. The
+name of the model is ignored. `/health` and `/metrics` need no key. Errors have OpenAI's error
+object, and a status:
 
     400  for bad input or an unsupported parameter, which `param` names
     401  for a call without the key of --api-key
     413  for a body of more than --max-body bytes
     429  for more completions at once than `max_num_seqs` and --max-waiting together
     500  if the engine cannot continue, for example when it is out of memory
-    503  if the server ends and the call is not done after --graceful-timeout
+    503  if the server is ending and the call takes longer than --graceful-timeout
     504  if a call takes longer than --timeout; a header asks clients not to repeat it
 
-In a stream that has begun, an error is the last event, instead of [DONE]. A client that leaves
-frees its requests at once. For a client that does not read, only the newest texts are kept.
+Once a stream has begun, an error is its last event, instead of [DONE]. When a client disconnects,
+its requests are freed at once. For a client that does not read, only the newest texts are kept.
 
-With --tool-call-parser, calls of tools in an answer become `tool_calls`: see tool_calls.py.
+With --tool-call-parser, tool calls in an answer become `tool_calls`: see tool_calls.py.
 """
 
 import argparse
@@ -87,7 +87,7 @@ class Server:
         """Reads the body of a call, and tokenizes. Raises ValueError."""
         found = openai.object_of(data)
         if found.get("chat_template") is not None:
-            raise ValueError("chat_template is not supported: it would be a program of a client")
+            raise ValueError("chat_template is not supported: it would run a client's program")
         body.read(found, self.llm)
         if self.flags.tool_call_parser:
             extension("tool_calls", "--tool-call-parser").find(body, found)
@@ -101,7 +101,7 @@ class Server:
                             for each in body.prompts]
 
     def add(self, body: Any) -> list[Any]:
-        """Queues the requests of a call, if they are not too many, in the engine's thread."""
+        """Queues the requests of a call in the engine's thread, unless there are too many."""
         num_open = sum(len(each.seqs) for each in self.llm.active.values())
         if num_open + body.num_completions > self.most:
             raise HTTPException(429, f"at most {self.most} completions", {"retry-after": "1"})
@@ -139,9 +139,9 @@ class Server:
 
         However this ends, the requests are freed. Raises the error of the call.
         """
-        late = HTTPException(504, "the time limit is over", {"x-should-retry": "false"})
+        late = HTTPException(504, "the call exceeded the time limit", {"x-should-retry": "false"})
         call = asynchronous.Call(self.engine, lambda: self.add(body), not body.streams)
-        # the body was read, so the next message says that the client has left; it gets no answer
+        # the body was read, so the next message means that the client has left; it gets no answer
         left = asyncio.ensure_future(http.receive())
         ended = asyncio.ensure_future(asyncio.wait([left], timeout=self.flags.timeout))
         ended.add_done_callback(lambda _: call.end(late))
@@ -155,8 +155,8 @@ class Server:
             left.cancel()
 
     async def events(self, body: Any, outputs: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-        """Yields what is new in the outputs, as server-sent events."""
-        # what they have in common is written once
+        """Yields the new parts of the outputs, as server-sent events."""
+        # the part that all events share is written once
         begin = f"data: {json.dumps(body.head(self.flags.model))[:-1]}, "
         stream = News(body)
         try:
@@ -172,10 +172,10 @@ class Server:
 
 
 class News:
-    """What is new in the outputs of a stream.
+    """Finds the new parts in the outputs of a stream.
 
-    last: the newest output of each prompt. sent: what the client was sent of each choice:
-    characters, tokens, its finish_reason.
+    last: the newest output of each prompt. sent: how much of each choice the client was sent:
+        characters, tokens, its finish_reason.
     """
 
     def __init__(self, body: Any) -> None:
@@ -184,7 +184,7 @@ class News:
         self.sent: dict[int, tuple[int, int, str | None]] = {}
 
     def choices(self, output: Any) -> Iterator[dict[str, Any]]:
-        """Yields what is new in each choice, in OpenAI's format."""
+        """Yields the new part of each choice, in OpenAI's format."""
         self.last[output.index] = output
         for _, completion in openai.pairs_of([output]):
             text, tokens = self.body.content(output, completion)
@@ -211,7 +211,8 @@ class Stream(StreamingResponse):
 
 
 def refused(http: Request, answer: Response) -> Response:
-    """Answers before the body has come, but ends after it: many clients do not read earlier."""
+    """Answers before the whole body is received, but ends after it, since many clients read no
+    answer before they have sent it all."""
     async def parts() -> AsyncIterator[bytes]:
         yield bytes(answer.body)
         while (await http.receive()).get("more_body"):
@@ -231,8 +232,7 @@ async def failed(http: Request | None, error: BaseException) -> Response:
 
 
 def check_flags(flags: argparse.Namespace) -> None:
-    """Raises ValueError for a limit out of range, an empty key, and an address that no server can
-    have."""
+    """Raises ValueError for a limit out of range, an empty key, and an unusable address."""
     limits = {"max_waiting": 0, "max_body": 1, "timeout": 0, "graceful_timeout": 0}
     for name, least in limits.items():
         value = getattr(flags, name)
@@ -258,12 +258,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
     parser.add_argument("--port", type=int, default=8000, help="of TCP")
-    parser.add_argument("--api-key", help="what clients have to send as a bearer token")
+    parser.add_argument("--api-key", help="the bearer token that clients must send")
     parser.add_argument("--max-waiting", type=int, default=256, help="beyond max_num_seqs")
     parser.add_argument("--max-body", type=int, default=2**20, help="bytes of a call")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a call")
     parser.add_argument("--graceful-timeout", type=float, default=25, help="seconds after SIGTERM")
-    parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of calls of tools")
+    parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of tool calls")
     parser.add_argument("--enable-auto-tool-choice", action="store_const", const="hermes",
                         dest="tool_call_parser", help="the same as --tool-call-parser hermes")
     parser.add_argument("--options", default="{}", help="""LLM's keywords as JSON: '{"seed": 1}'""")

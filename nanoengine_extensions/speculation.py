@@ -1,8 +1,8 @@
 """`speculation="prompt-lookup"`: a decode step also computes guesses of the next tokens.
 
-The engine launches its steps by `Speculation.launch`, which adds guesses to a scheduled batch and
-gives it to the runner. `Speculation.around` wraps the batching policy: it makes steps of the tokens
-that guesses have brought. The scheduler, the runner, stop strings and outputs know nothing of
+The engine launches its steps with `Speculation.launch`, which adds guesses to a scheduled batch and
+passes it to the runner. `Speculation.around` wraps the batching policy: it turns the tokens that
+guesses gained into steps. The scheduler, the runner, stop strings and outputs know nothing about
 guesses.
 
 A step reads all weights, whether for one token of a sequence or for a few. So it can also compute
@@ -13,9 +13,9 @@ the tokens that come next if a guess is right, and draw a token after each of th
     drawn                                    saw the cat  ran    after "fox", "saw", "the", "crow"
 
 Of the guesses, "saw" and "the" are right, so the step has drawn three tokens: "saw", "the", "cat".
-It has drawn "ran" after a wrong guess, and drops it. Nothing is approximate: a draw depends on the
-logits, the seed and the position alone, and with constraints on the tokens so far, which its row
-knows. So these are the tokens that three steps would have drawn, greedy or not. (Leviathan et al.,
+It has drawn "ran" after a wrong guess, and drops it. Nothing is approximate: a draw depends only on
+the logits, the seed, the position and, with constraints, the tokens so far, which are known for its
+row. So these are the tokens that three steps would have drawn, greedy or not. (Leviathan et al.,
 2023, arXiv:2211.17192, guess with a small model. Their draws have no fixed seed for a position, so
 they need a rule for which guesses to accept. Here it is `==`.)
 
@@ -24,14 +24,14 @@ gives one more token to each sequence that has some left, and computes nothing. 
 slots that its sequence holds anyway. K and V of a wrong one lie after the last token, where no
 query sees them until a later step overwrites them.
 
-Edits of logits look at the tokens so far: the row after a guess has a copy of its sequence that has
-the guess (`after`). Where a grammar forces a text, this text is the guess.
+Edits of logits look at the tokens so far, so the row after a guess has a copy of its sequence with
+the guess (`_after`). Where a grammar forces a text, this text is the guess.
 
-How many guesses pay? `StepCosts` knows how long a step of each size takes on this machine, and
-`odds` how often recent guesses of each sequence and each kind were right: a lookup that has found
-eight tokens is right more often than one that has found two. A guess is computed only if it raises
-the expected number of tokens a second (`_worthwhile`). The decision can depend on the time, since
-the tokens do not depend on the decision.
+How many guesses are worth computing? `StepCosts` knows how long a step of each size takes on this
+machine, and `odds` how often recent guesses of each sequence and each kind were right: a lookup
+that has found eight tokens is right more often than one that has found two. A guess is computed
+only if it raises the expected number of tokens a second (`_worthwhile`). The decision can depend on
+the time, since the tokens do not depend on the decision.
 """
 
 import time
@@ -59,21 +59,21 @@ MOST_GUESSES = 32
 WEIGHT = 0.2
 # a guess that is right less often is not computed
 LEAST_ODDS = 0.1
-# a step with guesses has to promise so many times the tokens a second: odds and seconds are rough
+# a step with guesses must promise this many times the tokens a second: the estimates are rough
 LEAST_GAIN = 1.1
 
 
 class StepCosts(dict[int, float]):
-    """The seconds of decode steps, by their number of tokens: the shortest of the recent ones,
-    since what disturbs a step makes it longer."""
+    """The seconds of decode steps, by their number of tokens: those of the shortest recent step,
+    since any disturbance makes a step longer."""
 
     def learn(self, count: int, seconds: float) -> None:
-        """Takes in a measurement.
+        """Adds a measurement.
 
-        No smaller step takes longer. The known times of larger steps come a little closer to it, so
-        that a size that was slow by chance, and has been avoided since, is tried again.
+        No smaller step takes longer. The known times of larger steps move a little towards it. So a
+        size that was slow by chance, and then avoided, is tried again.
         """
-        # it can rise by 5 % a step; a clock can stand still
+        # it rises by at most 5 % a step; at least 1e-9, since a clock can measure 0
         found = self[count] = max(1e-9, min(seconds, 1.05 * self.get(count, seconds)))
         self.update({other: found if other < count else known - 0.001 * (known - found)
                      for other, known in self.items() if known > found})
@@ -86,18 +86,19 @@ class StepCosts(dict[int, float]):
         """
         base = max(known for known in self if without <= known <= count)
         cost = self[base] - self[without] if base > without else self[base] / 2
-        # a little less: so larger steps are tried
+        # a little less, so that larger steps are tried
         return self[base] + 0.9 * cost * (count - base) / (base - without or base)
 
 
 class PromptLookup:
-    """Guesses that a text continues as the latest text did after the same eight or fewer tokens
-    (prompt lookup decoding: Saxena, 2023). That text is the sequence itself, or any other, even one
-    that has ended. Each token is indexed once, when its sequence is looked at.
+    """Looks for the last tokens of a sequence, at most eight, in all texts so far, and guesses that
+    it continues as the newest of these texts did (prompt lookup decoding: Saxena, 2023). These are
+    the texts of all sequences, its own included, even of ended ones. Each token is indexed once,
+    when its sequence is looked at.
 
-    seen: from a few tokens to the text with the place after them; only the newest entries.
+    seen: for a few tokens, the text with them and the place after them; only the newest entries.
     indexed: how many tokens of a sequence are indexed.
-    kind: how many tokens the last guess was found by; the more, the more often it is right.
+    kind: how many tokens the last guess was found with; with more tokens, it is more often right.
     """
 
     SIZES = (8, 4, 2, 1)
@@ -121,11 +122,11 @@ class PromptLookup:
         end = next((end for end in ends if end in self.seen), ())
         self.kind = len(end)
         found, place = self.seen.get(end, ([], 0))
-        # a repetition never ends
+        # `cycle`, since a repetition never ends
         return cycle(found[place:place + 32])
 
 
-# from a sequence to a guess of its next tokens, as many as it likes
+# functions from a sequence to a guess of its next tokens, of any length
 SPECULATION: dict[str, Any] = {"none": None, "prompt-lookup": PromptLookup}
 
 CONDITIONS: list[Condition] = [
@@ -144,8 +145,8 @@ def num_more_rows(config: EngineConfig) -> int:
 class Speculation:
     """Launches the steps of an engine, with guesses.
 
-    guess: the policy. If it has an attribute `kind`, that says how the last guess was found.
-    stock: the tokens of each sequence that are drawn, but have yet to join it.
+    guess: the policy. Its attribute `kind`, if it has one, says how the last guess was found.
+    stock: the tokens of each sequence that are drawn, but have not joined it yet.
     odds: how often recent guesses of a sequence were right, by their kind: the policy's, or
         "forced" by a grammar.
     all_odds: the same for the guesses of all sequences; a new sequence begins with them.
@@ -181,9 +182,9 @@ class Speculation:
         return fill_known
 
     def launch(self, batch: Batch) -> Launched:
-        """Runs a step with guesses, and keeps the tokens that it draws after right ones.
+        """Runs a step with guesses, and keeps the tokens that are drawn after right guesses.
 
-        1. The policy guesses, and the guesses that pay are computed.
+        1. The policy guesses, and the guesses that are worth it are computed.
         2. Guesses are compared with the tokens that were drawn in their places.
         """
         if batch.is_known:
@@ -202,8 +203,8 @@ class Speculation:
         num_guesses = len(tokens) - num_rows
         self.costs.learn(len(batch) + num_guesses, self.clock() - began)
         if num_guesses and min(tokens[:num_rows]) < 0:
-            # K and V of a guess can be NaN, and then reach the token before it: once more without
-            # guesses, and without the block copies, which are done
+            # K and V of a guess can be NaN, and spoil the token before it: so the step runs again
+            # without guesses, and without the block copies, which are done
             guesses = {}
             launched = self.runner.launch(replace(batch, copies=Copies()))
             tokens = launched.wait()
@@ -217,7 +218,7 @@ class Speculation:
             are_right = [*map(eq, guess, drawn)]
             num_right = [*are_right, False].index(False)
             self.counts["right_guesses"] += min(num_right, len(drawn) - 1)
-            # NaN after a guess need not be its own: the next step will tell
+            # NaN after a guess need not be caused by that guess; the next step will show
             self.stock[seq] = [token for token in drawn[1:num_right + 1] if token >= 0]
             for is_right in are_right[:num_right + 1]:
                 odds[kind] += WEIGHT * (is_right - odds[kind])
@@ -239,11 +240,11 @@ class Speculation:
         asked: dict[Sequence, Any] = {}
         vocabulary = self.vocabulary
         for _, seq, position in batch.sampled:
-            # in slots that it holds, and before its end
+            # in slots that the sequence holds, and before its maximum length
             most = min(MOST_GUESSES, len(seq.block_table) * self.config.block_size - position,
                        seq.max_num_tokens - position - 1)
             grammar = seq.kept.get("grammar")
-            # a user's processors, which can keep a state, and beams
+            # no guesses with a user's processors, which can have state, or for beams
             is_alone = seq.params.logits_processors or (
                 seq.needs_tokens and not (grammar or seq.params.bad_words))
             odds = self.odds[seq]
@@ -271,11 +272,11 @@ class Speculation:
     def _worthwhile(self, asked: dict[Sequence, Any], batch: Batch) -> Guesses:
         """Returns guesses cut so that the most tokens a second are expected. asked: from `_ask`
 
-        The i-th guess of a sequence brings a token with probability odds**i. The likeliest ones
-        come first; as many are computed as the seconds of the larger step allow.
+        The i-th guess of a sequence gains a token with probability odds**i. The likeliest ones come
+        first; as many are computed as the seconds of the larger step allow.
         """
         count = len(batch)
-        # the seconds without guesses have to be known
+        # the time without guesses must be known
         if count not in self.costs:
             return {}
         chances = [(odds[kind] ** i, place)

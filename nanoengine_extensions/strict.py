@@ -1,4 +1,4 @@
-"""Strict checks of what a user gives, and vLLM's shorthands. The rules use pydantic.
+"""Strict checks of user input, and vLLM's shorthands. The rules use pydantic.
 
 features.py calls it for `EngineConfig`, `SamplingParams` and `BeamSearchParams`, and
 `InputProcessor` for the arguments of each call. A broken rule is a ValueError that names the
@@ -32,7 +32,7 @@ STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 # vLLM's shorthands: one text means a list of it, None an empty list
 AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
 DISTINCT = AfterValidator(lambda v: [*dict.fromkeys(v)])
-# numbers of NumPy, and of PyTorch, count as Python's
+# NumPy's and PyTorch's numbers are accepted like Python's
 NUMPY = BeforeValidator(lambda v: v.item() if getattr(v, "ndim", None) == 0 else v)
 Int = Annotated[int, NUMPY]
 Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
@@ -46,7 +46,7 @@ NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), F
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST, DISTINCT]
 Folder = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)]
 
-# By the name of a field, which means the same in each class. Others have the type that is declared.
+# By the name of a field, which has one meaning in all classes. Others have their declared type.
 RULES: dict[str, Any] = {
     "n": Count,
     "temperature": Annotated[Moderate, Field(ge=0)],
@@ -93,7 +93,7 @@ RULES: dict[str, Any] = {
     "swap_space": Annotated[Float, Field(ge=0)],
     "beam_width": Count,
     "length_penalty": Annotated[Moderate, Field(ge=-40, le=40)]}
-# those that differ between the classes
+# fields whose rules differ between the classes
 OWN_RULES: dict[str, Any] = {
     "SamplingParams": {
         "max_tokens": Count | None,
@@ -110,12 +110,12 @@ CONDITIONS: dict[str, list[Condition]] = {
         ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
          "True for attention_backend={attention_backend!r}"),
         ("features", lambda c: are_features(c.features),
-         "a list of objects of Feature, each of a class of its own")]}
+         "a list of Feature objects, each of a different class")]}
 
 
 def are_features(given: list[Any]) -> bool:
     """Whether these are features, each with a name other than those of the engine."""
-    # now, as this module is imported while the options are defined
+    # imported here, since this module is imported while the options are defined
     from nanoengine.observers import Feature
     names = [type(each).__name__ for each in given]
     is_new = len({*names, *OBSERVERS.values()}) == len(names) + len(OBSERVERS)
@@ -154,7 +154,7 @@ def checked_options(kind: Any) -> Any:
         for name in names:
             advice = extension("vllm").advice(name) if is_installed("vllm") else ""
             near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
-            last = f"leave it out; help({kind.__name__}) says what is known"
+            last = f"leave it out; help({kind.__name__}) lists the known ones"
             raise ValueError(f"{name} is not known: {advice or [*near, last][0]}")
 
     @wraps(initialize)
@@ -205,7 +205,8 @@ FORMS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}
 
 
 def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
-    """Raises ValueError for arguments of `LLM.generate` of a wrong form. kind: of the params."""
+    """Raises ValueError for badly formed arguments of `LLM.generate`. kind: the class of the
+    params."""
     if not isinstance(prompts, (str, dict, list, tuple)):
         raise rejected("prompts", prompts, FORMS)
     if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
@@ -246,10 +247,10 @@ def explain(found: Any) -> str:
 
 def message_of(error: Exception, message: str) -> str:
     """Returns the message of an error, with advice if memory ran out. Raises the error itself if it
-    comes from a signal handler: then it is not about the user's input."""
+    comes from a signal handler, since it then has nothing to do with the user's input."""
     if is_from_signal(error):
         raise error
-    # what tokenizers says of a text that UTF-8 cannot encode
+    # the message of tokenizers for a text that UTF-8 cannot encode
     if message.startswith("TextEncodeInput"):
         return "the text has half of a surrogate pair, not a whole character: leave it out"
     # PyTorch's error on a CPU has no separate class

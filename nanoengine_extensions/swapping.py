@@ -20,10 +20,10 @@ from nanoengine.sequence import Copies, Sequence
 
 
 def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
-    """Returns memory of the host for as many blocks like these as fit into `swap_space`.
+    """Returns host memory for as many blocks like these as fit into `swap_space`.
 
-    Raises ValueError if the pools of all ranks are larger than the memory of the host, or than
-    what its container has left.
+    Raises ValueError if the pools of all ranks are larger than the memory that the host, or its
+    container, has left.
     """
     left = psutil.virtual_memory().total
     if is_installed("containers"):

@@ -11,7 +11,7 @@ buffer of inputs, its shape and the block copies. Only rank 0 samples; it shares
 which the next step continues.
 
 `LLM` makes a `TensorParallelRunner`, which the engine calls like any other runner. The model has
-hooks, and knows nothing of ranks.
+hooks, and knows nothing about ranks.
 """
 
 import copy
@@ -66,12 +66,13 @@ class Group:
         self.backend = getattr(torch.distributed, self.kind)(self.store, self.rank, self.size)
 
     def check(self, timeout: float = 0) -> None:
-        """Rank 0 has to know whether a rank has ended; another rank ends with rank 0."""
+        """Does nothing here: only rank 0 needs to know whether a rank has ended. The others end
+        with rank 0."""
 
     def finish(self, work: Any) -> None:
         """Waits for an operation on a CPU; on a GPU, its stream waits.
 
-        Gloo can lose the news that a rank has died, and would wait for half an hour.
+        Gloo may not notice that a rank has died, and would wait for half an hour.
         """
         while self.kind == "ProcessGroupGloo" and not work.is_completed():
             with suppress(RuntimeError):
@@ -125,7 +126,7 @@ def shard(config: PretrainedConfig, size: int) -> PretrainedConfig:
 
 
 def parallelize(model: Decoder, group: Group) -> Decoder:
-    """Adds hooks to a rank's part of the model, after which all ranks have the same values."""
+    """Adds hooks to a rank's part of the model. After each hook, all ranks have the same values."""
     for layer in model.layers:
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
             linear.register_forward_hook(lambda module, inputs, output: group.sum(output))
@@ -185,7 +186,7 @@ class TensorParallelRunner(RankRunner):
         size = config.tensor_parallel_size
         part = shard(model_config, size)
         if config.device == "cuda" and size > max(1, num_gpus := torch.cuda.device_count()):
-            raise rejected("tensor_parallel_size", size, f"at most {num_gpus}, the GPUs there are")
+            raise rejected("tensor_parallel_size", size, f"at most {num_gpus}, the number of GPUs")
         # rank 1 takes GPU 1, and so on
         if config.device == "cuda" and (current := torch.cuda.current_device()):
             raise rejected("torch.cuda.current_device()", current, "0 with several ranks")
@@ -226,7 +227,7 @@ class LaunchedOnRanks(Launched):
 
     def wait(self) -> list[int]:
         tokens = super().wait()
-        # a GPU does not notice that a rank has died, and then computes rubbish
+        # a GPU does not notice that a rank has died, and goes on computing rubbish
         self.ranks.check()
         return tokens
 
@@ -252,7 +253,7 @@ class Ranks(Group, AbstractContextManager):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def _watch(self, rank: int, process: Any) -> None:
-        """Records why a rank has ended, and frees a device that waits for it."""
+        """Records why a rank has ended, and frees a device that is waiting for it."""
         process.wait()
         if not self.have_ended.is_set():
             self.error = RuntimeError(f"rank {rank} of the engine has died: see stderr")
@@ -268,15 +269,15 @@ class Ranks(Group, AbstractContextManager):
             raise self.error
 
     def connect(self, device: str) -> None:
-        """Waits for all ranks in a thread: Gloo, which connects, does not notice that one dies."""
+        """Waits in a thread until all ranks are connected: Gloo does not notice if one dies."""
         connecting = threading.Thread(target=super().connect, args=(device,), daemon=True)
         connecting.start()
         while connecting.is_alive() or self.store.add("ranks", 0) < self.size:
             self.check(timeout=0.1)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """If a rank has died, a RuntimeError that names it replaces any other error.
-        Errors that could be the consequence of its end can come a little earlier."""
+        """If a rank has died, a RuntimeError that names it replaces any other error. An error that
+        its end may have caused can come a little earlier."""
         if error:
             # never destroyed: the destructor would wait for an operation that Gloo has lost
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
@@ -293,7 +294,7 @@ class Ranks(Group, AbstractContextManager):
             process.stdin.flush()
 
     def close(self) -> None:
-        """Ends the ranks: each ends, at any point, when its input is closed."""
+        """Ends the ranks. A rank ends when its input is closed, whatever it is doing."""
         self.have_ended.set()
         for process in self.processes:
             # closes its input, and waits
@@ -308,7 +309,7 @@ def start_process(rank: int, group: Group) -> Any:
     code = f"from {__name__} import main; main{group.size, rank, group.store.port}"
     environment = {"PYTHONPATH": os.pathsep.join(sys.path),
                    "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    # in a session of its own, as Ctrl-C is for rank 0
+    # in its own session, since Ctrl-C is for rank 0
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                             env=os.environ | environment, start_new_session=True)
 

@@ -17,7 +17,7 @@ from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.features import extension
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-# the feature of each; its `main` takes the rest of the command line
+# the feature that each starts; its `main` takes the rest of the command line
 COMMANDS = {"serve": "serve", "batch": "batch", "score": "scores", "bench": "bench",
             "eval": "lm_eval"}
 
@@ -54,7 +54,7 @@ def main() -> None:
         params = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed,
                                 max_tokens=args.max_tokens)
         if args.model is None:
-            note(f"the model is {DEFAULT_MODEL}, since --model gives no other one")
+            note(f"the model is {DEFAULT_MODEL}, since --model was not given")
         llm = LLM(DEFAULT_MODEL if args.model is None else args.model)
         if args.chat and args.prompt is None:
             converse(llm, params)
@@ -88,13 +88,13 @@ def converse(llm: LLM, params: SamplingParams) -> None:
 
 
 def lines() -> Iterator[str]:
-    """Yields the lines of standard input that say something, until its end or /exit.
+    """Yields the lines of standard input that are not blank, until its end or /exit.
 
     In a terminal, they can be edited, and the arrow keys bring back earlier ones.
     """
     source = sys.stdin
     if sys.stdin.isatty():
-        # `input` then uses it, where it is installed
+        # if readline is installed, `input` uses it
         with suppress(ImportError):
             import_module("readline")
         note("Ctrl-C stops an answer, and /exit or Ctrl-D ends the chat")
@@ -107,7 +107,7 @@ def lines() -> Iterator[str]:
 
 
 def typed() -> Iterator[str]:
-    """Yields what a user types after a mark, until Ctrl-D. Ctrl-C drops a line."""
+    """Yields the lines that a user types after a prompt, until Ctrl-D. Ctrl-C drops a line."""
     while True:
         try:
             yield input("> " if sys.stdout.isatty() else "")
@@ -133,12 +133,12 @@ def shortened(llm: LLM, messages: list[dict[str, str]], kept: int) -> dict[str, 
         del messages[:2]
         num_dropped += 1
     if num_dropped:
-        note(f"old turns are dropped: {num_dropped}, as the context of {longest} tokens is full")
+        note(f"old turns are dropped: {num_dropped}, since the context of {longest} tokens is full")
     return prompt
 
 
 def show(outputs: Iterable[RequestOutput], *ends: type[BaseException]) -> str:
-    """Prints a text as it grows, and returns it. Exceptions of these types only end the text."""
+    """Prints a text as it grows, and returns it. An exception of these types only ends the text."""
     text = ""
     with suppress(*ends):
         for output in outputs:

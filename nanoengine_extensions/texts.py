@@ -4,7 +4,7 @@ Text is made token by token, as in vLLM: a token adds the difference between the
 it and without it, in the context of the tokens before. Half a character is held back until it is
 complete.
 
-An observer: `done` takes in the newest tokens, and ends sequences whose text has a stop string.
+An observer: `done` decodes the newest tokens, and ends sequences whose text has a stop string.
 """
 
 import weakref
@@ -70,7 +70,7 @@ class Text:
         self.find_stop = stop_finder(tuple(seq.params.stop))
 
     def update(self, seq: Sequence) -> str | None:
-        """Takes in the newest token; returns the stop string that its text completes, if any.
+        """Adds the newest token; returns the stop string that its text completes, if any.
 
         The text then ends before the stop string, or after it if it is to be included."""
         # there is no new token
@@ -94,11 +94,11 @@ class Text:
             return ""
         skip = self.skip_special
         self.undecoded.append(token_id)
-        # of many tokens only the last eight matter: if they begin within a character, their text
-        # begins with at most three replacement characters, which do not count
+        # if there are many tokens, only the last eight matter: if these begin within a character,
+        # their text begins with at most three replacement characters, which are ignored
         if len(self.undecoded) > 8:
             tail = self.tokenizer.decode(self.undecoded[-8:], skip)
-            # or the tokenizer knows none of them
+            # an empty text: the tokenizer knows none of them
             if not tail or self._is_half(tail[3:]):
                 return ""
         before = self.tokenizer.decode(self.context, skip)
@@ -108,7 +108,7 @@ class Text:
         if piece:
             self.context = self.undecoded
         elif not before:
-            # a decoder can cut a space, but only the one at the beginning of a text
+            # a decoder can strip a space, but only at the beginning of a text
             self.context = self._last_seen(self.context + self.undecoded)
         self.undecoded = []
         return piece
@@ -152,14 +152,16 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 
 @lru_cache(maxsize=16)
 def stop_finder(stops: tuple[str, ...]) -> Callable[[str, int], tuple[int, str | None]]:
-    """Returns a search for stop strings, whose time does not grow with their number.
+    """Returns a search function for stop strings; its time does not grow with their number.
 
-    It takes a text, and how much of it was searched before. It returns where a stop string ends,
-    and the string: the one that ends first, or of several, the first in the list.
+    The function takes a text, and how much of it was searched before. It returns where a stop
+    string ends, and the string. This is the one that ends first; if several end there, the first in
+    the list.
     """
     if not stops:
         return lambda text, num_seen: (0, None)
-    # by their last letter, then by the one before; "": the places of those that begin here
+    # the stop strings, by their last letter, then by the one before; "": the places of those that
+    # begin here
     tree: dict[str, Any] = {}
     for place, stop in enumerate(stops):
         branch = tree

@@ -1,4 +1,4 @@
-"""Ends idle OpenMP threads, since they would slow down others.
+"""Ends idle OpenMP threads, which would slow down other threads.
 
 An observer of steps. Each thread that calls the engine has its own computing threads, which spin
 for a while after a step. They slow down the steps of other callers, and whatever a program does
@@ -26,14 +26,14 @@ class Threads(Feature):
         # without a cycle of references, an engine that is dropped frees its memory at once
         self.engine = weakref.proxy(engine)
         self.end_threads = kernels(engine.config.device, engine.config.kernels).end_threads
-        # those that have loaded the model
+        # the threads that loaded the model
         self.end_threads()
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         self.callers.add(threading.get_ident())
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
-        """Runs in the thread that has run the step."""
+        """Is called in the thread that ran the step."""
         if not self.engine.has_unfinished():
             self.callers.clear()
         if len(self.callers) != 1:

@@ -1,4 +1,4 @@
-"""Tools of a chat in OpenAI's format: what a client may ask for, and the calls in an answer.
+"""Tools in OpenAI's format: what a client may ask for, and the calls in an answer.
 
 Tools go to the chat template, which tells the model about them. The model writes its calls as
 text. `--tool-call-parser hermes` of serve.py and batch.py finds them there, in the format of
@@ -12,8 +12,8 @@ A client gets them as `tool_calls`, with "tool_calls" in place of "stop" as `fin
 stream sends each call as a whole, as soon as it is complete. Everything else stays text.
 
 Where `tool_choice` is "required" or names a function, a grammar makes the model write calls in this
-format and nothing else, with arguments that are valid by the function's `parameters`. A client gets
-them as `tool_calls` without --tool-call-parser, too.
+format and nothing else, with arguments that match the function's `parameters`. A client gets them
+as `tool_calls` without --tool-call-parser, too.
 """
 
 import json
@@ -32,7 +32,8 @@ def check(body: dict[str, Any]) -> None:
     """Raises ValueError for tools that are not OpenAI's, and for a choice that is not among them.
 
     body: of a chat. "auto" lets the model decide whether it calls any; "required" makes it call at
-        least one of the tools, {"type": "function", "function": {"name": …}} this one once.
+        least one of the tools, {"type": "function", "function": {"name": …}} makes it call this one
+        once.
     """
     tools = body.get("tools", [])
     if not isinstance(tools, list) or not all(
@@ -50,7 +51,7 @@ def check(body: dict[str, Any]) -> None:
         known = f": {', '.join(schemas)}" if schemas else ""
         raise ValueError(
             f"tool_choice={choice!r} is not supported: it must be 'none', or with tools 'auto', "
-            "or 'required' if each has a name of its own, or {'type': 'function', 'function': "
+            "or 'required' if each has its own name, or {'type': 'function', 'function': "
             f"{{'name': …}}}} with one of their names{known}")
 
 
@@ -73,7 +74,7 @@ def schemas_of(tools: list[dict[str, Any]]) -> dict[str, Any]:
 def read(body: Any, given: dict[str, Any]) -> None:
     """Checks the tools of a chat, and makes a model write the calls that are required.
 
-    body: whose `params` are known. given: the object that the client has sent.
+    body: its `params` are already set. given: the object that the client has sent.
 
     Raises ValueError, also for parameters of a function that no grammar can enforce.
     """
@@ -109,12 +110,13 @@ def calls_of(schemas: dict[str, Any], is_one: bool) -> dict[str, Any]:
 
 
 def call_of(text: str) -> dict[str, str] | None:
-    """Returns the function and the arguments that a text between the two tags calls, if it does."""
+    """Returns the function and the arguments of the call in a text between the two tags; None if it
+    is not a call."""
     try:
         found = json.loads(text)
         arguments = json.dumps(found.get("arguments", {}), ensure_ascii=False, allow_nan=False)
         name = found["name"]
-        # half a character cannot be sent
+        # half a surrogate pair cannot be sent
         (name + arguments).encode()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
@@ -123,8 +125,8 @@ def call_of(text: str) -> dict[str, str] | None:
 
 
 def first_call(text: str, is_whole: bool) -> tuple[dict[str, str] | None, str]:
-    """Returns the call at the start of a text, and the text after it. A text of JSON can contain
-    the last tag itself; at the end of an answer it can be missing."""
+    """Returns the call at the start of a text, and the text after it. The end tag can be missing at
+    the end of an answer, and it can occur in a JSON string."""
     ends = [match.start() for match in finditer(END, text)] + [len(text)] * is_whole
     calls = ((call_of(text[:end]), text[end + len(END):]) for end in ends)
     return next((found for found in calls if found[0]), (None, text))
@@ -159,7 +161,8 @@ class ToolCalls:
     """The calls in one answer.
 
     most: how many it may have; None for any number. reason: the finish_reason after calls.
-    texts: of its choices, so far. sent: the characters and the calls that the client has had.
+    texts: those of its choices, so far. sent: the characters and calls that the client has
+        received.
     """
 
     def __init__(self, name: str, most: int | None = None, reason: str = "tool_calls") -> None:
@@ -195,7 +198,7 @@ class ToolCalls:
 
 
 def find(body: Any, given: dict[str, Any]) -> None:
-    """Lets the answer to a body have calls, if the body allows them."""
+    """Lets the answer to a body contain calls, if the body allows them."""
     choice = given.get("tool_choice")
     if given.get("tools") and choice != "none":
         # the tags can be special tokens

@@ -70,7 +70,7 @@ NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar g
          "max_model_len": "n_ctx", "n": "num_return_sequences", "revision": "tokenizer_revision",
          "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs"}
 INSTEAD = {other: name for name, others in NAMES.items() for other in others.split()}
-# values that turn on nothing, as texts; nor does 1 rank
+# values that turn nothing on, as strings; 1 rank does not, either
 NEUTRAL = {*"False 0 0.0 -1 {} [] set() auto generate hf mp none raw_logprobs uni vllm".split(), ""}
 # methods of vLLM's LLM that this engine does without
 METHODS = """apply_model classify collective_rpc embed encode finish_weight_update
@@ -86,8 +86,8 @@ VLLMValidationError = ValueError
 
 
 def advice(name: str) -> str:
-    """Returns what to do with a keyword of vLLM or of others, or with one of another class here; ""
-    for any other one."""
+    """Returns advice for a keyword of vLLM, of another engine or of another class here; "" for any
+    other one."""
     for kind in (nanoengine.SamplingParams, nanoengine.LLM):
         if name in signature(kind).parameters:
             return f"it is an option of {kind.__name__}"
@@ -100,14 +100,15 @@ def advice(name: str) -> str:
 
 
 def plain(prompts: Any) -> Any:
-    """Returns prompts without those keys of dicts that have no effect: see `without`."""
+    """Returns prompts, whose dicts lose the keys that have no effect: see `without`."""
     if isinstance(prompts, (list, tuple)):
         return [without(each) if isinstance(each, dict) else each for each in prompts]
     return without(prompts) if isinstance(prompts, dict) else prompts
 
 
 def without(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options without those that have no effect, and without None, the default of all.
+    """Returns the options without those that have no effect, and without those that are None, which
+    means the default.
 
     Raises ValueError for an option in OFF that would turn something on.
     """
@@ -121,15 +122,15 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class SamplingParams(nanoengine.SamplingParams):
-    """nanoengine's parameters. None stands for the default, except as `max_tokens`.
+    """nanoengine's parameters. None stands for the default, except for `max_tokens`.
 
-    `output_kind` has no effect, as in vLLM's own `LLM`. Nor has `extra_args`, which is kept as an
-    attribute. What the constructor takes can also be assigned later.
+    `output_kind` has no effect, as in vLLM's own `LLM`. `extra_args` has no effect either, but is
+    kept as an attribute. All arguments of the constructor can also be assigned later.
     """
 
     def __init__(self, *, max_tokens: int | None = 16, **options: Any) -> None:
         wanted = options.pop("structured_outputs", None)
-        # an unknown keyword where both are given
+        # if both are given, this one is an unknown keyword
         wanted = options.pop("guided_decoding", None) if wanted is None else wanted
         wanted = without(wanted) if isinstance(wanted, dict) else wanted
         if wanted == {}:
@@ -169,7 +170,7 @@ class LLM(nanoengine.LLM):
         # the requests of `enqueue`, whose outputs `wait_for_completion` returns
         self.enqueued: list[Any] = []
         drafts = options.get("speculative_config")
-        # its method, or model in older versions; the numbers of guesses are found out
+        # the method is in `method`, or `model` in older versions; the numbers of guesses are unused
         if isinstance(drafts, dict) and "ngram" in f"{drafts.get('method') or drafts.get('model')}":
             options |= {"speculation": "prompt-lookup", "speculative_config": None}
         with naming("structured_outputs_config"):
@@ -191,7 +192,7 @@ class LLM(nanoengine.LLM):
         model = SimpleNamespace(max_model_len=inputs.max_model_len, hf_config=self.model_config,
                                 get_vocab_size=lambda: inputs.vocab_size)
         configs = dict(cache_config=self.config, model_config=model)
-        # scripts free the memory so
+        # this is how scripts free the memory
         core = SimpleNamespace(shutdown=lambda timeout=None: self.close())
         return SimpleNamespace(**configs, vllm_config=SimpleNamespace(**configs), engine_core=core,
                                get_num_unfinished_requests=lambda: len(self.active),
@@ -207,7 +208,7 @@ class LLM(nanoengine.LLM):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False,
                            reset_connector: bool = False) -> bool:
-        """Empties the prefix cache. Blocks in use are never found again, whatever the arguments."""
+        """Empties the prefix cache. Blocks in use are no longer in it, whatever the arguments."""
         return super().reset_prefix_cache()
 
     def check_logprobs(self, params: Any) -> None:
@@ -251,7 +252,7 @@ class LLM(nanoengine.LLM):
         return self.enqueue(prompts, sampling_params, lora_request, priority)
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: Any = True) -> list[Any]:
-        """Runs steps until all that `enqueue` has queued is finished; returns its outputs.
+        """Runs steps until all requests of `enqueue` have finished; returns their outputs.
 
         It shows no progress bar. As with `step`, a request that cannot continue gets the
         `finish_reason` "error".
@@ -263,7 +264,8 @@ class LLM(nanoengine.LLM):
         return [request.output() for request in requests]
 
     def for_chat(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the options of a chat. The form of contents has its effect here."""
+        """Returns the options of a chat, without those that have no effect. The format of contents
+        has one here."""
         form = options.get("chat_template_content_format", "auto")
         template = dict(chat_template=self.chat_template, chat_template_content_format=form)
         return template | without(options)

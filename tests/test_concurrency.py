@@ -102,13 +102,13 @@ def test_a_call_from_within_a_call_is_refused(tiny_llm):
     params = SamplingParams(max_tokens=1, logits_processors=[nested])
     generate(tiny_llm, [[1]], params)
     list(tiny_llm.stream([[1]], params))
-    assert seen == ["a call of this thread is running"] * 2
+    assert seen == ["this thread is already in a call"] * 2
 
 
 def test_closing_from_within_a_call_is_refused(tiny_llm):
     def close(input_ids, scores):
         for call in (tiny_llm.close, tiny_llm.reset_prefix_cache):
-            with pytest.raises(RuntimeError, match="a call of this thread is running"):
+            with pytest.raises(RuntimeError, match="this thread is already in a call"):
                 call()
         return scores
 

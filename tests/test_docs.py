@@ -246,7 +246,7 @@ def test_the_other_tables_are_printed(monkeypatch, capsys):
 
 def test_values_for_comparison_are_named_once():
     row, = re.findall(r"^\| `scheduling` .*", REFERENCE, flags=re.MULTILINE)
-    assert "static" not in row and "`overtaking" not in row and "This policy and the next" in row
+    assert "static" not in row and "`overtaking" not in row and "this option and the next" in row
     tables = "\n".join(re.findall(r"^\|.*", REFERENCE, flags=re.MULTILINE))
     for name in (*BATCHING, *ORDERS, *VICTIMS, *KV_ALLOCATION):
         is_main = name not in ("static", "random", "least-recently-run", "max-length")

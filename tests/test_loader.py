@@ -187,7 +187,7 @@ def test_the_rope_table_is_as_long_as_the_context_that_fits(make_model):
 
 def test_a_tokenizer_in_python_is_refused_at_the_start(copy):
     ByT5Tokenizer().save_pretrained(copy)
-    with pytest.raises(ValueError, match="tokenizer.*not one in Python"):
+    with pytest.raises(ValueError, match="tokenizer.*not a Python tokenizer"):
         LLM(str(copy), num_kv_blocks=8)
 
 

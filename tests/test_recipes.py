@@ -333,7 +333,7 @@ def test_serve(monkeypatch, capsys):
     pytest.importorskip("openai")
     monkeypatch.chdir(ROOT)
     client, = recipe("A service")
-    calls, = recipe("Required calls of tools")
+    calls, = recipe("Required tool calls")
     *arguments, port = command("serve")
     assert f":{port}/v1" in client
     with socket.socket() as free:

@@ -4,8 +4,8 @@ the weights of any model when they are loaded.
 A weight *is* its dequantized value in the dtype of the model: the generated tokens are those that
 transformers generates with these values, on every device. On a CPU with its kernels, the numbers
 stay packed, and are expanded within products (modules.py, packed.py, kernel.py). Elsewhere the
-weights are dequantized when they are loaded, so that they take the memory of the dtype; a line in
-the log says how much.
+weights are dequantized when they are loaded, so they take as much memory as the dtype needs; a line
+in the log says how much.
 
 It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
 files are read (`ModelRunner.load_model`); a model that transformers computes is read in
@@ -39,7 +39,7 @@ BITS = {"int8": 8, "int4": 4}
 SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 KNOWN = (*METHODS, "gguf")
-# vLLM's names of methods with the kernel that it has for them
+# vLLM's names of methods, which include its kernel for them
 MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
 CONDITIONS: list[Condition] = [
     ("quantization", lambda c: c.quantization.removesuffix(SUMS) in (*BITS, *KNOWN, *MARLIN),
@@ -65,7 +65,7 @@ def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
         # made by this function before
         if beside and not [*path.glob("*.gguf")]:
             return path
-        # made by this function, or completed by its user
+        # made by this function, or completed by the user
         has_config = beside and (beside / "config.json").is_file()
         if name == "tokenizer" and (has_config or [*path.glob("tokenizer*")]):
             return path
@@ -94,12 +94,11 @@ def only_file(path: Path) -> Path:
 
 
 def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
-    """Returns arguments of `loader.load_model`: one that takes the place of `safe_open` for a
-    model's files, and if weights stay packed, two that allocate and fill them as such. For a model
-    that transformers computes, arguments of `transformers_models.load`.
+    """Returns arguments for `loader.load_model`: one that takes the place of `safe_open` for a
+    model's files, and if weights stay packed, two that allocate and fill packed weights. For a
+    model that transformers computes, arguments of `transformers_models.load`.
 
-    Raises ValueError for a model that is quantized in another way than `quantization` says, or in
-    a way that cannot be read.
+    Raises ValueError for a model that cannot be read, or is not quantized as `quantization` says.
     """
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
@@ -163,7 +162,7 @@ def stays_packed(runner: ModelRunner) -> bool:
 
 
 def drop_empty_biases(opened: Iterable[Opened], config: Any) -> None:
-    """Leaves out biases that are zeros, of linears without a bias: AutoGPTQ gives all a bias."""
+    """Leaves out biases of zeros, for linears without a bias: AutoGPTQ gives all linears one."""
     with torch.device("meta"):
         known = checkpoint_tensors(Decoder(config))
     for tensors in opened:
@@ -174,8 +173,8 @@ def drop_empty_biases(opened: Iterable[Opened], config: Any) -> None:
 
 
 def tie(opened: dict[Path, Opened]) -> bool:
-    """Gives the embedding the name of the head, if the files have one matrix for both. Returns
-    whether they have only one."""
+    """Gives the embedding the name of the head if the files have one matrix for both. Returns
+    whether there is only one."""
     for tensors in opened.values():
         if any(name.removeprefix("model.") == HEAD for name in tensors):
             return not any(EMBEDDING in name for each in opened.values() for name in each)
@@ -196,13 +195,13 @@ def choose_opener(method: str, entries: dict[str, Any],
 
 
 def sizes_of(files: list[Path], opened: Iterable[Opened]) -> tuple[int, int]:
-    """Returns the bytes of some files, and how many numbers they have."""
+    """Returns the size of some files in bytes, and how many numbers they have."""
     return (sum(file.stat().st_size for file in files),
             sum(prod(tensor.shape) for tensors in opened for tensor in tensors.values()))
 
 
 def check_memory(num_bytes: int) -> None:
-    """Raises ValueError if packed weights, of at least so many bytes, do not fit the memory."""
+    """Raises ValueError if packed weights, of at least this many bytes, do not fit into memory."""
     if is_installed("strict"):
         weights = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         extension("strict").check_memory([weights], "cpu")

@@ -4,7 +4,7 @@
 
 Numbers are small, and scales have so few bits that products with a zero are exact. So a fused
 multiply-add rounds once, as defined. A number u of 8 bits, which has no low, becomes floating point
-without a conversion: it is put into the mantissa of 1, which gives f = 1 + u / 256, and
+without a conversion: put into the mantissa of 1, it gives f = 1 + u / 256, and
 (u - zero) * scale = f * (256 * scale) - (256 + zero) * scale.
 """
 
@@ -26,8 +26,8 @@ from nanoengine_extensions.quantized.whole_numbers import (
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
-# vectors of outputs that one row is multiplied with at once; more rows have two, or as many where
-# numbers are not expanded
+# how many vectors of outputs one row is multiplied with at once; for more rows there are two, or
+# four if numbers are not expanded
 COLUMNS = 4
 # for 16 outputs, of each of two halves: scales, and what is added
 SCALES = 2 * 2 * LANES

@@ -25,8 +25,8 @@ ROWS = 256
 class Grouped(NamedTuple):
     """A weight in groups of inputs: (number - zero) * scale + low.
 
-    numbers: (outputs, inputs), whole numbers of so many bits; in int8 they have a sign.
-    scales, zeros, lows: (outputs, groups); no zeros, no lows: all are 0.
+    numbers: (outputs, inputs), whole numbers of `bits` bits; in int8 they have a sign.
+    scales, zeros, lows: (outputs, groups); missing zeros or lows are 0.
     groups: the group of each input; None: neighbours, in equal parts.
     above: what scales, and lows, are multiplied by: (outputs, groups of 256 inputs) each.
     """
@@ -63,7 +63,7 @@ class Grouped(NamedTuple):
         """Returns the weight in float32. A product of a number and a scale in 16 bits is exact."""
         groups = self.groups
         if groups is None:
-            # parts that do not divide a row go beyond the scales
+            # if the parts do not divide a row, the last one goes beyond the scales
             size = self.numbers.shape[1] // self.scales.shape[1]
             groups = torch.arange(self.numbers.shape[1]) // size
         weight = torch.empty(self.numbers.shape, dtype=torch.float32)
@@ -94,8 +94,8 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def neighbours(inputs: int, count: int, sizes: list) -> Tensor | None:
-    """Returns the group of each input, if it is one of these sizes that gives so many groups. The
-    last group can have less."""
+    """Returns the group of each input, if one of these sizes gives `count` groups. The last group
+    can be smaller."""
     fitting = [size for size in sizes if (size or 0) > 0 and -(-inputs // size) == count]
     return torch.arange(inputs) // fitting[0] if fitting else None
 
@@ -150,7 +150,7 @@ def rounded(weight: Tensor, bits: int) -> Grouped:
     numbers = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(len(weight), -(-inputs // GROUP), dtype=torch.float16)
     most = 2 ** (bits - 1)
-    # some rows at a time, as there are copies of them
+    # some rows at a time, since they are copied
     for part, to, scale in zip(*(each.split(ROWS) for each in (weight, numbers, scales))):
         x = F.pad(part.float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
         largest = x.gather(2, x.abs().argmax(2, keepdim=True))[:, :, 0]

@@ -37,9 +37,9 @@ LAYER_NAMES = {
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj"}
-# where tensors lie in the files, in the folder that `write_folder` fills
+# the file with the places of all tensors, in the folder that `write_folder` fills
 TABLE = "tensors.json"
-# tokens that end a turn, by their names, as in llama.cpp: many files say only what ends a text
+# tokens that end a turn, by name, as in llama.cpp: many files name only the one that ends a text
 ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
 
 
@@ -63,8 +63,8 @@ def plain_name(name: str, of_layer: dict[str, str]) -> str:
 
 
 class Reader(gguf.GGUFReader):
-    """Reads a header in a third of the time: slices of a mapped file are slower than of an array.
-    A large vocabulary has a million."""
+    """Reads a header in a third of the time: slices of a mapped file are slower than those of an
+    array, and a large vocabulary needs a million."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
@@ -74,7 +74,7 @@ class Header:
     """What the GGUF files of a model say about it, without their weights."""
 
     def __init__(self, files: list[Path]) -> None:
-        with naming(ValueError("the file is incomplete, or no GGUF: download it again")):
+        with naming(ValueError("the file is incomplete, or not a GGUF file: download it again")):
             readers = {str(file): Reader(file) for file in files}
         for reader in readers.values():
             self.accept("byte order", {"I": "little", "S": "big"}[reader.byte_order], ["little"])
@@ -89,7 +89,7 @@ class Header:
             self.others = extension("gguf_families", asked).FAMILIES
         self.family = self.others.get("mixtral" if has_experts else self.architecture)
         of_layer = LAYER_NAMES | (self.family.names if self.family else {})
-        # of each file: the type, the shape and the place of each tensor
+        # for each file: the type, the shape and the place of each tensor
         self.table = {name: {
             plain_name(tensor.name, of_layer): [
                 tensor.tensor_type.name, tensor.shape.tolist()[::-1], int(tensor.data_offset),
@@ -105,8 +105,8 @@ class Header:
         return self.tensors[name]
 
     def of_model(self, name: str, default: Any = None) -> Any:
-        """Returns an entry of the architecture, a number. Raises ValueError if it is needed and
-        missing, and for layers that differ."""
+        """Returns a number that the file has for its architecture. Raises ValueError if it is
+        needed and missing, and for layers that differ."""
         found = self.find(f"{self.architecture}.{name}", default)
         if found is None:
             raise ValueError(f"{self.architecture}.{name} is missing: the file must be complete")
@@ -173,8 +173,8 @@ class Header:
     def quantization(self) -> dict[str, Any]:
         """Returns the `quantization_config` of the model.
 
-        heads: llama.cpp's "llama" rotates neighbours in a head, so that its converter reorders the
-        rows of q and k, by heads. norms: what it has added to the weights of norms.
+        heads: llama.cpp's "llama" rotates neighbours in a head, so its converter reorders the rows
+            of q and k, by heads. norms: the number that it has added to the weights of norms.
         """
         heads = self.of_model("attention.head_count")
         permuted = {"q_proj": heads, "k_proj": self.of_model("attention.head_count_kv", heads)}
@@ -212,8 +212,8 @@ class Header:
     def llama3(self, theta: float) -> dict[str, Any]:
         """Returns the parameters from which the factors of the frequencies were made.
 
-        llama.cpp's converter stores only the factors, one for each pair of numbers of a head. All
-        models of Llama 3 differ only in the largest one.
+        llama.cpp's converter stores only the factors, one for each pair of numbers of a head.
+        Between the models of Llama 3, only the largest factor differs.
         """
         given = torch.from_numpy(self.tensors["rope_freqs.weight"].data.astype(np.float32))
         factor = float(given.max())
@@ -249,7 +249,7 @@ def write_folder(files: list[Path], beside: Path | None, folder: Path, has_token
             shutil.copy(path, folder)
     if "config.json" in others:
         given = json.loads((folder / "config.json").read_text())
-        # others say only what kind of model it is
+        # other files name only the kind of model
         config = given if "architectures" in given else config
     write(folder / "config.json", config | {"quantization_config": header.quantization()})
     # `loader.weight_files` finds the files by it
@@ -271,7 +271,7 @@ def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
     folder: the one that `write_folder` has filled; entries: see `Header.quantization`.
     """
     opened = Opened()
-    # to read a header again takes seconds
+    # reading a header again takes seconds
     table = json.loads((folder / TABLE).read_text())[str(file)]
     for name, (kind, shape, offset, num_bytes) in table.items():
         heads = entries["heads"].items()
@@ -299,7 +299,7 @@ def names_of_experts(name: str, count: int) -> list[str]:
 
 def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int,
                 heads: int, added: float) -> Tensor | Grouped:
-    """Reads a tensor. The file is not mapped: its pages would count as memory.
+    """Reads a tensor. The file is not mapped, since its pages would count as memory.
 
     heads: if not 0, rows are put in transformers' order: in each head, all first numbers of a pair,
         then all second ones.

@@ -23,7 +23,7 @@ def signed(raw: Tensor) -> Tensor:
 
 
 def parts(raw: Tensor, bits: int) -> Tensor:
-    """The numbers of so many bits in bytes: first the lowest of each byte, then the next ones."""
+    """The numbers of `bits` bits in bytes: first the lowest of each byte, then the next ones."""
     found = [raw >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
     return torch.stack(found, -2)
 

@@ -52,8 +52,9 @@ class QuantizedLinear(PackedLinear):
 
     weight: the dequantized weight, a copy. If another one is set, it is an ordinary linear.
     part_rows: how many outputs each part has.
-    is_being_tied: until an embedding has been given the weight, it is not dequantized for this.
-    packed_bias: in float32, padded; made when it is first needed, since it is loaded later.
+    is_being_tied: set until an embedding is given the weight; meanwhile, the weight is not
+        dequantized for it.
+    packed_bias: in float32, padded; made when it is first needed, since the bias is loaded later.
     """
 
     part_rows: list[int]
@@ -83,7 +84,7 @@ class QuantizedLinear(PackedLinear):
             self.register_buffer(f"part_{number}", part, persistent=False)
         self.part_rows = rows
         self.padding = packed.padding(self.in_features, packed.form_of(parts[0]).group, dtype)
-        # it is compiled now, and not when it is first needed
+        # compiled now, not when it is first needed
         self.kernel = kernel.product(dtype, bool(packed.form_of(parts[0]).by_sums))
         self._parameters["weight"] = without_weight(dtype)
 
@@ -106,7 +107,7 @@ class QuantizedLinear(PackedLinear):
             more = -self.out_features // self.halves % block
             bias = F.pad(bias.unflatten(0, (self.halves, -1)), (0, more))
             self.packed_bias = bias.flatten()
-        # where each part is, and its first block after it
+        # the address of each part, and the number of the first block after it
         parts = []
         end = 0
         for part in self.packed_parts:
@@ -157,7 +158,7 @@ class QuantizedEmbedding(nn.Embedding):
 
 
 def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool) -> Tensor:
-    """Reads a matrix, as bytes; where it has no packed form, as a matrix in `dtype`."""
+    """Reads a matrix as bytes, or if it has no packed form, as a matrix in `dtype`."""
     found = tensor.load()
     if not isinstance(found, Grouped):
         return found.to(dtype)
@@ -225,7 +226,7 @@ class Loading:
             self.modules[storage_of(weight)] = module, own, {}
             module.__class__ = packed_class(kind, own)
         if self.is_tied:
-            # not as a submodule of the embedding: it already is a part of the model
+            # not as a submodule of the embedding, since the head already is a part of the model
             vars(embedding)["head"] = model.lm_head
             vars(model.lm_head)["is_being_tied"] = True
 

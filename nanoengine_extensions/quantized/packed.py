@@ -70,7 +70,7 @@ def block_of(dtype: torch.dtype, by_sums: bool) -> int:
 
 
 def stored_bits(width: int) -> int:
-    """Returns in how many bits a number is stored. width: see `Form`"""
+    """Returns the number of bits in which a number is stored. width: see `Form`"""
     return 4 if width == 4 else 8
 
 
@@ -173,7 +173,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
         written[:, :begin] = torch.cat(above, 2).flatten(1)
     records = written[:, begin:].unflatten(1, (groups, record))
     records[:, :, :head] = torch.cat(heads, 2)
-    # some blocks at a time, as there are copies of them
+    # some blocks at a time, since they are copied
     for part, to in zip(weight.numbers.split(32 * block), records[:, :, head:].split(32)):
         x = (part.to(torch.int16) + added).to(torch.uint8) ^ (middle if by_sums else 0)
         x = F.pad(x, (0, more[0], 0, -len(x) % block))

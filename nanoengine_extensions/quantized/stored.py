@@ -1,4 +1,4 @@
-"""Quantized tensors as `safe_open` would give them, if they were not quantized.
+"""Quantized tensors, in the form in which `safe_open` returns plain ones.
 
 `loader.load_model` opens each file of weights, and asks for its names and for one tensor at a time.
 These classes answer the same calls, and dequantize a tensor when it is read. `Stored.load` gives
@@ -18,7 +18,7 @@ from nanoengine_extensions.quantized.formulas import Grouped
 
 # types of tensors that are not quantized
 PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
-# begins the type of those that are quantized when they are read
+# the type of tensors that are quantized when they are read begins with this
 ROUNDED = "rounded"
 
 
@@ -163,8 +163,8 @@ def open_quantized(index: Index, method: Method, file: Path) -> Opened:
 
 
 def open_rounded(bits: int, file: Path) -> Opened:
-    """Returns the tensors of a file of safetensors, the matrices rounded to so many bits: those of
-    experts, too, which can lie in one tensor."""
+    """Returns the tensors of a safetensors file, with matrices rounded to `bits` bits. So are those
+    of experts, of which one tensor can have many."""
 
     def read(tensor: Stored) -> Tensor | Grouped:
         weight = tensor.read()

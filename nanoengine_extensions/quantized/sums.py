@@ -19,7 +19,7 @@ from nanoengine_extensions.quantized.expanding import (
     COLUMNS, FEW, add_numbers, read_scales, store_numbers)
 from nanoengine_extensions.quantized.packed import ANY, HEADER
 
-# each row keeps the sums of so many neighbouring inputs; groups are multiples
+# each row keeps the sums of this many neighbouring inputs; the size of a group is a multiple
 UNIT = 16
 # of all the rows that a thread has copied
 UNITS = 2 * (PART + MOST_ROWS * LANES) // UNIT

@@ -1,7 +1,7 @@
 """Quantized weights of models that transformers computes (transformers_models), packed for a CPU.
 
 transformers fills a model by its own rules: it renames tensors, ties them, and merges those of
-experts. So it gets an `Origin` for each matrix at first. This has no memory, and tells where in the
+experts. So it first gets an `Origin` for each matrix, which takes no memory and shows where in the
 model the matrix belongs. Then one matrix after the other is read and packed.
 
     linears, embeddings       their numbers stay packed
@@ -244,7 +244,7 @@ def can_be_packed(module: Any, name: str, dtype: torch.dtype) -> bool:
 
 
 def looks_up(embedding: nn.Embedding) -> bool:
-    """Tries whether it computes each row from this row alone."""
+    """Tests whether it computes each row from this row alone."""
     trial = copy.copy(embedding)
     trial.padding_idx = None
     weight = torch.randn(5, embedding.embedding_dim)

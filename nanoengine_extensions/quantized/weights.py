@@ -4,8 +4,8 @@
     more rows, on tiles, with AVX2         a slice is expanded into the first cache, and multiplied
                                            as `nanoengine_cpu/products.py` does it
 
-A result has the bits of the product with the weight that was dequantized before, rounded to the
-dtype of the rows.
+A result has the same bits as the product with a weight that was dequantized first, and rounded to
+the dtype of the rows.
 """
 
 import numpy as np

@@ -17,7 +17,7 @@ from nanoengine.step_inputs import send
 
 
 def check(wanted: dict[str, Any]) -> None:
-    """Raises ValueError if no grammar can be made of a value. Needs no tokenizer."""
+    """Raises ValueError if no grammar can be made from a value. Needs no tokenizer."""
     with naming("structured_outputs need llguidance"):
         from nanoengine_extensions.structured_outputs.grammar import LLMatcher, reason_of, to_lark
     (kind, value), = wanted.items()
@@ -51,7 +51,7 @@ class Grammars(Feature):
         """Forbids the tokens that a sequence's grammar does not permit.
 
         The masks of all rows cross to the device together. Before `min_tokens`, tokens that end the
-        sequence are forbidden, too, unless no other token is left: a complete text can end.
+        sequence are forbidden, too, unless no other token is left: a complete text may end early.
         """
         from nanoengine_extensions.structured_outputs.grammar import permitted
         grammars = {row: seq.kept["grammar"] for row, seq in enumerate(seqs)

@@ -1,19 +1,20 @@
-"""Regexes of Python, translated to those of Rust for llguidance.
+"""Translates Python's regexes into Rust's, for llguidance.
 
-Patterns of JSON schemas are JavaScript's. Where the three languages read a part in different ways,
-it is translated to what all of them accept, or refused.
+Patterns of JSON schemas are JavaScript's. A part that the three languages read in different ways is
+translated into one that all of them accept, or refused.
 """
 
 import re
 
-# the escapes whose letters Python, JavaScript and Rust all count: \w is ASCII in JavaScript …
+# for each escape, the letters that it means in all of Python, JavaScript and Rust: \w is ASCII in
+# JavaScript …
 LETTERS = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\s--\x85]", "D": r"[^\p{N}\x00]",
            "W": r"[^\p{L}\p{M}\p{N}\p{Pc}\x00]", "S": r"[^\s\x00\x1c-\x1f\ufeff]"}
-# … and those that any of them counts
+# … and all letters except those that it means in any of them
 EXCLUDED = {name: f"[^{LETTERS[name.swapcase()]}]" for name in LETTERS}
 # an escape, a class, or a brace that begins no repetition in Rust
 SPECIAL = re.compile(r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{,\d*\}|\{(?!\d+,?\d*\})")
-# a repetition after a repetition, or flags: in the middle, Python takes them before 3.11
+# a repetition after a repetition, or flags, which Python accepted in the middle before 3.11
 REFUSED = re.compile(r"(?:[*+?]|\{\d+,?\d*\})\+|\(\?\w*[xU]|(?!^)\(\?\w+\)")
 
 
@@ -44,7 +45,7 @@ def as_letter(escape: re.Match) -> str:
 
 
 def for_rust(special: re.Match) -> str:
-    """Returns a part of a regex that Rust may read in another way than Python."""
+    """Returns a part of a regex that Rust may read differently from Python."""
     part = special[0]
     if part == "{":
         return r"\{"
@@ -53,8 +54,8 @@ def for_rust(special: re.Match) -> str:
     if part[0] == "\\":
         return LETTERS.get(part[1], part)
     begin, known = ("[^", EXCLUDED) if part[1] == "^" else ("[", LETTERS)
-    # Rust has [[:alpha:]], and reads []-a] in another way
+    # Rust has [[:alpha:]], and reads []-a] differently
     body = re.sub(r"(?s)\\(.)|[]:[]", lambda each: known.get(each[1], "\\" + each[0][-1]),
                   part[len(begin):-1])
-    # llguidance takes a class with all control characters for one with quotes and backslashes
+    # llguidance mistakes a class with all control characters for one with quotes and backslashes
     return rf"[{begin}{body}]&&[^\x00]]"

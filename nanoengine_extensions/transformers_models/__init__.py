@@ -1,4 +1,4 @@
-"""Models that the engine does not have itself: transformers computes them, over the engine's cache.
+"""Models that the engine has no code for: transformers computes them, with the engine's cache.
 
 transformers lets a library register an attention function of its own. So one step is one row of
 tokens with their positions, from any number of sequences. transformers still computes everything
@@ -8,13 +8,13 @@ needs to know which token belongs to which sequence, and the engine has one that
     transformers   embedding ── norm, q, k, v ─┐        ┌─ MLP ── … ── norm ── head
     the engine                        K and V to the cache, attention
 
-    describe   what the engine has to know of a model, from its config.json (`load_config` calls it)
+    describe   what the engine must know about a model, from config.json (`load_config` calls it)
     load       the model (`ModelRunner.load_model` calls it); check.py says whether it can run so,
                modules.py which of its parts have a faster form
 
-The calls of the attention function are the same in each step, so they have numbers: call 5 has
-layer 5 of the cache. A call is a module with the forward of the engine's own `Attention`, after
-its projection. So a library of kernels that knows the one also makes the other fast.
+The calls of the attention function are the same in each step, so they have numbers: call 5 uses
+layer 5 of the cache. Each call is a module. Its forward is the part of the engine's own `Attention`
+that follows the projection, so a library of kernels that knows this forward makes the call fast.
 """
 
 import copy
@@ -44,7 +44,7 @@ from nanoengine_extensions.transformers_models.modules import current
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 # from the original length on, their angles depend on the longest sequence of a step
 BY_LENGTH = ("dynamic", "longrope")
-# formats that transformers itself dequantizes without a GPU for them
+# formats that transformers itself dequantizes if there is no GPU for them
 UNPACKED = ("fp8", "mxfp4")
 
 
@@ -85,7 +85,7 @@ class Call(Attention):
         # backends scale by 1 / sqrt(head_dim)
         self.factor = recorded.scale * math.sqrt(head_dim)
         nothing: Any = nn.Identity()
-        # libraries read from it how many heads there are
+        # libraries read the number of heads from it
         nothing.in_features = recorded.query[1] * head_dim
         self.qkv_proj = self.q_norm = self.k_norm = self.o_proj = nothing
 
@@ -116,7 +116,7 @@ class Call(Attention):
                key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """From (1, heads, T, head_dim) each to (1, T, heads, head_dim of the values).
 
-        angles: rotate nothing. module, options: whose attention it is, and what else it gives
+        angles: rotate nothing. module, options: the caller of attention, and its other arguments
         """
         if self.is_gathered:
             return self.gather(step, angles, module, query, key, value, options)
@@ -157,7 +157,7 @@ class OtherCall(Call):
     """A call that needs more than that, such as a mask that is not a window."""
 
     attend = Call.gather
-    # so that no library takes it for the engine's own
+    # so that no library mistakes it for the engine's own
     forward = attend  # type: ignore[assignment]
 
 
@@ -165,10 +165,10 @@ class OtherCall(Call):
 
 
 class Given(nn.Module):
-    """Stands in for all layers: returns what they returned, with the hidden states of some rows."""
+    """Stands in for all layers: returns their output, with the hidden states of some rows."""
 
     output: Any
-    # some models call the decoder of their decoder
+    # some models call their decoder's `decoder`
     decoder = property(lambda self: self)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
@@ -198,23 +198,23 @@ class Model(nn.Module):
         self.calls: Any = nn.ModuleList()
         self.stack: Any = None
         self.waits: list[str] = []
-        # libraries take rows for invariant only in a decoder that they know
+        # libraries guarantee invariant rows only for a decoder that they know
         self.embed_tokens = causal.get_input_embeddings()
         self.given = Given()
-        # a model for images can have a whole one for texts, with its head
+        # a model for images can contain a whole model for text, with its head
         parts = [each for each in causal.children() if isinstance(each, PreTrainedModel)]
         causal = next((each for each in parts if each.get_output_embeddings()), causal)
         name, layers = next((name, child) for name, child in causal.named_children()
                             if isinstance(child, PreTrainedModel))
-        # The same model, of which only what follows the layers computes: scales and soft caps of
-        # logits, too. Both are hidden from libraries, which would take modules for those of a
-        # `Decoder` by their names.
+        # The same model, but only the part after the layers computes, which may scale or cap the
+        # logits. Both models are hidden from libraries, which would mistake modules for a
+        # `Decoder`'s by their names.
         head = copy.copy(causal)
         head._modules = {**causal._modules, name: self.given}
         vars(self).update(layers=getattr(layers, "decoder", layers), head=head)
 
     def bind(self, rope: Tensor, caches: Tensor, backend: Callable[..., Tensor] | None) -> None:
-        """Gives the calls their memory. The model has angles of its own."""
+        """Gives the calls their memory. The model has its own angles."""
         other = None if backend is gather_attention else self.paged_attention
         for call, cache in zip(self.calls, caches):
             call.bind(cache, backend, other)
@@ -265,14 +265,14 @@ def refused(config: PretrainedConfig, reason: object) -> ValueError:
 
 
 def describe(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns what the engine has to know of a model. `load` adds the shape of its KV cache.
+    """Returns what the engine must know about a model. `load` adds the shape of its KV cache.
 
     Raises ValueError for layers whose state is not K and V of tokens.
     """
     text = config.get_text_config(decoder=True)
     others = sorted({*(getattr(text, "layer_types", None) or ())} - ATTENTION)
     if others:
-        raise refused(config, f"its layers of kind {others} keep what is not in a KV cache")
+        raise refused(config, f"its layers of kind {others} keep state outside a KV cache")
     longest = getattr(text, "max_position_embeddings", None) or 2048
     rope = getattr(text, "rope_parameters", None) or {}
     for each in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
@@ -285,7 +285,7 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
     described = PretrainedConfig()
     quantized = getattr(config, "quantization_config", None) or getattr(
         text, "quantization_config", None) or {}
-    # the first name asks the extension `quantized` for its weights
+    # because of the first name, the extension `quantized` reads its weights
     is_unpacked = quantized.get("quant_method") in UNPACKED
     name = "unpacked_config" if is_unpacked else "quantization_config"
     vars(described)[name] = quantized
@@ -302,10 +302,10 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     config = runner.model_config.original
     name = str(config.architectures[0])
     kind: Any = getattr(transformers, name, None)
-    # some makers have their own class, or spell it in another way
+    # some makers have their own class, or spell its name differently
     family = name.removesuffix("ForCausalLM").replace("_", "").lower()
     is_of_maker = not kind and family == config.model_type.replace("_", "")
-    # the class can be that of another model: a Mistral with layer_types is Ministral by its config
+    # the class can be another model's: a Mistral with layer_types has the config of Ministral
     configs = None, type(config), type(config.get_text_config(decoder=True))
     if is_of_maker or getattr(kind, "config_class", None) not in configs:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
@@ -335,7 +335,7 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     if hasattr(causal, "hf_quantizer"):
         raise NotComputed("its weights stay quantized")
     causal.eval().requires_grad_(False)
-    # packed weights are on the CPU, and stay packed if they are not moved
+    # packed weights are on the CPU, and stay packed only if they are not moved
     return causal if runner.device == "cpu" else causal.to(runner.device)
 
 
@@ -347,8 +347,8 @@ def load(runner: Any, folder: Path, read: Callable[..., Any] = from_files,
          is_packed: bool = False) -> Model:
     """Returns the model. Raises ValueError for one that does not compute the same in steps.
 
-    read: in place of `from_pretrained`; quantized weights replace it. is_packed: whether these take
-    less memory than their dtype would.
+    read: in place of `from_pretrained`; quantized weights replace it. is_packed: whether the
+        weights take less memory than their dtype would.
     """
     if runner.config.cpu_offload_gb:
         raise rejected("cpu_offload_gb", runner.config.cpu_offload_gb,

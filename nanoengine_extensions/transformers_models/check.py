@@ -1,4 +1,4 @@
-"""Whether a model of transformers computes the same in the engine's steps as by itself.
+"""Checks whether a transformers model computes the same in the engine's steps as by itself.
 
     record   runs a few tokens, and notes each call of the attention function; refuses what
              attention over a paged cache cannot do, and models that count their tokens
@@ -31,15 +31,15 @@ from nanoengine_extensions.transformers_models.modules import (
 from nanoengine_extensions.transformers_models.watching import (
     LikeLast, Watch, choose, noted_kinds, noted_waits, only)
 
-# options of a call that do not make it more than causal attention in a window
+# options of a call that change nothing: it is still causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
          "output_router_logits", "cache_position", "position_embeddings"}
-# options that do, and that a kernel has
+# options that change it, and that a kernel supports
 SOFT = {"softcap", "s_aux"}
-# by how much logits may differ, relative to their norm: in float32, and in the engine's dtype, in
-# which a right model can choose another expert
+# how much logits may differ, relative to their norm: in float32, and in the engine's dtype, where a
+# right model can choose a different expert
 MOST_IN_FLOAT32, MOST = 1e-3, 0.5
-# how many tokens are recorded: no other size of a model is likely to be the same
+# how many tokens are recorded; a number that is unlikely to be any size of a model
 NUM_RECORDED = 19
 # the chunks of each step: (prompt, its first token, after its last token); the last one decodes
 STEPS = [(0, 0, 4)], [(0, 4, 9), (1, 0, 8)], [(0, 9, 10), (1, 8, 10)], [(0, 10, 11), (1, 10, 11)]
@@ -100,7 +100,7 @@ def record(model: Any, token_ids: Tensor, longest: int, log: list[Any]) -> list[
         if options.get("is_causal") is False or not getattr(module, "is_causal", True):
             raise NotComputed("it has attention that is not causal")
         if query.shape[2] != key.shape[2] or not isinstance(attention_mask, Mask):
-            raise NotComputed("its attention is not over all tokens so far, or has its own mask")
+            raise NotComputed("its attention does not cover all tokens so far, or has its own mask")
         mask = attention_mask.function
         window, is_window = window_of(mask, longest, token_ids.device)
         is_plain = all(options[name] is None for name in options.keys() - PLAIN - SOFT)
@@ -131,7 +131,7 @@ def eager_of(module: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def is_computed(call: Recorded, module: Any, options: dict[str, Any],
                 device: torch.device) -> bool:
-    """Tests by attention to random keys whether a soft cap and sinks mean what `Recorded` says."""
+    """Tests with random keys whether a soft cap and sinks mean what `Recorded` says."""
     if call.soft_cap is None and call.sinks is None:
         return True
     generator = torch.Generator().manual_seed(0)

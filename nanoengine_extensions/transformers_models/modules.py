@@ -1,4 +1,4 @@
-"""Parts of a model of transformers, as modules that a library of kernels makes fast.
+"""Replaces parts of a transformers model with modules that a library of kernels makes fast.
 
     a norm        RMSNorm with a weight of w, or of 1 + w
     a gated MLP   down(SiLU(gate(x)) * up(x)): gate and up become one product
@@ -23,17 +23,17 @@ from torch.utils._pytree import tree_map
 
 from nanoengine.model import MLP, RMSNorm
 
-# .attend: what computes the attention of the model that this thread runs
-# .step, .angles: the inputs of its step, and the angles that it has had so far
+# .attend: computes the attention of the model that this thread runs
+# .step, .angles: the inputs of its step, and the angles that it was given so far
 current = threading.local()
-# replacements of modules, by these
+# the replacements of modules, by the replaced module
 Others = dict[nn.Module, nn.Module]
 # the arguments and options of each call of a module
 Inputs = dict[nn.Module, list[tuple[tuple, dict[str, Any]]]]
 HALVES = (torch.half, torch.bfloat16)
 # functions that look at a tensor, or at a part of it: `each.dtype` is a `__get__`
 VIEWING = {"__get__", "__getitem__", "transpose", "unbind", "chunk", "split", "view", "t"}
-# how many roundings make a difference
+# results differ if they are more than this many roundings apart
 MOST_ROUNDINGS = 16
 
 
@@ -49,8 +49,8 @@ class GatedMLP(MLP):
 class Part(nn.Module):
     """One of several linears with the same input. The first one that is called computes all.
 
-    linear: all of them; sizes: of what each returns; kept: the input, and by its index what each
-    linear that was not called yet returns
+    linear: all of them; sizes: how many outputs each has; kept: the input, and by index the outputs
+        of each linear that was not called yet
     """
 
     def __init__(self, linear: nn.Linear, sizes: list[int], kept: dict[Any, Tensor],
@@ -181,7 +181,7 @@ def is_same(other: nn.Module, module: nn.Module, given: Tensor, dtype: torch.dty
 
 
 def are_close(one: Tensor, two: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all rows are equal, but for roundings in a dtype."""
+    """Whether all rows are equal, except for rounding in a dtype."""
     error = (one.double() - two.double()).norm(dim=-1)
     most = one.double().norm(dim=-1) * MOST_ROUNDINGS * torch.finfo(dtype).eps
     return one.shape == two.shape and bool((error < most).all())

@@ -1,7 +1,7 @@
 """RMSNorm as one kernel for a CPU, in place of about ten operators of PyTorch.
 
-The engine's own models need none: `nanoengine_cpu` makes its norms a part of the products that
-follow them. Each row of numbers is normed in one order of sums, whatever rows are beside it.
+The engine's own models do not need it: `nanoengine_cpu` fuses their norms into the products that
+follow. The sums of a row always have the same order, whatever rows are beside it.
 """
 
 import functools

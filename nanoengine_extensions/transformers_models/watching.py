@@ -1,12 +1,12 @@
-"""What a model of transformers does in a step: which of its layers do the same, whether it counts
-its tokens, and where the host waits for the GPU.
+"""Watches a transformers model in a step: which of its layers do the same, whether it counts its
+tokens, and where the host waits for the GPU.
 
 The check of a model runs a few layers of each kind: the first, one in the middle and the last.
 Layers are of one kind if they have the same class and shapes of parameters, get the hidden states
 of the layer before and otherwise the same arguments, and do the same: they call the same functions
 of PyTorch with the same numbers, and attention with the same shapes, mask and options. So a layer
-without positions, with another window or other angles, with experts, or with keys of another layer
-is of a kind of its own.
+without positions, with a different window or different angles, with experts, or with keys of
+another layer is of a different kind.
 """
 
 import warnings
@@ -28,7 +28,7 @@ MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "
 
 
 class Skipped(nn.Module):
-    """In place of a layer: returns the hidden states as they are."""
+    """Takes the place of a layer: returns the hidden states as they are."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def noted_kinds(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Any], list[A
 
     def end(layer: nn.Module, arguments: tuple, options: dict, output: Any) -> None:
         x, *others = *arguments, *options.values()
-        # others do more than to change hidden states
+        # other layers do more than change hidden states
         is_same = isinstance(output, Tensor) and output.shape == getattr(x, "shape", 0)
         is_plain = is_same and not {dict, list} & {*map(type, others)}
         shapes = tuple((name, each.shape) for name, each in layer.named_parameters())
@@ -91,7 +91,7 @@ def choose(layers: Any, kinds: dict[nn.Module, Any], owners: list[Any]) -> tuple
 
 @contextmanager
 def only(model: Any, layers: Any, chosen: set[int], numbers: set[int]) -> Iterator[None]:
-    """Lets a model run some layers only: see `choose`."""
+    """Lets a model run only some layers: see `choose`."""
     whole = [*layers]
     calls = model.calls
     stack = model.stack or SimpleNamespace(layers=nn.ModuleList())
@@ -134,8 +134,8 @@ def noted_waits(device: str) -> Iterator[list[str]]:
 
 
 class LikeLast(TorchFunctionMode):
-    """Gives all later tokens the numbers of the last recorded one, for masks that look them up:
-    to which image a token belongs, or that it is text."""
+    """Gives all later tokens the numbers of the last recorded one, for masks that look up which
+    image a token belongs to, or whether it is text."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
@@ -147,11 +147,11 @@ class LikeLast(TorchFunctionMode):
 
 
 class Watch(TorchFunctionMode):
-    """Notices a model that counts its tokens: it would take their places in a step for positions.
+    """Notices a model that counts its tokens: it would mistake places in a step for positions.
 
     No check of a few tokens finds that in Llama 4, where it matters from position 8,192 on. Counts
-    may be indices of rows of the step, as where tokens are sorted by their experts. They must not
-    become numbers of a computation, or indices of a table of positions.
+    may be indices of rows of the step, for example where tokens are sorted by their experts. They
+    must not become part of a computation, or indices into a table of positions.
 
     num_tokens: of the step
     log: gets the functions that are called, with their arguments but for tensors and sizes
@@ -162,7 +162,7 @@ class Watch(TorchFunctionMode):
         self.num_tokens = num_tokens
         self.log = log
         self.has_counted = False
-        # by their ids; they are kept, so that no other object gets one
+        # the counts, by their ids; they are kept, so that no other object gets their ids
         self.counts: dict[int, Tensor] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (),
@@ -172,14 +172,14 @@ class Watch(TorchFunctionMode):
         leaves = tree_leaves((args, kwargs))
         self.log.append((name, *(each for each in leaves if isinstance(each, float))))
         if self.counts.keys() & map(id, leaves):
-            # a tensor that is written to has counts, too
+            # a tensor that counts are written to has counts, too
             self.follow(name, args[0], args[0] if name == "__setitem__" else result)
         elif name in COUNTING and result.shape[-1:] == (self.num_tokens,):
             self.counts[id(result)] = result
         return result
 
     def follow(self, name: str, table: Any, written: Any) -> None:
-        """Keeps integers that counts became; notices numbers of a computation."""
+        """Keeps integers that were made from counts; notices counts that enter a computation."""
         is_step = isinstance(table, Tensor) and table.shape[:1] == (self.num_tokens,)
         moves_rows = name in MOVING and is_step and id(table) not in self.counts
         for each in tree_leaves(written):

@@ -1,4 +1,4 @@
-"""GGUF files with experts: what llama.cpp's converter writes of them, and which weights stay packed."""
+"""GGUF files with experts, as llama.cpp's converter writes them; their weights stay packed."""
 
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def test_tokens_are_those_of_the_model(make_file, arch, kinds, changes):
     with LLM(path, **OPTIONS) as llm:
         layers = llm.engine.runner.model.layers
         experts = [module for name, module in layers.named_modules()
-                   if name.endswith(("_proj")) and ".experts." in name]
+                   if name.endswith("_proj") and ".experts." in name]
         assert len(experts) == 2 * 5 * 2
         assert kinds == ["BF16"] or all(isinstance(each, QuantizedLinear) for each in experts)
         # a row of the down projection has the same bits in all of these

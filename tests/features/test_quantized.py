@@ -243,7 +243,7 @@ def test_a_truncated_gguf(make_gguf):
     content = path.read_bytes()
     for broken in (content[:-5000], content[:200], b"", b"GGUF" + b"\xff" * 99, b"not a model"):
         path.write_bytes(broken)
-        with pytest.raises(ValueError, match=f"^model='{path}': .* no GGUF: download it again"):
+        with pytest.raises(ValueError, match=f"^model='{path}': .* not a GGUF file: download"):
             LLM(path)
 
 

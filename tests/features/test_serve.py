@@ -877,7 +877,7 @@ def test_the_time_limit_holds_for_a_client_that_does_not_read(make_app, llm):
         await until(lambda: llm.active)
         await until(lambda: not llm.active)
         assert not slow.data
-        assert (await slow.events())[-1]["error"]["message"] == "the time limit is over"
+        assert (await slow.events())[-1]["error"]["message"] == "the call exceeded the time limit"
 
     before = num_generated(llm)
     asyncio.run(main())

@@ -104,7 +104,7 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
     (EngineConfig, "tp_size", "use tensor_parallel_size"),
     (EngineConfig, "max_batch_size", "use max_num_seqs"),
     (EngineConfig, "stop_strings", "use stop"),
-    (EngineConfig, "zzz", "leave it out; help(EngineConfig) says what is known"),
+    (EngineConfig, "zzz", "leave it out; help(EngineConfig) lists the known ones"),
     (SamplingParams, "guided_decoding", "use structured_outputs"),
     (SamplingParams, "guided_json", "use structured_outputs"),
     (SamplingParams, "response_format", "use structured_outputs"),
@@ -112,8 +112,8 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
     (SamplingParams, "stop_strings", "use stop"), (SamplingParams, "num_return_sequences", "use n"),
     (BeamSearchParams, "stop_strings", "use stop"),
     (SamplingParams, "max_new_tokens", "the nearest is max_tokens"),
-    (SamplingParams, "best_of", "leave it out; help(SamplingParams) says what is known"),
-    (BeamSearchParams, "do_sample", "leave it out; help(BeamSearchParams) says what is known"),
+    (SamplingParams, "best_of", "leave it out; help(SamplingParams) lists the known ones"),
+    (BeamSearchParams, "do_sample", "leave it out; help(BeamSearchParams) lists the known ones"),
     (BeamSearchParams, "width", "the nearest is beam_width"),
     # in the wrong place
     (EngineConfig, "temperature", "it is an option of SamplingParams"),
@@ -352,7 +352,7 @@ def test_an_empty_path_is_not_the_current_folder(bundled, monkeypatch, options):
 
 @pytest.mark.parametrize("given", [[object()], [Feature], [Feature(), Feature()]])
 def test_features_are_objects_of_different_classes(bundled, given):
-    with pytest.raises(ValueError, match="features=.* list of objects of Feature, each of a class"):
+    with pytest.raises(ValueError, match="features=.* list of Feature objects, each of"):
         LLM(bundled, features=given)
 
 

@@ -408,7 +408,7 @@ def test_what_cannot_be_divided_is_refused(tiny, make_model):
 def test_more_ranks_than_gpus_are_refused(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 .* at most 1, the GPUs"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 .* at most 1, the number of GPUs"):
         LLM(tiny, tensor_parallel_size=2, device="cuda", **SMALL)
 
 

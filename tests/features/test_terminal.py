@@ -222,7 +222,7 @@ def test_the_default_model_is_told():
     done = subprocess.run([sys.executable, "-m", "nanoengine", "12 + 34 ="], text=True, cwd=ROOT,
                           capture_output=True, env=ENVIRONMENT | {"HF_HOME": "/nonexistent"})
     first, *_, last = done.stderr.splitlines()
-    assert first == "the model is Qwen/Qwen3-0.6B, since --model gives no other one"
+    assert first == "the model is Qwen/Qwen3-0.6B, since --model was not given"
     assert (done.returncode, done.stdout) == (2, "")
     assert last.startswith("python -m nanoengine: error: model=")
 
@@ -262,7 +262,7 @@ def test_old_turns_are_dropped(converse, llm):
     questions = [f"{number} + 12" for number in range(20, 40)]
     answers, notes, prompts = converse("".join(f"{each}\n" for each in questions))
     assert len(answers) == len(prompts) == 20
-    assert [*{*notes}] == ["old turns are dropped: 1, as the context of 96 tokens is full"]
+    assert [*{*notes}] == ["old turns are dropped: 1, since the context of 96 tokens is full"]
     num_first = 20 - len(notes)
     assert 1 < num_first < 19
     count = llm.get_tokenizer().encode

@@ -466,7 +466,7 @@ def test_its_rows_are_not_taken_for_invariant(folder_of):
 
 
 @pytest.mark.parametrize("name, reason", [
-    ("lfm2 conv", r"its layers of kind \['conv'\] keep what is not in a KV cache"),
+    ("lfm2 conv", r"its layers of kind \['conv'\] keep state outside a KV cache"),
     ("qwen3_next", r"its layers of kind \['linear_attention'\] keep"),
     ("deepseek_v32", r"its layers of kind \['indexed_attention'\] keep"),
     ("bart", "it counts positions by itself"), ("roberta", "its logits in a step differ"),
