@@ -40,6 +40,16 @@ ALL_CASES = {
                   "assert free(5) == 5",
     "dummy": "LLM(model, load_format='dummy', **options).close()",
     "explain": "import tempfile; LLM(tempfile.mkdtemp(), **options)",
+    "experts": "import tempfile, transformers\n"
+               "sizes = dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, "
+               "num_hidden_layers=1, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, "
+               "vocab_size=64, head_dim=16)\n"
+               "transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))"
+               ".save_pretrained(folder := tempfile.mkdtemp())\n"
+               "with_option = LLM(folder, skip_tokenizer_init=True, **options)\n"
+               "modules = with_option.engine.runner.model.layers.modules()\n"
+               "assert any(hasattr(each, 'run_all') for each in modules)\n"
+               "with_option.close()",
     "generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
     "memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
     "gguf_families": "import gguf, tempfile; "
@@ -100,7 +110,8 @@ if importlib.util.find_spec("lm_eval"):
 # what needs another feature, as that is what it is made of
 NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"],
          "gguf_families": ["quantized"], "gguf_tokenizers": ["quantized"],
-         "own_layers": ["transformers_models"], "prometheus": ["metrics"],
+         "experts": ["transformers_models"], "own_layers": ["transformers_models"],
+         "prometheus": ["metrics"],
          "scores": ["constraints", "logprobs"], "serve": ["async_llm", "openai_format"]}
 
 # what holds without those that are not asked for by a name
@@ -115,6 +126,7 @@ WITHOUT = {
     "openai_format": "import nanoengine_extensions",
     # transformers' own layers stay; without models of transformers, there is nothing to ask for
     "own_layers": "import nanoengine_extensions",
+    "experts": "import nanoengine_extensions",
     "strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
     "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Feature'",
     "vllm": "import nanoengine_extensions"}
@@ -289,7 +301,8 @@ def check_imported(imported: dict) -> None:
     for feature, others in imported.items():
         # an unknown keyword can be one of vLLM's; tools give no number of blocks
         known = {"strict": {"vllm"}, "terminal": {"memory"}, "batch": {"memory"},
-                 "transformers_models": {"own_layers"}}
+                 "transformers_models": {"own_layers", "experts"}, "own_layers": {"experts"},
+                 "experts": {"own_layers"}}
         # what lacks its package is not imported
         itself = {feature} - ({"lm_eval"} & REFUSED.keys())
         needed = (itself | {*NEEDS.get(feature, ())}) - ALWAYS

@@ -205,7 +205,7 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
         others: Others = {}
         try:
             if is_fast:
-                find_fast(model, inputs, others, longest, runner.dtype)
+                find_fast(runner, model, inputs, others, longest)
             exchange(causal, others)
             with only(model, *few), InFloat32():
                 compare(runner, model, ids, wanted, "gather", torch.float32, MOST_IN_FLOAT32)
@@ -233,9 +233,10 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
         f"{kv_heads} heads of {head_dim} in each of {len(calls)} calls")
 
 
-def find_fast(model: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> None:
+def find_fast(runner: Any, model: Any, inputs: Inputs, others: Others, longest: int) -> None:
     """Adds the replacements of modules."""
-    if is_installed("experts") and model.embed_tokens.weight.is_cpu:
+    dtype = runner.dtype
+    if is_installed("experts") and runner.kernels.empty_cache:
         experts = extension("experts")
         others |= {each: experts.of_matrices(each) for each in inputs if experts.are_known(each)}
     own = extension("own_layers") if is_installed("own_layers") else None

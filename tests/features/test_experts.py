@@ -1,0 +1,106 @@
+"""Experts as gated MLPs: which modules are known, and what they compute."""
+
+import importlib
+
+import pytest
+import torch
+import transformers
+
+from nanoengine import LLM, SamplingParams
+from nanoengine_cpu.modules import optimize
+from nanoengine_extensions import experts
+from nanoengine_extensions.transformers_models.modules import GatedMLP
+
+SIZES = dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=48, num_experts=6,
+             num_local_experts=6, n_routed_experts=6, num_experts_per_tok=3)
+KNOWN = ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "DeepseekV3", "Glm4Moe", "Phimoe",
+         "GraniteMoe", "Ernie4_5_Moe"]
+
+
+def make(kind: str, **changes: object) -> torch.nn.Module:
+    """transformers' module with the experts of a layer."""
+    names = {"Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe", "DeepseekV3": "deepseek_v3",
+             "Glm4Moe": "glm4_moe", "GraniteMoe": "granitemoe", "Ernie4_5_Moe": "ernie4_5_moe",
+             "GptOss": "gpt_oss"}
+    name = names.get(kind, kind.lower())
+    config = transformers.AutoConfig.for_model(name, **SIZES | changes)
+    config._experts_implementation = "eager"
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    own = next(getattr(module, each) for each in (
+        f"{kind}Experts", f"{kind}NaiveMoe", "PhimoeExperts") if hasattr(module, each))
+    made = own(config).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for each in made.parameters():
+        each.copy_(torch.randn(each.shape, generator=generator) * 0.3)
+    return made
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_known_experts(kind):
+    module = make(kind)
+    assert experts.are_known(module)
+    x, which, weights = inputs(9)
+    found = experts.of_matrices(module)(x, which, weights)
+    torch.testing.assert_close(found, module(x, which, weights))
+
+
+@pytest.mark.parametrize("kind, changes", [
+    ("GptOss", {}), ("Qwen3Moe", dict(hidden_act="gelu")), ("Mixtral", dict(hidden_act="relu"))])
+def test_others_stay(kind, changes):
+    """Experts with biases, transposed matrices or another activation."""
+    assert not experts.are_known(make(kind, **changes))
+
+
+class Limited(torch.nn.SiLU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(max=7.0))
+
+
+def test_experts_that_limit_their_gates_stay():
+    """Only large numbers show the limit."""
+    module = make("Qwen3Moe")
+    module.act_fn = Limited()
+    assert not experts.are_known(module)
+
+
+def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Rows, three experts of each, and their weights."""
+    generator = torch.Generator().manual_seed(1)
+    which = torch.stack([torch.randperm(6, generator=generator)[:3] for _ in range(count)])
+    return (torch.randn(count, 32, generator=generator).to(dtype), which,
+            torch.rand(count, 3, generator=generator).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype):
+    module = make("Qwen3Moe").to(dtype)
+    found = experts.of_matrices(module)
+    optimize(torch.nn.ModuleList(each for each in found.modules() if type(each) is GatedMLP))
+    optimize(torch.nn.ModuleList(
+        each for each in found.modules() if type(each) is torch.nn.Linear), has_attention=False)
+    given = inputs(40, dtype)
+    together = found(*given)
+    for number in range(40):
+        row = [each[number:number + 1] for each in given]
+        assert torch.equal(found(*row), together[number:number + 1])
+    right = make("Qwen3Moe").to(dtype)(*given)
+    assert (together - right).norm() < 2 * torch.finfo(dtype).eps * right.norm()
+
+
+def test_without_kernels_they_are_those_of_transformers(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        **SIZES | dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+                       head_dim=16, vocab_size=64))
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    found = []
+    for kernels in (True, False):
+        with LLM(tmp_path, dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4,
+                 skip_tokenizer_init=True, kernels=kernels) as llm:
+            modules = [*llm.engine.runner.model.layers.modules()]
+            assert any(isinstance(each, experts.Experts) for each in modules) == kernels
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            outputs = llm.generate([[5, 6, 7], [9] * 20], params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
