@@ -42,7 +42,8 @@ ALL_CASES = {
     "explain": "import tempfile; LLM(tempfile.mkdtemp(), **options)",
     "experts": "import tempfile, transformers\n"
                "sizes = dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, "
-               "num_hidden_layers=1, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, "
+               "num_hidden_layers=1, moe_intermediate_size=32, num_experts=4, "
+               "num_experts_per_tok=2, "
                "vocab_size=64, head_dim=16)\n"
                "transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))"
                ".save_pretrained(folder := tempfile.mkdtemp())\n"

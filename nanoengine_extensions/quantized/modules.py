@@ -188,7 +188,8 @@ def one_matrix(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.d
 
 
 @functools.cache
-def packed_class(kind: type, own: type) -> type:
+def packed_class(kind: Any, own: Any) -> Any:
+    """Returns a class like `own`, with packed weights: one for all modules of a class."""
     return type(own.__name__, (kind, own), {})
 
 
@@ -222,7 +223,7 @@ class Loading:
         for (module, kind), weight in zip(taken.items(), weights):
             # the weight comes first, as it did before
             module._parameters = {"weight": weight} | module._parameters
-            own = type(module)
+            own: Any = type(module)
             self.modules[storage_of(weight)] = module, own, {}
             module.__class__ = packed_class(kind, own)
         if self.is_tied:

@@ -28,18 +28,17 @@ class Origin(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Any, dtype: torch.dtype, parts: Any) -> Any:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device="cpu")
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=torch.device("cpu"))
         made.parts = parts
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
         if name == "equal":
             return torch.equal(*map(numbers_of, args))
-        found = function(*tree_map(as_meta, args), **tree_map(as_meta, kwargs or {}))
+        found = func(*tree_map(as_meta, args), **tree_map(as_meta, kwargs or {}))
         if not isinstance(found, Tensor):
             raise NotImplementedError(f"{name} of a tensor that is not read yet")
         first = args[0] if isinstance(args[0], list) else [args[0]]

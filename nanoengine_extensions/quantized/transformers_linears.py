@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from nanoengine.features import extension, is_installed, logger
+from nanoengine_cpu.memory import release_memory
 from nanoengine_cpu.modules import PackedLinear, kind_of
 from nanoengine_cpu.products import MOST_WORDS
 from nanoengine_extensions.quantized import packed
@@ -31,6 +32,7 @@ from nanoengine_extensions.quantized.modules import (
 from nanoengine_extensions.quantized.origins import Origin
 from nanoengine_extensions.quantized.stored import Opened, Stored
 from nanoengine_extensions.quantized.transformers_files import from_tensors, in_order
+from nanoengine_extensions.transformers_models.modules import exchange
 
 # parameters: a module, and a name in it
 Places = list[tuple[Any, str]]
@@ -145,8 +147,11 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
             known.update(parts if isinstance(made, Linear) else ())
             return made
 
-        replace(causal, {module: extension("experts").of_parts(module, linear)
-                         for module in experts})
+        others: dict[nn.Module, nn.Module] = {}
+        for module in experts:
+            others[module] = extension("experts").of_parts(module, linear)
+            release_memory()
+        exchange(causal, others)
         causal(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
         for tensor, own in places.items():
             if any(getattr(module, "was_read", False) for module, _ in own):
@@ -175,13 +180,6 @@ def experts_of(model: nn.Module) -> list[Any]:
             and all(isinstance(each, Origin) and each.parts for each in module.parameters())]
 
 
-def replace(model: nn.Module, others: dict[Any, nn.Module]) -> None:
-    for parent in [*model.modules()]:
-        for name, child in [*parent._modules.items()]:
-            if child in others:
-                setattr(parent, name, others[child])
-
-
 def linear_of(tensors: list[Stored], dtype: torch.dtype, by_sums: bool) -> nn.Linear:
     """Returns a linear of an expert, with the rows of one matrix or of two; they are packed, if one
     product can have both."""
@@ -189,7 +187,8 @@ def linear_of(tensors: list[Stored], dtype: torch.dtype, by_sums: bool) -> nn.Li
     rows = [each.shape[0] for each in tensors]
     inputs = tensors[0].shape[1]
     linear: Any = nn.Linear(inputs, sum(rows), bias=False, device="meta")
-    if are_one(parts, rows, inputs, dtype, block=1) and len(set(rows)) == 1:
+    is_narrow = inputs * dtype.itemsize // 4 <= MOST_WORDS
+    if is_narrow and are_one(parts, rows, inputs, dtype, block=1) and len(set(rows)) == 1:
         linear.__class__ = packed_class(Linear, nn.Linear)
         vars(linear).update(halves=len(rows), is_fused=len(rows) == 2)
         linear.keep(parts, rows, dtype)
@@ -211,7 +210,7 @@ def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> b
         put(places, weight)
         return True
     for module, _ in places:
-        own = type(module)
+        own: Any = type(module)
         is_linear = isinstance(module, nn.Linear)
         kind: Any = Linear if is_linear else Embedding
         module.__class__ = packed_class(kind, own)
