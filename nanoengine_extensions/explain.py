@@ -191,7 +191,9 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
     for _, what, instead in [kind for kind in kinds if kind[0](known)]:
         about = "" if kinds is OWN else " (architectures={architectures})"
         text = f"{what}{about}: it must be {instead}".format(**known)
-        raise ValueError(f"model={str(folder)!r} {text}")
+        # the folder of a GGUF file is not the user's
+        path = next((file for file in weight_files(folder) if file.parent != folder), folder)
+        raise ValueError(f"model={str(path)!r} {text}")
     if "adapter_config.json" in names:
         logger.warning(f"{folder} has an adapter (LoRA) beside the model, which is not used")
     if load_format != "dummy":

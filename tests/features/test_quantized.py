@@ -91,6 +91,24 @@ def test_a_gguf_in_several_files(make_gguf):
         LLM(path)
 
 
+def test_a_gguf_with_a_name_in_capitals(make_gguf):
+    path, model = make_gguf(["Q8_0"], num_parts=2)
+    for each in path.parent.glob("*.gguf"):
+        each.rename(each.with_suffix(".GGUF"))
+    for given in (path.parent, path.with_suffix(".GGUF")):
+        assert generated(given) == expected(model)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json"])
+def test_messages_about_a_file_beside_a_gguf(tmp_path, name):
+    """They name the folder that was given, or one whose name says which it was."""
+    (folder := tmp_path / "my-model").mkdir()
+    shutil.copy(REAL, folder)
+    (folder / name).write_text("{")
+    with pytest.raises(ValueError, match="my-model"):
+        LLM(folder, **OPTIONS)
+
+
 def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
     """As in `LlamaModel.generate_extra_tensors` of llama.cpp's converter."""
     found = []
