@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as USUAL
 
 from nanoengine.features import logger, naming, rejected
 from nanoengine.loader import weight_files
@@ -118,7 +119,7 @@ def uncomputed(config: Config) -> str:
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",
-     'completed there, for example by "architectures": ["LlamaForCausalLM"]'),
+     'completed there, for example by "architectures": ["{usual}"]'),
     (lambda c: c.get("is_encoder_decoder"), "has an encoder",
      "a model that has a decoder only"),
     (lambda c: "modules.json" in c["names"],
@@ -186,7 +187,8 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
     first = str([*architectures, ""][0] or "") if isinstance(architectures, list) else ""
     known = config | {"architecture": first, "names": names, "families": listed(families),
                       "model_impl": model_impl, "uncomputed": uncomputed(config),
-                      "architectures": architectures, "quantization": quantization(config)}
+                      "architectures": architectures, "quantization": quantization(config),
+                      "usual": USUAL.get(str(config.get("model_type")), "LlamaForCausalLM")}
     kinds = OWN if first in families else OTHERS
     for _, what, instead in [kind for kind in kinds if kind[0](known)]:
         about = "" if kinds is OWN else " (architectures={architectures})"
