@@ -87,11 +87,12 @@ def listed(families: Iterable[str]) -> str:
     return ", ".join(others) + f" or {last}"
 
 
-def has_empty_window(config: Config) -> bool:
-    """Whether its tokens would not even see themselves."""
+def has_small_window(config: Config) -> bool:
+    """Whether its tokens would not see others. With a window of 1, transformers contradicts itself:
+    its cache keeps all tokens."""
     is_used = config.get("model_type") == "mistral" or config.get("use_sliding_window")
     window = config.get("sliding_window")
-    return bool(is_used) and isinstance(window, int) and window < 1
+    return bool(is_used) and isinstance(window, int) and window < 2
 
 
 def has_several_ropes(config: Config) -> bool:
@@ -116,6 +117,7 @@ def uncomputed(config: Config) -> str:
     return f"partial_rotary_factor={part}" if isinstance(part, float) and 0 < part < 1 else ""
 
 
+SMALL_WINDOW = "has a sliding_window of {sliding_window} tokens", "a model with at least 2"
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",
@@ -127,6 +129,7 @@ OTHERS: tuple[Kind, ...] = (
     (lambda c: c.get("auto_map") and c.get("model_type") not in CONFIG_MAPPING_NAMES,
      "comes with its own code, which is not run", "a model that transformers computes without it"),
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
+    (lambda c: c.get("sliding_window") == 1 and c.get("use_sliding_window", True), *SMALL_WINDOW),
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
      "a {families} model, or model_impl='transformers' given"))
 # of one of these
@@ -140,8 +143,7 @@ OWN: tuple[Kind, ...] = (
      '"quantization_config", with its "quant_method", such as "gptq"'),
     (lambda c: c.get("is_causal", True) is not True,
      "lets its tokens see later ones (is_causal={is_causal}), which is not computed", WRITER),
-    (has_empty_window, "has a sliding_window of {sliding_window} tokens",
-     "a model with at least 1"),
+    (has_small_window, *SMALL_WINDOW),
     (lambda c: c["model_impl"] != "transformers" and c["uncomputed"],
      "has {uncomputed}, which the engine itself does not compute",
      "run with model_impl='transformers'"),
