@@ -95,7 +95,7 @@ class Body:
             with naming("prompt"):
                 self.prompts = [with_text(each, self.tokenizer) for each in self.prompts]
 
-    def _sampling_params(self, body: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+    def _sampling_params(self, body: Any, defaults: SamplingParams) -> SamplingParams:
         given = {"max_tokens": 16} | {name: body[name] for name in SAMPLING & body.keys()}
         if "logit_bias" in given:
             with naming(rejected("logit_bias", given["logit_bias"], "biases by token ids")):

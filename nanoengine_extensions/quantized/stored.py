@@ -142,9 +142,9 @@ def gptq(entries: dict[str, Any]) -> Method:
         return [outputs, words * 32 // bits]
 
     def read(index: Index, module: str) -> Grouped:
-        tensors = (index.read(f"{module}.{part}") for part in parts[:3])
-        groups = index.find(f"{module}.g_idx")
-        return with_groups(formulas.gptq(*tensors, groups, bits, version), entries)
+        words, zeros, scales = (index.read(f"{module}.{part}") for part in parts[:3])
+        found = formulas.gptq(words, zeros, scales, index.find(f"{module}.g_idx"), bits, version)
+        return with_groups(found, entries)
 
     return Method(parts, shape, read)
 
@@ -156,7 +156,7 @@ def compressed(entries: dict[str, Any]) -> Method:
         return index.read(f"{module}.weight_shape").tolist()
 
     def read(index: Index, module: str) -> Grouped:
-        needed = (index.read(f"{module}.{part}") for part in parts[:3])
+        needed: Any = (index.read(f"{module}.{part}") for part in parts[:3])
         others = (index.find(f"{module}.{part}") for part in parts[3:])
         return with_groups(formulas.compressed(*needed, *others), entries)
 
