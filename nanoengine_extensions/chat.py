@@ -21,7 +21,7 @@ from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, Params, RequestOutput
 
 
-def chat(llm: LLM, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
+def chat(llm: LLM, messages: list[Any], sampling_params: Params = None, use_tqdm: Any = True, *,
          priority: Any = None, **options: Any) -> list[RequestOutput]:
     """Answers one conversation, a list of {"role": …, "content": …}, or a list of them.
 
