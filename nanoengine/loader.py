@@ -214,7 +214,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     if config.tie_word_embeddings:
         tie(model.embed_tokens, model.lm_head, missing)
     if missing:
-        raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}")
+        raise ValueError(f"{folder}: its files lack {len(missing)} tensors: {[*missing][:3]}")
     return model
 
 

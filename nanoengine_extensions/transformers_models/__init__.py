@@ -328,7 +328,7 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
         for name, given, right in sorted(found["mismatched_keys"]):
             raise NotComputed(f"its {name} has the shape {[*given]}, and not {[*right]}")
         if found["missing_keys"]:
-            raise NotComputed(f"its safetensors lack {sorted(found['missing_keys'])[:3]}")
+            raise NotComputed(f"its files lack {sorted(found['missing_keys'])[:3]}")
         if found["unexpected_keys"]:
             logger.warning(
                 f"transformers does not use {sorted(found['unexpected_keys'])[:3]} and others")

@@ -537,7 +537,7 @@ def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
         make_llm(folder)
     del weights[name]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"its safetensors lack .*{name}"):
+    with pytest.raises(ValueError, match=f"its files lack .*{name}"):
         make_llm(folder)
 
 
