@@ -165,7 +165,9 @@ def test_a_text_that_has_no_bytes_in_utf_8(llm, call):
 
 
 def test_an_option_of_a_chat_that_is_not_known():
-    advices = dict(tool="the nearest is tools", enable_thinking="leave it out, or if the template")
+    advices = dict(tool="the nearest is tools", enable_thinking="leave it out, or if the template",
+                   temperature="it is an option of SamplingParams",
+                   response_format="use structured_outputs")
     for name, advice in advices.items():
         with pytest.raises(TypeError, match=f"^{name} is not known: {advice}[^:]*$"):
             render(None, [], **{name: True})
