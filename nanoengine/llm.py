@@ -82,13 +82,13 @@ class LLM(AbstractContextManager):
 
     # ------------------------------------------------------------------------ generating
 
-    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True,
+    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: Any = True,
                  priority: int | list[int] | None = None) -> list[RequestOutput]:
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
         prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
         sampling_params: one for all or one for each; None: `get_default_sampling_params()`.
-        use_tqdm: show a progress bar.
+        use_tqdm: show a progress bar; as in vLLM, it can be a function that makes one.
         priority: one for all or one for each, smaller numbers first; as in vLLM, it has an effect
             only with scheduling_policy="priority".
 
@@ -97,8 +97,8 @@ class LLM(AbstractContextManager):
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         # metrics.py shows the tokens per second over all calls
-        bar_of = extension("metrics").bar_of(self.engine) if is_installed("metrics") else tqdm
-        bar = bar_of(total=len(requests), desc="Generating", disable=not use_tqdm)
+        kind = extension("metrics").bar(self.engine, use_tqdm) if is_installed("metrics") else tqdm
+        bar = kind(total=len(requests), desc="Generating", disable=not use_tqdm)
         with bar, closing(self.steps_for(requests)) as steps:
             for updated in steps:
                 bar.update(sum(request.is_finished for request in updated))

@@ -33,8 +33,8 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
     """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
     Face id, or one made from a GGUF file. name: the argument's name, for messages."""
     folder = Path(model).expanduser().absolute()
-    files = [folder, *(weight_files(folder) or folder.glob("*.gguf"))]
-    if any(file.suffix == ".gguf" for file in files):
+    files = [folder, *(weight_files(folder) or folder.glob("*"))]
+    if any(file.suffix.lower() == ".gguf" for file in files):
         return extension("quantized", f"{name}={str(model)!r}").as_folder(folder, config, name)
     if folder.is_dir():
         return folder
@@ -214,7 +214,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     if config.tie_word_embeddings:
         tie(model.embed_tokens, model.lm_head, missing)
     if missing:
-        raise ValueError(f"{folder}: its safetensors lack {len(missing)} tensors: {[*missing][:3]}")
+        raise ValueError(f"{folder}: its files lack {len(missing)} tensors: {[*missing][:3]}")
     return model
 
 

@@ -16,12 +16,12 @@ from jinja2 import nodes
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from nanoengine.features import logger, naming, rejected
+from nanoengine.features import extension, is_installed, logger, naming, rejected
 from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, Params, RequestOutput
 
 
-def chat(llm: LLM, messages: list[Any], sampling_params: Params = None, use_tqdm: bool = True, *,
+def chat(llm: LLM, messages: list[Any], sampling_params: Params = None, use_tqdm: Any = True, *,
          priority: Any = None, **options: Any) -> list[RequestOutput]:
     """Answers one conversation, a list of {"role": …, "content": …}, or a list of them.
 
@@ -61,10 +61,10 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     """
     for name in unknown:
         known = [each for each in signature(render).parameters if each != "unknown"][2:]
-        near = get_close_matches(name, known, 1)
-        raise TypeError(f"{name} is not known: " + (
-            f"the nearest is {near[0]}" if near else
-            "leave it out, or if the template has such a variable, put it in chat_template_kwargs"))
+        near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
+        advice = extension("vllm").advice(name) if is_installed("vllm") else ""
+        last = "leave it out, or if the template has such a variable, use chat_template_kwargs"
+        raise TypeError(f"{name} is not known: {advice or [*near, last][0]}")
     encoder = inputs.get_tokenizer()
     # the user's copy can have another template, but must not change how texts are encoded
     tokenizer = vars(inputs).get("tokenizer_of_user", encoder)

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as USUAL
 
 from nanoengine.features import logger, naming, rejected
 from nanoengine.loader import weight_files
@@ -86,11 +87,12 @@ def listed(families: Iterable[str]) -> str:
     return ", ".join(others) + f" or {last}"
 
 
-def has_empty_window(config: Config) -> bool:
-    """Whether its tokens would not even see themselves."""
+def has_small_window(config: Config) -> bool:
+    """Whether its tokens would not see others. With a window of 1, transformers contradicts itself:
+    its cache keeps all tokens."""
     is_used = config.get("model_type") == "mistral" or config.get("use_sliding_window")
     window = config.get("sliding_window")
-    return bool(is_used) and isinstance(window, int) and window < 1
+    return bool(is_used) and isinstance(window, int) and window < 2
 
 
 def has_several_ropes(config: Config) -> bool:
@@ -115,10 +117,11 @@ def uncomputed(config: Config) -> str:
     return f"partial_rotary_factor={part}" if isinstance(part, float) and 0 < part < 1 else ""
 
 
+SMALL_WINDOW = "has a sliding_window of {sliding_window} tokens", "a model with at least 2"
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",
-     'completed there, for example by "architectures": ["LlamaForCausalLM"]'),
+     'completed there, for example by "architectures": ["{usual}"]'),
     (lambda c: c.get("is_encoder_decoder"), "has an encoder",
      "a model that has a decoder only"),
     (lambda c: "modules.json" in c["names"],
@@ -126,6 +129,7 @@ OTHERS: tuple[Kind, ...] = (
     (lambda c: c.get("auto_map") and c.get("model_type") not in CONFIG_MAPPING_NAMES,
      "comes with its own code, which is not run", "a model that transformers computes without it"),
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
+    (lambda c: c.get("sliding_window") == 1 and c.get("use_sliding_window", True), *SMALL_WINDOW),
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
      "a {families} model, or model_impl='transformers' given"))
 # for the engine's own families
@@ -139,8 +143,7 @@ OWN: tuple[Kind, ...] = (
      '"quantization_config", with its "quant_method", such as "gptq"'),
     (lambda c: c.get("is_causal", True) is not True,
      "lets its tokens see later ones (is_causal={is_causal}), which is not computed", WRITER),
-    (has_empty_window, "has a sliding_window of {sliding_window} tokens",
-     "a model with at least 1"),
+    (has_small_window, *SMALL_WINDOW),
     (lambda c: c["model_impl"] != "transformers" and c["uncomputed"],
      "has {uncomputed}, which the engine itself does not compute",
      "run with model_impl='transformers'"),
@@ -186,12 +189,15 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
     first = str([*architectures, ""][0] or "") if isinstance(architectures, list) else ""
     known = config | {"architecture": first, "names": names, "families": listed(families),
                       "model_impl": model_impl, "uncomputed": uncomputed(config),
-                      "architectures": architectures, "quantization": quantization(config)}
+                      "architectures": architectures, "quantization": quantization(config),
+                      "usual": USUAL.get(str(config.get("model_type")), "LlamaForCausalLM")}
     kinds = OWN if first in families else OTHERS
     for _, what, instead in [kind for kind in kinds if kind[0](known)]:
         about = "" if kinds is OWN else " (architectures={architectures})"
         text = f"{what}{about}: it must be {instead}".format(**known)
-        raise ValueError(f"model={str(folder)!r} {text}")
+        # the folder of a GGUF file is not the user's
+        path = next((file for file in weight_files(folder) if file.parent != folder), folder)
+        raise ValueError(f"model={str(path)!r} {text}")
     if "adapter_config.json" in names:
         logger.warning(f"{folder} has an adapter (LoRA) beside the model, which is not used")
     if load_format != "dummy":

@@ -55,12 +55,24 @@ def read(find: Find, file: Path) -> Any:
         if kind == "llama" and find("tokenizer.ggml.add_space_prefix") is False:
             found.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"
     # not by transformers, whose releases differ
+    found.chat_template = templates(find)
     bos = found.bos_token
     is_usual = kind == "llama" or find("tokenizer.ggml.pre") in WHOLE
     if bos and find("tokenizer.ggml.add_bos_token", is_usual):
         found.backend_tokenizer.post_processor = TemplateProcessing(
             f"{bos} $A", f"{bos} $A {bos} $B", [(bos, found.bos_token_id)])
     return found
+
+
+def templates(find: Find) -> str | dict[str, str] | None:
+    """Returns the chat template, or several by their names, as transformers has them: one of them
+    for "tool_use", for example."""
+    default = find("tokenizer.chat_template")
+    found = {name: find(f"tokenizer.chat_template.{name}")
+             for name in find("tokenizer.chat_templates", [])}
+    if not found:
+        return default
+    return found if default is None else found | {"default": default}
 
 
 def of_bytes(find: Find) -> PreTrainedTokenizerFast:
@@ -84,5 +96,4 @@ def of_bytes(find: Find) -> PreTrainedTokenizerFast:
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     places = {name: find(f"tokenizer.ggml.{kind}_token_id", -1) for name, kind in names.items()}
     special = {name: tokens[at] for name, at in places.items() if at in range(len(tokens))}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=find("tokenizer.chat_template"), **special)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)

@@ -319,6 +319,8 @@ class Bar(tqdm):
         return super().update(n)
 
 
-def bar_of(engine: Engine) -> Callable[..., Any]:
-    """Returns a function that makes a bar, with the arguments of tqdm."""
+def bar(engine: Engine, use_tqdm: Any) -> Callable[..., Any]:
+    """Returns a function that makes a bar, with the arguments of tqdm. use_tqdm: a user's own"""
+    if callable(use_tqdm):
+        return lambda disable, **options: use_tqdm(**options)
     return partial(Bar, metrics_of(engine))

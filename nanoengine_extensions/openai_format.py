@@ -95,25 +95,27 @@ class Body:
             with naming("prompt"):
                 self.prompts = [with_text(each, self.tokenizer) for each in self.prompts]
 
-    def _sampling_params(self, body: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+    def _sampling_params(self, body: Any, defaults: SamplingParams) -> SamplingParams:
         given = {"max_tokens": 16} | {name: body[name] for name in SAMPLING & body.keys()}
         if "logit_bias" in given:
             with naming(rejected("logit_bias", given["logit_bias"], "biases by token ids")):
                 given["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
-        if "response_format" in body:
-            given["structured_outputs"] = grammar_of(body["response_format"])
+        if wanted := grammar_of(body.get("response_format")):
+            if "structured_outputs" in given:
+                raise ValueError("response_format must be left out beside structured_outputs")
+            given["structured_outputs"] = wanted
         if self.echoes:
             given["prompt_logprobs"] = body.get("logprobs")
             # the engine generates at least one token
             self.is_echo = given["max_tokens"] == 0
             given["max_tokens"] = 1 if self.is_echo else given["max_tokens"]
         if self.url == CHAT:
+            # the same under other names, which messages have
+            for key, own in (("max_completion_tokens", "max_tokens"), ("top_logprobs", "logprobs")):
+                with naming(key):
+                    SamplingParams(**{own: body.get(key)})
             # None: as many as fit
-            given["max_tokens"] = body.get("max_tokens")
-            if "max_completion_tokens" in body:
-                with naming("max_completion_tokens"):
-                    most = SamplingParams(max_tokens=body["max_completion_tokens"])
-                given["max_tokens"] = most.max_tokens
+            given["max_tokens"] = body.get("max_completion_tokens", body.get("max_tokens"))
             has_logprobs = flag_of(body, "logprobs")
             if body.get("top_logprobs") and not has_logprobs:
                 raise ValueError("logprobs must be true for top_logprobs")
@@ -146,8 +148,8 @@ class Body:
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, int]:
         num_prompt_tokens = sum(len(each.prompt_token_ids) for each in outputs)
-        num_tokens = sum(len(completion.token_ids) for _, completion in pairs_of(outputs))
-        num_tokens = 0 if self.is_echo else num_tokens
+        num_tokens = sum(len(completion.token_ids) for _, completion in pairs_of(outputs)
+                         if not self.is_echo)
         return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens,
                 "total_tokens": num_prompt_tokens + num_tokens}
 
@@ -262,8 +264,7 @@ def with_text(prompt: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def flag_of(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name, False)
-    if value not in (False, True):
+    if (value := body.get(name, False)) not in (False, True):
         raise ValueError(f"{name} must be true or false")
     return value
 
@@ -281,10 +282,10 @@ def error_of(text: str, status: int, url: str) -> dict[str, Any]:
 def grammar_of(response_format: Any) -> dict[str, Any] | None:
     """Returns OpenAI's `response_format` as `SamplingParams.structured_outputs`."""
     match response_format:
-        case {"type": "text"}:
+        case None | {"type": "text"}:
             return None
         case {"type": "json_object"}:
             return {"json": {"type": "object"}}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return {"json": schema}
+            return extension("structured_outputs").check("response_format", {"json": schema})
     raise rejected("response_format", response_format, "text, json_object or a whole json_schema")

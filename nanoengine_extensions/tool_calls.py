@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from re import finditer
 from typing import Any
 
-from nanoengine.features import extension, naming
+from nanoengine.features import extension
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
@@ -89,9 +89,8 @@ def read(body: Any, given: dict[str, Any]) -> None:
     name = named(choice)
     is_one = name is not None or given.get("parallel_tool_calls") is False
     wanted = {"structural_tag": calls_of({name: schemas[name]} if name else schemas, is_one)}
-    with naming("tools"):
-        extension("structured_outputs", "tool_choice").check(wanted)
-    body.params.structured_outputs = wanted
+    grammars = extension("structured_outputs", "tool_choice")
+    body.params.structured_outputs = grammars.check("tools", wanted)
     find(body, given)
 
 

@@ -7,7 +7,6 @@ that have no effect here, names of types, and subclasses with the rest of `Sampl
 `LLM`. The engine does not know these subclasses. Outputs are nanoengine's own.
 """
 
-from contextlib import closing
 from enum import Enum
 from functools import partialmethod
 from inspect import signature
@@ -67,6 +66,7 @@ NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar g
          "logprobs": "logprob_token_ids", "prompt_logprobs": "prompt_logprob_token_ids",
          "swap_space": "kv_offloading_size", "quantization": "load_in_8bit",
          "max_num_seqs": "max_batch_size", "max_tokens": "max_completion_tokens",
+         "LLM.beam_search": "length_penalty use_beam_search",
          "max_model_len": "n_ctx", "n": "num_return_sequences", "revision": "tokenizer_revision",
          "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs"}
 INSTEAD = {other: name for name, others in NAMES.items() for other in others.split()}
@@ -222,19 +222,12 @@ class LLM(nanoengine.LLM):
     def generate(self, prompts: Any = None, sampling_params: Any = None, use_tqdm: Any = True,
                  priority: Any = None, *, prompt_token_ids: Any = None,
                  **options: Any) -> list[Any]:
-        """Generates as nanoengine does. `use_tqdm` can also be a function that makes the bar."""
+        """Generates as nanoengine does."""
         if prompts is not None and prompt_token_ids is not None:
             raise rejected("prompt_token_ids", prompt_token_ids, "left out beside prompts")
         self.check_logprobs(sampling_params)
-        given = (plain(prompt_token_ids if prompts is None else prompts), sampling_params)
-        if not callable(use_tqdm):
-            return super().generate(*given, use_tqdm, priority, **without(options))
-        requests = self.inputs.make_requests(*given, priority, **without(options))
-        bar = use_tqdm(total=len(requests), desc="Generating")
-        with bar, closing(self.steps_for(requests)) as steps:
-            for updated in steps:
-                bar.update(sum(request.is_finished for request in updated))
-        return [request.output() for request in requests]
+        prompts = plain(prompt_token_ids if prompts is None else prompts)
+        return super().generate(prompts, sampling_params, use_tqdm, priority, **without(options))
 
     def enqueue(self, prompts: Any, sampling_params: Any = None, lora_request: Any = None,
                 priority: Any = None, use_tqdm: Any = True, **options: Any) -> list[str]:

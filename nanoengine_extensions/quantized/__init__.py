@@ -63,7 +63,7 @@ def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
     with naming(f"{name}={str(path)!r}"):
         beside = path if path.is_dir() else None
         # made by this function before
-        if beside and not [*path.glob("*.gguf")]:
+        if beside and not [*path.glob("*.[gG][gG][uU][fF]")]:
             return path
         # made by this function, or completed by the user
         has_config = beside and (beside / "config.json").is_file()
@@ -72,7 +72,8 @@ def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
         files = gguf_files.parts_of(only_file(path))
         if lacking := [str(file) for file in files if not file.is_file()]:
             raise ValueError(f"there is no file {lacking[0]}: it must be a GGUF file")
-        folder = Path(tempfile.mkdtemp(prefix="nanoengine-"))
+        # messages about its files name the model, too
+        folder = Path(tempfile.mkdtemp(prefix="nanoengine-", suffix=f"-{path.name}"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         is_needed = not config.skip_tokenizer_init and config.tokenizer is None
         gguf_files.write_folder(files, beside, folder, is_needed or name == "tokenizer")
@@ -84,9 +85,9 @@ def only_file(path: Path) -> Path:
     if not path.is_dir():
         return path
     # a model in several files counts by its first one, and one with images by its text part
-    files = [file for file in sorted(path.glob("*.gguf"))
+    files = [file for file in sorted(path.glob("*.[gG][gG][uU][fF]"))
              if not re.search(r"-of-\d{5}$", file.stem) or "-00001-of-" in file.stem]
-    files = [file for file in files if "mmproj" not in file.name] or files
+    files = [file for file in files if "mmproj" not in file.name.lower()] or files
     if len(files) != 1:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"it has several models: it must be the path of one of {names}")

@@ -8,7 +8,7 @@ compressed-tensors store this in different orders. `rounded` makes it from other
 This file knows neither files nor models.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,26 +27,23 @@ class Grouped(NamedTuple):
 
     numbers: (outputs, inputs), whole numbers of `bits` bits; in int8 they have a sign.
     scales, zeros, lows: (outputs, groups); missing zeros or lows are 0.
-    groups: the group of each input; None: neighbours, in equal parts.
+    groups: the group of each input; None: the file does not say it (see `stored.with_groups`).
     above: what scales, and lows, are multiplied by: (outputs, groups of 256 inputs) each.
     """
 
     numbers: Tensor
     scales: Tensor
     zeros: Tensor | None = None
-    groups: Tensor | None = None
+    groups: Any = None
     bits: int = 8
     lows: Tensor | None = None
     above: tuple[Tensor, ...] = ()
 
     def group_size(self) -> int:
         """How many neighbours form a group; 0 if the inputs of a group are not neighbours."""
-        inputs = self.numbers.shape[1]
-        if self.groups is None:
-            size, left = divmod(inputs, self.scales.shape[1])
-            return 0 if left else size
         size = int((self.groups == 0).sum())
-        return size if size and torch.equal(self.groups, torch.arange(inputs) // size) else 0
+        usual = torch.arange(len(self.groups)) // max(1, size)
+        return size if torch.equal(self.groups, usual) else 0
 
     def middle(self) -> int:
         """Returns the number that makes all numbers positive when it is added."""
@@ -61,21 +58,16 @@ class Grouped(NamedTuple):
 
     def dequantized(self) -> Tensor:
         """Returns the weight in float32. A product of a number and a scale in 16 bits is exact."""
-        groups = self.groups
-        if groups is None:
-            # if the parts do not divide a row, the last one goes beyond the scales
-            size = self.numbers.shape[1] // self.scales.shape[1]
-            groups = torch.arange(self.numbers.shape[1]) // size
         weight = torch.empty(self.numbers.shape, dtype=torch.float32)
         # some rows at a time, which stay in the cache
         for start in range(0, len(weight), ROWS):
             rows = slice(start, start + ROWS)
             part = weight[rows].copy_(self.numbers[rows])
             if self.zeros is not None:
-                part -= self.zeros[rows].float()[:, groups]
-            part *= self.floats(self.scales, 0, rows)[:, groups]
+                part -= self.zeros[rows].float()[:, self.groups]
+            part *= self.floats(self.scales, 0, rows)[:, self.groups]
             if self.lows is not None:
-                part += self.floats(self.lows, 1, rows)[:, groups]
+                part += self.floats(self.lows, 1, rows)[:, self.groups]
         return weight
 
     def floats(self, numbers: Tensor, which: int, rows: slice) -> Tensor:
@@ -91,13 +83,6 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
     """Returns the numbers in int32 words, the lowest bits first, along a dimension, in uint8."""
     parts = [(words >> shift & 2**bits - 1).to(torch.uint8) for shift in range(0, 32, bits)]
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
-
-
-def neighbours(inputs: int, count: int, sizes: list) -> Tensor | None:
-    """Returns the group of each input, if one of these sizes gives `count` groups. The last group
-    can be smaller."""
-    fitting = [size for size in sizes if (size or 0) > 0 and -(-inputs // size) == count]
-    return torch.arange(inputs) // fitting[0] if fitting else None
 
 
 def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Grouped:
@@ -129,9 +114,9 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     Numbers and zeros are stored plus 8, or plus 128 with 8 bits. Unused bits fill the last word in
     a row. One scale can be for all outputs, and zeros that are not int32 are not packed.
     """
-    outputs, inputs = shape
+    outputs, inputs = map(int, shape)
     bits = 8 if 4 * packed.shape[1] >= inputs else 4
-    numbers = unpack(packed, bits, 1)[:, :inputs].reshape(shape)
+    numbers = unpack(packed, bits, 1)[:, :inputs].reshape(outputs, inputs)
     scale = scale.reshape(-1, scale.shape[-1]).expand(outputs, -1)
     middles = torch.tensor(2 ** (bits - 1), dtype=torch.int16)
     if zeros is not None and zeros.dtype == torch.int32:

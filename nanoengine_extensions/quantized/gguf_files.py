@@ -45,10 +45,10 @@ ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
 
 def parts_of(file: Path) -> list[Path]:
     """Returns all files of a model, from its first or only one."""
-    split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", file.name)
+    split = re.fullmatch(r"(.*)-00001-of-(\d{5})", file.stem)
     if split is None:
         return [file]
-    return [file.with_name(f"{split[1]}-{number + 1:05}-of-{split[2]}.gguf")
+    return [file.with_name(f"{split[1]}-{number + 1:05}-of-{split[2]}{file.suffix}")
             for number in range(int(split[2]))]
 
 

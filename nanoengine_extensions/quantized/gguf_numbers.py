@@ -31,7 +31,9 @@ def parts(raw: Tensor, bits: int) -> Tensor:
 def grouped(raw: Tensor, kind: str) -> Grouped:
     """raw: (outputs, bytes of a row) uint8; kind: the name of its type."""
     blocks = raw.unflatten(1, (-1, SIZES[kind]))
-    return (of_256 if kind.endswith("K") else of_32)(blocks, kind)
+    found = (of_256 if kind.endswith("K") else of_32)(blocks, kind)
+    inputs = found.numbers.shape[1]
+    return found._replace(groups=torch.arange(inputs) // (inputs // found.scales.shape[1]))
 
 
 def of_32(x: Tensor, kind: str) -> Grouped:

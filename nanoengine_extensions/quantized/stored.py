@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from nanoengine.features import rejected
 from nanoengine_extensions.quantized import formulas, methods
 from nanoengine_extensions.quantized.formulas import Grouped
 
@@ -95,6 +97,27 @@ class Method(NamedTuple):
     read: Callable[[Index, str], Grouped]
 
 
+def sizes_in(entries: dict[str, Any]) -> list[int]:
+    """Returns all sizes of groups that `quantization_config` has, also within its entries."""
+    found = [entries.get("group_size", entries.get("q_group_size")) or 0]
+    return sum((sizes_in(each) for each in entries.values() if isinstance(each, dict)), found)
+
+
+def with_groups(weight: Grouped, entries: dict[str, Any]) -> Grouped:
+    """Returns a weight with the group of each input. If the files do not say it, groups have a size
+    that `quantization_config` has, and the last one can have less inputs. Raises ValueError if no
+    such size gives the number of groups."""
+    # -1: the tool has not filled it
+    if weight.groups is not None and -1 not in weight.groups:
+        return weight
+    inputs, count = weight.numbers.shape[1], weight.scales.shape[1]
+    fitting = [size for size in sizes_in(entries) if size > 0 and -(-inputs // size) == count]
+    if not fitting and count > 1:
+        raise rejected("the model's group_size", [*filter(None, sizes_in(entries))],
+                       f"one that makes {count} groups of {inputs} inputs, as the files have them")
+    return weight._replace(groups=torch.arange(inputs) // (fitting or [inputs])[0])
+
+
 def awq(entries: dict[str, Any]) -> Method:
     parts = ("qweight", "qzeros", "scales")
 
@@ -104,7 +127,7 @@ def awq(entries: dict[str, Any]) -> Method:
 
     def read(index: Index, module: str) -> Grouped:
         tensors = (index.read(f"{module}.{part}") for part in parts)
-        return formulas.awq(*tensors)
+        return with_groups(formulas.awq(*tensors), entries)
 
     return Method(parts, shape, read)
 
@@ -120,28 +143,22 @@ def gptq(entries: dict[str, Any]) -> Method:
 
     def read(index: Index, module: str) -> Grouped:
         words, zeros, scales = (index.read(f"{module}.{part}") for part in parts[:3])
-        groups = index.find(f"{module}.g_idx")
-        return formulas.gptq(words, zeros, scales, groups, bits, version)
+        found = formulas.gptq(words, zeros, scales, index.find(f"{module}.g_idx"), bits, version)
+        return with_groups(found, entries)
 
     return Method(parts, shape, read)
 
 
 def compressed(entries: dict[str, Any]) -> Method:
     parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-    schemes = (entries.get("config_groups") or {}).values()
-    sizes = [scheme["weights"].get("group_size") for scheme in schemes]
 
     def shape(index: Index, module: str) -> list[int]:
         return index.read(f"{module}.weight_shape").tolist()
 
     def read(index: Index, module: str) -> Grouped:
-        packed, scale = (index.read(f"{module}.{part}") for part in parts[:2])
-        zeros, groups = (index.find(f"{module}.{part}") for part in parts[3:])
-        size = shape(index, module)
-        # -1: the tool has not filled it
-        if groups is None or -1 in groups:
-            groups = formulas.neighbours(size[1], scale.shape[-1], sizes)
-        return formulas.compressed(packed, scale, size, zeros, groups)
+        needed: Any = (index.read(f"{module}.{part}") for part in parts[:3])
+        others = (index.find(f"{module}.{part}") for part in parts[3:])
+        return with_groups(formulas.compressed(*needed, *others), entries)
 
     return Method(parts, shape, read)
 

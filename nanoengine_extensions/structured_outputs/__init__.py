@@ -16,13 +16,18 @@ from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import send
 
 
-def check(wanted: dict[str, Any]) -> None:
-    """Raises ValueError if no grammar can be made from a value. Needs no tokenizer."""
+def check(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Returns `wanted`. Raises ValueError if no grammar can be made from it. Needs no tokenizer.
+
+    name: what a user calls it
+    """
     with naming("structured_outputs need llguidance"):
         from nanoengine_extensions.structured_outputs.grammar import LLMatcher, reason_of, to_lark
     (kind, value), = wanted.items()
-    if error := LLMatcher.validate_grammar(to_lark(kind, value)):
-        raise ValueError(reason_of(error))
+    with naming(name):
+        if error := LLMatcher.validate_grammar(to_lark(kind, value)):
+            raise ValueError(reason_of(error))
+    return wanted
 
 
 class Grammars(Feature):

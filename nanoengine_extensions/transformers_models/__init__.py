@@ -261,7 +261,7 @@ class Model(nn.Module):
 def refused(config: PretrainedConfig, reason: object) -> ValueError:
     return ValueError(f"the model's architectures={config.architectures} with model_type="
                       f"{config.model_type!r} is not accepted, since {reason}: it must be one that "
-                      "docs/models.md lists")
+                      "docs/models.md lists, and its files must fit its config.json")
 
 
 def describe(config: PretrainedConfig) -> PretrainedConfig:
@@ -326,9 +326,12 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     else:
         causal, found = read(
             kind, folder, config=config, local_files_only=True, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True, **options)
+            trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+            **options)
+        for name, given, right in sorted(found["mismatched_keys"]):
+            raise NotComputed(f"its {name} has the shape {[*given]}, and not {[*right]}")
         if found["missing_keys"]:
-            raise NotComputed(f"its safetensors lack {sorted(found['missing_keys'])[:3]}")
+            raise NotComputed(f"its files lack {sorted(found['missing_keys'])[:3]}")
         if found["unexpected_keys"]:
             logger.warning(
                 f"transformers does not use {sorted(found['unexpected_keys'])[:3]} and others")

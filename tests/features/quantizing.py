@@ -209,7 +209,8 @@ def in_compressed(numbers, zeros, scales, bits, groups=None, symmetric=True) -> 
 
 
 def compressed_config(bits: int = 4, **weights) -> dict:
-    weights = dict(num_bits=bits, type="int", strategy="group", symmetric=True) | weights
+    weights = dict(num_bits=bits, type="int", strategy="group", symmetric=True,
+                   group_size=32) | weights
     group = dict(weights=weights, input_activations=None, output_activations=None)
     return dict(quant_method="compressed-tensors", format="pack-quantized",
                 config_groups=dict(group_0=group | dict(targets=["Linear"])), ignore=["lm_head"])
@@ -222,13 +223,18 @@ GPTQ = dict(quant_method="gptq", group_size=32, desc_act=False, sym=False)
 FORMATS = {
     "awq": (4, 32, False, False, in_awq, AWQ),
     "awq one group": (4, 256, False, False, in_awq, AWQ | dict(group_size=-1)),
+    # the last of 96, 96 and 64 inputs; 4 parts of 64 inputs would be equal
+    "awq uneven": (4, 96, False, False, in_awq, AWQ | dict(group_size=96)),
+    "gptq uneven": (4, 96, False, False, in_gptq, GPTQ | dict(bits=4, group_size=96)),
+    "gptq dynamic": (8, 80, False, False, in_gptq, GPTQ | dict(
+        bits=8, group_size=96, dynamic={"+:.*_proj": dict(group_size=80), "-:lm_head": {}})),
     "gptq 4": (4, 32, False, False, in_gptq, GPTQ | dict(bits=4)),
     "gptq 8": (8, 32, False, True, in_gptq, GPTQ | dict(bits=8)),
     "gptq act-order": (4, 32, True, False, in_gptq, GPTQ | dict(bits=4, desc_act=True)),
     "gptq v2": (4, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
-                GPTQ | dict(bits=4, checkpoint_format="gptq_v2")),
+                GPTQ | dict(bits=4, group_size=64, checkpoint_format="gptq_v2")),
     "gptq v2 by format": (8, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
-                          GPTQ | dict(bits=8, format="gptq_v2")),
+                          GPTQ | dict(bits=8, group_size=64, format="gptq_v2")),
     "w4a16": (4, 32, False, True, in_compressed, compressed_config()),
     "w8a16": (8, 32, False, True, in_compressed, compressed_config(8)),
     "w8a16 channel": (8, 256, False, True, in_compressed, compressed_config(8, strategy="channel")),
@@ -316,7 +322,8 @@ def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_low
     above = [(torch.randn(outputs, inputs // 256) * 1e-4).half() for _ in range(1 + has_lows)]
     zeros = torch.randint(2**bits, size, dtype=torch.uint8) if has_zeros else None
     return formulas.Grouped(
-        numbers.to(torch.int8 if has_sign else torch.uint8), scales(), zeros, None, bits,
+        numbers.to(torch.int8 if has_sign else torch.uint8), scales(), zeros,
+        torch.arange(inputs) // group, bits,
         scales() if has_lows else None, tuple(above) if storage == "nested" else ())
 
 

@@ -169,7 +169,10 @@ def test_structured_outputs(job):
     found = job([chat(response_format=of_schema, n=2, max_tokens=40, seed=1),
                  {"prompt": "Once", "structured_outputs": {"choice": ["cat", "dog"]}},
                  {"prompt": "12 + 34 =", "response_format": {"type": "text"}, "temperature": 0},
-                 {"prompt": "Once", "response_format": {"type": "json_object"}}])
+                 {"prompt": "Once", "response_format": {"type": "json_object"}},
+                 {"prompt": "Once", "response_format": {"type": "text"},
+                  "structured_outputs": {"choice": ["cat", "dog"]}}])
+    assert texts({5: found[5]})[5][0] in ("cat", "dog")
     for choice in body_of(found[1])["choices"]:
         assert json.loads(choice["message"]["content"])["age"] <= 99
     assert texts({2: found[2]})[2][0] in ("cat", "dog") and texts({3: found[3]}) == {3: [" 46"]}
@@ -216,6 +219,11 @@ def test_several_completions_and_logprobs(job, llm):
     assert [token["top_logprobs"] for token in content] == [[]] * len(content)
 
 
+def schema_of(kind: str) -> dict:
+    """A `response_format`."""
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": kind}}}
+
+
 def test_bad_rows(job):
     good = {"prompt": "12 + 34 =", "temperature": 0}
     bad = [
@@ -236,6 +244,12 @@ def test_bad_rows(job):
         (good | {"suffix": "x"}, "suffix"), (good | {"best_of": 2}, "best_of"),
         (good | {"response_format": {"type": "lark"}}, "response_format"),
         (good | {"response_format": {"type": "json_schema", "json_schema": 5}}, "json_schema"),
+        (good | {"response_format": schema_of("foo")}, "response_format: line 1: failed to"),
+        (chat(response_format=schema_of("foo")), "response_format: line 1: failed to"),
+        (good | {"response_format": schema_of("object"), "structured_outputs": {"regex": "a"}},
+         "response_format must be left out"),
+        (chat(logprobs=True, top_logprobs=-2), "top_logprobs: logprobs=-2"),
+        (chat(max_completion_tokens=0), "max_completion_tokens: max_tokens=0"),
         (good | {"structured_outputs": {"regex": "(("}}, "unterminated subpattern"),
         (good | {"messages": []}, "messages"), (good | {"prompt_logprobs": 1}, "prompt_logprobs"),
         (good | {"max_completion_tokens": 1}, "max_completion_tokens"),

@@ -88,7 +88,8 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
     (dict(architectures=["BertModel"], model_type="bert"), "does not write text .* writes text$"),
     (dict(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True), "has an encoder"),
     (dict(architectures=["ChatGLMModel"], auto_map=dict(AutoConfig="a.B")), "its own code"),
-    (dict(model_type="llama"), "names no architectures .* must be completed there"),
+    (dict(model_type="qwen2"), "names no architectures .* must be completed there, for example "
+     r'by "architectures": \["Qwen2ForCausalLM"\]$'),
     *[(dict(architectures=["LlamaForCausalLM"], quantization_config=dict(quant_method=method)),
        f"quantization_config: {method}.*must be the model that was quantized")
       for method in ("fp8", "mxfp4", "bitsandbytes", "hqq")],
@@ -100,7 +101,10 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
      "fp8.* must be the model that was quantized"),
     (dict(architectures=["Qwen2ForCausalLM"], is_causal=False), "see later ones .* writes text$"),
     (dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),
-     "sliding_window of 0 tokens: it must be a model with at least 1$"),
+     "sliding_window of 0 tokens: it must be a model with at least 2$"),
+    (dict(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=1),
+     "sliding_window of 1 tokens: it must be a model with at least 2$"),
+    (dict(architectures=["Gemma2ForCausalLM"], sliding_window=1), "sliding_window of 1 tokens"),
     (dict(architectures=["LlamaForCausalLM"], rope_parameters=dict(full=dict(rope_theta=5))),
      "different rope_parameters .* same in all$")])
 def test_a_model_of_another_kind(tmp_path, entries, message):

@@ -181,8 +181,9 @@ def test_what_a_family_does_not_have(make_file, arch, entries, message):
 
 
 def test_the_engine_says_that_it_has_no_such_model(make_file):
+    """The message has the name of the file, not of the folder that is made of it."""
     path, _ = make_file("phi3")
-    with pytest.raises(ValueError, match="model_impl='transformers'"):
+    with pytest.raises(ValueError, match=f"^model='{path}' .* model_impl='transformers'"):
         LLM(path, model_impl="native")
 
 

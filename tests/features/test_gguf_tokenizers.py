@@ -9,7 +9,7 @@ import pytest
 import transformers
 from tokenizers import pre_tokenizers
 
-from nanoengine_extensions import gguf_tokenizers
+from nanoengine_extensions import chat, gguf_tokenizers
 from nanoengine_extensions.quantized import gguf_files
 
 # of DeepSeek-R1's distillations: one is a character that is no byte of GPT-2's
@@ -17,7 +17,8 @@ DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<�
 CHATML = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>"]
 
 
-def bytes_gguf(path: Path, pre: str | None, control: list[str], merges=("Ċ Ċ", "Ġ Ġ"), eos=1):
+def bytes_gguf(path: Path, pre: str | None, control: list[str], merges=("Ċ Ċ", "Ġ Ġ"), eos=1,
+               templates=()):
     """Writes a header with a tokenizer of bytes; the last of `control` is a user's token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = control + alphabet + [merge.replace(" ", "") for merge in merges]
@@ -31,6 +32,8 @@ def bytes_gguf(path: Path, pre: str | None, control: list[str], merges=("Ċ Ċ",
     writer.add_token_merges(list(merges))
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(eos)
+    if templates:
+        writer.add_chat_template(templates)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -95,6 +98,7 @@ def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
     writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 6])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_chat_template("of Llama 2")
     if has_prefix is not None:
         writer.add_add_space_prefix(has_prefix)
     writer.write_header_to_file()
@@ -105,6 +109,7 @@ def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
     assert tokenizer("ab ab").input_ids == [1, tokens.index(first), tokens.index("▁ab")]
     tokenizer.save_pretrained(tmp_path)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again.chat_template == "of Llama 2"
     assert again("ab a").input_ids == tokenizer("ab a").input_ids
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
 
@@ -134,3 +139,21 @@ def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
     ids = [5, 4] if pre == "qwen2" else [6]
     assert tokenizer("abc").input_ids == [0] * has_bos + ids
     assert tokenizer("abc", add_special_tokens=False).input_ids == ids
+
+
+def test_several_chat_templates(tmp_path):
+    """By their names, as transformers has them. Without a default, they are named."""
+    named = [dict(name="tool_use", template="with tools"), dict(name="rag", template="of texts")]
+    default = dict(name="default", template="plain")
+    found = []
+    for given in ("plain", [default], [default, *named], named):
+        header = bytes_gguf(path := tmp_path / "a.gguf", "qwen2", CHATML, templates=given)
+        folder = tmp_path / str(len(found))
+        gguf_tokenizers.read(header.find, path).save_pretrained(folder)
+        found.append(transformers.AutoTokenizer.from_pretrained(folder))
+    for each in found[:3]:
+        assert chat.find_template(each, None, None) == "plain"
+    assert chat.find_template(found[2], None, [{}]) == "with tools"
+    assert chat.find_template(found[3], "rag", None) == "of texts"
+    with pytest.raises(ValueError, match=r"^chat_template: .* no default .*'rag', 'tool_use'"):
+        chat.find_template(found[3], None, None)

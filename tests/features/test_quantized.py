@@ -91,6 +91,24 @@ def test_a_gguf_in_several_files(make_gguf):
         LLM(path)
 
 
+def test_a_gguf_with_a_name_in_capitals(make_gguf):
+    path, model = make_gguf(["Q8_0"], num_parts=2)
+    for each in path.parent.glob("*.gguf"):
+        each.rename(each.with_suffix(".GGUF"))
+    for given in (path.parent, path.with_suffix(".GGUF")):
+        assert generated(given) == expected(model)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json"])
+def test_messages_about_a_file_beside_a_gguf(tmp_path, name):
+    """They name the folder that was given, or one whose name says which it was."""
+    (folder := tmp_path / "my-model").mkdir()
+    shutil.copy(REAL, folder)
+    (folder / name).write_text("{")
+    with pytest.raises(ValueError, match="my-model"):
+        LLM(folder, **OPTIONS)
+
+
 def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
     """As in `LlamaModel.generate_extra_tensors` of llama.cpp's converter."""
     found = []
@@ -387,6 +405,18 @@ def test_every_format_of_safetensors(make_quantized, name):
         assert torch.equal(weight, given(model)[key].bfloat16()), key
 
 
+@pytest.mark.parametrize("name, size", [("awq", 48), ("gptq 4", 128), ("w4a16", 64)])
+def test_groups_of_another_size(make_quantized, name, size):
+    folder, _ = make_quantized(name)
+    entries = copy.deepcopy(FORMATS[name][-1])
+    for each in (entries, *(group["weights"] for group in
+                            entries.get("config_groups", {}).values())):
+        each["group_size"] = size
+    change_config(folder, quantization_config=entries)
+    with pytest.raises(ValueError, match=rf"group_size=.*{size}\] .* makes 8 groups of 256 in"):
+        LLM(folder, **OPTIONS)
+
+
 @pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Qwen3"])
 def test_every_family_of_safetensors(make_quantized, architecture):
     folder, model = make_quantized("awq", architecture)
@@ -407,7 +437,7 @@ def test_compressed_tensors_by_its_package(bits, symmetric, inputs):
     wanted = (numbers - kept.float()[:, groups]) * scales.float()[:, groups]
     found = formulas.compressed(
         helpers.pack_to_int32(numbers, bits), scales, [24, inputs],
-        None if symmetric else helpers.pack_to_int32(zeros, bits, packed_dim=0), None)
+        None if symmetric else helpers.pack_to_int32(zeros, bits, packed_dim=0), groups)
     assert torch.equal(found.dequantized(), wanted)
 
 
@@ -418,14 +448,16 @@ def test_zeros_of_compressed_tensors_that_are_not_packed(bits):
     numbers = torch.randint(2 * half, (8, 64))
     for zeros in (torch.randint(-half, half, (8, 2)), torch.zeros(8, 2)):
         found = formulas.compressed(
-            in_words(numbers, bits), torch.ones(8, 2), [8, 64], zeros.to(torch.int8), None)
+            in_words(numbers, bits), torch.ones(8, 2), [8, 64], zeros.to(torch.int8),
+            torch.arange(64) // 32)
         wanted = numbers - half - zeros.repeat_interleave(32, 1)
         assert torch.equal(found.dequantized(), wanted.float())
 
 
 def test_one_scale_for_a_whole_weight():
     numbers = torch.randint(256, (8, 64))
-    found = formulas.compressed(in_words(numbers, 8), torch.tensor([0.5]), [8, 64], None, None)
+    groups = torch.zeros(64, dtype=torch.int64)
+    found = formulas.compressed(in_words(numbers, 8), torch.tensor([0.5]), [8, 64], None, groups)
     assert torch.equal(found.dequantized(), (numbers - 128) * 0.5)
 
 

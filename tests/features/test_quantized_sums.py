@@ -106,7 +106,8 @@ def test_one_zero_of_all_groups(zero):
     """It is moved to the middle where the numbers have room, and only there."""
     numbers = torch.randint(2, 11, (64, 64), dtype=torch.uint8)
     zeros = torch.full((64, 2), zero, dtype=torch.uint8)
-    weight = formulas.Grouped(numbers, torch.ones(64, 2).half(), zeros, bits=4)
+    weight = formulas.Grouped(numbers, torch.ones(64, 2).half(), zeros,
+                              torch.arange(64) // 32, 4)
     part = packed.pack(weight, torch.bfloat16, True)
     assert packed.form_of(part).zero == (8 if zero in (3, 8) else zero)
     found = packed.rows_of(part, torch.arange(64), 64, torch.bfloat16)

@@ -374,5 +374,5 @@ def test_a_tensor_that_is_missing(make_quantized):
     save_file({name: each for name, each in weights.items() if not name.startswith(gone)},
               folder / "model.safetensors", {"format": "pt"})
     for kernels in (True, False):
-        with pytest.raises(ValueError, match=rf"safetensors lack \['{gone}.weight"):
+        with pytest.raises(ValueError, match=rf"its files lack \['{gone}.weight"):
             make_llm(folder, kernels=kernels)

@@ -155,6 +155,13 @@ def test_a_grammar_needs_a_tokenizer(tiny):
             llm.generate([5, 6], SamplingParams(structured_outputs={"regex": "a"}))
 
 
+def test_items_that_need_not_be_unique(llm):
+    """The keyword says nothing then."""
+    schema = {"items": {"const": 1}, "minItems": 2, "maxItems": 2, "uniqueItems": False}
+    found = texts(llm, "Once", structured_outputs={"json": {"type": "array"} | schema})
+    assert found == ["[1, 1]"]
+
+
 def test_another_type_is_refused():
     with pytest.raises(ValueError, match="structured_outputs=5 is not accepted"):
         SamplingParams(structured_outputs=5)

@@ -317,7 +317,7 @@ def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch, ca
         ranks, options, part, tmp_path))  # where there are no weights
     with pytest.raises(ValueError, match="rank 1 of the engine has died: see stderr"):
         LLM(tiny, tensor_parallel_size=2, **SMALL)
-    assert f"ValueError: {tmp_path}: its safetensors lack" in capfd.readouterr().err
+    assert f"ValueError: {tmp_path}: its files lack" in capfd.readouterr().err
 
 
 def test_a_rank_that_does_not_even_start_is_named(tiny, monkeypatch, no_forks):

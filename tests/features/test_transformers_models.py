@@ -477,7 +477,7 @@ def test_its_rows_are_not_taken_for_invariant(folder_of):
     ("doge", "it changes the masks of its attention")])
 def test_what_is_not_computed_the_same_is_refused(folder_of, name, reason):
     with pytest.raises(ValueError, match=f"model_type='.*' is not accepted, since {reason}.*: it "
-                                         "must be one that docs/models.md lists$"):
+                                         "must be one that docs/models.md lists, and its files mu"):
         make_llm(folder_of(name))
 
 
@@ -529,9 +529,15 @@ def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
               folder / "model.safetensors", metadata={"format": "pt"})
     with make_llm(folder):
         assert "transformers does not use ['transformer.more.weight']" in caplog.text
+    size = len(weights[name])
+    save_file(weights | {name: weights[name][1:].clone()}, folder / "model.safetensors",
+              metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"its {name} has the shape \[{size - 1}\], and not "
+                                         rf"\[{size}\]: it must .* fit its config.json$"):
+        make_llm(folder)
     del weights[name]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"its safetensors lack .*{name}"):
+    with pytest.raises(ValueError, match=f"its files lack .*{name}"):
         make_llm(folder)
 
 

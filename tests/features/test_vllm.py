@@ -333,6 +333,8 @@ def test_a_bar_of_ones_own(llm):
     chat = [{"role": "user", "content": "12"}]
     assert token_ids(llm.chat(chat, GREEDY, bar_of)) == token_ids(llm.chat(chat, GREEDY, False))
     assert (made.pop().total, sum(steps)) == (1, 3)
+    nanoengine.LLM.generate(llm, "Once", GREEDY, use_tqdm=bar_of)
+    assert (made.pop().total, sum(steps)) == (1, 4)
     for bad, error in ((dict(mine=1), TypeError), (dict(lora_request="a"), ValueError)):
         with pytest.raises(error, match=[*bad][0]):
             generate(llm, "Once", use_tqdm=bar_of, **bad)
