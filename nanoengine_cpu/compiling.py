@@ -167,16 +167,20 @@ class Program:
 
     def run(self, *arguments: int) -> None:
         self.numbers[self.places] = np.array(arguments, np.int64)[self.which]
-        threads = get_num_threads()
-        run_calls(threads > 1)(self.at, self.at + self.numbers.nbytes, threads)
+        run_at(self.at, self.numbers.nbytes)
 
 
 def run_call(call: list[int]) -> None:
     """Runs one call, once."""
     numbers = array("q", call)
     at, count = numbers.buffer_info()
+    run_at(at, 8 * count)
+
+
+def run_at(at: int, num_bytes: int) -> None:
+    """Runs the calls at an address."""
     threads = get_num_threads()
-    run_calls(threads > 1)(at, at + 8 * count, threads)
+    run_calls(threads > 1)(at, at + num_bytes, threads)
 
 
 @functools.lru_cache

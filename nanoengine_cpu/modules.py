@@ -17,7 +17,8 @@ from nanoengine_cpu.memory import limit_threads
 
 # Counts what was set in any module: parameters, modules, caches.
 changes = Counter[str]()
-torch_modules.register_module_parameter_registration_hook(lambda *_: changes.update(all=1))
+torch_modules.register_module_parameter_registration_hook(
+    lambda *_: changes.update(all=1, parameters=1))
 torch_modules.register_module_module_registration_hook(lambda *_: changes.update(all=1))
 
 

@@ -14,75 +14,83 @@ A module is known by what it computes: with small random matrices, it must give 
 
 import copy
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoengine_cpu.compiling import run_call
-from nanoengine_cpu.modules import PackedLinear
+from nanoengine_cpu.compiling import run_at
+from nanoengine_cpu.modules import changes
 from nanoengine_extensions.transformers_models.modules import GatedMLP, are_close
 
 NAMES = ("gate_up_proj", "down_proj")
+# arguments of the calls of an expert: no other number of a call is negative and so small
+ROWS, X, MIDDLE, OUT = range(-1, -5, -1)
 
 
 class Experts(nn.Module):
-    """In place of a module with all experts of a layer."""
+    """In place of a module with all experts of a layer.
+
+    calls: of the kernels of each expert, (experts, numbers), if all have kernels
+    """
+
+    calls: Any = None
+    version = -1
 
     def __init__(self, experts: Iterator[nn.Module]) -> None:
         super().__init__()
         self.experts = nn.ModuleList(experts)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns (T, hidden_size), as it gets.
+        """From (T, hidden_size) to the same.
 
         top_k_index, top_k_weights: the experts of each token, and their weights, (T, count)
         """
-        numbers, order = top_k_index.flatten().sort(stable=True)
-        count = top_k_index.shape[1]
-        rows = hidden_states[order // count]
+        ids = top_k_index.flatten().numpy()
+        order = torch.from_numpy(ids.argsort(kind="stable"))
+        rows = hidden_states[order // top_k_index.shape[1]]
+        counts = np.bincount(ids)
+        used = counts.nonzero()[0]
         outs = torch.empty_like(rows)
-        parts = [*runs(numbers)]
-        mlps: Any = [self.experts[number] for number, _, _ in parts]
+        self.compute(rows, outs, used, counts[used])
+        found = outs[order.argsort()].unflatten(0, top_k_index.shape)
+        return (found * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+    def compute(self, rows: Tensor, outs: Tensor, used: Any, counts: Any) -> None:
+        """used, counts: the numbers of some experts, and how many rows each has in turn"""
+        if self.version != changes["parameters"]:
+            self.calls = self.make_calls()
+            self.version = changes["parameters"]
         # the check of a model lets functions take each number for one in float32
         with torch._C.DisableTorchFunction():
-            are_fast = all(is_fast(mlp, rows) for mlp in mlps)
-        if are_fast:
-            self.run_all(mlps, parts, rows, outs)
-        else:
-            for mlp, (_, start, stop) in zip(mlps, parts):
-                outs[start:stop] = mlp(rows[start:stop])
-        weighted = outs * top_k_weights.flatten()[order, None]
-        found = torch.empty_like(weighted)
-        found[order] = weighted
-        return found.unflatten(0, (-1, count)).sum(1).to(hidden_states.dtype)
+            is_fast = self.calls is not None and rows.dtype == self.dtype
+        if not is_fast:
+            parts = rows.split(counts.tolist()), outs.split(counts.tolist())
+            for number, x, out in zip(used, *parts):
+                out.copy_(self.experts[number](x))
+            return
+        middle = rows.new_empty(len(rows), self.size)
+        calls = self.calls[used]
+        starts = counts.cumsum() - counts
+        for place, tensor in ((X, rows), (MIDDLE, middle), (OUT, outs)):
+            calls[:, self.places[place]] = (
+                tensor.data_ptr() + starts * tensor.stride(0) * tensor.itemsize)[:, None]
+        calls[:, self.places[ROWS]] = counts[:, None]
+        run_at(calls.ctypes.data, calls.nbytes)
 
-    def run_all(self, mlps: list[Any], parts: Any, rows: Tensor, outs: Tensor) -> None:
-        """Runs the kernels of all experts in one call."""
-        middle = rows.new_empty(len(rows), mlps[0].down_proj.in_features)
-        calls: list[int] = []
-        for mlp, (_, start, stop) in zip(mlps, parts):
-            x, between, out = (each[start:].data_ptr() for each in (rows, middle, outs))
-            calls += mlp.gate_up_proj.call(x, 0, between, stop - start)
-            calls += mlp.down_proj.call(between, 0, out, stop - start)
-        run_call(calls)
-
-
-def is_fast(mlp: Any, rows: Tensor) -> bool:
-    """Whether an expert has kernels for these rows."""
-    first, last = mlp.gate_up_proj, mlp.down_proj
-    return (getattr(first, "is_fused", False) and isinstance(last, PackedLinear)
-            and not first.padding and not last.padding and first.takes(rows)
-            and last.is_packed)
-
-
-def runs(numbers: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yields each of some sorted numbers, and the places where it begins and ends."""
-    found, counts = numbers.unique_consecutive(return_counts=True)
-    ends = [0, *counts.cumsum(0).tolist()]
-    for number, (start, stop) in zip(found.tolist(), pairwise(ends)):
-        yield number, start, stop
+    def make_calls(self: Any) -> Any:
+        calls = []
+        for mlp in self.experts:
+            first, last = mlp.gate_up_proj, mlp.down_proj
+            if not all(getattr(each, "is_packed", False) and not each.padding
+                       for each in (first, last)) or not first.is_fused:
+                return None
+            calls.append(first.call(X, 0, MIDDLE, ROWS) + last.call(MIDDLE, 0, OUT, ROWS))
+        self.size, self.dtype = last.in_features, last._parameters["weight"].dtype
+        found = np.array(calls)
+        self.places = {place: (found[0] == place).nonzero()[0] for place in (X, MIDDLE, OUT, ROWS)}
+        return found
 
 
 def of_matrices(module: Any) -> Experts:
