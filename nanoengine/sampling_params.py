@@ -43,7 +43,7 @@ class SamplingParams:
         text.
     ignore_eos: continue after EOS.
     truncate_prompt_tokens: keep only this many tokens, from the end of the prompt; -1: as many as
-        fit beside max_tokens.
+        leave room for max_tokens.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text; stop strings need it.
     logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the

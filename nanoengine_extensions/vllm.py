@@ -1,4 +1,4 @@
-"""vLLM's interface: a script written for it runs when only its import is changed.
+"""vLLM's interface: to run a script that was written for vLLM, change only its import.
 
     from nanoengine_extensions.vllm import LLM, SamplingParams
 
@@ -70,7 +70,7 @@ NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar g
          "max_model_len": "n_ctx", "n": "num_return_sequences", "revision": "tokenizer_revision",
          "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs"}
 INSTEAD = {other: name for name, others in NAMES.items() for other in others.split()}
-# values that turn nothing on, as strings; 1 rank does not, either
+# values that turn nothing on, as strings; nor does 1 rank
 NEUTRAL = {*"False 0 0.0 -1 {} [] set() auto generate hf mp none raw_logprobs uni vllm".split(), ""}
 # methods of vLLM's LLM that this engine does without
 METHODS = """apply_model classify collective_rpc embed encode finish_weight_update
@@ -264,8 +264,8 @@ class LLM(nanoengine.LLM):
         return [request.output() for request in requests]
 
     def for_chat(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the options of a chat, without those that have no effect. The format of contents
-        has one here."""
+        """Returns the options of a chat, without those that have no effect. In a chat, the format
+        of contents does have an effect."""
         form = options.get("chat_template_content_format", "auto")
         template = dict(chat_template=self.chat_template, chat_template_content_format=form)
         return template | without(options)

@@ -1,8 +1,8 @@
-"""Replaces parts of a transformers model with modules that a library of kernels makes fast.
+"""Replaces parts of a transformers model with modules that a kernel library makes fast.
 
     a norm        RMSNorm with a weight of w, or of 1 + w
     a gated MLP   down(SiLU(gate(x)) * up(x)): gate and up become one product
-    linears       with the same input, as queries, keys and values: they become one product
+    linears       with the same input, such as queries, keys and values: they become one product
 
 They are recognised by what they compute, not by their names: each is compared with its replacement
 on random inputs, in float32 (`InFloat32`) and in the dtype of the model. A part that differs stays
