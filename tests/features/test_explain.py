@@ -46,7 +46,7 @@ def test_a_note_of_git_lfs(copy):
     ([], "is an empty folder: it must be one with a model"),
     (["a.txt"], "has no config.json: it must be a folder that transformers' save"),
     (["adapter_config.json", "adapter_model.safetensors"], "an adapter .*: it must be merged"),
-    (["model_index.json", "unet/config.json"], "diffusers pipeline, .* must be a model that writes"),
+    (["model_index.json", "unet/config.json"], "diffusers pipeline, .* a model that writes"),
     (["modules.json", "0_Transformer/config.json"], "sentence-transformers model, .* writes text"),
     (["consolidated.00.pth", "params.json"], "its maker's own format: it must be its version for"),
     (["checkpoint-5/config.json"], "it must be one of these, such as .*/checkpoint-5"),
