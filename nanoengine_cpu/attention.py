@@ -57,14 +57,14 @@ from nanoengine_cpu.vectors import (
 # the keys of one step of the softmax, and the index of each
 SPAN = 128
 INDICES = np.arange(SPAN, dtype=np.float32)
-# where lines begin that lie in one piece
+# where lines that lie in one piece begin
 ONE_PIECE = np.zeros(1, np.int64)
 # where the vectors of a line of V begin, for a head_dim of up to 4,096
 COLUMNS = np.arange(0, 4096, LANES)
 # The sums of this many rows, in this many vectors in all, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
-# AMX multiplies by two vectors, and 16 words of depth at a time. These heads leave nothing over.
+# AMX multiplies by two vectors, and 16 words of depth at a time. Heads of these sizes fit exactly.
 TILED_HEAD_DIMS = range(2 * LANES, 257, 2 * LANES)
 TAIL = LANES * max(TILED_HEAD_DIMS)
 # how many tokens ahead a head is prefetched
@@ -421,7 +421,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     # A tile of keys lies in one block. So for other block sizes, spans begin again in each block.
     unit = SPAN if block_size % LANES == 0 else block_size
     # LLVM unrolls and vectorises over these numbers. numba knows those in plain tuples when it
-    # compiles a function; in named tuples they would be any numbers, and compiling take longer.
+    # compiles a function; it would not know those in named tuples, and would compile for longer.
     shape = (head_dim, width, group_size, block_size, per_word, unit)
     rows = 2 * LANES if is_tiled else MOST_ROWS
     panel = panel_of(rows)

@@ -1,4 +1,4 @@
-"""Products of matrices, a tile at a time: AMX, which Intel's servers have since 2023.
+"""Products of matrices, a tile at a time: AMX, which Intel's servers have had since 2023.
 
     sums    32 rows x 32, float32, in two by two tiles
     for each 16 words of depth:
@@ -104,7 +104,7 @@ def store_sums(builder, array, line, below):
 def add_tiles(builder, left, left_line, below, right, place, across, line):
     """One step.
 
-    left: it is loaded with the hint that the first cache need not keep it
+    left: it is loaded with the hint that the L1 cache need not keep it
     right: words, of which two tiles begin at `place` plus across[0] or across[1]
     """
     for row, start in upper_and_lower(builder, below):

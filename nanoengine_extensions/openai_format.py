@@ -237,7 +237,7 @@ def object_of(data: bytes) -> dict[str, Any]:
     with naming("JSON"):
         row = json.loads(data, parse_float=finite, parse_constant=finite)
     if not isinstance(row, dict):
-        raise ValueError("the JSON must be an object")
+        raise ValueError("JSON must be an object")
     return row
 
 

@@ -694,7 +694,7 @@ def test_faults_of_a_user_are_one_sentence(batch, bundled, tmp_path, capsys):
     files = ["-i", str(source), "-o", str(tmp_path / "results.jsonl")]
     for flags, message in [
             ([*files], "--model"), (["--model", bundled], "-i"),
-            ([*files, "--model", bundled, "--options", "[5]"], "--options: the JSON"),
+            ([*files, "--model", bundled, "--options", "[5]"], "--options: JSON"),
             ([*files, "--model", bundled, "--options", '{"dtyp": 1}'], "nearest is dtype"),
             ([*files, "--model", str(tmp_path)], "config.json")]:
         with pytest.raises(SystemExit, match="2"):
