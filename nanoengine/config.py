@@ -65,7 +65,7 @@ class EngineConfig:
     run_ahead: launch a step before the tokens of the previous step are known; the tokens stay the
         same.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
-    batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
+    batch_invariant: guarantee that logits and tokens have the same bits whatever else runs with a
         request, and however it was chunked, preempted or cached. On a CPU with packed weights this
         always holds; where it cannot hold, True is an error. Every block_size that is a multiple of
         32 gives the same bits; other sizes may not, because they group the sums differently.

@@ -36,7 +36,7 @@ class ModelRunner:
     """Runs batches on one device.
 
     backend: the name of the attention backend that was chosen.
-    is_invariant: whether a row has the same bits whatever rows are beside it.
+    is_invariant: whether a row has the same bits whatever other rows there are.
     graphs: the CUDA graphs of decode steps; there are none on a CPU.
     num_kv_blocks: the blocks that can be handed out, block 0 not included.
     block_bytes: the size of K and V of one block in all layers.

@@ -30,8 +30,8 @@ from the same head of the next token, so each head is prefetched a few tokens ah
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
 arXiv:2309.06180). Spans begin at fixed positions, and each sum goes over them in one order: a token
-has the same bits whatever runs beside it, and however its prompt was chunked. The plain
-version that the tests compare with is `plain_attention` in `tests/cpu/reference.py`.
+has the same bits whatever else runs, and however its prompt was chunked. The plain version that the
+tests compare with is `plain_attention` in `tests/cpu/reference.py`.
 
 Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118). A head can have a sink
 (Xiao et al., 2023, arXiv:2309.17453): a score before all keys, which takes a weight and has no

@@ -27,8 +27,8 @@ line of a block holds a word from each of its outputs. In bfloat16, with 32 outp
     w0[0:2] w1[0:2] … w31[0:2]        a line: the first two inputs of each output
     w0[2:4] w1[2:4] … w31[2:4]        …
 
-Each sum goes over the inputs in one order, so that a row has the same bits whatever rows are beside
-it. A product includes the operations before and after it: RMSNorm (Zhang & Sennrich, 2019,
+Each sum goes over the inputs in one order, so that a row has the same bits whatever other rows
+there are. A product includes the operations before and after it: RMSNorm (Zhang & Sennrich, 2019,
 arXiv:1910.07467), SwiGLU (Shazeer, 2020, arXiv:2002.05202), which is SiLU(gate) * up, and the sum
 with a residual.
 """

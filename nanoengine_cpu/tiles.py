@@ -7,7 +7,7 @@
         each sum += its left times its right
 
 A word is two bfloat16 numbers. In each step a sum gets one number: 16 products of first numbers,
-plus 16 of second ones. So it has one order, whatever rows are beside it.
+plus 16 of second ones. So it has one order, whatever other rows there are.
 The CPU's eight registers for tiles have numbers, which are part of an instruction.
 
 The lower tiles begin `below` rows under the upper ones: at 0 there are none, and below 16 some rows

@@ -114,7 +114,7 @@ def is_chat(messages: Any) -> bool:
 
 
 def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
-    """Returns the template to use: the given one, one by its name, or the tokenizer's own."""
+    """Returns the template to use: the given one, one given by name, or the tokenizer's own."""
     is_text = isinstance(given, str) and not given.endswith((".jinja", ".txt"))
     if given is not None and not is_text:
         raise rejected("chat_template", given, "None, or a Jinja template: Path(…).read_text()")

@@ -193,7 +193,7 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
         text = f"{what}{about}: it must be {instead}".format(**known)
         raise ValueError(f"model={str(folder)!r} {text}")
     if "adapter_config.json" in names:
-        logger.warning(f"{folder} has an adapter (LoRA) beside the model, which is not used")
+        logger.warning(f"{folder} has an adapter (LoRA) next to the model, which is not used")
     if load_format != "dummy":
         check_weights(folder, names)
 

@@ -181,7 +181,7 @@ class Logprobs(Feature):
         for seq, each in zip(seqs, output.outputs):
             if params.logprobs is not None and each.token_ids:
                 self.fill_in(seq, each)
-        # there are none after an error: beside NaN, the results would depend on the prompt's chunks
+        # there are none after an error: with NaN, the results would depend on the prompt's chunks
         if params.prompt_logprobs is not None and seqs[0].finish_reason != "error":
             output.prompt_logprobs = self.of_prompt(seqs[0])
 

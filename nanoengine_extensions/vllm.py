@@ -41,8 +41,8 @@ WITHOUT_EFFECT = {*"""aggregate_engine_logging allowed_local_media_path allowed_
     served_model_name show_hidden_metrics_for_version shutdown_timeout skip_clone skip_mm_profiling
     skip_reading_prefix_cache spaces_between_special_tokens stream_interval trust_remote_code
     use_tqdm_on_load use_v2_block_manager watermark""".split()}
-# … and those that must not turn on anything, since this engine has nothing like it. Some of them
-# are keys of prompts.
+# … and those that must not turn anything on, since this engine has nothing like them. Some are keys
+# of prompts.
 OFF = {*"""additional_config cache_salt code_revision config_format convert cpu_offload_params
     data_parallel_rank data_parallel_size decode_context_parallel_size diffusion_config
     disable_additional_properties distributed_executor_backend enable_dbo enable_elastic_ep
@@ -224,7 +224,7 @@ class LLM(nanoengine.LLM):
                  **options: Any) -> list[Any]:
         """Generates as nanoengine does. `use_tqdm` can also be a function that makes the bar."""
         if prompts is not None and prompt_token_ids is not None:
-            raise rejected("prompt_token_ids", prompt_token_ids, "left out beside prompts")
+            raise rejected("prompt_token_ids", prompt_token_ids, "left out if prompts are given")
         self.check_logprobs(sampling_params)
         given = (plain(prompt_token_ids if prompts is None else prompts), sampling_params)
         if not callable(use_tqdm):

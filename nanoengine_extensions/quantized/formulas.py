@@ -53,7 +53,7 @@ class Grouped(NamedTuple):
         return 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
 
     def zero(self) -> Tensor | int:
-        """Returns the zeros, or the one of all groups, of the positive numbers."""
+        """Returns the zeros of the positive numbers, or one number if all zeros are equal."""
         if self.zeros is None:
             return self.middle()
         first = int(self.zeros.flatten()[0])

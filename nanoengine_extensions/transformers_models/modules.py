@@ -50,7 +50,7 @@ class Part(nn.Module):
     """One of several linears with the same input. The first one that is called computes all.
 
     linear: all of them; sizes: how many outputs each has; kept: the input, and by index the outputs
-        of each linear that was not called yet
+        of each linear that has not been called yet
     """
 
     def __init__(self, linear: nn.Linear, sizes: list[int], kept: dict[Any, Tensor],
