@@ -103,7 +103,7 @@ class Backend:
     works: whether it works on a device ("cpu" or "cuda") with a dtype.
     rank: "auto" takes the working backend with the highest rank; 0: it is chosen only by name.
     block_multiple: the block size must be a multiple of this.
-    has_graphs: whether CUDA graphs can capture it; not if it reads tensor values on the host.
+    has_graphs: whether CUDA graphs can capture it: it must read no tensor values on the host.
     """
 
     attend: Callable[..., Tensor] | None

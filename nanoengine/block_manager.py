@@ -38,7 +38,7 @@ class BlockManager:
     without is blank. Block 0 is never handed out: padded rows of a CUDA graph write there. Every
     operation is O(1) per block.
 
-    hold: a sequence has blocks for at least this many tokens (a policy: `kv_allocation`).
+    hold: returns the fewest tokens that a sequence must have blocks for: see `kv_allocation`.
     num_shared_blocks: how many blocks forks have shared with their parents so far.
     """
 
@@ -96,7 +96,7 @@ class BlockManager:
         number of tokens in shared blocks.
         """
         shared = self.find_shared(seq, parent)
-        # first, because fresh blocks could otherwise evict them
+        # first, because taking a fresh block could evict one of them
         for block in shared:
             self.free.pop(block, None)
             self.ref_counts[block] += 1
@@ -129,7 +129,7 @@ class BlockManager:
     # --------------------------------------------------------------------- giving them back
 
     def deallocate(self, seq: Sequence) -> None:
-        """Frees all blocks of a sequence, the last one first: prefixes stay cached longest."""
+        """Frees all blocks of a sequence, last one first, so that prefixes stay cached longest."""
         for block in reversed(seq.block_table):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
@@ -174,8 +174,8 @@ class BlockManager:
         computed.
 
         Call this once K and V are written, or if they will be written before any later sequence
-        reads them. This also holds for the step that is being scheduled: each layer writes the K
-        and V of the whole batch before it reads any.
+        reads them. The step that is being scheduled qualifies: each layer writes the K and V of the
+        whole batch before it reads any.
         """
         num_full = stop // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_computed_tokens // self.block_size, num_full):

@@ -15,7 +15,7 @@ BY_DEVICE: Any = None
 
 CONDITIONS: list[Condition] = [
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs >= 1,
-     "at least max_num_seqs={max_num_seqs}, itself at least 1"),
+     "at least max_num_seqs={max_num_seqs}, which must be at least 1"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1")]
 
 
@@ -65,26 +65,26 @@ class EngineConfig:
     run_ahead: launch a step before the tokens of the previous step are known; the tokens stay the
         same.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
-    batch_invariant: guarantee that logits and tokens have the same bits whatever runs beside a
+    batch_invariant: guarantee that logits and tokens have the same bits whatever else runs with a
         request, and however it was chunked, preempted or cached. On a CPU with packed weights this
         always holds; where it cannot hold, True is an error. Every block_size that is a multiple of
         32 gives the same bits; other sizes may not, because they group the sums differently.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
         then prompts in the rest of the step); for comparison, "static" (a batch ends before the
         next one begins) or `overtaking(...)`. For this option and the next three, give a name from
-        the tables of policies.py, or a function like those there.
+        the tables of policies.py, or your own function with the same arguments.
     scheduling_policy: "fcfs" (in order of arrival), or "priority" (in order of
         `generate(priority=)`, smaller numbers first).
     preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority"; for
         comparison "least-recently-run" or "random".
     kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), or for all that
-        it may generate ("reserve"); for comparison, for max_model_len ("max-length").
+        it may generate ("reserve"); for comparison, "max-length": for max_model_len.
     preemption_mode: whether the blocks of a preempted sequence are dropped ("recompute"), or copied
         to a pool on the host ("swap"); when the pool is full, they are dropped.
     swap_space: GiB of host memory for the pool of "swap", for each rank.
-    speculation: a decode step also computes guesses of the next tokens, and keeps the right ones:
-        the tokens are the same, in fewer steps. "prompt-lookup" guesses that a text continues as
-        it did before. A function from a `Sequence` to token ids can guess instead. Speculation
+    speculation: a decode step also checks guesses at the next tokens, and keeps the right ones: it
+        takes fewer steps to generate the same tokens. "prompt-lookup" guesses that text continues
+        as it did before. A function from a `Sequence` to token ids can guess instead. Speculation
         needs a CPU and run_ahead=False. The number of guesses depends on how long steps take; the
         generated tokens do not.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in host memory and cross to the GPU

@@ -42,8 +42,8 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, runner: Any) -> None:
-        """Records a graph for each size and width, the largest first: the others fit into its
-        memory."""
+        """Records a graph for each size and width, the largest first, so that the others can use
+        its memory."""
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
             for num_keys in widths(size, runner.max_model_len):
@@ -73,7 +73,7 @@ class CudaGraphs:
         return padded(batch, size), min(w for w in widths(size, longest) if w >= num_keys)
 
     def replay(self, buffer: Tensor, shape: StepShape) -> tuple[StepInputs, Tensor]:
-        """Launches the graph of this shape over the numbers in a buffer.
+        """Copies a buffer into the inputs of the graph of this shape, and launches the graph.
 
         Returns the inputs and the hidden states of the step. The next replay overwrites both.
         """

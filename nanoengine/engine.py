@@ -38,7 +38,7 @@ from nanoengine.step_inputs import Launched
 
 
 class Engine:
-    """Runs sequences to their end.
+    """Runs sequences until they finish.
 
     runner: a `ModelRunner`, or another object with the same `launch`, `close` and sizes.
     features: the observers, which the engine calls.
@@ -76,8 +76,8 @@ class Engine:
 
         If the engine runs ahead, it launches the next step before it waits for the tokens of the
         one in flight, and returns the sequences of that one. A sequence that needs its last token
-        on the host (`Sequence.is_awaited`) is left out of the next step, and so runs in every
-        second step. If there are many of them, this call launches no step.
+        on the host (`Sequence.is_awaited`) is left out of the next step, and so runs only every
+        other step. If there are many of them, this call launches no step.
         """
         if self.runner is None:
             raise RuntimeError("the LLM is closed: make a new one")
@@ -103,7 +103,7 @@ class Engine:
     def _has_to_wait_for(self, batch: Batch) -> bool:
         """Whether the next step is launched only when the tokens of this batch are known.
 
-        An awaited sequence runs only in every second step. If a quarter of the sequences are
+        An awaited sequence runs only every other step. If a quarter of the sequences are
         awaited, steps have an eighth fewer tokens, which costs about as much as waiting for the
         host. The device can look up at most `max_num_seqs` pending tokens; when forks begin, there
         can be more.

@@ -13,7 +13,8 @@ A feature plugs into the engine in one of four ways:
 `extension` imports a feature by its name, when it is asked for.
 
 The engine itself refuses input that would hang it, silently give wrong results, or fail in the
-middle of a step. If nanoengine_extensions/strict.py is there, it checks the types of all options.
+middle of a step. nanoengine_extensions/strict.py, if installed, also checks the types of all
+options.
 """
 
 import logging
@@ -109,7 +110,7 @@ def naming(what: object) -> Iterator[None]:
 
 
 def strict(kind: Kind) -> Kind:
-    """Decorates a dataclass of options: if strict.py is there, it checks their names and types."""
+    """Decorates a dataclass of options: strict.py, if installed, checks their names and types."""
     return extension("strict").checked_options(kind) if is_installed("strict") else kind
 
 

@@ -86,7 +86,7 @@ class LLM(AbstractContextManager):
                  priority: int | list[int] | None = None) -> list[RequestOutput]:
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
-        prompts: each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+        prompts: each a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": ids}.
         sampling_params: one for all or one for each; None: `get_default_sampling_params()`.
         use_tqdm: show a progress bar; as in vLLM, it can be a function that makes one.
         priority: one for all or one for each, smaller numbers first; as in vLLM, it has an effect
@@ -259,7 +259,7 @@ class LLM(AbstractContextManager):
         if dropped:
             self.engine.abort({request.request_id for request in dropped})
         for request in dropped:
-            # in this order: Ctrl-C in between must leave it known
+            # in this order: Ctrl-C in between must leave it in `entered`
             request.end(self.error)
             self.entered.pop(request.request_id, None)
         self.error = None

@@ -54,7 +54,7 @@ def load_config(folder: Path, load_format: str = "dummy",
         extension("explain").check_folder(folder, ARCHITECTURES, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # the architecture does not tell: EXAONE's config.json may name Llama's
+        # the architecture alone does not decide it: EXAONE's config.json may name Llama's
         is_own = config.model_type in FAMILIES
         if model_impl == "transformers" or (model_impl == "auto" and not is_own):
             return extension("transformers_models", str(config.architectures)).describe(config)
@@ -89,7 +89,7 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Returns how many tokens the model can see, by the rule of vLLM (`_get_and_verify_max_len`):
+    """Returns how many tokens the model can see, by vLLM's rule (`_get_and_verify_max_len`):
 
         default, llama3   max_position_embeddings
         linear            factor * max_position_embeddings
@@ -117,7 +117,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         return None
     with naming(f"{folder} needs a tokenizer.json (not a Python tokenizer), or tokenizer=…"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        # some mistakes in its files show only when it encodes a text
+        # some mistakes in its files show only when it encodes text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
     return tokenizer
 
@@ -148,14 +148,14 @@ def place_on(model: nn.Module, device: str) -> None:
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns, for the name of each tensor in a checkpoint, where it goes: a parameter, or a view
-    of some of its rows.
+    """Maps the name of each tensor in a checkpoint to its place: a parameter, or a view of some of
+    a parameter's rows.
 
     The rows of "….qkv_proj.weight" are those of "….q_proj.weight", then of k and v.
     """
     targets = {}
     for name, parameter in model.named_parameters():
-        # ".layers.0.self_attn", "qkv_proj", "weight"; with the dot, "norm.weight" has three, too
+        # ".layers.0.self_attn", "qkv_proj", "weight"; the leading dot gives "norm.weight" 3 parts
         path, own, kind = f".{name}".rsplit(".", 2)
         module = model.get_submodule(f"{path}.{own}"[1:])
         parts = getattr(module, "parts", {own: len(parameter)})

@@ -5,8 +5,8 @@ sequences run.
 
     launch(batch)
       prepare(batch)        on the host: turns a batch into one buffer of numbers
-      forward(buffer)       on the device: block copies; these numbers to hidden states, by the
-                            model, or for a decode step on a GPU by a CUDA graph (cuda_graphs.py)
+      forward(buffer)       on the device: copies blocks; computes hidden states, with the model or,
+                            for a decode step on a GPU, with a CUDA graph (cuda_graphs.py)
       sample(hidden)        logits, and a token for each row (sampler.py)
 """
 
@@ -36,7 +36,7 @@ class ModelRunner:
     """Runs batches on one device.
 
     backend: the name of the attention backend that was chosen.
-    is_invariant: whether a row has the same bits whatever rows are beside it.
+    is_invariant: whether a row has the same bits whatever other rows there are.
     graphs: the CUDA graphs of decode steps; there are none on a CPU.
     num_kv_blocks: the blocks that can be handed out, block 0 not included.
     block_bytes: the size of K and V of one block in all layers.
@@ -116,7 +116,7 @@ class ModelRunner:
 
         blocks: a view of the cache, (num_blocks + 1, layers, 2, …).
         """
-        # they use the memory of an earlier cache
+        # graphs from an earlier call use the memory of the earlier cache
         self.graphs.captured.clear()
         caches = self.make_caches(num_blocks + 1)
         rope = rope_table(self.model_config, self.max_model_len)
@@ -143,7 +143,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch, buffer: Tensor, shape: StepShape) -> Launched:
         """Begins a step on this device; the other arguments are what `prepare` returns."""
-        # the caller's thread can have an autocast and another current device
+        # the caller's thread may have autocast enabled, or another current device
         with torch.autocast(self.device, enabled=False), torch.cuda.device_of(self.last_sampled):
             step, hidden = self.forward(batch.copies, buffer, shape)
             return self.sample(batch, step, hidden)
@@ -215,7 +215,7 @@ def choose_device(device: str) -> str:
 
 
 def choose_dtype(dtype: str, device: str, has_kernels: bool = True) -> torch.dtype:
-    """Returns the dtype of a name; "auto" is bfloat16, or float32 on a CPU without bfloat16."""
+    """Returns the dtype with this name; "auto": bfloat16, or float32 on a CPU without bfloat16."""
     if dtype == "auto":
         is_fast = device == "cuda" or kernels(device, has_kernels).has_bfloat16()
         dtype = "bfloat16" if is_fast else "float32"

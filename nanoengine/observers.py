@@ -44,7 +44,7 @@ class Feature:
         speculation makes such copies."""
 
     def scheduled(self, batch: Batch) -> None:
-        """A step is decided; it is empty if no sequence can run. A feature may add rows to
+        """A step has been scheduled; it is empty if no sequence can run. A feature may add rows to
         `batch.sampled`."""
 
     def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
@@ -68,12 +68,12 @@ class Feature:
 
 
 class Features(dict[str, Feature]):
-    """The features of one engine, by the names of their classes, in the order of their calls.
+    """The features of one engine, by class name, in the order in which the engine calls them.
 
     Every observer in OBSERVERS has a place from the start, with a `Feature` that does nothing. So
     the keys never change while another thread iterates over them. A user's own features come last.
 
-    files: those of the first observers; own: a user's features, each of a different class.
+    files: the observers to load now; own: a user's features, each of a different class.
     """
 
     def __init__(self, files: Collection[str] = (), own: Iterable[Feature] = ()) -> None:

@@ -2,7 +2,7 @@
 in a table; you can pass your own function instead of a name.
 
 nanoengine_extensions/policies.py adds more names to these tables, once one of them is asked for. A
-policy of your own that never runs a sequence would hang the engine, so guards.py raises an error.
+policy of your own that never runs a sequence would hang the engine: guards.py raises an error.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def mixed(scheduler: Any) -> Batch:
 Policy = str | Callable
 # the policies of an option, by their names
 Table = dict[str, Callable]
-# how a step is filled, by a `Scheduler`
+# fills a step, given the `Scheduler`
 BATCHING: Table = {"prefill-first": prefill_first, "mixed": mixed}
 # the rank of a waiting sequence; smaller ranks first, then in the order of arrival
 ORDERS: Table = {"fcfs": lambda seq: 0}
@@ -42,7 +42,7 @@ VICTIMS: Table = {"youngest": lambda running: running[-1]}
 # max_model_len
 KV_ALLOCATION: Table = {"on-demand": lambda seq, longest: 0}
 
-# by the option of `LLM`
+# for each of these options of `LLM`, its table
 POLICIES: dict[str, Table] = {
     "scheduling": BATCHING, "scheduling_policy": ORDERS, "preemption_victim": VICTIMS,
     "kv_allocation": KV_ALLOCATION}

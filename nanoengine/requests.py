@@ -193,8 +193,8 @@ class InputProcessor:
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for texts, stop strings, bad_words and "
-                           "grammars: the folder has none, or skip_tokenizer_init=True")
+            raise rejected("tokenizer", None, "given for text, stop strings, bad_words and "
+                           "grammars, but the folder has none, or skip_tokenizer_init=True")
         return self.tokenizer
 
     def make_requests(self, prompts: Prompts, params: Params,

@@ -7,8 +7,8 @@ inputs, so that nothing here waits for a GPU. Greedy rows without constraints ta
 token. The other rows are sampled in matrices of at most MATRIX_SIZE logits. There is no generator
 state: a draw depends only on the seed of its sequence and on its position.
 
-A library of kernels can have faster functions for `truncate` and `draw`: see kernels.py. With its
-`draw`, rows without edits and truncations need no matrix.
+A kernel library can have faster versions of `truncate` and `draw`: see kernels.py. With its `draw`,
+rows without edits and truncations need no matrix.
 """
 
 import torch
@@ -36,7 +36,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     logits: (rows, vocab_size); rows after those of the sequences are padding.
     draws: the draws of the step, for these rows.
     last_sampled: the values of pending tokens.
-    features: by name; those that a sequence names in its `edits` edit the logits of their rows.
+    features: by name; a sequence's `edits` names those that change its row of logits.
 
     A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
@@ -91,8 +91,8 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))
 
 
-# The libraries have faster ones. The one for a CPU first drops the tokens that no row can draw; the
-# one for a GPU does not sort.
+# The kernel libraries replace this function. The CPU's version first drops the tokens that no row
+# can draw; the GPU's version does not sort.
 def truncate(scores: Tensor, draws: Draws, truncations: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
     """Returns two tensors: the tokens that at least one row can still draw, (few,); and their
@@ -100,7 +100,7 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str],
     token is never truncated, nor are greedy rows.
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
-    al., 2018, arXiv:1805.04833; with all tokens as likely as the k-th), then top-p. Top-p
+    al., 2018, arXiv:1805.04833; ties with the k-th token are kept), then top-p. Top-p
     renormalises what is left, and keeps the nucleus (Holtzman et al., 2019, arXiv:1904.09751): the
     fewest tokens, likeliest first, that together reach top_p.
 
@@ -139,8 +139,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
     weights: (rows, tokens) float32, the largest one 1; uniform: (rows,) float64.
 
-    All sums are float64, which loses nothing with 152k tokens. u is at most 1 - 2**-52, so u *
-    total rounds to less than total, and there is always a token that exceeds it. Rows do not depend
+    All sums are float64, which is precise enough for 152k tokens. u is at most 1 - 2**-52, so u *
+    total rounds to less than total, and there is always a place that exceeds it. Rows do not depend
     on each other.
     """
     cumulated = weights.cumsum(dim=-1, dtype=torch.float64)

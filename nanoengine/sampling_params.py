@@ -28,8 +28,8 @@ class SamplingParams:
         1 needs a temperature above 0.
     temperature: divides the logits; 0 is greedy.
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
-    top_p: sample among the fewest tokens, likeliest first, whose probabilities add up to at least
-    p.
+    top_p: sample among the likeliest tokens: the fewest whose probabilities add up to top_p or
+        more.
     min_p: drop tokens that are less likely than min_p times the likeliest.
     seed: a draw depends only on the seed and on the position; None or -1: a seed derived from the
         engine's seed and the number of the request.
@@ -43,7 +43,7 @@ class SamplingParams:
         text.
     ignore_eos: continue after EOS.
     truncate_prompt_tokens: keep only this many tokens, from the end of the prompt; -1: as many as
-        fit beside max_tokens.
+        leave room for max_tokens.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: turn tokens into text; stop strings need it.
     logprobs: return the log-probabilities (log-softmax of the raw logits) of this many of the
@@ -57,7 +57,7 @@ class SamplingParams:
     frequency_penalty: the same, once for each time that the token was generated.
     repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
         output (Keskar et al., 2019, arXiv:1909.05858).
-    bad_words: texts that are never generated; the prompt does not count.
+    bad_words: strings that never appear in the generated text; the prompt does not count.
     allowed_token_ids: the only tokens that may be generated.
     logit_bias: numbers to add to logits, by token id.
     structured_outputs: the required form of the text, one of {"json": schema}, {"json_object":

@@ -1,4 +1,5 @@
-"""`Scheduler`: which sequences run in the next step, for how many tokens, and which are preempted.
+"""`Scheduler`: which sequences the next step computes, how many tokens of each, and which are
+preempted.
 
 Two deques, waiting and running, and one `Batch` for each step. Plain Python: it knows tokens and
 blocks, but not tensors or text. The policies are functions in policies.py.
@@ -95,7 +96,7 @@ class Scheduler:
     def make_room(self, candidates: list[Sequence]) -> bool:
         """Gives the candidates the blocks that their newest tokens need.
 
-        Preempts sequences until all remaining candidates have their blocks. Returns whether it
+        Preempts sequences until all remaining candidates have their blocks. Returns True if it
         preempted none.
         """
         manager = self.block_manager
@@ -161,7 +162,8 @@ class Scheduler:
                     self.finish(seq, "length")
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
-        """Gives sequences the sampled tokens, one for each of `batch.sampled`, and ends sequences.
+        """Gives sequences the sampled tokens, one for each of `batch.sampled`. A stop token, or a
+        row without a token, ends its sequence.
 
         A step that was not advanced in flight is advanced first: its tokens are pending for a
         moment, and then get their ids.
@@ -188,7 +190,7 @@ class Scheduler:
         and V can be NaN as well."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
-        reason = "its logits are NaN or infinite (model or processor) or constraints leave no token"
+        reason = "its logits are NaN or infinite (model, processor), or constraints leave no token"
         self.finish(seq, "error", str(seq.error or f"request {seq.request_id}: {reason}"))
 
     # ---------------------------------------------------------------------- one sequence

@@ -1,6 +1,6 @@
 """`Sequence`: the tokens of one completion, the blocks with their K and V, and its progress.
 
-`Batch`: one step of several sequences, as the scheduler decides it and the runner computes it.
+`Batch`: one step of several sequences, which the scheduler plans and the runner computes.
 
 Plain data, without tensors: scheduler.py plans each step, and model_runner.py computes it.
 
@@ -8,8 +8,8 @@ Plain data, without tensors: scheduler.py plans each step, and model_runner.py c
     computed     ─────────────────────────────▶              num_computed_tokens = 6
     block_table  [   4      ] [      9       ] [  2     ]    blocks of 3 tokens
 
-A step computes one or more of the tokens that are not computed yet: here "a", or "a fox". It is
-called a decode if one token was left, and a prefill if there were several.
+A step computes one or more of the tokens that are not computed yet: here "a", or "a fox". This is
+called a decode if only one token was left, and a prefill if there were several.
 """
 
 from array import array
@@ -76,7 +76,7 @@ class Sequence:
     block_table: array = fresh(lambda: array("i"))
     # (hash, tokens) of the full blocks that were hashed so far: see block_manager.py
     block_hashes: list[tuple[bytes, bytes]] = fresh(list)
-    # how many tokens were computed at its last preemption
+    # how many of its tokens had been computed when it was last preempted
     num_preempted_tokens: int = fresh(int)
     # the other completions of the prompt (n > 1), which begin with its first generated token
     forks: list["Sequence"] = fresh(list)
@@ -107,7 +107,7 @@ class Sequence:
 
 @dataclass
 class Copies:
-    """The blocks to copy before a step computes. Each dict maps a target to its source.
+    """The blocks to copy at the start of a step. Each dict maps a target to its source.
 
     The runner performs the copies in the order of these fields. swap_out copies blocks to a pool on
     the host, and swap_in copies them back, if there is such a pool.

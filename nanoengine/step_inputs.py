@@ -34,7 +34,7 @@ class Draws(NamedTuple):
 
 class StepShape(NamedTuple):
     """What the host knows about a step's inputs: the layout of their buffer, and numbers that are
-    also fields of `StepInputs`. Steps of one shape can replay one CUDA graph."""
+    also fields of `StepInputs`. Steps of the same shape can replay the same CUDA graph."""
 
     layout: Layout
     num_decodes: int
@@ -141,7 +141,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.nda
     rows = batch.sampled
     logits_indices = offsets[[row.source for row in rows]] + [row.position - 1 for row in rows]
     draws = [draws_of(row) for row in rows]
-    # one line for each field
+    # one row for each field
     columns = np.array(draws, float).reshape(-1, len(Draws._fields)).T.copy()
 
     slot_mapping = blocks * block_size + positions % block_size

@@ -30,8 +30,8 @@ from the same head of the next token, so each head is prefetched a few tokens ah
 The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
 Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
 arXiv:2309.06180). Spans begin at fixed positions, and each sum goes over them in one order: a token
-has the same bits whatever runs beside it, and however its prompt was chunked. The plain
-version that the tests compare with is `plain_attention` in `tests/cpu/reference.py`.
+has the same bits whatever else runs, and however its prompt was chunked. The plain version that the
+tests compare with is `plain_attention` in `tests/cpu/reference.py`.
 
 Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118). A head can have a sink
 (Xiao et al., 2023, arXiv:2309.17453): a score before all keys, which takes a weight and has no
@@ -57,14 +57,14 @@ from nanoengine_cpu.vectors import (
 # the keys of one step of the softmax, and the index of each
 SPAN = 128
 INDICES = np.arange(SPAN, dtype=np.float32)
-# where lines begin that lie in one piece
+# where lines that lie in one piece begin
 ONE_PIECE = np.zeros(1, np.int64)
 # where the vectors of a line of V begin, for a head_dim of up to 4,096
 COLUMNS = np.arange(0, 4096, LANES)
 # The sums of this many rows, in this many vectors in all, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
-# AMX multiplies by two vectors, and 16 words of depth at a time. These heads leave nothing over.
+# AMX multiplies by two vectors, and 16 words of depth at a time. Heads of these sizes fit exactly.
 TILED_HEAD_DIMS = range(2 * LANES, 257, 2 * LANES)
 TAIL = LANES * max(TILED_HEAD_DIMS)
 # how many tokens ahead a head is prefetched
@@ -421,7 +421,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     # A tile of keys lies in one block. So for other block sizes, spans begin again in each block.
     unit = SPAN if block_size % LANES == 0 else block_size
     # LLVM unrolls and vectorises over these numbers. numba knows those in plain tuples when it
-    # compiles a function; in named tuples they would be any numbers, and compiling take longer.
+    # compiles a function; it would not know those in named tuples, and would compile for longer.
     shape = (head_dim, width, group_size, block_size, per_word, unit)
     rows = 2 * LANES if is_tiled else MOST_ROWS
     panel = panel_of(rows)

@@ -56,13 +56,13 @@ numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ign
 
 
 class Announcement(numba.core.event.Listener):
-    """Says, once, that kernels are being compiled, which takes seconds.
+    """Says, once, that kernels are being compiled, which takes a few seconds.
 
     Meanwhile Python's garbage collector skips all older objects, which saves a tenth of the time.
     """
 
     def on_start(self, event):
-        say_once("compiling the kernels, which takes seconds; they are kept on disk")
+        say_once("compiling the kernels, which takes a few seconds; they are kept on disk")
         gc.freeze()
 
     def on_end(self, event):

@@ -16,7 +16,7 @@ import torch
 
 
 def read_system(name: str) -> str:
-    """Returns the text of a file of /proc on Linux, and an empty text on other systems."""
+    """Returns the text of a file in /proc on Linux, and an empty string on other systems."""
     with suppress(FileNotFoundError):
         return os.fsdecode(Path("/proc", name).read_bytes())
     return ""
@@ -75,7 +75,7 @@ def can_compute(process: int) -> bool:
     If it did so before the fork, OpenMP silently waits forever for threads that are missing here.
     So a fork of this fork tries it, and an alarm ends it after 5 seconds.
     """
-    # more than Python's: it has computed here
+    # there are more threads than Python's, so it has computed in this process
     if len(os.listdir("/proc/self/task")) > threading.active_count():
         return True
     if (trial := os.fork()) == 0:
@@ -110,7 +110,7 @@ def check_process(made_in: int | None = None) -> int:
     is_broken = torch.get_num_threads() > 1 and (inherits or not has_threads())
     if is_broken or made_in not in (None, process):
         raise RuntimeError("this process was forked from one that computes in threads, and would "
-                           "hang: start it by multiprocessing's 'spawn'")
+                           "hang: start it with multiprocessing's 'spawn'")
     return process
 
 

@@ -40,8 +40,8 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
 
     has_attention: False for a cache that `empty_cache` has not made
 
-    Returns whether a row has the same bits whatever rows are beside it: if all weights are packed,
-    and all MLPs, attention and decoders are known.
+    Returns whether a row has the same bits whatever other rows there are: if all weights are
+    packed, and all MLPs, attention and decoders are known.
     """
     limit_threads()
     has_attention = has_attention and knows_attention(model)
@@ -126,7 +126,7 @@ def plainly(name: str) -> Any:
 
 class PackedLinear(nn.Linear):
     """Its weight is packed in the order in which `products.py` reads it. So a row has the same bits
-    whatever rows are beside it. PyTorch computes what the kernel does not support.
+    whatever other rows there are. PyTorch computes what the kernel does not support.
 
     weight: a copy, in the order of nn.Linear
     halves: 2 if the first half of the outputs are gates, the second one ups; a packed weight then

@@ -27,8 +27,8 @@ line of a block holds a word from each of its outputs. In bfloat16, with 32 outp
     w0[0:2] w1[0:2] … w31[0:2]        a line: the first two inputs of each output
     w0[2:4] w1[2:4] … w31[2:4]        …
 
-Each sum goes over the inputs in one order, so that a row has the same bits whatever rows are beside
-it. A product includes the operations before and after it: RMSNorm (Zhang & Sennrich, 2019,
+Each sum goes over the inputs in one order, so that a row has the same bits whatever other rows
+there are. A product includes the operations before and after it: RMSNorm (Zhang & Sennrich, 2019,
 arXiv:1910.07467), SwiGLU (Shazeer, 2020, arXiv:2002.05202), which is SiLU(gate) * up, and the sum
 with a residual.
 """
@@ -53,7 +53,7 @@ from nanoengine_cpu.vectors import (
 # registers hold the sums of STEP rows and BLOCK outputs
 STEP, BLOCK = (6, 4 * LANES) if has("avx512f") else (4, LANES)
 HELD = STEP * BLOCK
-# the outputs in a block of weights, of all numbers that can be multiplied
+# how many outputs a block of weights has, for each dtype that can be multiplied
 BLOCKS = {torch.float32: BLOCK, torch.bfloat16: 2 * LANES if HAS_TILES else BLOCK}
 # where in a line the two tiles begin
 ACROSS = np.array([0, LANES])
@@ -68,7 +68,7 @@ COPY = PART + MOST_ROWS * LANES
 SUMS = 2 * MOST_ROWS * BLOCK
 # a few rows take little time: the weight is prefetched this many words before it is needed
 SOON = 2**11 if HAS_TILES else 2**10
-# up to this many rows do not prefetch it: CPUs of AMD predict what they read (measured on Zen 4)
+# up to this many rows do not prefetch it: AMD's CPUs predict what they read (measured on Zen 4)
 FEW = 4 if has("avx512f") and has("clzero") else 0
 # on registers, it is prefetched once every EVERY words of a row
 EVERY = 1 if has("avx512f") else LANES
@@ -152,7 +152,7 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
 
 @inlined()
 def silu(x, out):
-    """x / (1 + e^-x) of 16 numbers, as exact as the numbers of `out` need it."""
+    """x / (1 + e^-x) of 16 numbers, as exact as the dtype of `out` requires."""
     # e^87 is near the largest float32; smaller numbers than -87 also give about 0
     least = fill(np.float32(-87))
     x = where_less(x, least, least, x)
@@ -193,8 +193,8 @@ def product(dtype: torch.dtype) -> Callable:
     """kernel(norm, weight, bias, words, outputs, halves, eps_bits, x, residual, out, rows)
 
     out = RMSNorm of x times weight + bias + residual. With two halves, the product becomes SwiGLU
-    before the last sum: its first half are gates, its second half ups. Arrays are addresses, of
-    numbers of `dtype` or words of them:
+    before the last sum: its first half contains the gates, its second half the ups. Arrays are
+    addresses, of numbers of `dtype` or words of them:
 
         norm: (inputs,) of `dtype`, the weight of the norm; 0 for no norm
         weight: (halves * blocks, words, outputs of a block) uint32, see `pack`
@@ -218,7 +218,7 @@ def product(dtype: torch.dtype) -> Callable:
         unit = step if PART // words >= step else LANES
         parts = -(-rows // (min(MOST_ROWS, PART // words) // unit * unit))
         part = -(-rows // parts // unit) * unit
-        # rows a power of two apart would share a few places of the first cache
+        # rows a power of two apart would share a few places of the L1 cache
         line = words + LANES
         tasks, slices = parts * blocks, -(-words // most_depth)
 

@@ -36,7 +36,7 @@ def columns_above(x: torch.Tensor, thresholds: torch.Tensor, count: int) -> torc
     groups = grouped(x)
     largest = groups.amax(dim=-1)
     if 0 < count <= largest.shape[1]:
-        # so many groups have a number that is not below this one
+        # at least `count` groups have a number that is not below this one
         thresholds = thresholds.maximum(largest.topk(count).values[:, -1:])
     near = (~(largest < thresholds)).any(dim=0).nonzero()
     columns = (near * groups.shape[-1] + torch.arange(groups.shape[-1], device="cpu")).flatten()

@@ -1,4 +1,4 @@
-"""Products of matrices, a tile at a time: AMX, which Intel's servers have since 2023.
+"""Products of matrices, a tile at a time: AMX, which Intel's servers have had since 2023.
 
     sums    32 rows x 32, float32, in two by two tiles
     for each 16 words of depth:
@@ -7,7 +7,7 @@
         each sum += its left times its right
 
 A word is two bfloat16 numbers. In each step a sum gets one number: 16 products of first numbers,
-plus 16 of second ones. So it has one order, whatever rows are beside it.
+plus 16 of second ones. So it has one order, whatever other rows there are.
 The CPU's eight registers for tiles have numbers, which are part of an instruction.
 
 The lower tiles begin `below` rows under the upper ones: at 0 there are none, and below 16 some rows
@@ -104,7 +104,7 @@ def store_sums(builder, array, line, below):
 def add_tiles(builder, left, left_line, below, right, place, across, line):
     """One step.
 
-    left: it is loaded with the hint that the first cache need not keep it
+    left: it is loaded with the hint that the L1 cache need not keep it
     right: words, of which two tiles begin at `place` plus across[0] or across[1]
     """
     for row, start in upper_and_lower(builder, below):

@@ -198,7 +198,7 @@ def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
 def prefetch(builder, array, place):
     """Prefetches a number into all caches but the first. The number need not exist."""
     pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
-    # to read, into the second cache, as data
+    # to read, into the L2 cache, as data
     options = [ir.IntType(32)(option) for option in (0, 2, 1)]
     call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, *options)
 
@@ -283,7 +283,7 @@ def add_products(builder, left, right, total, per_word):
 def exp2(builder, x, out):
     """2^x for x < 127, as 2^n * 2^(x - n), with n an integer next to x; about 0 for x < -127.
 
-    It is as exact as the numbers of `out` need it.
+    It is as exact as the dtype of `out` requires.
     """
     lowest = same(FLOATS, -127.0)
     x = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)

@@ -65,8 +65,8 @@ class AsyncLLM:
     def close(self) -> None:
         """Ends the thread, once the requests of all tasks are freed. The LLM stays open.
 
-        Call it in the event loop, or after it. A task that still waits for an output, and each
-        later call, get a RuntimeError.
+        Call it in the event loop, or after the loop has ended. A task that still waits for an
+        output, and each later call, get a RuntimeError.
         """
         for call in [*self.calls]:
             call.end(closed())

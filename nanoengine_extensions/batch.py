@@ -71,7 +71,7 @@ class Line:
         if finds_calls:
             extension("tool_calls").find(self.body, row["body"])
         if len(self.body.prompts) > 1:
-            raise ValueError("prompt must be one text or list of token ids in a batch")
+            raise ValueError("in a batch, prompt must be one string or one list of token ids")
         if self.body.streams:
             raise ValueError("stream must be false in a batch")
         if self.body.params.seed is None:
@@ -81,7 +81,7 @@ class Line:
 def hash_of(number: int, line: bytes, model: str) -> int:
     """Returns the hash that a request shares with its result; 0 for a blank line.
 
-    A byte order mark and the characters at the end of the line do not count.
+    A byte order mark does not count, nor do spaces and line breaks at the ends of the line.
     """
     text = line.removeprefix(codecs.BOM_UTF8).strip()
     return xxh3_64_intdigest(b"%b\n%b" % (model.encode(), text), number) | 1 if text else 0
@@ -109,8 +109,8 @@ def drop_finished(hashes: array, source: Path, results: Path) -> tuple[int, int]
                 line_hash = int(record["line_hash"], 16)
                 num_errors += bool(record["error"])
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                sys.exit(f"{results}, line {place} is damaged ({error}): {line[:60]!r}. Without "
-                         "this line, the same command computes what was in it again.")
+                sys.exit(f"{results}, line {place} is damaged ({error}): {line[:60]!r}. Delete "
+                         "this line: the same command then computes what was in it again.")
             if not 0 < number <= len(hashes) or hashes[number - 1] != line_hash:
                 sys.exit(f"{results}, line {place} is not the result of line {number} of {source}: "
                          "one of them was edited, the model has changed, or the result is there "
@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(" ".join(str(error).split()))
     except (OSError, KeyboardInterrupt) as error:
         has_results = output.is_file() and output.stat().st_size
-        kept = f" {output} has the results; the same command continues." if has_results else ""
+        kept = f" {output} has the results; run the same command to go on." if has_results else ""
         sys.exit(f"Stopped by {str(error) or repr(error)}.{kept}")
 
 

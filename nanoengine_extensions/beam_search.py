@@ -1,8 +1,8 @@
 """Beam search: a client of the engine, which forks and ends sequences between two steps.
 
 A beam is a greedy sequence with `logprobs`. After each step that samples it, its new token is
-removed: all its tokens are computed, so the beam pauses. Once all beams of a prompt have paused,
-the search decides which of them continue, fork, end or are dropped.
+removed. The beam then has no token left to compute, so it pauses. Once all beams of a prompt have
+paused, the search decides which of them continue, fork, end or are dropped.
 
 To `LLM` a search is a request like any other, and to the scheduler its beams are sequences like any
 others. An observer calls `update` for each of them that has a new token. This file uses:
@@ -87,7 +87,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
                 priority: Any = None) -> list[BeamSearchOutput]:
     """Returns the `params.beam_width` best completions of each prompt.
 
-    priority: that of `LLM.generate`.
+    priority: as in `LLM.generate`.
 
     Raises ValueError for bad input, and if the beams might not fit into the engine.
     """
@@ -143,8 +143,9 @@ class Beams(Feature):
 def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
     """Lets the first of these searches continue, if nothing can run.
 
-    Then all sequences with blocks are paused beams, which wait for other beams of their prompts
-    that do not fit. All lose their blocks, and the beams of the first search go to the front.
+    In that case all sequences with blocks are paused beams, which wait for other beams of their
+    prompts that do not fit. All lose their blocks, and the beams of the first search go to the
+    front.
 
     So the search always ends. The head of the queue now fits. If it is not a beam, it gets a token;
     if it is a beam of the first search, all beams of this search fit and continue.
@@ -161,7 +162,7 @@ def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
 class BeamSearch(Request):
     """Beam search of one prompt, as in transformers with `early_stopping=False`.
 
-    It considers a few times `beam_width` continuations of all beams, the likeliest first. Those
+    It considers the likeliest continuations of all beams, a few for each beam to be kept. Those
     that end are finished, if they are among the `beam_width` likeliest; the best `beam_width`
     others are the next beams. The search is over when none of these, ending now, would beat the
     worst of `beam_width` finished beams. Raises ValueError for beams that might not fit.

@@ -1,7 +1,7 @@
 """Turns conversations into prompts, with the tokenizer's chat template, for `LLM.chat`.
 
 Templates expect messages in different forms: contents as strings or as lists of parts, arguments of
-tool calls as objects or as JSON strings. `uses` finds in the syntax tree of a template how it uses
+tool calls as objects or as JSON strings. `uses` reads a template's syntax tree to find how it uses
 a field.
 """
 
@@ -43,19 +43,19 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
            chat_template_content_format: str = "auto", **unknown: Any) -> list[dict[str, Any]]:
     """Returns a prompt for each conversation.
 
-    messages: the content of each is a text, or a list of texts and {"type": "text", "text": …},
-        which are joined by newlines, unless the template loops over the parts itself. Arguments of
+    messages: the content of each is a string, or a list of strings and {"type": "text", "text":
+        …}, joined by newlines unless the template loops over the parts itself. Arguments of
         tool calls are objects, or JSON strings. Other fields are passed on as they are.
     chat_template: the template to use instead of the tokenizer's own.
     add_generation_prompt: let the assistant begin its answer; by default True.
     continue_final_message: leave the last message open, so that the model continues it; by
         default False, and True needs add_generation_prompt=False.
-    tools: functions or JSON schemas, for templates that know tools.
+    tools: functions or JSON schemas, for templates that support tools.
     chat_template_kwargs: further template variables: {"enable_thinking": False} for Qwen3; they
         override the arguments above, as in vLLM.
     chat_template_content_format: "string" gives the content of a message to the template as one
-        text, "openai" as a list of text parts. "auto" looks at the template: a template that loops
-        over the parts gets a list, any other one text.
+        string, "openai" as a list of text parts. "auto" looks at the template: one that loops over
+        the parts gets a list, any other gets a string.
 
     Raises ValueError if there is no template.
     """
@@ -86,7 +86,7 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     template = find_template(tokenizer, options.pop("chat_template"), options["tools"])
     if options["tools"]:
         if "tools" not in template:
-            logger.warning("tools are dropped: the chat template knows none")
+            logger.warning("tools are dropped: the chat template does not use any")
         if not isinstance(options["tools"], (list, tuple)):
             raise rejected("tools", options["tools"], "a list of functions, or of dicts")
         with naming("tools"):
@@ -114,13 +114,13 @@ def is_chat(messages: Any) -> bool:
 
 
 def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
-    """Returns the template to use: the given one, one by its name, or the tokenizer's own."""
+    """Returns the template to use: the given one, one given by name, or the tokenizer's own."""
     is_text = isinstance(given, str) and not given.endswith((".jinja", ".txt"))
     if given is not None and not is_text:
-        raise rejected("chat_template", given, "None, or a text in Jinja: Path(…).read_text()")
+        raise rejected("chat_template", given, "None, or a Jinja template: Path(…).read_text()")
     if not given and not tokenizer.chat_template:
-        raise rejected("chat_template", given, "given, since the tokenizer has none: give "
-                       "chat_template=…, or use `generate`, if this is a base model")
+        raise rejected("chat_template", given, "given, since the tokenizer has none; for a base "
+                       "model, use `generate` instead")
     with naming("chat_template"):
         template = tokenizer.get_chat_template(given, tools)
         _compile_jinja_template(template)
@@ -142,7 +142,7 @@ def prepared(message: dict[str, Any], template: str, keeps_lists: bool) -> dict[
     calls = message.get("tool_calls")
     parts = content if isinstance(content, list) else [] if content is None else [content]
     if not parts and not calls:
-        logger.warning(f"a message without content, of {message['role']!r}, counts as empty")
+        logger.warning(f"a message of {message['role']!r} has no content, and counts as empty")
     with naming(rejected("content", content, 'a text, or parts {"type": "text", "text": …}')):
         texts = [part if isinstance(part, str) else part["text"] for part in parts]
         joined = "\n".join(texts)
@@ -181,7 +181,8 @@ def parts_of(texts: list[str]) -> list[dict[str, str]]:
 
 def make_lists(chat: list[dict[str, Any]], template: str, variables: dict[str, Any],
                every: bool) -> None:
-    """Turns strings into lists of parts: those whose parts the template loops over, or all of them.
+    """Turns contents that are strings into lists of parts: those that the template loops over, or
+    every one.
 
     A template can loop in one place, and print the content of a message in another. So only
     rendering shows what it does with each message.
@@ -197,7 +198,7 @@ def make_lists(chat: list[dict[str, Any]], template: str, variables: dict[str, A
 
 
 def missing_content(template: str) -> dict[str, Any]:
-    """Returns the content of a message that has tool calls and no content.
+    """Returns what stands for the content of a message that has only tool calls.
 
     Some templates write a call only if the content is None, or is not defined; others would print
     "None". With `if message.content`, a template cannot tell None from an empty string.
@@ -228,7 +229,7 @@ def with_arguments(call: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def takes_parts(template: str) -> bool:
-    """Returns whether a template loops over the parts of a content: `for part in m.content`.
+    """Returns whether a template loops over the parts of a message: `for part in m.content`.
 
     Like vLLM, it looks for such a loop in the template's syntax tree.
     """

@@ -1,4 +1,4 @@
-"""Constraints: changes of logits that forbid, discourage or favour tokens.
+"""Constraints: changes to logits that forbid, discourage or favour tokens.
 
     logits ── biases ──▶ forbidden tokens ──▶ penalties ──▶ other features ──▶ temperature, draw
 
@@ -6,7 +6,7 @@ A bad word is forbidden as text, whatever tokens spell it: a token is forbidden 
 word, after the text that was generated before it. Tokens that end the sequence are forbidden until
 there are `min_tokens`.
 
-The changes of a matrix of rows are data: the host sends numbers, and the device applies them, so
+The changes to a matrix of rows are data: the host sends numbers, and the device applies them, so
 that nothing waits for a GPU.
 """
 
@@ -98,14 +98,14 @@ class Constraint:
         self.num_taken = seq.num_tokens
 
     def text_of(self, seq: Sequence) -> bytes:
-        """Returns the end of the generated text, with the tokens that were not read yet."""
+        """Returns the end of the generated text, with the tokens that have not been read yet."""
         assert self.bad_words
         new = seq.token_ids[max(self.num_taken, seq.num_prompt_tokens):]
         return self.text + b"".join(self.bad_words.texts[token_id] for token_id in new)
 
     def new_tokens(self, seq: Sequence) -> tuple[list[int], list[float]]:
-        """Returns the penalized tokens that were not read yet, and for each of them 1 if it was
-        generated, 0 if it is from the prompt."""
+        """Returns the penalized tokens that have not been read yet, and for each of them 1 if it
+        was generated, 0 if it is from the prompt."""
         penalties = penalties_of(seq.params)
         if penalties == NO_PENALTIES:
             return [], []
@@ -141,7 +141,7 @@ class Constraints(Feature):
         found = Constraint(*biases_of(p))
         if p.bad_words:
             tokenizer = inputs.get_tokenizer()
-            with naming(rejected("bad_words", p.bad_words, "texts in Unicode")):
+            with naming(rejected("bad_words", p.bad_words, "strings that UTF-8 can encode")):
                 words = tuple(word.encode() for word in p.bad_words)
             found.bad_words = find_bad_words(words, tokenizer, size)
         # with a grammar, the grammar decides where the text can end
@@ -186,8 +186,8 @@ def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
 def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list[int]]:
     """Returns what each token adds to a text, in UTF-8; this can be a part of a character.
 
-    Also returns all of these, joined, each after a byte 0xFF, which occurs in no text; and where
-    each begins. A special token spells nothing.
+    Also returns these spellings in one string, each after a byte 0xFF, which occurs in no text, and
+    the place where each begins. A special token spells nothing.
     """
     backend = tokenizer.backend_tokenizer
     # a token twice, minus the token once: some decoders strip spaces at the start of a text
@@ -224,8 +224,8 @@ def sorted_spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], np.n
 
 @lru_cache(maxsize=10_000)
 def tokens_completing(word: bytes, tokenizer: Any, vocab_size: int) -> list[np.ndarray]:
-    """Returns the tokens that complete a word after its first i bytes, by i: those that begin with
-    its rest. For i = 0, the word is anywhere in a token."""
+    """Returns, for each i, the tokens that complete a word after its first i bytes: those that
+    begin with its rest. For i = 0, these are the tokens that contain the word."""
     _, joined, starts = spellings(tokenizer, vocab_size)
     places = (match.start() for match in re.finditer(re.escape(word), joined))
     found = [np.array(sorted({bisect(starts, place) - 1 for place in places}), np.int64)]
@@ -260,7 +260,7 @@ def find_bad_words(words: tuple[bytes, ...], tokenizer: Any, vocab_size: int) ->
 def biases_of(params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
     """Returns token ids, and what is added to their logits.
 
-    If only some tokens are allowed, these are all of them, and all others are forbidden.
+    If only some tokens are allowed, the result has all of those, and all others are forbidden.
     """
     found = params.logit_bias or {}
     if params.allowed_token_ids:

@@ -23,7 +23,7 @@ ORIGINAL = "the original model, with config.json and safetensors"
 FOR_TRANSFORMERS = "its version for transformers, with config.json and safetensors"
 CONVERTED = ("converted by `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new)` "
              "of transformers")
-MERGED = "merged into its model by `merge_and_unload()` of PEFT, and saved"
+MERGED = "merged into its model by PEFT's `merge_and_unload()`, and saved"
 WRITER = "a model that writes text"
 # the names of such classes end with one of these
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -36,11 +36,11 @@ A_FILE: tuple[Row, ...] = (
 # what a folder has instead of config.json
 NO_CONFIG: tuple[Row, ...] = (
     ("adapter_config.json", "is an adapter (LoRA), not a whole model", MERGED),
-    ("model_index.json", "is a pipeline of diffusers, which makes images", WRITER),
-    ("modules.json", "is a model of sentence-transformers, which makes embeddings", WRITER),
+    ("model_index.json", "is a diffusers pipeline, which makes images", WRITER),
+    ("modules.json", "is a sentence-transformers model, which makes embeddings", WRITER),
     ("consolidated*", "is a model in its maker's own format", FOR_TRANSFORMERS),
     ("*/config.json", "has models in subfolders", "one of these, such as {folder}"),
-    ("*", "has no config.json", "a folder that save_pretrained of transformers has made"))
+    ("*", "has no config.json", "a folder that transformers' save_pretrained has made"))
 # what it has instead of safetensors
 NO_WEIGHTS: tuple[Row, ...] = (
     ("adapter_model*", "has only an adapter (LoRA) of the weights", MERGED),
@@ -49,9 +49,9 @@ NO_WEIGHTS: tuple[Row, ...] = (
     ("consolidated*", "has its weights in its maker's own format", FOR_TRANSFORMERS),
     ("*.safetensors", "has its weights in {name}, which is not read",
      "a folder with model.safetensors, or with an index of other names"),
-    ("*.onnx", "has its weights in the format of ONNX", ORIGINAL),
-    ("*.h5", "has its weights in the format of TensorFlow", ORIGINAL),
-    ("*.msgpack", "has its weights in the format of Flax", ORIGINAL),
+    ("*.onnx", "has its weights in ONNX format", ORIGINAL),
+    ("*.h5", "has its weights in TensorFlow's format", ORIGINAL),
+    ("*.msgpack", "has its weights in Flax's format", ORIGINAL),
     ("*", "lacks its weights", "downloaded again (or load_format='dummy', for random weights)"))
 
 # -------------------------------------------------------------------------------- config.json
@@ -102,7 +102,7 @@ def has_several_ropes(config: Config) -> bool:
 
 def uncomputed(config: Config) -> str:
     """Returns an entry, such as "hidden_act='gelu'", that transformers supports in the engine's own
-    families, and the engine itself does not; "" if there is none."""
+    families, but the engine itself does not; "" if there is none."""
     is_ministral = config.get("model_type") == "mistral" and "layer_types" in config
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if config.get("model_type") not in FAMILIES or is_ministral or not isinstance(rope, dict):
@@ -121,11 +121,11 @@ SMALL_WINDOW = "has a sliding_window of {sliding_window} tokens", "a model with 
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",
-     'completed there, for example by "architectures": ["{usual}"]'),
+     'completed there, for example with "architectures": ["{usual}"]'),
     (lambda c: c.get("is_encoder_decoder"), "has an encoder",
      "a model that has a decoder only"),
     (lambda c: "modules.json" in c["names"],
-     "is a model of sentence-transformers, which makes embeddings", WRITER),
+     "is a sentence-transformers model, which makes embeddings", WRITER),
     (lambda c: c.get("auto_map") and c.get("model_type") not in CONFIG_MAPPING_NAMES,
      "comes with its own code, which is not run", "a model that transformers computes without it"),
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
@@ -148,7 +148,7 @@ OWN: tuple[Kind, ...] = (
      "has {uncomputed}, which the engine itself does not compute",
      "run with model_impl='transformers'"),
     (has_several_ropes, "has different rope_parameters in its layers",
-     "a model with the same in all"))
+     "a model with the same ones in all layers"))
 
 # ----------------------------------------------------------------------------------- checks
 
@@ -160,7 +160,7 @@ def check_file(name: str, path: Path) -> None:
             is_gguf = opened.read(4) == b"GGUF"
         if is_gguf:
             raise ValueError(f"{name}={str(path)!r} is a GGUF file under another name: it must be "
-                             "renamed, or linked to, as a name that ends in .gguf")
+                             "renamed, or linked, so that its name ends in .gguf")
         raise refusal(name, path, [path.name], A_FILE)
 
 
@@ -180,7 +180,7 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
     with naming(file := folder / "config.json"):
         config = json.loads(file.read_bytes())
         if not isinstance(config, dict):
-            raise rejected("its content", config, "an object of JSON")
+            raise rejected("its content", config, "a JSON object")
         for name in ("num_hidden_layers", "num_labels"):
             # transformers makes lists of these lengths
             if config.get(name, 1) not in range(1, 10_001):
@@ -199,20 +199,20 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
         path = next((file for file in weight_files(folder) if file.parent != folder), folder)
         raise ValueError(f"model={str(path)!r} {text}")
     if "adapter_config.json" in names:
-        logger.warning(f"{folder} has an adapter (LoRA) beside the model, which is not used")
+        logger.warning(f"{folder} has an adapter (LoRA) next to the model, which is not used")
     if load_format != "dummy":
         check_weights(folder, names)
 
 
 def check_weights(folder: Path, names: list[str]) -> None:
-    """Raises ValueError for a folder without safetensors, or with notes of Git LFS instead."""
+    """Raises ValueError for a folder without safetensors, or with Git LFS pointers instead."""
     files = weight_files(folder)
     if not files:
         raise refusal("model", folder, names, NO_WEIGHTS)
     with files[0].open("rb") as opened:
         is_note = opened.read(24) == b"version https://git-lfs."
     if is_note:
-        raise ValueError(f"model={str(folder)!r} has a note of Git LFS in place of {files[0].name}:"
+        raise ValueError(f"model={str(folder)!r} has a Git LFS pointer in place of {files[0].name}:"
                          " it must be completed by `git lfs pull`")
 
 

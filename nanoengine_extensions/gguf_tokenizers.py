@@ -1,9 +1,9 @@
 """The tokenizer that a GGUF file describes, in the form of transformers.
 
-transformers makes the tokenizers of Llama 2, whose tokens have scores. Tokenizers with merges of
-bytes are made here. With those of transformers, tokens such as DeepSeek's <｜User｜> would be
-spelled in bytes, and so never found in a text; and for an unknown `tokenizer.ggml.pre`, text would
-be split as in GPT-2.
+transformers makes the tokenizers of Llama 2, whose tokens have scores. Byte-level BPE tokenizers
+are made here. If transformers made them, tokens such as DeepSeek's <｜User｜> would be spelled in
+bytes, and so never found in a text; and for an unknown `tokenizer.ggml.pre`, text would be split as
+in GPT-2.
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def templates(find: Find) -> str | dict[str, str] | None:
 
 
 def of_bytes(find: Find) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with merges of bytes."""
+    """Returns a byte-level BPE tokenizer."""
     pre = find("tokenizer.ggml.pre")
     if pre not in CUTS:
         raise rejected("the file's tokenizer.ggml.pre", pre, f"one of {[*CUTS]}")

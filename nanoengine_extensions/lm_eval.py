@@ -42,7 +42,7 @@ class NanoengineLM(TemplateLM):
         # the tokens of a window; the token after it is scored, too
         self.max_length = self.llm.inputs.max_model_len - 1
 
-    # the harness names its cache of requests by it
+    # the harness uses it to name its cache of requests
     tokenizer_name = property(lambda self: self.llm.config.model.replace("/", "__"))
     eot_token_id = property(lambda self: self.tokenizer.eos_token_id)
     # what comes before a text without a context

@@ -61,7 +61,7 @@ class RowLogprobs:
         tokenizer: from the library `tokenizers`; without one, tokens have no text.
         """
         before = self.token_ids[max(self.start, self.position - 12):self.position]
-        # once for all
+        # only once
         before = begun_in(before, tokenizer) if tokenizer else []
         return {int(token_id): Logprob(
                     logprob, int(rank), tokenizer and text_of(tokenizer, int(token_id), before))
@@ -117,7 +117,7 @@ class Logprobs(Feature):
     """The log-probabilities of all requests that ask for any. For each sequence it keeps:
 
     logprobs: the log-probabilities found so far, by position; readable once their step is over.
-    output_logprobs, prompt_logprobs: those that were in an output so far.
+    output_logprobs, prompt_logprobs: those that have been in an output.
     cumulative_logprob: the sum of output_logprobs.
     temperature: divides the logits of a beam. Only beams have it, since only they are chosen by
         log-probability.
@@ -138,7 +138,7 @@ class Logprobs(Feature):
             start = first_scored(seq)
             if start > seq.num_prompt_tokens:
                 raise rejected("prompt_logprobs_start", start,
-                               f"at most {seq.num_prompt_tokens}, the tokens of the prompt")
+                               f"at most {seq.num_prompt_tokens}, the length of the prompt")
             # the logits of the others are needed
             seq.max_cached_tokens = start - 1
             params = SamplingParams(temperature=0, logprobs=count)
@@ -181,7 +181,7 @@ class Logprobs(Feature):
         for seq, each in zip(seqs, output.outputs):
             if params.logprobs is not None and each.token_ids:
                 self.fill_in(seq, each)
-        # there are none after an error: beside NaN, the results would depend on the prompt's chunks
+        # there are none after an error: with NaN, the results would depend on the prompt's chunks
         if params.prompt_logprobs is not None and seqs[0].finish_reason != "error":
             output.prompt_logprobs = self.of_prompt(seqs[0])
 

@@ -168,7 +168,7 @@ class Metrics(Feature):
         for seq, mode in batch.preempted:
             if not self.counters["num_preemptions"]:
                 logger.warning(f"the KV cache is full: request {seq.request_id} is preempted "
-                               f"({mode}). More num_kv_blocks or a lower max_num_seqs help")
+                               f"({mode}). A larger num_kv_blocks or smaller max_num_seqs helps")
             self.counters.update(["num_preemptions", f"{mode}_preemptions"])
             if metrics := seq.kept.get("metrics"):
                 metrics.num_preemptions += 1
@@ -216,7 +216,7 @@ class Metrics(Feature):
             self.log_pages(sum(weights.nbytes for weights in runner.model.parameters()))
 
     def log_pages(self, num_bytes: int) -> None:
-        """Warns if this process has fewer bytes in huge pages than half of its weights, which are
+        """Warns if this process has less memory in huge pages than half the size of its weights,
         num_bytes. Only Linux reports this."""
         # caches hold most of a small model
         if num_bytes <= 2**27:
@@ -305,7 +305,7 @@ def metrics_of(engine: Engine) -> Metrics:
 
 
 class Bar(tqdm):
-    """A progress bar that also shows the tokens a second of all calls together."""
+    """A progress bar that also shows the tokens per second of all calls together."""
 
     def __init__(self, metrics: Metrics, **options: Any) -> None:
         self.metrics = metrics

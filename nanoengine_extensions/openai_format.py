@@ -87,7 +87,7 @@ class Body:
             return
         prompt: Any = body.get("prompt")
         if not isinstance(prompt, (str, list)) or prompt == []:
-            raise ValueError("prompt must be a text, token ids, or a list of these, and not empty")
+            raise ValueError("prompt must be a string, token ids or a list of these, not empty")
         are_several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
         self.prompts = [*prompt] if are_several else [prompt]
         if self.echoes:
@@ -98,7 +98,7 @@ class Body:
     def _sampling_params(self, body: Any, defaults: SamplingParams) -> SamplingParams:
         given = {"max_tokens": 16} | {name: body[name] for name in SAMPLING & body.keys()}
         if "logit_bias" in given:
-            with naming(rejected("logit_bias", given["logit_bias"], "biases by token ids")):
+            with naming(rejected("logit_bias", given["logit_bias"], "biases by token id")):
                 given["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
         if wanted := grammar_of(body.get("response_format")):
             if "structured_outputs" in given:
@@ -239,7 +239,7 @@ def object_of(data: bytes) -> dict[str, Any]:
     with naming("JSON"):
         row = json.loads(data, parse_float=finite, parse_constant=finite)
     if not isinstance(row, dict):
-        raise ValueError("JSON must be an object here")
+        raise ValueError("JSON must be an object")
     return row
 
 
@@ -252,7 +252,7 @@ def options_of(text: str) -> dict[str, Any]:
 def finite(text: str) -> float:
     """Returns the number in a text. Raises an error for one that JSON cannot represent: 1e999."""
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is not a number of JSON, or too large")
+        raise ValueError(f"{text} is not a JSON number, or is too large")
     return number
 
 

@@ -43,7 +43,7 @@ class Own(nn.Module):
     def __init__(self, part: Any, call: Any, count: int, step: int, order: Tensor) -> None:
         super().__init__()
         turned = count, step, call.factor, call.head_dim
-        # the modules of a call are the model's
+        # not as a submodule: the modules of `call` belong to the model
         vars(self).update(part=part, call=call, turned=turned, order=order)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
@@ -214,7 +214,7 @@ def candidates(call: Any, owner: Any, inputs: Inputs, dtype: torch.dtype) -> Ite
 
 
 def turned_by(cos: Tensor) -> tuple[int, int]:
-    """How many angles `cos` has, and the distance to the next one: each can be there twice."""
+    """How many angles `cos` has, and the distance to the next one: each can occur twice."""
     half = cos.shape[-1] // 2
     if torch.equal(cos[..., ::2], cos[..., 1::2]):
         return half, 2

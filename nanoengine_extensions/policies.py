@@ -22,7 +22,7 @@ def highest(rank: Callable[[Any], float]) -> Callable[[Any], Any]:
 
 
 class LeastRecentlyRun(Feature):
-    """Picks the sequence whose last step was the longest ago; of several, the youngest. It also
+    """Picks the sequence that has gone longest without a step; of several, the youngest. It also
     observes the steps, and keeps the number of each sequence's last step."""
 
     num_steps = 0
@@ -56,8 +56,8 @@ def overtaking(base: Any = "prefill-first", max_waiting: int = 0) -> Callable[[A
     """Adds a rule to a policy: in a long queue, the head can take another sequence's place.
 
     With more than `max_waiting` sequences waiting, a head that does not fit takes the place of the
-    longest running sequence, which goes to the front of the queue, right after the head. Each
-    sequence is overtaken at most once, so that this ends.
+    running sequence with the most tokens, which goes to the front of the queue, right after the
+    head. Each sequence is overtaken at most once, so that this ends.
 
         LLM(model, scheduling=overtaking("mixed", max_waiting=8))
 

@@ -34,9 +34,9 @@ BUCKETS = {
 
 
 class Times(Feature):
-    """How many completions took how long, since the start: histograms for `as_text`.
+    """How long completions have taken since the start: histograms for `as_text`.
 
-    A completion that its client has left, or that ended with an error, has no total time.
+    A completion whose client has left, or that ended with an error, has no total time.
 
     counts: how many values are in each bucket; the last bucket has no end. sums: the values added
         up, in seconds.
@@ -49,7 +49,7 @@ class Times(Feature):
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         now = time.monotonic()
         for seq in seqs:
-            # when it came, and when it had its last token
+            # when it arrived, and when it had its last token
             seq.kept["Times"] = now, None
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:

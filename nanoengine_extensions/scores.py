@@ -50,8 +50,8 @@ def score(llm: LLM, prompts: Any, continuations: Any, use_tqdm: bool = True) -> 
     """Returns a `Score` for each continuation; for a list of prompts, a list of them for each.
 
     prompts: one prompt or a list of them, in the forms of `LLM.generate`.
-    continuations: a list of texts or lists of token ids; for a list of prompts, a list of them for
-        each.
+    continuations: a list of strings or lists of token ids; for a list of prompts, a list of
+        them for each.
     use_tqdm: show a progress bar.
 
     Raises ValueError for bad input. A continuation has to add a token to its prompt, and a text can
@@ -66,7 +66,7 @@ def score(llm: LLM, prompts: Any, continuations: Any, use_tqdm: bool = True) -> 
         isinstance(group, (list, tuple)) for group in continuations)
     if not are_lists or len(continuations) != len(prompts):
         raise rejected("continuations", continuations[0] if is_one else continuations,
-                       "a list of texts or lists of token ids" + ", for each prompt" * (not is_one))
+                       "a list of strings or lists of ids" + ", for each prompt" * (not is_one))
     names = ["continuations" if is_one else f"continuations[{place}]"
              for place in range(len(prompts))]
     groups = [texts_of(llm.inputs, *each) for each in zip(names, prompts, continuations)]
@@ -91,7 +91,7 @@ def texts_of(inputs: InputProcessor, group: str, prompt: Any,
     found = []
     for number, continuation in enumerate(continuations):
         name = f"{group}[{number}]"
-        with naming(rejected(name, continuation, "a text or a list of token ids")):
+        with naming(rejected(name, continuation, "a string or a list of token ids")):
             if isinstance(continuation, str):
                 added = tokens_after(inputs.get_tokenizer(), before or "\n", continuation)
             else:
@@ -110,7 +110,7 @@ def texts_of(inputs: InputProcessor, group: str, prompt: Any,
 
 
 def tokens_after(tokenizer: Any, before: str, text: str) -> list[int]:
-    """Returns the tokens of a text that comes after another one, whose own tokens stay.
+    """Returns the tokens of a text that comes after another one, whose tokens stay as they are.
 
     They are the rest of the tokens of both texts together, if these begin with the first one's. If
     not, they are those after a newline: some tokenizers add a space where a text begins.
@@ -146,10 +146,10 @@ def main(arguments: list[str] | None = None) -> None:
         "python -m nanoengine score", description="shows which continuation of a prompt is the "
         "likeliest: the log-probability of each, its probability among them, and the text")
     parser.add_argument("prompt", help="a text that ends where a word ends")
-    parser.add_argument("choices", nargs="+", help="texts that each begin with their space")
+    parser.add_argument("choices", nargs="+", help="texts, each with its leading space")
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
-    parser.add_argument("--mean", action="store_true", help="divide by the number of tokens: else "
-                        "long choices lose")
+    parser.add_argument("--mean", action="store_true", help="divide by the number of tokens, "
+                        "since long choices would lose otherwise")
     flags = parser.parse_args(arguments)
     try:
         with LLM(flags.model) as llm:

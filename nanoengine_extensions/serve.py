@@ -2,8 +2,8 @@
 
     python -m nanoengine serve --model Qwen/Qwen3-0.6B --port 8000
 
-It uses Starlette and uvicorn, which are small, well maintained and common. FastAPI would add checks
-of the parameters, but `SamplingParams` already checks them. The format is in openai_format.py. The
+It uses Starlette and uvicorn, which are small, well maintained and widely used. FastAPI would check
+the parameters, but `SamplingParams` already does. The format is in openai_format.py. The
 name of the model is ignored. `/health` and `/metrics` need no key. Errors have OpenAI's error
 object, and a status:
 
@@ -12,8 +12,8 @@ object, and a status:
     413  for a body of more than --max-body bytes
     429  for more completions at once than `max_num_seqs` and --max-waiting together
     500  if the engine cannot continue, for example when it is out of memory
-    503  if the server is ending and the call takes longer than --graceful-timeout
-    504  if a call takes longer than --timeout; a header asks clients not to repeat it
+    503  if the server is shutting down and the call takes longer than --graceful-timeout
+    504  if a call takes longer than --timeout; a header asks clients not to retry it
 
 Once a stream has begun, an error is its last event, instead of [DONE]. When a client disconnects,
 its requests are freed at once. For a client that does not read, only the newest texts are kept.
@@ -239,7 +239,7 @@ def check_flags(flags: argparse.Namespace) -> None:
         if not value >= least:
             raise rejected(f"--{name.replace('_', '-')}", value, f"at least {least}")
     if flags.api_key == "":
-        raise rejected("--api-key", "", "a text, or left out")
+        raise rejected("--api-key", "", "a key, or left out")
     family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
     try:
         socket.create_server((flags.host, flags.port), family=family).close()

@@ -1,4 +1,4 @@
-"""`speculation="prompt-lookup"`: a decode step also computes guesses of the next tokens.
+"""`speculation="prompt-lookup"`: a decode step also checks guesses at the next tokens.
 
 The engine launches its steps with `Speculation.launch`, which adds guesses to a scheduled batch and
 passes it to the runner. `Speculation.around` wraps the batching policy: it turns the tokens that
@@ -93,8 +93,8 @@ class StepCosts(dict[int, float]):
 class PromptLookup:
     """Looks for the last tokens of a sequence, at most eight, in all texts so far, and guesses that
     it continues as the newest of these texts did (prompt lookup decoding: Saxena, 2023). These are
-    the texts of all sequences, its own included, even of ended ones. Each token is indexed once,
-    when its sequence is looked at.
+    the texts of all sequences, including its own and those that have ended. Each token is indexed
+    once, when its sequence is looked at.
 
     seen: for a few tokens, the text with them and the place after them; only the newest entries.
     indexed: how many tokens of a sequence are indexed.
@@ -169,7 +169,7 @@ class Speculation:
         self.counts = Counter[str]()
 
     def around(self, fill: Callable[[Scheduler], Batch]) -> Callable[[Scheduler], Batch]:
-        """Returns a batching policy: first steps of tokens that are already drawn, then `fill`."""
+        """Returns a policy: steps of tokens that are already drawn come first, then `fill`."""
         stock = self.stock
 
         def fill_known(scheduler: Scheduler) -> Batch:
@@ -191,7 +191,7 @@ class Speculation:
             tokens = [self.stock[seq].pop(0) for seq in batch.sequences]
             return Launched(batch, torch.tensor(tokens), self.clock())
         self.stock.clear()
-        # a step with a prompt computes, and does not wait for memory
+        # a step with a prompt is limited by computation, not by memory: guesses would slow it down
         if max(batch.num_tokens) > 1:
             return self.runner.launch(batch)
         began = self.clock()
@@ -270,10 +270,10 @@ class Speculation:
         return asked
 
     def _worthwhile(self, asked: dict[Sequence, Any], batch: Batch) -> Guesses:
-        """Returns guesses cut so that the most tokens a second are expected. asked: from `_ask`
+        """Returns as many of the guesses as give the most expected tokens a second.
 
-        The i-th guess of a sequence gains a token with probability odds**i. The likeliest ones come
-        first; as many are computed as the seconds of the larger step allow.
+        The i-th guess of a sequence gains a token with probability odds**i. The likeliest come
+        first, and each makes the step longer. asked: from `_ask`
         """
         count = len(batch)
         # the time without guesses must be known

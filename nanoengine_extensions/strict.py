@@ -29,14 +29,14 @@ STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 # ---------------------------------------------------------------------------------- types
 
-# vLLM's shorthands: one text means a list of it, None an empty list
+# vLLM's shorthands: a string means a list with this string, None an empty list
 AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
 DISTINCT = AfterValidator(lambda v: [*dict.fromkeys(v)])
 # NumPy's and PyTorch's numbers are accepted like Python's
 NUMPY = BeforeValidator(lambda v: v.item() if getattr(v, "ndim", None) == 0 else v)
 Int = Annotated[int, NUMPY]
 Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
-# 0, or between 1e-18 and 1e18 in size: no product or sum with a logit then leaves float32
+# 0, or between 1e-18 and 1e18 in size: products and sums with a logit then fit into float32
 Moderate = Annotated[
     Float, AfterValidator(lambda v: v and math.copysign(min(max(abs(v), 1e-18), 1e18), v))]
 Count = Annotated[Int, Field(ge=1)]
@@ -201,7 +201,7 @@ def check_memory(weights: Iterable[Tensor], device: str) -> None:
 # --------------------------------------------------------------------------- arguments of calls
 
 
-FORMS = "a text, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
+FORMS = "a string, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
 
 
 def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:

@@ -276,8 +276,8 @@ class Ranks(Group, AbstractContextManager):
             self.check(timeout=0.1)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """If a rank has died, a RuntimeError that names it replaces any other error. An error that
-        its end may have caused can come a little earlier."""
+        """If a rank has died, a RuntimeError that names it replaces any other error: the death of
+        the rank can cause that error a moment before it is noticed itself."""
         if error:
             # never destroyed: the destructor would wait for an operation that Gloo has lost
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
@@ -329,7 +329,7 @@ def main(*place: int) -> None:
 
 
 def read_ahead(messages: SimpleQueue) -> None:
-    """Reads messages of rank 0. This process ends when rank 0 does."""
+    """Reads messages from rank 0. This process ends when rank 0 does."""
     try:
         while True:
             messages.put(pickle.load(sys.stdin.buffer))

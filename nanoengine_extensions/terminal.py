@@ -1,4 +1,4 @@
-"""`python -m nanoengine "a prompt"` streams a text to the terminal, or with --chat a conversation.
+"""`python -m nanoengine "a prompt"` streams text to the terminal; --chat begins a conversation.
 
 Answers go to standard output, the program's own messages to standard error.
 
@@ -133,7 +133,7 @@ def shortened(llm: LLM, messages: list[dict[str, str]], kept: int) -> dict[str, 
         del messages[:2]
         num_dropped += 1
     if num_dropped:
-        note(f"old turns are dropped: {num_dropped}, since the context of {longest} tokens is full")
+        note(f"dropped the oldest turns ({num_dropped}): the context of {longest} tokens is full")
     return prompt
 
 

@@ -19,7 +19,7 @@ from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sequence import Sequence
 
 CONDITIONS: list[Condition] = [
-    ("stop", lambda p: isinstance(p.stop, list) and all(p.stop), "a list of texts, none empty"),
+    ("stop", lambda p: isinstance(p.stop, list) and all(p.stop), "a list of strings, none empty"),
     ("detokenize", lambda p: p.detokenize or not p.stop, "True for stop={stop!r}")]
 
 # how a tokenizer can spell U+FFFD: as itself, in the letters of ByteLevel, in those of ByteFallback

@@ -83,7 +83,7 @@ def read(body: Any, given: dict[str, Any]) -> None:
     if choice in ("none", "auto"):
         return
     if body.params.structured_outputs is not None:
-        raise ValueError(f"tool_choice={choice!r} is not accepted beside response_format or "
+        raise ValueError(f"tool_choice={choice!r} is not accepted together with response_format or "
                          "structured_outputs: leave one of them out")
     schemas = schemas_of(given["tools"])
     name = named(choice)

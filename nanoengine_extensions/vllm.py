@@ -1,4 +1,4 @@
-"""vLLM's interface: a script written for it runs when only its import is changed.
+"""vLLM's interface: to run a script that was written for vLLM, change only its import.
 
     from nanoengine_extensions.vllm import LLM, SamplingParams
 
@@ -40,8 +40,8 @@ WITHOUT_EFFECT = {*"""aggregate_engine_logging allowed_local_media_path allowed_
     served_model_name show_hidden_metrics_for_version shutdown_timeout skip_clone skip_mm_profiling
     skip_reading_prefix_cache spaces_between_special_tokens stream_interval trust_remote_code
     use_tqdm_on_load use_v2_block_manager watermark""".split()}
-# … and those that must not turn on anything, since this engine has nothing like it. Some of them
-# are keys of prompts.
+# … and those that must not turn anything on, since this engine has nothing like them. Some are keys
+# of prompts.
 OFF = {*"""additional_config cache_salt code_revision config_format convert cpu_offload_params
     data_parallel_rank data_parallel_size decode_context_parallel_size diffusion_config
     disable_additional_properties distributed_executor_backend enable_dbo enable_elastic_ep
@@ -70,7 +70,7 @@ NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar g
          "max_model_len": "n_ctx", "n": "num_return_sequences", "revision": "tokenizer_revision",
          "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs"}
 INSTEAD = {other: name for name, others in NAMES.items() for other in others.split()}
-# values that turn nothing on, as strings; 1 rank does not, either
+# values that turn nothing on, as strings; nor does 1 rank
 NEUTRAL = {*"False 0 0.0 -1 {} [] set() auto generate hf mp none raw_logprobs uni vllm".split(), ""}
 # methods of vLLM's LLM that this engine does without
 METHODS = """apply_model classify collective_rpc embed encode finish_weight_update
@@ -224,7 +224,7 @@ class LLM(nanoengine.LLM):
                  **options: Any) -> list[Any]:
         """Generates as nanoengine does."""
         if prompts is not None and prompt_token_ids is not None:
-            raise rejected("prompt_token_ids", prompt_token_ids, "left out beside prompts")
+            raise rejected("prompt_token_ids", prompt_token_ids, "left out if prompts are given")
         self.check_logprobs(sampling_params)
         prompts = plain(prompt_token_ids if prompts is None else prompts)
         return super().generate(prompts, sampling_params, use_tqdm, priority, **without(options))
@@ -257,8 +257,8 @@ class LLM(nanoengine.LLM):
         return [request.output() for request in requests]
 
     def for_chat(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the options of a chat, without those that have no effect. The format of contents
-        has one here."""
+        """Returns the options of a chat, without those that have no effect. In a chat, the format
+        of contents does have an effect."""
         form = options.get("chat_template_content_format", "auto")
         template = dict(chat_template=self.chat_template, chat_template_content_format=form)
         return template | without(options)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# these change from step to step: each new alignment would compile another kernel during a run
+# these change from step to step: without this list, each new alignment would compile a new kernel
 CHANGING = ["starts", "lengths", "tables", "num_seqs", "num_tokens", "width", "window"]
 
 # the kernel computes powers of 2
@@ -49,7 +49,7 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
                      KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
                      COLUMNS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
                      KEYS: tl.constexpr):
-    """A program has a split of a tile, for one head of keys.
+    """A program computes a split of a tile, for one head of keys.
 
     out: (splits, T, heads, head_dim); sums: (splits, T, heads), log2 of the sums of weights; None
         without splits
@@ -131,7 +131,7 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
                           weighted * shrink[:, None], input_precision="ieee")
         largest = new_largest
 
-    # 5. The result. A split in which a row sees no key counts nothing: its sum is 2 ** -inf.
+    # 5. The result. A split in which a row sees no key counts for nothing: its sum is 2 ** -inf.
     result = weighted / tl.where(total == 0, 1.0, total)[:, None]
     places += split.to(tl.int64) * num_tokens * (KV_HEADS * GROUP)
     to_out = out + places[:, None] * HEAD_DIM + columns[None, :]
@@ -140,7 +140,7 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
         tl.store(sums + places, largest + tl.log2(total), is_row)
 
 
-# the interpreter differs in a few things
+# the interpreter behaves differently in a few places
 IS_INTERPRETED = tl.constexpr(not isinstance(attention_kernel, triton.JITFunction))
 
 
@@ -176,7 +176,7 @@ def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any,
     Returns (T, heads, head_dim). Heads and dtype are those of the model; float32 stays float32.
     """
     if not cache.is_contiguous():
-        raise ValueError(f"cache={tuple(cache.shape)} with strides {cache.stride()}: contiguous")
+        raise ValueError(f"cache={tuple(cache.shape)} is not accepted: it must be contiguous")
     num_tokens, num_heads, head_dim = query.shape
     if head_dim > 512:
         raise ValueError(f"head_dim={head_dim} is not accepted: it must be at most 512")

@@ -11,9 +11,9 @@
                 return F.silu(gate) * up
         \"""
 
-Functions that the forward calls by their names follow it. Comments, docstrings, types and layout do
-not count; everything else does. So `optimize` does not replace a forward that was changed,
-overridden in a subclass or set on a module.
+Functions that the forward calls by name follow it. Comments, docstrings, types and layout do not
+count; everything else does. So `optimize` does not replace a forward that was changed, overridden
+in a subclass or set on a module.
 """
 
 import ast
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# a model has many modules of a class
+# a model has many modules of the same class
 source_of = functools.cache(getsource)
 
 
@@ -44,8 +44,8 @@ def has_code_of(fast: Any, module: nn.Module) -> bool:
 
 
 def code_of(function: Callable) -> tuple[str, ...]:
-    """The code of a function, and then of those that it calls by their names. Raises ValueError for
-    one that uses other globals than functions and PyTorch."""
+    """The code of a function, and then of those that it calls by name. Raises ValueError for one
+    that uses globals other than functions and PyTorch."""
     code = bare(source_of(function.__code__))
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
@@ -58,7 +58,7 @@ def code_of(function: Callable) -> tuple[str, ...]:
 
 @functools.cache
 def bare(source: str) -> tuple[str, ...]:
-    """Each of some functions without comments, docstrings and types."""
+    """Each function in the source, without comments, docstrings and types."""
     functions: Any = ast.parse(textwrap.dedent(source))
     for node in ast.walk(functions):
         if isinstance(node, ast.arg):

@@ -24,7 +24,7 @@ def optimize(model: nn.Module, has_attention: bool = False) -> bool:
     has_attention: has no effect, since attention calls the `backend` of its module; libraries whose
         attention has its own cache need it
 
-    Returns whether a row has the same bits whatever rows are beside it: False.
+    Returns whether a row has the same bits whatever other rows there are: False.
     """
     # a decoder comes after its norms
     for module in reversed(list[Any](model.modules())):

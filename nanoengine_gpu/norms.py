@@ -20,7 +20,7 @@ from torch import Tensor
 
 @triton.jit
 def norm_kernel(x, delta, weight, total, out, size, eps, BLOCK: tl.constexpr):
-    """A program has one row. Without a sum, delta is None and total is not written."""
+    """A program computes one row. Without a sum, delta is None and total is not written."""
     columns = tl.arange(0, BLOCK)
     is_used = columns < size
     places = tl.program_id(0).to(tl.int64) * size + columns
@@ -85,7 +85,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def heads_kernel(qkv, query, cache, slots, angles, query_norm, key_norm, eps, num_tokens,
                  half_cache, NUM_QUERIES: tl.constexpr, NUM_KEYS: tl.constexpr, HALF: tl.constexpr,
                  HEADS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program has some heads of one token: the left and the right half of each.
+    """A program computes some heads of one token: the left and the right half of each.
 
     Heads are those of queries, then of keys, then of values.
     """
@@ -139,7 +139,7 @@ def store_heads(qkv: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
     Returns the queries, (T, heads, head_dim).
     """
     if not cache.is_contiguous():
-        raise ValueError(f"cache={tuple(cache.shape)} with strides {cache.stride()}: contiguous")
+        raise ValueError(f"cache={tuple(cache.shape)} is not accepted: it must be contiguous")
     num_tokens, num_heads, head_dim = qkv.shape
     num_keys = cache.shape[3]
     num_queries = num_heads - 2 * num_keys

@@ -42,7 +42,7 @@ def keys_of(scores, least, BY_WEIGHT: tl.constexpr):
 @triton.jit(do_not_specialize=["shift"])
 def radix_kernel(scores, all_least, prefixes, sums, size, shift, BINS: tl.constexpr,
                  BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """A program has a part of a row. For each key that begins with the row's prefix, it adds the
+    """A program reads a part of a row. For each key that begins with the row's prefix, it adds the
     number of the token to the sum of the next digit: the bits from `shift` on.
 
     prefixes: (rows,) int64, what the rounds before found
@@ -68,9 +68,9 @@ def select(scores: Tensor, least: Tensor, needed: Callable[[Tensor], Tensor],
     units"). Three rounds find the bits of the key: first 11, then 10 and 10. A round takes the last
     digit before which the sum is less than what is needed.
 
-    Atomic additions come in any order, so they add whole numbers. Of weights, what is smaller than
-    2**-44 is cut off: less than 2**-25 in a row, and nothing of weights from 2**-21 on. 64 bits
-    are enough for the sum of fewer than 2**19 tokens.
+    Atomic additions come in any order, so they add whole numbers: weights are rounded down to
+    multiples of 2**-44, which takes less than 2**-25 from a row, and nothing from weights of at
+    least 2**-21. 64 bits are enough for the sum of fewer than 2**19 tokens.
     """
     rows, size = scores.shape
     found = least.new_zeros(rows, dtype=torch.int64)
@@ -90,8 +90,8 @@ def select(scores: Tensor, least: Tensor, needed: Callable[[Tensor], Tensor],
 
 @triton.jit
 def keep_kernel(scores, all_least, last_keys, all_missing, size, BLOCK: tl.constexpr):
-    """A program has a row of scores, and overwrites them with weights: of keys up to the last one,
-    and of tokens with the last key as many as give what is missing, the first ones."""
+    """A program overwrites a row of scores with weights: those of all smaller keys than the last
+    one, and those of the first tokens with the last key, until nothing is missing."""
     row = tl.program_id(0).to(tl.int64)
     least = tl.load(all_least + row)
     last = tl.load(last_keys + row).to(tl.int32)
@@ -141,7 +141,7 @@ def truncate(scores: Tensor, draws: Any, truncations: set[str],
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "uniform"])
 def draw_kernel(numbers, largest, temperature, uniform, sums, size, GROUPS: tl.constexpr, tokens):
-    """A program has a group of a row's tokens. Without `tokens`, it adds up their weights; with
+    """A program reads a group of a row's tokens. Without `tokens`, it adds up their weights; with
     `tokens`, the group is the one that these sums lead to, and the program picks a token of it.
 
     sums: (rows, GROUPS) float64

@@ -39,7 +39,7 @@ BITS = {"int8": 8, "int4": 4}
 SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 KNOWN = (*METHODS, "gguf")
-# vLLM's names of methods, which include its kernel for them
+# vLLM's names of methods, each with the name of a kernel
 MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
 CONDITIONS: list[Condition] = [
     ("quantization", lambda c: c.quantization.removesuffix(SUMS) in (*BITS, *KNOWN, *MARLIN),
@@ -84,7 +84,7 @@ def only_file(path: Path) -> Path:
     """Returns the GGUF file that a path stands for. Raises ValueError if there are several."""
     if not path.is_dir():
         return path
-    # a model in several files counts by its first one, and one with images by its text part
+    # the first file stands for a model in several files, the text part for a model with images
     files = [file for file in sorted(path.glob("*.[gG][gG][uU][fF]"))
              if not re.search(r"-of-\d{5}$", file.stem) or "-00001-of-" in file.stem]
     files = [file for file in files if "mmproj" not in file.name.lower()] or files
@@ -124,7 +124,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
         raise rejected("the model's quantization_config", entries, "None with "
                        "load_format='dummy', since random weights are not quantized")
     files = weight_files(folder)
-    with naming(f"{folder}: one of its files of weights"):
+    with naming(f"{folder}: one of its weight files"):
         open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
     kinds = {tensor.kind for tensors in opened.values() for tensor in tensors.values()}
@@ -209,7 +209,7 @@ def check_memory(num_bytes: int) -> None:
 
 
 def log_costs(files: list[Path], opened: Iterable[Opened], dtype: torch.dtype) -> None:
-    """Writes to the log how much memory the weights take after they are dequantized."""
+    """Logs how much memory the dequantized weights take."""
     stored, count = sizes_of(files, opened)
     logger.warning(
         f"quantized weights are dequantized when they are loaded: {stored / 2**20:,.1f} MiB of "

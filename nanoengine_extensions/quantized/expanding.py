@@ -26,35 +26,35 @@ from nanoengine_extensions.quantized.whole_numbers import (
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
-# how many vectors of outputs one row is multiplied with at once; for more rows there are two, or
-# four if numbers are not expanded
+# how many vectors of outputs one row is multiplied by at once; more rows are multiplied by two, or
+# by four if numbers are not expanded
 COLUMNS = 4
 # for 16 outputs, of each of two halves: scales, and what is added
 SCALES = 2 * 2 * LANES
 
 
 def load_of(builder, kind, data, first):
-    """16 numbers of a type, from a byte on."""
+    """16 numbers of a type that begin at a byte."""
     place = builder.bitcast(builder.gep(data, [first]), ir.VectorType(kind, LANES).as_pointer())
     return builder.load(place, align=1)
 
 
 @instruction(vector)
 def load_bytes(builder, data, first):
-    """16 signed bytes, from a byte on."""
+    """16 signed bytes that begin at a byte."""
     numbers = builder.sext(load_of(builder, ir.IntType(8), data, first), WORDS)
     return builder.sitofp(numbers, FLOATS)
 
 
 @instruction(vector)
 def load_halves(builder, data, first):
-    """16 float16 numbers, from a byte on."""
+    """16 float16 numbers that begin at a byte."""
     return builder.fpext(load_of(builder, ir.HalfType(), data, first), FLOATS)
 
 
 @instruction(vector)
 def load_floats(builder, data, first):
-    """16 float32 numbers, from a byte on."""
+    """16 float32 numbers that begin at a byte."""
     return load_of(builder, ir.FloatType(), data, first)
 
 
@@ -101,7 +101,7 @@ def weights_of(builder, data, place, scales, width, per_word):
 
 def with_constants(count: int) -> Callable:
     """Makes a function for numba of `write(builder, *operands, *constants)`: the last `count`
-    arguments are constants where it is called. LLVM gets straight code, without a loop."""
+    arguments are constants where it is called. LLVM gets code without a loop."""
     def decorate(write):
         @functools.wraps(write)
         def typed(context, *kinds):
@@ -185,7 +185,7 @@ def open_half(numbers, scales, to, per_word):
 
 @inlined()
 def load_stored(data, at, above, storage):
-    """16 scales or lows, from a byte on. above: where those of their 256 inputs are"""
+    """16 scales or lows that begin at a byte. above: where those of their 256 inputs are"""
     if storage == FLOAT:
         return load_floats(data, at)
     if storage == NESTED:

@@ -50,7 +50,7 @@ class Grouped(NamedTuple):
         return 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
 
     def zero(self) -> Tensor | int:
-        """Returns the zeros, or the one of all groups, of the positive numbers."""
+        """Returns the zeros of the positive numbers, or one number if all zeros are equal."""
         if self.zeros is None:
             return self.middle()
         first = int(self.zeros.flatten()[0])
@@ -112,7 +112,7 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     (outputs * bits / 32, groups), (inputs,).
 
     Numbers and zeros are stored plus 8, or plus 128 with 8 bits. Unused bits fill the last word in
-    a row. One scale can be for all outputs, and zeros that are not int32 are not packed.
+    a row. One scale can serve all outputs, and zeros that are not int32 are not packed.
     """
     outputs, inputs = map(int, shape)
     bits = 8 if 4 * packed.shape[1] >= inputs else 4
@@ -129,7 +129,7 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
 def rounded(weight: Tensor, bits: int) -> Grouped:
     """Rounds a weight to numbers of 8 or 4 bits in groups of 32 inputs, with scales in float16.
 
-    As in Q8_0 and Q4_0 of llama.cpp, the largest of a group becomes 127 or -127, with 4 bits -8.
+    As in llama.cpp's Q8_0 and Q4_0, the largest of a group becomes 127 or -127; with 4 bits, -8.
     """
     inputs = weight.shape[1]
     numbers = torch.empty(weight.shape, dtype=torch.int8)

@@ -213,7 +213,7 @@ class Header:
         """Returns the parameters from which the factors of the frequencies were made.
 
         llama.cpp's converter stores only the factors, one for each pair of numbers of a head.
-        Between the models of Llama 3, only the largest factor differs.
+        The models of Llama 3 differ only in the largest factor.
         """
         given = torch.from_numpy(self.tensors["rope_freqs.weight"].data.astype(np.float32))
         factor = float(given.max())

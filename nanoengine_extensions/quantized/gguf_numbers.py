@@ -77,7 +77,7 @@ def of_256(x: Tensor, kind: str) -> Grouped:
 
 def nested(numbers: Tensor, scales: Tensor, bits: int, above: Tensor, lows: Tensor | None = None,
            zero: int = 0) -> Grouped:
-    """above: of each block, the scale of the scales, then that of the lows, which are minus this.
+    """above: for each block, the scale of the scales, then that of the lows, which are subtracted.
     zero: the zero of all groups."""
     scales = scales.to(torch.int8).flatten(1)
     zeros = torch.full(scales.shape, zero, dtype=torch.uint8) if zero else None

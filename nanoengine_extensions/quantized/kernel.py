@@ -3,7 +3,7 @@
     weights.py      each number becomes a weight, which is multiplied
     sums.py         numbers are multiplied, and then the sums of each group by its scale
 
-With either of the two, a row has the same bits whatever rows are beside it.
+With either of the two, a row has the same bits whatever other rows there are.
 """
 
 import functools
@@ -38,9 +38,9 @@ def part_of(parts, number):
 def product(dtype: torch.dtype, by_sums: bool = False) -> Callable:
     """kernel(norm, bias, words, outputs, halves, eps_bits, x, residual, out, rows, *parts)
 
-    As `products.product`, but for the weight. parts: the address of one part of the weight, the
-    number of the first block after it, and the same of a second and of a third, without the last
-    number. With two halves, the second begins with its own block.
+    As `products.product`, except for the weight. parts: for each of three parts of the weight, its
+    address and the number of the first block after it; the third has no such number. With two
+    halves, the second begins with its own block.
 
     by_sums: whether scales multiply the sums of groups (sums.py), and not each number (weights.py)
     """

@@ -50,7 +50,7 @@ class QuantizedLinear(PackedLinear):
     """A linear whose weight is packed numbers and scales: one part, or up to three for projections
     that are fused, each with a format of its own.
 
-    weight: the dequantized weight, a copy. If another one is set, it is an ordinary linear.
+    weight: the dequantized weight, a copy. If another one is set, this becomes an ordinary linear.
     part_rows: how many outputs each part has.
     is_being_tied: set until an embedding is given the weight; meanwhile, the weight is not
         dequantized for it.
@@ -165,16 +165,16 @@ def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool) -> Tensor:
     part = packed.pack(found, dtype, by_sums)
     if part is None:
         warn_once("quantized weights of some matrices are dequantized when they are "
-                  "loaded, since kernels know no act-order, no scales of more than 15 "
-                  "bits, and groups of 16, 32, 64 or 128 inputs, or of multiples of these")
+                  "loaded, since kernels know no act-order and no scales of more than 15 bits, "
+                  "and only groups of 16, 32, 64 or 128 inputs, or of multiples of these")
         part = found.dequantized().to(dtype)
     return part
 
 
 def are_one(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype,
             block: int) -> bool:
-    """Whether one product can have some parts: all are packed, the blocks of a part follow those of
-    the last one, and all have the same inputs."""
+    """Whether one product can combine some parts: all are packed, the blocks of a part follow those
+    of the last one, and all have the same inputs."""
     return (all(part.ndim == 1 for part in parts) and not any(count % block for count in rows[:-1])
             and len({packed.padding(inputs, packed.form_of(part).group, dtype)
                      for part in parts}) == 1)
@@ -227,7 +227,7 @@ class Loading:
             self.modules[storage_of(weight)] = module, own, {}
             module.__class__ = packed_class(kind, own)
         if self.is_tied:
-            # not as a submodule of the embedding, since the head already is a part of the model
+            # not as a submodule of the embedding, since the head is already a part of the model
             vars(embedding)["head"] = model.lm_head
             vars(model.lm_head)["is_being_tied"] = True
 
@@ -258,7 +258,7 @@ class Loading:
             return module.register_buffer("part_0", parts[0], persistent=False)
         if any(part.ndim == 1 for part in parts):
             warn_once("quantized weights of some fused projections are dequantized when they are "
-                      "loaded, since one product cannot have all of their parts")
+                      "loaded, since one product cannot combine all of their parts")
         for other, other_own, _ in self.modules.values():
             if vars(other).get("head") is module:
                 other.__class__ = other_own

@@ -180,8 +180,8 @@ def open_quantized(index: Index, method: Method, file: Path) -> Opened:
 
 
 def open_rounded(bits: int, file: Path) -> Opened:
-    """Returns the tensors of a safetensors file, with matrices rounded to `bits` bits. So are those
-    of experts, of which one tensor can have many."""
+    """Returns the tensors of a safetensors file, with matrices rounded to `bits` bits. Tensors with
+    the matrices of many experts are rounded, too."""
 
     def read(tensor: Stored) -> Tensor | Grouped:
         weight = tensor.read()

@@ -15,7 +15,7 @@ from nanoengine_extensions.quantized.stored import ROUNDED, Opened, Stored
 
 def load(tensors: Opened, kind: Any, folder: object, config: Any,
          **options: Any) -> tuple[Any, dict[str, Any]]:
-    """As `kind.from_pretrained(folder, config=config, …)`, with other tensors than the folder has.
+    """As `kind.from_pretrained(folder, config=config, …)`, but with the given tensors.
 
     tensors: by the names in the files
     """
@@ -30,7 +30,7 @@ def from_tensors(tensors: dict[str, Any], kind: Any, config: Any,
 
 
 def without_quantization(config: Any) -> Any:
-    """Returns a copy. It does not say how files are quantized: tensors are not, when read."""
+    """Returns a copy that does not say how files are quantized: reading dequantizes them."""
     config = copy.deepcopy(config)
     for each in (config, config.get_text_config(decoder=True)):
         vars(each).pop("quantization_config", None)
@@ -38,13 +38,13 @@ def without_quantization(config: Any) -> Any:
 
 
 def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
-    """Returns the tensors, those for Conv1D of GPT-2 transposed: formats have (outputs, inputs) for
-    all modules, this one (inputs, outputs). What is rounded here was that of the module."""
+    """Returns the tensors; those for GPT-2's Conv1D, which has (inputs, outputs), are transposed if
+    they come from a quantized file, where all modules have (outputs, inputs)."""
     found = Opened(tensors)
     with torch.device("meta"):
         model = kind._from_config(without_quantization(config))
     for name, module in model.named_modules():
-        # files can do without the prefix
+        # names in files may lack the prefix
         for each in {name, name.removeprefix(f"{model.base_model_prefix}.")}:
             stored = found.get(f"{each}.weight")
             if isinstance(module, Conv1D) and stored and stored.is_quantized:

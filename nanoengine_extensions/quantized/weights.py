@@ -1,7 +1,7 @@
 """Products with a packed weight (packed.py), whose numbers become weights on the way.
 
     few rows, on registers of AVX-512      16 words are expanded and multiplied at once
-    more rows, on tiles, with AVX2         a slice is expanded into the first cache, and multiplied
+    more rows, on tiles, with AVX2         a slice is expanded into the L1 cache, and multiplied
                                            as `nanoengine_cpu/products.py` does it
 
 A result has the same bits as the product with a weight that was dequantized first, and rounded to

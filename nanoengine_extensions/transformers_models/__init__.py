@@ -9,12 +9,12 @@ needs to know which token belongs to which sequence, and the engine has one that
     the engine                        K and V to the cache, attention
 
     describe   what the engine must know about a model, from config.json (`load_config` calls it)
-    load       the model (`ModelRunner.load_model` calls it); check.py says whether it can run so,
+    load       the model (`ModelRunner.load_model` calls it); check.py says whether it works,
                modules.py which of its parts have a faster form
 
 The calls of the attention function are the same in each step, so they have numbers: call 5 uses
 layer 5 of the cache. Each call is a module. Its forward is the part of the engine's own `Attention`
-that follows the projection, so a library of kernels that knows this forward makes the call fast.
+that follows the projection, so a kernel library that knows this forward makes the call fast.
 """
 
 import copy
@@ -154,7 +154,7 @@ class Call(Attention):
 
 
 class OtherCall(Call):
-    """A call that needs more than that, such as a mask that is not a window."""
+    """A call that needs more than a `Call` has, such as a mask that is not a window."""
 
     attend = Call.gather
     # so that no library mistakes it for the engine's own
@@ -310,7 +310,7 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     if is_of_maker or getattr(kind, "config_class", None) not in configs:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
     if not hasattr(kind, "generate"):
-        raise NotComputed(f"transformers has no architectures={config.architectures} for texts")
+        raise NotComputed(f"transformers has no architectures={config.architectures} for text")
     options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")
     if runner.device == "cpu":
         # products of groups of tokens take twice as long there

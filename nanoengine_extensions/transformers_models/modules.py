@@ -1,8 +1,8 @@
-"""Replaces parts of a transformers model with modules that a library of kernels makes fast.
+"""Replaces parts of a transformers model with modules that a kernel library makes fast.
 
     a norm        RMSNorm with a weight of w, or of 1 + w
     a gated MLP   down(SiLU(gate(x)) * up(x)): gate and up become one product
-    linears       with the same input, as queries, keys and values: they become one product
+    linears       with the same input, such as queries, keys and values: they become one product
 
 They are recognised by what they compute, not by their names: each is compared with its replacement
 on random inputs, in float32 (`InFloat32`) and in the dtype of the model. A part that differs stays
@@ -50,7 +50,7 @@ class Part(nn.Module):
     """One of several linears with the same input. The first one that is called computes all.
 
     linear: all of them; sizes: how many outputs each has; kept: the input, and by index the outputs
-        of each linear that was not called yet
+        of each linear that has not been called yet
     """
 
     def __init__(self, linear: nn.Linear, sizes: list[int], kept: dict[Any, Tensor],

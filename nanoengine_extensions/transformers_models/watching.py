@@ -1,5 +1,5 @@
-"""Watches a transformers model in a step: which of its layers do the same, whether it counts its
-tokens, and where the host waits for the GPU.
+"""Watches a transformers model in a step: which of its layers do the same thing, whether it counts
+its tokens, and where the host waits for the GPU.
 
 The check of a model runs a few layers of each kind: the first, one in the middle and the last.
 Layers are of one kind if they have the same class and shapes of parameters, get the hidden states
@@ -76,7 +76,7 @@ def noted_kinds(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Any], list[A
 
 
 def choose(layers: Any, kinds: dict[nn.Module, Any], owners: list[Any]) -> tuple[Any, Any, Any]:
-    """Returns the layers, the numbers of some of each kind, and those of their calls of attention.
+    """Returns the layers, the numbers of a few layers of each kind, and of their attention calls.
 
     owners: the modules that call it
     """
@@ -91,7 +91,7 @@ def choose(layers: Any, kinds: dict[nn.Module, Any], owners: list[Any]) -> tuple
 
 @contextmanager
 def only(model: Any, layers: Any, chosen: set[int], numbers: set[int]) -> Iterator[None]:
-    """Lets a model run only some layers: see `choose`."""
+    """Makes a model run only some of its layers: see `choose`."""
     whole = [*layers]
     calls = model.calls
     stack = model.stack or SimpleNamespace(layers=nn.ModuleList())
@@ -154,7 +154,7 @@ class Watch(TorchFunctionMode):
     must not become part of a computation, or indices into a table of positions.
 
     num_tokens: of the step
-    log: gets the functions that are called, with their arguments but for tensors and sizes
+    log: gets the functions that are called, with their arguments except tensors and sizes
     """
 
     def __init__(self, num_tokens: int, log: list[Any]) -> None:

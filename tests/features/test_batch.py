@@ -254,7 +254,7 @@ def test_bad_rows(job):
         (good | {"messages": []}, "messages"), (good | {"prompt_logprobs": 1}, "prompt_logprobs"),
         (good | {"max_completion_tokens": 1}, "max_completion_tokens"),
         ({"prompt": ""}, "empty"), ({"prompt": []}, "empty"), ({"prompt": 5}, "prompt"),
-        ({"prompt": None}, "prompt"), ({"prompt": ["a", "b"]}, "one text"),
+        ({"prompt": None}, "prompt"), ({"prompt": ["a", "b"]}, "one string"),
         ({"prompt": [99999]}, "vocabulary"), ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": [5] * 5000}, "max_model_len"), (of_api({}, CHAT), "messages"),
         (of_api({"messages": []}, CHAT), "messages"), (of_api({"messages": "x"}, CHAT), "messages"),
@@ -472,7 +472,7 @@ def test_interrupted(job, llm, monkeypatch):
             return add(*arguments)
 
         monkeypatch.setattr(llm, "add", interrupt)
-        with pytest.raises(SystemExit, match="the same command continues"):
+        with pytest.raises(SystemExit, match="run the same command"):
             job(rows)
     monkeypatch.setattr(llm, "add", add)
     stopped = without_times(job(rows))

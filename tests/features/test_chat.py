@@ -395,7 +395,7 @@ def test_without_a_template_the_error_says_what_to_do(bundled, template):
     inputs = SimpleNamespace(get_tokenizer=lambda: base)
     chat = [{"role": "user", "content": "a"}]
     with pytest.raises(ValueError, match="^chat_template=.* is not accepted: .*the tokenizer has "
-                       "none: give chat_template=…, or use `generate`"):
+                       "none; for a base model, use `generate` instead"):
         render(inputs, chat, chat_template=template)
     assert render(inputs, chat, chat_template="x{{ messages[0].content }}")[0]["prompt"] == "xa"
     base.chat_template = {"rag": "r", "tool_use": "t"}
@@ -408,8 +408,8 @@ def test_without_a_template_the_error_says_what_to_do(bundled, template):
 @pytest.mark.parametrize("template, message", [
     (5, "chat_template=5 is not accepted"), ("{% if %}", "chat_template: "),
     ("{{ 5 | nothing }}", "chat_template: "),
-    ("chat_template.jinja", "chat_template=.*in Jinja: Path\\(…\\).read_text"),
-    ("a/template.txt", "chat_template=.*in Jinja: Path\\(…\\).read_text")])
+    ("chat_template.jinja", "chat_template=.*a Jinja template: Path\\(…\\).read_text"),
+    ("a/template.txt", "chat_template=.*a Jinja template: Path\\(…\\).read_text")])
 def test_what_is_no_template_is_refused(prompt, template, message):
     with pytest.raises(ValueError, match=message):
         prompt([{"role": "user", "content": "a"}], template)
@@ -460,14 +460,14 @@ def test_what_is_dropped_is_said(prompt, caplog):
     prompt([{"role": "user", "content": "12 + 34"}], ITEMS)
     assert not caplog.messages
     assert prompt([{"role": "user"}], ITEMS) == ""
-    assert caplog.messages == ["a message without content, of 'user', counts as empty"]
+    assert caplog.messages == ["a message of 'user' has no content, and counts as empty"]
     caplog.clear()
     call = {"function": {"name": "add", "arguments": {"x": 1}}}
     prompt([{"role": "assistant", "content": None, "tool_calls": [call]}], ITEMS)
     assert not caplog.messages
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     prompt([{"role": "user", "content": "12 + 34"}], ITEMS, tools=[tool])
-    assert caplog.messages == ["tools are dropped: the chat template knows none"]
+    assert caplog.messages == ["tools are dropped: the chat template does not use any"]
 
 
 # -------------------------------------------------------------------------- through the engine

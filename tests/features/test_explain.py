@@ -24,9 +24,9 @@ def copy(tiny, tmp_path) -> Path:
     ("adapter_model.bin", "only an adapter .*: it must be merged into its model"),
     ("consolidated.safetensors", "in its maker's own format: it must be its version for"),
     ("consolidated.00.pth", "in its maker's own format: it must be its version for"),
-    ("tf_model.h5", "TensorFlow: it must be the original"),
-    ("flax_model.msgpack", "Flax: it must be the original"),
-    ("model.onnx", "ONNX: it must be the original"),
+    ("tf_model.h5", "TensorFlow's format: it must be the original"),
+    ("flax_model.msgpack", "Flax's format: it must be the original"),
+    ("model.onnx", "ONNX format: it must be the original"),
     ("training_args.bin", "lacks its weights: it must be downloaded again")])
 def test_weights_that_are_not_read(copy, name, message):
     (copy / "model.safetensors").rename(copy / name)
@@ -38,16 +38,16 @@ def test_weights_that_are_not_read(copy, name, message):
 
 def test_a_note_of_git_lfs(copy):
     (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid 5")
-    with pytest.raises(ValueError, match="note of Git LFS .*: it must be completed by `git lfs"):
+    with pytest.raises(ValueError, match="Git LFS pointer .*: it must be completed by `git lfs"):
         LLM(str(copy), num_kv_blocks=8)
 
 
 @pytest.mark.parametrize("names, message", [
     ([], "is an empty folder: it must be one with a model"),
-    (["a.txt"], "has no config.json: it must be a folder that save_pretrained"),
+    (["a.txt"], "has no config.json: it must be a folder that transformers' save"),
     (["adapter_config.json", "adapter_model.safetensors"], "an adapter .*: it must be merged"),
-    (["model_index.json", "unet/config.json"], "of diffusers, .*: it must be a model that writes"),
-    (["modules.json", "0_Transformer/config.json"], "of sentence-transformers, .* writes text"),
+    (["model_index.json", "unet/config.json"], "diffusers pipeline, .* a model that writes"),
+    (["modules.json", "0_Transformer/config.json"], "sentence-transformers model, .* writes text"),
     (["consolidated.00.pth", "params.json"], "its maker's own format: it must be its version for"),
     (["checkpoint-5/config.json"], "it must be one of these, such as .*/checkpoint-5"),
     (["snapshots/ab/config.json", "blobs/1"], "it must be one of these, such as .*/snapshots/ab")])
@@ -81,7 +81,7 @@ def test_a_gguf_under_another_name(tmp_path):
 def test_an_adapter_beside_a_model_is_told(copy, caplog):
     (copy / "adapter_config.json").write_text("{}")
     LLM(str(copy), num_kv_blocks=8).close()
-    assert "has an adapter (LoRA) beside the model, which is not used" in caplog.text
+    assert "has an adapter (LoRA) next to the model, which is not used" in caplog.text
 
 
 @pytest.mark.parametrize("entries, message", [
@@ -106,7 +106,7 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
      "sliding_window of 1 tokens: it must be a model with at least 2$"),
     (dict(architectures=["Gemma2ForCausalLM"], sliding_window=1), "sliding_window of 1 tokens"),
     (dict(architectures=["LlamaForCausalLM"], rope_parameters=dict(full=dict(rope_theta=5))),
-     "different rope_parameters .* same in all$")])
+     "different rope_parameters .* same ones in all layers$")])
 def test_a_model_of_another_kind(tmp_path, entries, message):
     """transformers is not even asked, whose errors would be about some attribute."""
     folder = tmp_path / "{braces} in a name"
@@ -134,7 +134,7 @@ def test_quantization_in_a_file_of_its_own(copy, name):
 def test_a_model_of_sentence_transformers(tmp_path):
     (tmp_path / "modules.json").write_text("[]")
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
-    with pytest.raises(ValueError, match="sentence-transformers, .* must be a model that writes"):
+    with pytest.raises(ValueError, match="sentence-transformers model, .* that writes"):
         LLM(tmp_path)
 
 

@@ -262,7 +262,7 @@ def test_old_turns_are_dropped(converse, llm):
     questions = [f"{number} + 12" for number in range(20, 40)]
     answers, notes, prompts = converse("".join(f"{each}\n" for each in questions))
     assert len(answers) == len(prompts) == 20
-    assert [*{*notes}] == ["old turns are dropped: 1, since the context of 96 tokens is full"]
+    assert [*{*notes}] == ["dropped the oldest turns (1): the context of 96 tokens is full"]
     num_first = 20 - len(notes)
     assert 1 < num_first < 19
     count = llm.get_tokenizer().encode
@@ -283,7 +283,7 @@ def test_an_answer_may_take_up_to_half_of_the_context(converse):
 def test_a_message_that_is_too_long_ends_nothing(converse):
     answers, notes, prompts = converse("12 + 34\n" + "word " * 200 + "\n15 + 31\n")
     assert answers == ["46", "46"] and len(prompts) == 2
-    assert notes[0].startswith("old turns are dropped: 1")
+    assert notes[0].startswith("dropped the oldest turns (1)")
     assert re.fullmatch(r"this message has \d+ tokens, and must have fewer than 96", notes[1])
     assert "word" not in prompts[1]
 
@@ -315,5 +315,5 @@ def test_without_a_chat_template(llm, monkeypatch):
     monkeypatch.setattr(llm.inputs.tokenizer, "chat_template", None)
     monkeypatch.setitem(vars(llm.inputs), "tokenizer_of_user", llm.inputs.tokenizer)
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
-    with pytest.raises(ValueError, match="give chat_template="):
+    with pytest.raises(ValueError, match="chat_template=None is not accepted: it must be given"):
         terminal.converse(llm, SamplingParams())
