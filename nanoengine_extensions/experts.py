@@ -59,11 +59,11 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, outs: Tensor, used: Any, counts: Any) -> None:
         """used, counts: the numbers of some experts, and how many rows each has in turn"""
-        if self.version != changes["parameters"]:
-            self.calls = self.make_calls()
-            self.version = changes["parameters"]
         # the check of a model lets functions take each number for one in float32
         with torch._C.DisableTorchFunction():
+            if self.version != changes["parameters"]:
+                self.calls = self.make_calls()
+                self.version = changes["parameters"]
             is_fast = self.calls is not None and rows.dtype == self.dtype
         if not is_fast:
             parts = rows.split(counts.tolist()), outs.split(counts.tolist())
