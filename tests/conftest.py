@@ -54,6 +54,22 @@ def pytest_collection_modifyitems(items: list) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
+# What these test is the same with any number of threads, and two of them, which wait for each other
+# in every step, take a quarter more time. How kernels and engines use threads is for the others:
+# all of cpu/, test_batch_invariant, test_random_requests, test_model, test_llm, test_concurrency…
+ONE_THREAD = {"test_batch", "test_beam_search", "test_chat", "test_constraints", "test_engine",
+              "test_features", "test_gpu_costs", "test_gpu_path", "test_lab",
+              "test_logits_processors", "test_logprobs", "test_metrics", "test_own_policies",
+              "test_policies", "test_recipes", "test_requests", "test_scheduler", "test_scores",
+              "test_speculation", "test_strict", "test_structured_outputs", "test_swapping",
+              "test_terminal", "test_texts", "test_tool_calls", "test_vllm"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads_of_a_file(request) -> None:
+    torch.set_num_threads(1 if request.path.stem in ONE_THREAD else 2)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_stays_is_no_garbage() -> None:
     """A search for garbage need not look at all that has been imported: it takes 0.2 seconds."""

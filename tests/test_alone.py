@@ -43,11 +43,10 @@ def expected_of(model: str, prompts: list, params: list, options: dict) -> list:
 
 
 @pytest.mark.parametrize("options", [
-    {}, dict(scheduling="mixed", max_num_batched_tokens=40, num_kv_blocks=14, block_size=16,
-             run_ahead=True)])
+    {}, dict(scheduling="mixed", max_num_batched_tokens=40, num_kv_blocks=14, run_ahead=True)])
 def test_the_same_tokens_alone(tiny, options):
     """Chunks, preemption, forks, truncations and shared prefixes, in float32."""
-    options = dict(dtype="float32", max_num_seqs=6, max_model_len=200) | options
+    options = dict(dtype="float32", block_size=16, max_num_seqs=6, max_model_len=200) | options
     prompts = random_prompts([3, 40, 90, 33, 1, 70])
     prompts.append(prompts[2][:50])
     params: list[dict] = [

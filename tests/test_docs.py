@@ -273,8 +273,8 @@ def test_each_option_has_to_be_explained():
 def test_the_reference_has_all_metrics(monkeypatch):
     monkeypatch.chdir(ROOT)
     prompts = [[5 + number] * 40 for number in range(8)]
-    with LLM("models/tiny-qwen3", num_kv_blocks=8, block_size=16, preemption_mode="swap",
-             speculation="prompt-lookup") as llm:
+    with LLM("models/tiny-qwen3", dtype="float32", num_kv_blocks=8, block_size=16,
+             preemption_mode="swap", speculation="prompt-lookup") as llm:
         llm.generate(prompts, SamplingParams(max_tokens=30, n=2), use_tqdm=False)
         found = llm.metrics()
     assert found["num_preemptions"] and found["copy_on_write_blocks"]

@@ -22,10 +22,10 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_facto
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
 
-# All heads are of 32, in groups of 1 or 2: each shape is a kernel to compile.
+# Heads are of 32 in groups of 2, or of 16 in groups of 1, as GPT-2's: each shape is a kernel to
+# compile.
 MODELS = {
-    "llama-mha": ("Llama", dict(num_key_value_heads=4, head_dim=None, hidden_size=128,
-                                tie_word_embeddings=False)),
+    "llama-mha": ("Llama", dict(num_key_value_heads=4, head_dim=None, tie_word_embeddings=False)),
     "llama3-rope": ("Llama", dict(rope_parameters=LLAMA3, num_attention_heads=2,
                                   num_key_value_heads=1, hidden_size=48)),
     "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=LINEAR,
@@ -161,9 +161,9 @@ def test_sizes_that_no_model_has_are_refused(tiny, tmp_path, changes):
     (dict(preemption_mode="swap", swap_space=1e6), "swap_space=1000000.0 .* GiB of memory"),
     (dict(block_size=2**31 - 1), "cannot be run with these options|at most"),
     (dict(max_model_len=10**12), "max_model_len=10{12} .* at most 512")])
-def test_sizes_that_no_memory_holds_are_refused(tiny, options, message):
+def test_sizes_that_no_memory_holds_are_refused(make_llm, options, message):
     with pytest.raises(ValueError, match=message):
-        LLM(tiny, **options)
+        make_llm(**options)
 
 
 @pytest.mark.parametrize("changes", [

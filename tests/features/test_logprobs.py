@@ -65,7 +65,8 @@ def spaced_llm(request, make_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer.save_pretrained(folder)
     model, _ = make_model("Llama", vocab_size=len(tokenizer), num_hidden_layers=1)
-    with LLM(model, tokenizer=str(folder), dtype="float32", num_kv_blocks=64) as llm:
+    with LLM(model, tokenizer=str(folder), dtype="float32", block_size=16,
+             num_kv_blocks=64) as llm:
         yield llm
 
 

@@ -125,11 +125,11 @@ def test_times(clock):
     assert whole["_sum"] == pytest.approx(1e5 + 2 * 0.27)
 
 
-def test_times_of_an_engine(tiny):
+def test_times_of_an_engine(make_llm):
     """Each completion has a first token, others, and an end unless it is aborted."""
     times = Times()
     params = SamplingParams(n=2, max_tokens=5, ignore_eos=True)
-    with LLM(tiny, num_kv_blocks=32, max_num_seqs=4, features=[times]) as llm:
+    with make_llm(num_kv_blocks=32, max_num_seqs=4, features=[times]) as llm:
         llm.generate([[5, 6], [7, 8]], params, use_tqdm=False)
         requests = llm.add([[5, 6]], params)
         llm.step()

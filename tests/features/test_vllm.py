@@ -459,7 +459,8 @@ def test_metrics_and_engine(llm):
 
 
 def test_an_engine_of_arguments_and_its_end(tiny):
-    llm = LLM.from_engine_args(SimpleNamespace(model=tiny, num_kv_blocks=8, enable_lora=False))
+    llm = LLM.from_engine_args(SimpleNamespace(
+        model=tiny, dtype="float32", block_size=16, num_kv_blocks=8, enable_lora=False))
     assert llm.config.num_kv_blocks == 8
     # as scripts do, to free the memory
     llm.llm_engine.engine_core.shutdown(timeout=None)
