@@ -49,7 +49,7 @@ ALL_CASES = {
                ".save_pretrained(folder := tempfile.mkdtemp())\n"
                "with_option = LLM(folder, skip_tokenizer_init=True, **options)\n"
                "modules = with_option.engine.runner.model.layers.modules()\n"
-               "assert any(hasattr(each, 'run_all') for each in modules)\n"
+               "assert any(hasattr(each, 'make_calls') for each in modules)\n"
                "with_option.close()",
     "generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
     "memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",

@@ -89,7 +89,7 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
     (dict(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True), "has an encoder"),
     (dict(architectures=["ChatGLMModel"], auto_map=dict(AutoConfig="a.B")), "its own code"),
     (dict(model_type="qwen2"), "names no architectures .* must be completed there, for example "
-     r'by "architectures": \["Qwen2ForCausalLM"\]$'),
+     r'with "architectures": \["Qwen2ForCausalLM"\]$'),
     *[(dict(architectures=["LlamaForCausalLM"], quantization_config=dict(quant_method=method)),
        f"quantization_config: {method}.*must be the model that was quantized")
       for method in ("fp8", "mxfp4", "bitsandbytes", "hqq")],

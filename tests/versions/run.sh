@@ -17,7 +17,8 @@ oldest() {
     "$(find_python 3.11)" -c '
 import itertools, re, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-needed = itertools.chain(project["dependencies"], project["optional-dependencies"]["test"])
+extras = project["optional-dependencies"]
+needed = itertools.chain(project["dependencies"], extras["test"], extras["ray"])
 bounds = [re.match(r"([\w-]+(?:\[\w+\])?)>=([\d.]+)", each) for each in needed]
 print(*["==".join(bound.groups()) for bound in bounds if bound])'
 }
@@ -37,7 +38,7 @@ for name in "${names[@]}"; do
     bin=$folder/$name/bin
     if [ ! -e "$bin/pytest" ]; then
         "$(find_python "${python[$name]}")" -m venv "$folder/$name" &&
-            "$bin/pip" install -q ".[test]" ${packages[$name]:-} ||
+            "$bin/pip" install -q ".[test,ray]" ${packages[$name]:-} ||
             { table+=("$name: no result, it was not installed"); continue; }
     fi
     began=$SECONDS
