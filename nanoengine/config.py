@@ -15,7 +15,7 @@ BY_DEVICE: Any = None
 
 CONDITIONS: list[Condition] = [
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs >= 1,
-     "at least max_num_seqs={max_num_seqs}, which must be at least 1"),
+     "at least max_num_seqs={max_num_seqs}, at least 1 itself"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1")]
 
 

@@ -194,7 +194,7 @@ class InputProcessor:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
             raise rejected("tokenizer", None, "given for text, stop strings, bad_words and "
-                           "grammars, but the folder has none, or skip_tokenizer_init=True")
+                           "grammars; the folder has none, or skip_tokenizer_init=True")
         return self.tokenizer
 
     def make_requests(self, prompts: Prompts, params: Params,

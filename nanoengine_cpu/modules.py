@@ -15,11 +15,13 @@ from nanoengine_cpu.compiling import Program, bits_of_number, run_call, warn_onc
 from nanoengine_cpu.known import has_code_of
 from nanoengine_cpu.memory import limit_threads
 
-# Counts what was set in any module: parameters, modules, caches.
+# Counts what was set in any module: parameters, modules, caches. `weights` does not count modules
+# that are put into a list, as some models do in each step.
 changes = Counter[str]()
 torch_modules.register_module_parameter_registration_hook(
-    lambda *_: changes.update(all=1, parameters=1))
-torch_modules.register_module_module_registration_hook(lambda *_: changes.update(all=1))
+    lambda *_: changes.update(all=1, weights=1))
+torch_modules.register_module_module_registration_hook(
+    lambda module, *_: changes.update(all=1, weights=not isinstance(module, nn.ModuleList)))
 
 
 def optimize(model: nn.Module, has_attention: bool = True) -> bool:

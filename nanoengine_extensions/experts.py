@@ -32,7 +32,8 @@ ROWS, X, MIDDLE, OUT = range(-1, -5, -1)
 class Experts(nn.Module):
     """In place of a module with all experts of a layer.
 
-    calls: of the kernels of each expert, (experts, numbers), if all have kernels
+    calls: the calls of each expert's kernels, (experts, numbers): see `make_calls`
+    version: of the weights that the calls are for
     """
 
     calls: Any = None
@@ -58,12 +59,15 @@ class Experts(nn.Module):
         return (found * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
     def compute(self, rows: Tensor, outs: Tensor, used: Any, counts: Any) -> None:
-        """used, counts: the numbers of some experts, and how many rows each has in turn"""
+        """Writes the results of rows to `outs`.
+
+        used, counts: the numbers of the experts, and how many of the rows each has, in this order
+        """
         # the check of a model lets functions take each number for one in float32
         with torch._C.DisableTorchFunction():
-            if self.version != changes["parameters"]:
+            if self.version != changes["weights"]:
                 self.calls = self.make_calls()
-                self.version = changes["parameters"]
+                self.version = changes["weights"]
             is_fast = self.calls is not None and rows.dtype == self.dtype
         if not is_fast:
             parts = rows.split(counts.tolist()), outs.split(counts.tolist())
@@ -80,6 +84,8 @@ class Experts(nn.Module):
         run_at(calls.ctypes.data, calls.nbytes)
 
     def make_calls(self: Any) -> Any:
+        """Returns the calls of the kernels, in which ROWS and others stand for arguments; None if
+        not all experts have kernels."""
         calls = []
         for mlp in self.experts:
             first, last = mlp.gate_up_proj, mlp.down_proj
