@@ -28,7 +28,7 @@ FEATURE: dict[str, float] = {"lines": 200}
 # several files, none above 200 lines: the formats of quantized files, and products with packed
 # weights; a model of transformers, its check and its fast modules; grammars of all kinds
 LARGE: dict[str, dict[str, float]] = {
-    "quantized": {"lines": 1830}, "transformers_models": {"lines": 715},
+    "quantized": {"lines": 1840}, "transformers_models": {"lines": 715},
     "structured_outputs": {"lines": 280}}
 
 

@@ -13,7 +13,7 @@ A module is known by what it computes: with small random matrices, it must give 
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -110,13 +110,10 @@ def of_matrices(module: Any) -> Experts:
                    for first, last in zip(module.gate_up_proj, module.down_proj))
 
 
-def of_parts(module: Any, linear: Callable[[Any], nn.Linear]) -> Experts:
-    """Returns the experts of a module whose matrices have parts: see quantized/origins.py.
-
-    linear: makes one of the parts of a matrix
-    """
-    return Experts(GatedMLP(linear(first), linear(last)) for first, last in zip(
-        module.gate_up_proj.parts, module.down_proj.parts))
+def of_linears(linears: list[nn.Linear]) -> Experts:
+    """linears: first those with gates and ups of all experts, then the others"""
+    count = len(linears) // 2
+    return Experts(map(GatedMLP, linears[:count], linears[count:]))
 
 
 # ---------------------------------------------------------------------------- recognition

@@ -14,6 +14,9 @@ model the matrix belongs. Then one matrix after the other is read and packed.
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,15 +144,13 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
             given[name] = tensors[name]
     with torch.device("cpu"):
         known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype, by_sums)}
-
-        def linear(parts: list[Stored]) -> nn.Linear:
-            made = linear_of(parts, dtype, by_sums)
-            known.update(parts if isinstance(made, Linear) else ())
-            return made
-
         others: dict[nn.Module, nn.Module] = {}
         for module in experts:
-            others[module] = extension("experts").of_parts(module, linear)
+            jobs = [*module.gate_up_proj.parts, *module.down_proj.parts]
+            linears = in_threads(partial(linear_of, dtype=dtype, by_sums=by_sums), jobs)
+            known.update(each for parts, made in zip(jobs, linears) if isinstance(made, Linear)
+                         for each in parts)
+            others[module] = extension("experts").of_linears(linears)
             release_memory()
         exchange(causal, others)
         causal(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
@@ -178,6 +179,16 @@ def experts_of(model: nn.Module) -> list[Any]:
         return []
     return [module for module in model.modules() if extension("experts").are_known(module)
             and all(isinstance(each, Origin) and each.parts for each in module.parameters())]
+
+
+def in_threads(function: Callable, jobs: list) -> list:
+    """Calls a function for each job. One matrix of an expert is too small for several threads."""
+    count = torch.get_num_threads()
+    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = [*pool.map(function, jobs)]
+    # threads that begin later compute in as many as the last one that was set
+    torch.set_num_threads(count)
+    return found
 
 
 def linear_of(tensors: list[Stored], dtype: torch.dtype, by_sums: bool) -> nn.Linear:
