@@ -168,7 +168,7 @@ class LLM(AbstractContextManager):
 
         requests: those that `add` returned; finished ones stay as they are.
         """
-        with naming(rejected("requests", requests, "a list of requests from `add`")):
+        with naming(rejected("requests", requests, "a list of what `add` returned")):
             unfinished = [each for each in requests if not each.is_finished]
         self.dropped += unfinished
         # not within a turn: the garbage collector can close a stream while this thread has a turn

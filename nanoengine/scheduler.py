@@ -190,7 +190,7 @@ class Scheduler:
         and V can be NaN as well."""
         del seq.token_ids[-1]
         self.block_manager.forget(seq.block_hashes)
-        reason = "its logits are NaN or infinite (model, processor), or constraints leave no token"
+        reason = "its logits are NaN or infinite (model, processors) or constraints leave no token"
         self.finish(seq, "error", str(seq.error or f"request {seq.request_id}: {reason}"))
 
     # ---------------------------------------------------------------------- one sequence

@@ -224,7 +224,7 @@ class LLM(nanoengine.LLM):
                  **options: Any) -> list[Any]:
         """Generates as nanoengine does."""
         if prompts is not None and prompt_token_ids is not None:
-            raise rejected("prompt_token_ids", prompt_token_ids, "left out if prompts are given")
+            raise rejected("prompt_token_ids", prompt_token_ids, "left out beside prompts")
         self.check_logprobs(sampling_params)
         prompts = plain(prompt_token_ids if prompts is None else prompts)
         return super().generate(prompts, sampling_params, use_tqdm, priority, **without(options))

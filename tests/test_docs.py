@@ -360,8 +360,12 @@ def check_command(words: list[str]) -> None:
             run(name, run_name="__main__")
 
 
-@pytest.mark.parametrize("file", DOCUMENTS, **by_name)
+@pytest.mark.parametrize("file", [
+    pytest.param(file, marks=pytest.mark.slow if file == SLOW else ()) for file in DOCUMENTS],
+    **by_name)
 def test_commands(file, monkeypatch):
+    if file == SLOW:
+        pytest.importorskip("ray")
     monkeypatch.chdir(ROOT)
     # Python adds the folder of a script
     monkeypatch.syspath_prepend(ROOT / "examples")

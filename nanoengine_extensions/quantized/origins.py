@@ -40,7 +40,8 @@ class Origin(Tensor):
         if name == "equal":
             return torch.equal(*map(numbers_of, args))
         found = func(*tree_map(as_meta, args), **tree_map(as_meta, kwargs or {}))
-        if not isinstance(found, Tensor):
+        # nothing can be written into it, either
+        if not isinstance(found, Tensor) or func._schema.is_mutable:
             raise NotImplementedError(f"{name} of a tensor that is not read yet")
         first = args[0] if isinstance(args[0], list) else [args[0]]
         dim = args[1] if len(args) > 1 else 0
