@@ -43,8 +43,8 @@ class EngineConfig:
         "hf" and "safetensors" read safetensors.
     model_impl: "native": the engine's own model; "transformers": any causal language model in
         transformers, with the engine's cache; "auto": the engine's own if it has the architecture.
-    max_model_len: the most tokens of a prompt and its output together; by default what the model
-        and the cache allow.
+    max_model_len: the most tokens that a prompt and its output can have together; by default what
+        the model and the cache allow.
     max_num_seqs: the most sequences that run at once; by default 256, or fewer where the token
         budget is smaller.
     max_num_batched_tokens: the token budget: the most tokens that a step computes; at least

@@ -30,7 +30,7 @@ from nanoengine.step_inputs import StepInputs, StepShape
 class CudaGraphs:
     """The graphs of one runner.
 
-    most: the most sequences of a step (`max_num_seqs`).
+    most: the most sequences in a step (`max_num_seqs`).
     sizes: the batch sizes that have a graph: 1, 2, 4, 8, 16, 24, … and `most`.
     captured: for each shape of a step's inputs: a graph, the inputs that it reads, and the hidden
         states that it writes.

@@ -46,8 +46,8 @@ class Engine:
         it to the runner.
 
     Between two steps, a client can call `add` and `finish`, and the scheduler's `fork` and
-    `preempt` for sequences that are not in flight. Beam search, an algorithm over several steps,
-    needs no other calls.
+    `preempt` for sequences that are not in flight. Beam search, which spans several steps, needs
+    no other calls.
     """
 
     def __init__(self, config: EngineConfig, runner: Any, features: Features) -> None:

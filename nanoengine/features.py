@@ -33,7 +33,7 @@ Condition = tuple[str, Callable[[Any], bool], str]
 OBSERVERS = {"metrics": "Metrics", "texts": "Texts", "guards": "Guards", "threads": "Threads",
              "logprobs": "Logprobs", "beam_search": "Beams", "constraints": "Constraints",
              "structured_outputs": "Grammars", "logits_processors": "Processors"}
-# those that every engine has, if they are installed
+# the features that every engine has, if they are installed
 ALWAYS = ("metrics", "texts", "guards", "threads")
 
 

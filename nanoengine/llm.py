@@ -148,7 +148,7 @@ class LLM(AbstractContextManager):
         try:
             with self.turn():
                 return requests
-        # after Ctrl-C, for example, the caller has no requests that it could abort
+        # after Ctrl-C, for example, the caller has no requests to abort
         except BaseException:
             self.dropped += requests
             raise
@@ -158,7 +158,7 @@ class LLM(AbstractContextManager):
 
         A request that cannot continue gets the `finish_reason` "error". An error that breaks the
         step is raised; the next turn then ends all requests ("abort"). If other threads run steps
-        as well, read a request `with llm.turn():`.
+        as well, read a request inside `with llm.turn():`.
         """
         with self.turn():
             return self._step()
@@ -278,7 +278,7 @@ class LLM(AbstractContextManager):
     trace = property(lambda self: extension("metrics").metrics_of(self.engine).trace)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the parameters that `sampling_params=None` means: see generation_config.py."""
+        """Returns what `sampling_params=None` stands for: see generation_config.py."""
         return self.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Tokenizer:

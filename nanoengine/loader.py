@@ -187,7 +187,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
         three.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
-    twice, of another shape, or not floating-point.
+    twice, of the wrong shape, or not floating-point.
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)

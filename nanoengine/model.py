@@ -223,7 +223,7 @@ def rope_table(config: PretrainedConfig, max_model_len: int) -> Tensor:
     if rope["rope_type"] == "default":
         # written into the config, which ROPE_INIT_FUNCTIONS reads; the angles stay the same
         rope |= {"rope_type": "linear", "factor": 1.0}
-    # even if the user has another default device
+    # even if the user has set another default device
     with torch.device("cpu") as cpu:
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, cpu)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies

@@ -40,7 +40,7 @@ class ModelRunner:
     graphs: the CUDA graphs of decode steps; there are none on a CPU.
     num_kv_blocks: the blocks that can be handed out, block 0 not included.
     block_bytes: the size of K and V of one block in all layers.
-    max_model_len: the most tokens of a sequence that the model, the cache and the user allow.
+    max_model_len: the longest sequence that the model, the cache and the user allow, in tokens.
     host_blocks: the pool on the host for swapping, (blocks, layers, 2, …); empty without one.
 
     Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit, and ValueError
@@ -65,7 +65,7 @@ class ModelRunner:
 
         # 1. the model
         self.model = self.load_model(folder)
-        # a model whose attention the library does not replace calls a backend itself
+        # if the library does not replace its attention, the model calls a backend itself
         if BACKENDS[self.backend].attend is None and not self.kernels.knows_attention(self.model):
             self.backend = "gather"
         self.is_invariant = self.kernels.optimize(
@@ -89,7 +89,7 @@ class ModelRunner:
             self.host_blocks = extension("swapping").host_pool(self.blocks, config)
 
     def load_model(self, folder: Path, **options: Callable) -> Decoder:
-        """Returns the model; `options` are those of the loader, for several ranks."""
+        """Returns the model; `options` go to the loader: several ranks need them."""
         if self.config.quantization or getattr(self.model_config, "quantization_config", None):
             options |= extension("quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:

@@ -2,7 +2,7 @@
 in a table; you can pass your own function instead of a name.
 
 nanoengine_extensions/policies.py adds more names to these tables, once one of them is asked for. A
-policy of your own that never runs a sequence would hang the engine: guards.py raises an error.
+policy of your own that never runs a sequence would hang the engine, so guards.py raises an error.
 """
 
 from collections.abc import Callable

@@ -158,9 +158,9 @@ class InputProcessor:
     """Makes requests for one engine.
 
     tokenizer: the transformers tokenizer, None for a model without one.
-    max_model_len: the most tokens of prompt and output together; `LLM` sets it once the size of the
-        cache is known.
-    default_params: the parameters that `sampling_params=None` means.
+    max_model_len: the most tokens that prompt and output can have together; `LLM` sets it once the
+        size of the cache is known.
+    default_params: the parameters that `sampling_params=None` stands for.
     eos_tokens: the tokens that end every sequence, unless it ignores EOS, each with its
         `stop_reason`.
     numbers: an iterator over the numbers of the next requests.

@@ -8,7 +8,7 @@ token. The other rows are sampled in matrices of at most MATRIX_SIZE logits. The
 state: a draw depends only on the seed of its sequence and on its position.
 
 A kernel library can have faster versions of `truncate` and `draw`: see kernels.py. With its `draw`,
-rows without edits and truncations need no matrix.
+rows without edits or truncations need no matrix.
 """
 
 import torch
@@ -19,7 +19,7 @@ from nanoengine.observers import Feature
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine.step_inputs import Draws, send
 
-# The most logits of one matrix. On a CPU it fits the cores' caches; on a GPU it is small compared
+# The most logits in one matrix. On a CPU it fits the cores' caches; on a GPU it is small compared
 # with the KV cache.
 MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**26}
 
@@ -104,7 +104,7 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str],
     renormalises what is left, and keeps the nucleus (Holtzman et al., 2019, arXiv:1904.09751): the
     fewest tokens, likeliest first, that together reach top_p.
 
-    scores: overwritten; truncations: those that some row needs, of "min_p", "top_k" and "top_p";
+    scores: overwritten; truncations: those of "min_p", "top_k" and "top_p" that some row needs;
     top_ks: the top_k of each row, on the host.
     """
     tokens = torch.arange(scores.shape[1], device=scores.device)
@@ -134,8 +134,8 @@ def nucleus(weights: Tensor, needed: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF sampling: returns for each row the first place whose cumulated weight exceeds u *
-    total, or -1 if the total is NaN or 0.
+    """Inverse-CDF sampling: returns for each row the first place whose cumulative weight exceeds
+    u * total, or -1 if the total is NaN or 0.
 
     weights: (rows, tokens) float32, the largest one 1; uniform: (rows,) float64.
 

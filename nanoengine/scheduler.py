@@ -168,8 +168,8 @@ class Scheduler:
         A step that was not advanced in flight is advanced first: its tokens are pending for a
         moment, and then get their ids.
 
-        Returns the sequences that have a new token, and those that end because none could be
-        sampled ("error"). Tokens of sequences that ended before are dropped.
+        Returns the sequences that have a new token, and those that end because no token could
+        be sampled ("error"). Tokens of sequences that have already ended are dropped.
         """
         if not batch.is_advanced:
             self.advance(batch)

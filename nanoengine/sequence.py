@@ -33,7 +33,7 @@ def hash64(seed: int, number: int) -> int:
 
 
 def fresh(make: Any) -> Any:
-    """A field that only the engine sets. A new object, or a fork, begins with `make()`."""
+    """A field that only the engine sets. In a new object or a fork, its value is `make()`."""
     return field(default_factory=make, init=False)
 
 
@@ -74,7 +74,7 @@ class Sequence:
 
     num_computed_tokens: int = fresh(int)
     block_table: array = fresh(lambda: array("i"))
-    # (hash, tokens) of the full blocks that were hashed so far: see block_manager.py
+    # (hash, tokens) of the full blocks that have been hashed so far: see block_manager.py
     block_hashes: list[tuple[bytes, bytes]] = fresh(list)
     # how many of its tokens had been computed when it was last preempted
     num_preempted_tokens: int = fresh(int)

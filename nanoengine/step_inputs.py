@@ -48,7 +48,7 @@ class StepInputs:
 
     buffer: int32; all tensors below are views of it.
     num_decodes: how many sequences at the start of the batch compute one token each.
-    longest_query, longest_keys: the most tokens, and the most keys, of any sequence (max_seqlen).
+    longest_query, longest_keys: the most tokens, and keys, that a sequence has (max_seqlen).
     draws: see `Draws`.
     slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
     token_ids: (T,); -1 - i means the token that was sampled in row i of the previous step.
@@ -101,7 +101,7 @@ class Launched:
     """A step that the device computes.
 
     tokens: one for each of `batch.sampled`, on the host; read them after `wait`.
-    done: on a GPU, the CUDA event after which the tokens are there; on a CPU, the time.
+    done: on a GPU, the CUDA event after which the tokens have arrived; on a CPU, the time.
     """
 
     batch: Batch

@@ -1,4 +1,4 @@
-"""Experts of a model of transformers as the engine's own gated MLPs, for a CPU.
+"""Experts of a transformers model as the engine's own gated MLPs, for a CPU.
 
 A layer with experts sends each token to a few of them. transformers keeps the matrices of all
 experts of a layer in one tensor. Here each expert has linears of its own, so that the kernels of
@@ -9,7 +9,7 @@ nanoengine_cpu compute them, and quantized ones stay packed.
     experts         each is a gated MLP of its rows
     tokens again    the rows of a token, times its weights, are summed
 
-A module is known by what it computes: with small random matrices, it must give the same.
+A module is recognised by what it computes: small random matrices must give the same results.
 """
 
 import copy
@@ -25,15 +25,15 @@ from nanoengine_cpu.modules import changes
 from nanoengine_extensions.transformers_models.modules import GatedMLP, are_close
 
 NAMES = ("gate_up_proj", "down_proj")
-# arguments of the calls of an expert: no other number of a call is negative and so small
+# stand for the arguments of a kernel call: its other numbers are never -1 to -4
 ROWS, X, MIDDLE, OUT = range(-1, -5, -1)
 
 
 class Experts(nn.Module):
-    """In place of a module with all experts of a layer.
+    """Takes the place of the module with all experts of a layer.
 
     calls: the calls of each expert's kernels, (experts, numbers): see `make_calls`
-    version: of the weights that the calls are for
+    version: the version of the weights that the calls use
     """
 
     calls: Any = None
@@ -44,7 +44,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(experts)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """From (T, hidden_size) to the same.
+        """From (T, hidden_size) to (T, hidden_size).
 
         top_k_index, top_k_weights: the experts of each token, and their weights, (T, count)
         """
@@ -61,9 +61,9 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, outs: Tensor, used: Any, counts: Any) -> None:
         """Writes the results of rows to `outs`.
 
-        used, counts: the numbers of the experts, and how many of the rows each has, in this order
+        used, counts: the experts' numbers, in the order of the rows, and how many rows each has
         """
-        # the check of a model lets functions take each number for one in float32
+        # in the check of a model, functions see 16-bit tensors as float32
         with torch._C.DisableTorchFunction():
             if self.version != changes["weights"]:
                 self.calls = self.make_calls()
@@ -84,8 +84,8 @@ class Experts(nn.Module):
         run_at(calls.ctypes.data, calls.nbytes)
 
     def make_calls(self: Any) -> Any:
-        """Returns the calls of the kernels, in which ROWS and others stand for arguments; None if
-        not all experts have kernels."""
+        """Returns the kernel calls, with ROWS and the others in place of arguments; None if some
+        expert has no kernel."""
         calls = []
         for mlp in self.experts:
             first, last = mlp.gate_up_proj, mlp.down_proj
@@ -133,8 +133,8 @@ def are_known(module: Any) -> bool:
 
 
 def is_same(module: Any) -> bool:
-    """Whether a module with two small experts computes the same as these, from small and large
-    rows."""
+    """Whether a module, given two small experts, computes what `Experts` computes with them, for
+    small and large rows."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

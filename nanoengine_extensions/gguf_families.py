@@ -1,5 +1,5 @@
-"""GGUF files of families that transformers computes: Gemma 2 and 3, Phi 3 and 4; and with experts
-Qwen 2 and 3, Mixtral and OLMoE.
+"""GGUF files of families that transformers computes: Gemma 2 and 3, Phi 3 and 4, and
+models with experts: Qwen 2 and 3, Mixtral and OLMoE.
 
 A file leaves out numbers that llama.cpp has in its code, and stores some tensors in another form.
 The numbers here are from llama.cpp (src/models), and the forms from its converter
@@ -48,7 +48,7 @@ def gemma3(header: Any) -> dict[str, Any]:
 
 
 def gemma(header: Any, period: int, largest: int) -> dict[str, Any]:
-    """Returns the entries that both have.
+    """Returns the entries that Gemma 2 and Gemma 3 share.
 
     period: a layer sees all keys if its number, counted from 1, is a multiple of this.
     largest: how many layers the largest model has, which scales its scores differently.
@@ -67,7 +67,7 @@ def gemma(header: Any, period: int, largest: int) -> dict[str, Any]:
 
 
 def phi3(header: Any) -> dict[str, Any]:
-    """Heads can be rotated in part, with factors for long and for short texts."""
+    """Part of each head can be rotated, with factors for long and for short texts."""
     head_dim = header.head_dim()
     rotated = header.of_model("rope.dimension_count", head_dim)
     rope: dict[str, Any] = {
@@ -82,7 +82,7 @@ def phi3(header: Any) -> dict[str, Any]:
         factors = {key: header.tensor(name).data.tolist() for key, name in names.items()}
         rope |= {"rope_type": "longrope", "factor": longest / original,
                  "original_max_position_embeddings": original} | factors
-        # what cos and sin are multiplied by; transformers works out the same
+        # what cos and sin are multiplied by; transformers works out the same number
         if scale := header.find("phi3.rope.scaling.attn_factor"):
             rope["attention_factor"] = scale
             accepted["attn_factor"] = [scale]
@@ -99,7 +99,7 @@ def phi3(header: Any) -> dict[str, Any]:
 def with_experts(header: Any, kind: str, model_type: str, is_normed: bool) -> dict[str, Any]:
     """Returns the entries of a model with experts.
 
-    is_normed: whether the weights of the experts of a token are scaled to a sum of 1
+    is_normed: whether the weights of a token's experts are scaled to add up to 1
     """
     accepted: dict[str, list] = {
         "expert_weights_scale": [1.0, 0.0], "expert_gating_func": [1, 0],
@@ -120,7 +120,7 @@ def qwen3moe(header: Any) -> dict[str, Any]:
 
 
 def qwen2moe(header: Any) -> dict[str, Any]:
-    """A further expert computes all tokens."""
+    """One more expert computes all tokens."""
     shared = header.of_model(
         "expert_shared_feed_forward_length", header.of_model("feed_forward_length"))
     return with_experts(header, "Qwen2Moe", "qwen2_moe", is_normed=False) | {

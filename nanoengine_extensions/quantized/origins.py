@@ -73,7 +73,7 @@ def as_meta(value: Any) -> Any:
 
 
 def numbers_of(value: Any) -> Tensor:
-    """Returns what a matrix will have."""
+    """Returns the numbers that a matrix will have."""
     if not isinstance(value, Origin):
         return value.float()
     return torch.cat([part.read() for part in value.parts]).float()

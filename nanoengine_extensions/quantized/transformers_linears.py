@@ -2,14 +2,14 @@
 
 transformers fills a model by its own rules: it renames tensors, ties them, and merges those of
 experts. So it first gets an `Origin` for each matrix, which takes no memory and shows where in the
-model the matrix belongs. Then one matrix after the other is read and packed.
+model the matrix belongs. Then the matrices are read and packed one by one.
 
     linears, embeddings       their numbers stay packed
     experts                   they become linears: see the extension experts.py
     others                    dequantized: such as Conv1D of GPT-2, and linears whose weight the
                               model reads directly
-    no origin is left         transformers has merged or cast it in another way: it loads once
-                              more, with the dequantized numbers of these
+    no origin is left         transformers has merged or cast such matrices in another way:
+                              the model is loaded again, with their dequantized numbers
 """
 
 import copy
@@ -39,12 +39,13 @@ from nanoengine_extensions.transformers_models.modules import exchange
 
 # parameters: a module, and a name in it
 Places = list[tuple[Any, str]]
-# the check of a model (check.py) lets functions take each number for one in float32
+# in the check of a model (check.py), functions see 16-bit tensors as float32
 as_stored = torch._C.DisableTorchFunction
 
 
 class Linear(QuantizedLinear):
-    """was_read: whether its model has read the weight directly. It has two halves in an expert."""
+    """was_read: whether the model has read the weight directly. In an expert, gate and up are
+    the two halves of one linear."""
 
     was_read = False
 
@@ -75,7 +76,7 @@ class Linear(QuantizedLinear):
         upper = rows.bfloat16()
         out = self.multiply(upper).float()
         bias = self.packed_bias
-        # what is left of each row, if its result is subtracted before it is rounded
+        # compute each row again, minus its rounded result: this leaves what rounding has lost
         for row, result in zip(upper.split(1), out):
             self.packed_bias = bias - F.pad(result, (0, len(bias) - len(result)))
             result += self.multiply(row)[0]
@@ -86,7 +87,8 @@ class Linear(QuantizedLinear):
 
 
 class Embedding(QuantizedEmbedding):
-    """The forward of its own class, which may scale rows, gets a weight of the rows it looks up.
+    """Looks up rows, and gives them as the weight to the forward of its original class, which may
+    scale them.
 
     was_read: see `Linear`. rows: this weight, during a forward.
     """
@@ -120,7 +122,7 @@ class Embedding(QuantizedEmbedding):
 
 def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, config: Any,
                 dtype: torch.dtype, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """As `transformers_files.load`. dtype: of the model; by_sums: see kernel.py"""
+    """Like `transformers_files.load`. dtype: the model's dtype; by_sums: see kernel.py"""
     tensors = in_order(tensors, kind, config)
     # origins cannot be made in this mode
     with torch.inference_mode(False):
@@ -174,7 +176,7 @@ def places_of(model: nn.Module) -> dict[Stored, Places]:
 
 
 def experts_of(model: nn.Module) -> list[Any]:
-    """Returns the modules with experts that are made of matrices of the files."""
+    """Returns the modules whose experts consist of matrices of the files."""
     if not is_installed("experts"):
         return []
     return [module for module in model.modules() if extension("experts").are_known(module)
@@ -186,14 +188,14 @@ def in_threads(function: Callable, jobs: list) -> list:
     count = torch.get_num_threads()
     with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found = [*pool.map(function, jobs)]
-    # threads that begin later compute in as many as the last one that was set
+    # threads that begin later use the last number that any thread has set
     torch.set_num_threads(count)
     return found
 
 
 def linear_of(tensors: list[Stored], dtype: torch.dtype, by_sums: bool) -> nn.Linear:
-    """Returns a linear of an expert, with the rows of one matrix or of two; they are packed, if one
-    product can have both."""
+    """Returns a linear of an expert, with the rows of one matrix or of two. They are packed if one
+    product can compute them all."""
     parts = [in_packed_form(each, dtype, by_sums) for each in tensors]
     rows = [each.shape[0] for each in tensors]
     inputs = tensors[0].shape[1]
@@ -209,9 +211,9 @@ def linear_of(tensors: list[Stored], dtype: torch.dtype, by_sums: bool) -> nn.Li
 
 
 def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> bool:
-    """Gives modules their weight; returns whether all can have it packed. If it has no such form,
-    a line in the log says so."""
-    # in place of their origin, which is no parameter of an ordinary linear
+    """Gives modules their weight; returns whether all of them can use packed weights. If this
+    weight has no packed form, a line in the log says so."""
+    # in place of their origin: an ordinary linear has no such parameter
     put(places, torch.empty(tensor.shape, dtype=dtype, device="meta"))
     if not all(can_be_packed(module, name, dtype) for module, name in places):
         put(places, tensor.read().to(dtype))
@@ -230,7 +232,7 @@ def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> b
             continue
         module.register_buffer("part_0", weight, persistent=False)
         module._parameters["weight"] = without_weight(dtype)
-        # of gradients; it need not be one of the rows
+        # it matters only for gradients, and need not be one of the rows
         module.padding_idx = None
     return True
 
@@ -254,7 +256,7 @@ def can_be_packed(module: Any, name: str, dtype: torch.dtype) -> bool:
 
 
 def looks_up(embedding: nn.Embedding) -> bool:
-    """Tests whether it computes each row from this row alone."""
+    """Tests whether each result depends only on its row of the weight."""
     trial = copy.copy(embedding)
     trial.padding_idx = None
     weight = torch.randn(5, embedding.embedding_dim)

@@ -102,7 +102,7 @@ class Call(Attention):
 
     @property
     def can_be_own(self) -> bool:
-        """Whether it could be the engine's own attention with its cache."""
+        """Whether the engine's own attention could take its place, with the same cache."""
         sizes = {each[3] for each in self.recorded[:3]}
         return (type(self) is Call and not self.is_soft and sizes == {self.head_dim}
                 and self.num_repeats == 1 and self.factor > 0)
@@ -154,7 +154,7 @@ class Call(Attention):
 
 
 class OtherCall(Call):
-    """A call that needs more than a `Call` has, such as a mask that is not a window."""
+    """A call that needs more than a `Call` can do, such as a mask that is not a window."""
 
     attend = Call.gather
     # so that no library mistakes it for the engine's own
@@ -168,7 +168,7 @@ class Given(nn.Module):
     """Stands in for all layers: returns their output, with the hidden states of some rows."""
 
     output: Any
-    # some models call their decoder's `decoder`
+    # some models call the `decoder` of this part
     decoder = property(lambda self: self)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
@@ -176,7 +176,7 @@ class Given(nn.Module):
 
 
 class Model(nn.Module):
-    """A model of transformers, with the interface of the engine's `Decoder`.
+    """A transformers model, with the interface of the engine's `Decoder`.
 
     causal: transformers' model, with its head.
     calls: one for each call of the attention function in a step
@@ -206,9 +206,9 @@ class Model(nn.Module):
         causal = next((each for each in parts if each.get_output_embeddings()), causal)
         name, layers = next((name, child) for name, child in causal.named_children()
                             if isinstance(child, PreTrainedModel))
-        # The same model, but only the part after the layers computes, which may scale or cap the
-        # logits. Both models are hidden from libraries, which would mistake modules for a
-        # `Decoder`'s by their names.
+        # The same model with a stub for its layers: it computes only what follows them, and may
+        # scale or cap the logits. Both models are hidden from libraries, which would mistake
+        # their modules for a `Decoder`'s, since the names are the same.
         head = copy.copy(causal)
         head._modules = {**causal._modules, name: self.given}
         vars(self).update(layers=getattr(layers, "decoder", layers), head=head)
@@ -230,7 +230,7 @@ class Model(nn.Module):
         return self.given.output.last_hidden_state[0]
 
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
-        """As `Decoder.forward`."""
+        """Like `Decoder.forward`."""
         if self.stack:
             return self.stack(token_ids, step)
         half = self.calls[0].head_dim // 2
@@ -285,7 +285,7 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
     described = PretrainedConfig()
     quantized = getattr(config, "quantization_config", None) or getattr(
         text, "quantization_config", None) or {}
-    # because of the first name, the extension `quantized` reads its weights
+    # for `quantization_config`, the extension `quantized` reads the weights
     is_unpacked = quantized.get("quant_method") in UNPACKED
     name = "unpacked_config" if is_unpacked else "quantization_config"
     vars(described)[name] = quantized
@@ -313,7 +313,7 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
         raise NotComputed(f"transformers has no architectures={config.architectures} for text")
     options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")
     if runner.device == "cpu":
-        # products of groups of tokens take twice as long there
+        # on a CPU, grouped products take twice as long
         options["experts_implementation"] = "eager"
     if is_installed("strict") and not is_packed:
         with torch.device("meta"):
@@ -348,7 +348,7 @@ def from_files(kind: Any, folder: Path, **options: Any) -> Any:
 
 def load(runner: Any, folder: Path, read: Callable[..., Any] = from_files,
          is_packed: bool = False) -> Model:
-    """Returns the model. Raises ValueError for one that does not compute the same in steps.
+    """Returns the model. Raises ValueError for one whose results differ in the engine's steps.
 
     read: in place of `from_pretrained`; quantized weights replace it. is_packed: whether the
         weights take less memory than their dtype would.

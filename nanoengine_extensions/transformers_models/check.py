@@ -1,4 +1,4 @@
-"""Checks whether a transformers model computes the same in the engine's steps as by itself.
+"""Checks whether a transformers model gives the same results in the engine's steps as alone.
 
     record   runs a few tokens, and notes each call of the attention function; refuses what
              attention over a paged cache cannot do, and models that count their tokens
@@ -69,8 +69,8 @@ class Recorded(NamedTuple):
     query, key, value: (1, heads, tokens, head_dim) of each. scale: of the scores. mask: see `Mask`.
     window: how many keys a query sees; None for all. soft_cap: scores, scaled, become soft_cap *
     tanh(score / soft_cap); None for none. sinks: (heads,) float32, a further score of each query
-    head, whose weight is dropped; None for none. is_plain: whether it is causal attention in this
-    window with these, and nothing else. owner: a weak reference to the module that calls.
+    head, whose weight is dropped; None for none. is_plain: whether it is causal attention with
+    this window, cap and sinks, and nothing else. owner: a weak reference to the module that calls.
     """
 
     query: torch.Size
@@ -91,7 +91,7 @@ class Recorded(NamedTuple):
 def record(model: Any, token_ids: Tensor, longest: int, log: list[Any]) -> list[Recorded]:
     """Returns the calls of the attention function in a step of these tokens.
 
-    longest: the most tokens of a sequence; log: gets all that is called, with its numbers
+    longest: the most tokens of a sequence; log: collects the calls of functions, with their numbers
     """
     calls: list[Recorded] = []
 
@@ -220,7 +220,7 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     others.clear()
     optimize_modules(causal, runner)
     backend = runner.backend
-    # the choice that the runner makes afterwards, too
+    # the runner makes the same choice afterwards
     if BACKENDS[backend].attend is None and not runner.kernels.knows_attention(model):
         backend = "gather"
     runner.kernels.optimize(model, has_attention=BACKENDS[backend].attend is None)
@@ -273,7 +273,7 @@ def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
     model.bind(caches, caches, BACKENDS[backend].attend)
     seqs = [Sequence("", row, length, length) for row in ids.tolist()]
     for number, seq in enumerate(seqs):
-        # the blocks of both, in turn, from the last one on
+        # the two sequences take blocks in turn, from the last block backwards
         seq.block_table.extend(range(num_blocks - number, 0, -2))
     for parts in STEPS:
         which, starts, stops = zip(*parts)

@@ -139,13 +139,13 @@ def only_tensors(calls: list[Any]) -> list[Tensor]:
 
 
 def known_part(module: nn.Module, calls: list[Any], dtype: torch.dtype) -> nn.Module | None:
-    """Returns a norm or an MLP that computes the same, or None. calls: see `given_inputs`"""
+    """Returns a norm or an MLP with the same results, or None. calls: see `given_inputs`"""
     return next((each for given in only_tensors(calls)[:1] for each in candidates(module)
                  if is_same(each, module, given, dtype)), None)
 
 
 def candidates(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields norms and MLPs that may compute the same."""
+    """Yields norms and MLPs that may give the same results."""
     weights = [*module.parameters()]
     linears = [each for each in module.children() if type(each) is nn.Linear]
     if [weight.ndim for weight in weights] == [1]:
@@ -169,8 +169,8 @@ def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
 
 
 def is_same(other: nn.Module, module: nn.Module, given: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two modules compute the same from random rows of the given length, up to rounding, in
-    float32 and in a dtype."""
+    """Whether two modules give the same results for random rows of the given length, up to
+    rounding, in float32 and in a dtype."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 5, given.shape[-1], generator=generator).to(given.device)
     x *= torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], device=x.device)[:, None]

@@ -46,7 +46,7 @@ class RowNorm(RMSNorm):
         self.eps_bits = bits_of_number(norm.eps or 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From (…, size) to the same, in a dtype of `DTYPES`."""
+        """From (…, size) to (…, size), in a dtype of `DTYPES`."""
         size = x.shape[-1]
         out = x.clone(memory_format=torch.contiguous_format)
         kernel = make_kernel(x.dtype, self.weight.dtype)

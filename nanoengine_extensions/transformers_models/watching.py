@@ -2,11 +2,11 @@
 its tokens, and where the host waits for the GPU.
 
 The check of a model runs a few layers of each kind: the first, one in the middle and the last.
-Layers are of one kind if they have the same class and shapes of parameters, get the hidden states
-of the layer before and otherwise the same arguments, and do the same: they call the same functions
-of PyTorch with the same numbers, and attention with the same shapes, mask and options. So a layer
-without positions, with a different window or different angles, with experts, or with keys of
-another layer is of a different kind.
+Layers are of one kind if three things hold. Their classes and the shapes of their parameters are
+the same. They get the hidden states of the layer before, and otherwise the same arguments. They
+call the same functions of PyTorch with the same numbers, and attention with the same shapes, mask
+and options. So a layer without positions, with a different window or different angles, with
+experts, or with keys of another layer is of a different kind.
 """
 
 import warnings
@@ -78,7 +78,7 @@ def noted_kinds(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Any], list[A
 def choose(layers: Any, kinds: dict[nn.Module, Any], owners: list[Any]) -> tuple[Any, Any, Any]:
     """Returns the layers, the numbers of a few layers of each kind, and of their attention calls.
 
-    owners: the modules that call it
+    owners: the modules that call attention
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, layer in enumerate(layers):
@@ -153,7 +153,7 @@ class Watch(TorchFunctionMode):
     may be indices of rows of the step, for example where tokens are sorted by their experts. They
     must not become part of a computation, or indices into a table of positions.
 
-    num_tokens: of the step
+    num_tokens: how many tokens the step has
     log: gets the functions that are called, with their arguments except tensors and sizes
     """
 
