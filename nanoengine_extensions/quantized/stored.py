@@ -105,17 +105,19 @@ def sizes_in(entries: dict[str, Any]) -> list[int]:
 
 def with_groups(weight: Grouped, entries: dict[str, Any]) -> Grouped:
     """Returns a weight with the group of each input. If the files do not say it, groups have a size
-    that `quantization_config` has, and the last one can have less inputs. Raises ValueError if no
-    such size gives the number of groups."""
+    that `quantization_config` names, and the last one can be smaller; if no such size gives the
+    number of groups, all are equal. Raises ValueError if they cannot be."""
     # -1: the tool has not filled it
     if weight.groups is not None and -1 not in weight.groups:
         return weight
     inputs, count = weight.numbers.shape[1], weight.scales.shape[1]
-    fitting = [size for size in sizes_in(entries) if size > 0 and -(-inputs // size) == count]
-    if not fitting and count > 1:
-        raise rejected("the model's group_size", [*filter(None, sizes_in(entries))],
+    equal = 0 if inputs % count else inputs // count
+    sizes = [size for size in sizes_in(entries) if size > 0]
+    fitting = [size for size in [*sizes, equal] if size and -(-inputs // size) == count]
+    if not fitting:
+        raise rejected("the model's group_size", sizes,
                        f"one that makes {count} groups of {inputs} inputs, as the files have them")
-    return weight._replace(groups=torch.arange(inputs) // (fitting or [inputs])[0])
+    return weight._replace(groups=torch.arange(inputs) // fitting[0])
 
 
 def awq(entries: dict[str, Any]) -> Method:

@@ -33,6 +33,7 @@ from nanoengine_cpu.modules import PackedLinear
 from nanoengine_extensions.quantized import (
     formulas, gguf_files, gguf_numbers, methods, modules, packed)
 from nanoengine_extensions.quantized.modules import QuantizedLinear
+from nanoengine_extensions.quantized.stored import with_groups
 
 fixtures = make_gguf, make_quantized
 
@@ -407,14 +408,20 @@ def test_every_format_of_safetensors(make_quantized, name):
 
 @pytest.mark.parametrize("name, size", [("awq", 48), ("gptq 4", 128), ("w4a16", 64)])
 def test_groups_of_another_size(make_quantized, name, size):
-    folder, _ = make_quantized(name)
+    """A size that contradicts the files does not count: all groups are equal."""
+    folder, model = make_quantized(name)
     entries = copy.deepcopy(FORMATS[name][-1])
     for each in (entries, *(group["weights"] for group in
                             entries.get("config_groups", {}).values())):
         each["group_size"] = size
     change_config(folder, quantization_config=entries)
-    with pytest.raises(ValueError, match=rf"group_size=.*{size}\] .* makes 8 groups of 256 in"):
-        LLM(folder, **OPTIONS)
+    assert generated(folder) == expected(model)
+
+
+def test_groups_that_no_size_gives():
+    weight = formulas.Grouped(torch.zeros(8, 320, dtype=torch.uint8), torch.ones(8, 6))
+    with pytest.raises(ValueError, match=r"group_size=\[96\] .* makes 6 groups of 320 inputs"):
+        with_groups(weight, dict(group_size=96))
 
 
 @pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Qwen3"])
