@@ -45,7 +45,7 @@ def in_huge_pages(num_bytes: int) -> torch.Tensor:
 
 def release_memory() -> None:
     """Gives free memory back to the system. Between small objects that live long, glibc keeps that
-    of large ones that are gone: half as much again as the packed weights of a model need."""
+    of large ones that are gone: up to half as much again as packed experts need."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
