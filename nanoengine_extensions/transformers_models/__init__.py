@@ -313,7 +313,7 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
         raise NotComputed(f"transformers has no architectures={config.architectures} for text")
     options: dict[str, Any] = dict(dtype=runner.dtype, attn_implementation="eager")
     if runner.device == "cpu":
-        # on a CPU, grouped products take twice as long
+        # expert by expert: the check in float32 need not convert the matrices of all
         options["experts_implementation"] = "eager"
     if is_installed("strict") and not is_packed:
         with torch.device("meta"):
