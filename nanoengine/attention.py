@@ -20,7 +20,7 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
                 device: str, backend: str) -> Tensor:
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
-    It is filled with zeros, since the padded rows of a CUDA graph read block 0. The CPU's kernel
+    The memory begins as zeros, because padded rows of a CUDA graph read block 0. The CPU's kernel
     has its own layout, in which only whole blocks can be copied.
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
@@ -103,7 +103,7 @@ class Backend:
     works: whether it works on a device ("cpu" or "cuda") with a dtype.
     rank: "auto" takes the working backend with the highest rank; 0: it is chosen only by name.
     block_multiple: the block size must be a multiple of this.
-    has_graphs: whether CUDA graphs can capture it: it must read no tensor values on the host.
+    has_graphs: whether CUDA graphs can capture it. If so, it reads no tensor values on the host.
     """
 
     attend: Callable[..., Tensor] | None

@@ -38,7 +38,7 @@ class BlockManager:
     without is blank. Block 0 is never handed out: padded rows of a CUDA graph write there. Every
     operation is O(1) per block.
 
-    hold: returns the fewest tokens that a sequence must have blocks for: see `kv_allocation`.
+    hold: an admitted sequence has blocks for at least this many tokens: see `kv_allocation`.
     num_shared_blocks: how many blocks forks have shared with their parents so far.
     """
 
@@ -81,9 +81,9 @@ class BlockManager:
     def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
         """Gives a sequence blocks for all its tokens, or more if a policy reserves them.
 
-        It first shares existing blocks (`find_shared`), then takes fresh ones. The first fresh
-        block of a new fork gets a copy of its parent's last block, if that is partial: otherwise
-        both would write to it in the next step.
+        It first shares existing blocks (`find_shared`), then takes fresh ones. If a parent's last
+        block is partial, the first fresh block of the new fork becomes a copy of it. Without the
+        copy, both would write to the same block in the next step.
 
         With 300 prompt tokens, blocks of 128 and n = 4:
 

@@ -38,7 +38,7 @@ class EngineConfig:
         compressed-tensors) needs no option. With "_sums", as in "int4_sums" or "gguf_sums", small
         batches run faster in bfloat16 on a CPU with AVX-512: see docs/quantization.md.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
-    seed: the seeds of requests without one are derived from this; None means 0.
+    seed: a request without a seed gets one that is derived from this; None means 0.
     load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
         "hf" and "safetensors" read safetensors.
     model_impl: "native": the engine's own model; "transformers": any causal language model in
@@ -67,8 +67,8 @@ class EngineConfig:
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
     batch_invariant: guarantee that logits and tokens have the same bits whatever else runs with a
         request, and however it was chunked, preempted or cached. On a CPU with packed weights this
-        always holds; where it cannot hold, True is an error. All multiples of 32 as block_size give
-        the same bits; other sizes may not, because they group the sums differently.
+        always holds; where it cannot hold, True is an error. Every block_size that is a multiple of
+        32 gives the same bits; other sizes may not, because they group the sums differently.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
         then prompts in the rest of the step); for comparison, "static" (a batch ends before the
         next one begins) or `overtaking(...)`. For this option and the next three, give a name from
@@ -142,7 +142,7 @@ class EngineConfig:
         # all other backends use kernels
         if not self.kernels and self.attention_backend == "auto":
             given["attention_backend"] = "gather"
-        # a frozen config has no other way to set its fields
+        # a frozen dataclass refuses plain assignment to its fields
         vars(self).update(defaults | given)
         check(self, CONDITIONS)
         for option in POLICIES:

@@ -42,8 +42,8 @@ class Engine:
 
     runner: a `ModelRunner`, or another object with the same `launch`, `close` and sizes.
     features: the observers, which the engine calls.
-    launcher: begins the steps: the runner, or speculation, which adds guesses to a batch and gives
-        it to the runner.
+    launcher: what begins a step: the runner, or speculation, which adds guesses to a batch and
+        passes it to the runner.
 
     Between two steps, a client can call `add` and `finish`, and the scheduler's `fork` and
     `preempt` for sequences that are not in flight. Beam search, which spans several steps, needs
@@ -121,8 +121,8 @@ class Engine:
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
-        """Ends waiting and running sequences, between two steps. The caller ends forks that are
-        not queued yet. Full blocks stay in the prefix cache."""
+        """Ends the sequences of these requests, between two steps. Forks that are not queued yet
+        are left to the caller. Full blocks stay in the prefix cache."""
         for seq in [*self.scheduler.waiting, *self.scheduler.running]:
             if seq.request_id in request_ids:
                 self.finish(seq, "abort")

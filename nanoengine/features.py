@@ -1,5 +1,5 @@
 """Optional features, and the checks of user input. Each feature is a file of nanoengine_extensions,
-and can be deleted without the others.
+and can be deleted on its own.
 
 A feature plugs into the engine in one of four ways:
 
@@ -42,8 +42,8 @@ ALWAYS = ("metrics", "texts", "guards", "threads")
 
 @cache
 def optional(module: str) -> Any:
-    """Returns an optional module; None if it is absent or cannot be imported. The log names a
-    missing package."""
+    """Returns an optional module; None if it is absent or cannot be imported. If it is present but
+    a package that it needs is not, a warning says so."""
     try:
         return import_module(module)
     except ImportError as error:

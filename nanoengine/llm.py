@@ -43,7 +43,7 @@ class LLM(AbstractContextManager):
     checkpoint that it cannot use.
 
     Any thread can call its methods at any time, and the requests of all calls run in the same
-    steps. An error in one request ends only the call that made it. An error that breaks a step,
+    steps. An error in one request ends only the call of that request. An error that breaks a step,
     such as Ctrl-C or running out of memory, ends all requests in the engine and leaves it with all
     blocks free. The thread that ran the step gets this error; the threads of the other requests get
     a RuntimeError that names it.

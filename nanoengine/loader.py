@@ -1,7 +1,7 @@
 """From a folder or a Hugging Face id to a model: its config, its tokenizer, its weights.
 
-Every parameter of the model is filled exactly once. Projections that `model.py` fuses go straight
-to their rows. A tensor that is missing or left over is an error.
+Every parameter of the model is filled exactly once. Projections that `model.py` fuses are read
+straight into their rows of the fused weight. A tensor that is missing or left over is an error.
 
 To add a model of the Llama family, add it to `FAMILIES` in model.py, and add a line there for each
 difference that `Family` does not cover yet.
@@ -179,7 +179,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
                load_format: str = "auto", place: Callable = place_on,
                read: Callable[..., Tensor] = lambda tensor, target: tensor[:],
                opened: Callable = safe_open) -> Decoder:
-    """Returns the model with its weights in `dtype`; "dummy": random ones.
+    """Returns the model with its weights in `dtype`; load_format="dummy" makes random ones.
 
     place: allocates memory for the weights.
     read: reads the part of a checkpoint's tensor that belongs in its target.

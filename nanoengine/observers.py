@@ -70,8 +70,8 @@ class Feature:
 class Features(dict[str, Feature]):
     """The features of one engine, by class name, in the order in which the engine calls them.
 
-    Every observer in OBSERVERS has a place from the start, with a `Feature` that does nothing. So
-    the keys never change while another thread iterates over them. A user's own features come last.
+    From the start, every observer in OBSERVERS has an entry, at first one that does nothing. So
+    the keys never change while another thread iterates over them. A user's features come last.
 
     files: the observers to load now; own: a user's features, each of a different class.
     """

@@ -125,8 +125,8 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str],
 
 
 def nucleus(weights: Tensor, needed: Tensor) -> Tensor:
-    """Finds the fewest weights of each row, largest first, that together reach `needed`, (rows, 1)
-    float64; of equal weights, the first ones. Returns whether each weight is one of them."""
+    """Returns whether each weight is one of the fewest of its row, largest first, that together
+    reach `needed`, (rows, 1) float64. Of equal weights, the first ones are taken."""
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     cumulated = ordered.cumsum(dim=-1, dtype=torch.float64)
     is_kept = cumulated - ordered < needed
@@ -134,7 +134,7 @@ def nucleus(weights: Tensor, needed: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF sampling: returns for each row the first place whose cumulative weight exceeds
+    """Inverse-CDF sampling: returns the first place of each row whose cumulative weight exceeds
     u * total, or -1 if the total is NaN or 0.
 
     weights: (rows, tokens) float32, the largest one 1; uniform: (rows,) float64.

@@ -30,7 +30,7 @@ class SamplingParams:
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: sample among the likeliest tokens: the fewest whose probabilities add up to top_p or
         more.
-    min_p: drop tokens that are less likely than min_p times the likeliest.
+    min_p: drop tokens whose probability is below min_p times that of the likeliest token.
     seed: a draw depends only on the seed and on the position; None or -1: a seed derived from the
         engine's seed and the number of the request.
     max_tokens: the most tokens to generate; None: up to the engine's `max_model_len`.

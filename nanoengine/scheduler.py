@@ -70,7 +70,7 @@ class Scheduler:
         return batch
 
     def build(self, candidates: list[Sequence], admit: bool) -> Batch:
-        """Builds a batch of running sequences and, if `admit`, of prompts from the head of waiting.
+        """Builds a batch of running sequences and, if `admit`, of prompts at the queue's head.
 
         1. All candidates get the blocks that they need, if necessary by preemption. So the batch
            never contains a preempted sequence.
@@ -131,7 +131,7 @@ class Scheduler:
         batch.budget -= num_tokens
 
     def can_admit_head(self) -> bool:
-        """Whether there is a place, and blocks, for the head of waiting."""
+        """Whether there is a place, and blocks, for the first waiting sequence."""
         if not self.waiting or len(self.running) == self.config.max_num_seqs:
             return False
         return not self.waiting[0].is_awaited and self.block_manager.can_allocate(self.waiting[0])

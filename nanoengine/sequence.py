@@ -1,8 +1,8 @@
 """`Sequence`: the tokens of one completion, the blocks with their K and V, and its progress.
 
-`Batch`: one step of several sequences, which the scheduler plans and the runner computes.
+`Batch`: one step of several sequences, which scheduler.py plans and model_runner.py computes.
 
-Plain data, without tensors: scheduler.py plans each step, and model_runner.py computes it.
+Both are plain data, without tensors.
 
     token_ids    Once upon a | time there was | a fox        num_tokens = 8
     computed     ─────────────────────────────▶              num_computed_tokens = 6

@@ -101,7 +101,7 @@ class Launched:
     """A step that the device computes.
 
     tokens: one for each of `batch.sampled`, on the host; read them after `wait`.
-    done: on a GPU, the CUDA event after which the tokens have arrived; on a CPU, the time.
+    done: on a GPU, the event after which the tokens have arrived; on a CPU, when they were ready.
     """
 
     batch: Batch
@@ -117,7 +117,7 @@ class Launched:
 
 def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.ndarray]:
     """Returns the arrays of `StepInputs`, in the order of its fields, from `draws` on. The loops
-    are over sequences, not over tokens or blocks.
+    are over sequences and rows, not over tokens or blocks.
 
     longest_keys: block tables are wide enough for this many keys.
     """
@@ -164,8 +164,8 @@ def draws_of(row: Row) -> tuple[float, ...]:
 def to_buffer(arrays: list[np.ndarray], device: str) -> tuple[Tensor, Layout]:
     """Returns one int32 buffer on the host with all arrays, and its layout.
 
-    For a GPU the buffer is pinned: PyTorch reuses it only when the copy from it is done, so it is
-    never rewritten in flight.
+    For a GPU the buffer is pinned. PyTorch reuses pinned memory only once the copy from it is done,
+    so a buffer in flight is never overwritten.
     """
     words = [array.view(np.int32).ravel() for array in arrays]
     buffer = torch.empty(

@@ -1,8 +1,8 @@
 """The counterpart of flash-attn for a CPU: tensors in, tensors out. It needs no engine.
 
-    optimize(model)         fast products and attention, and all layers of a decoder in one call
+    optimize(model)         fast products and attention, and all layers of a decoder in two calls
     empty_cache(…)          memory for K and V in blocks, as `paged_attention` reads it
-    paged_attention(…)      the kernel of attention as a function of tensors
+    paged_attention(…)      the attention kernel, as a function of tensors
 """
 
 from nanoengine_cpu.attention import empty_cache, paged_attention

@@ -2,7 +2,7 @@
 
     for each tile of tokens of a sequence and each KV head:
         norm and rotate its keys, write its K and V to the cache
-    for each KV head and each tile, whose tokens' queries for this head are the rows:
+    for each KV head and each tile (the rows are its tokens' queries for this head):
         norm and rotate the queries
         for each span of 128 keys, up to the last token's:
             scores    rows x keys: queries times keys
@@ -64,7 +64,7 @@ COLUMNS = np.arange(0, 4096, LANES)
 # The sums of this many rows, in this many vectors in all, stay in registers.
 MOST_ROWS, MOST_VECTORS = (8, 16) if has("avx512f") else (4, 4)
 SUMS = MOST_VECTORS * LANES
-# AMX multiplies by two vectors, and 16 words of depth at a time. Heads of these sizes fit exactly.
+# AMX multiplies two vectors, and 16 words of depth, at a time. Heads of these sizes fit exactly.
 TILED_HEAD_DIMS = range(2 * LANES, 257, 2 * LANES)
 TAIL = LANES * max(TILED_HEAD_DIMS)
 # how many tokens ahead a head is prefetched
@@ -85,7 +85,7 @@ def round_up(number, multiple):
 
 
 def numbers_per_token(head_dim: int, block_size: int) -> int:
-    """Returns how many numbers K, or V, of a token takes in a block, with padding."""
+    """Returns how many numbers a token's K, or its V, takes up in a block, with padding."""
     numbers = round_up.py_func(head_dim, LANES) * round_up.py_func(block_size, LANES)
     return round_up.py_func(-(-numbers // block_size), 2)
 
@@ -141,7 +141,7 @@ def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim):
 
 @inlined()
 def write(space, value, keys, values, offset, head_dim, width, per_word):
-    """Writes K, in `space`, and V, (head_dim,) each, to their place in a block, (words,)."""
+    """Writes K (in `space`) and V, (head_dim,) each, to their place in a block, (words,)."""
     words = array_at(space, head_dim // per_word, np.uint32)
     tile, lane = divmod(offset, LANES)
     for w in range(head_dim // per_word):
@@ -169,11 +169,11 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
 
     left, out: words, and float32; a row begins `pitch` words after the row before
     right: words; each piece of its lines begins at one of `starts`
-    lines: (how many are in a piece, how far a line begins after the line before)
+    lines: (how many are in a piece, how far apart they begin)
     columns: where each vector begins, in the first line
     panel: (rows, vectors, per_word, is_tiled): how much is multiplied, how many numbers a word
-        holds, and whether AMX multiplies, 16 lines at a time, which must be finite
-    soon: (words, starts, all_rows): lines that are needed soon, laid out as `right`. With each
+        holds, and whether AMX multiplies: it takes 16 lines at a time, all of them finite
+    soon: (words, starts, all_rows): lines that are needed soon, laid out like `right`. With each
         line that is multiplied, one of them is prefetched. AMX does so only for few rows, which
         wait for memory.
     """
@@ -271,7 +271,7 @@ def find_tile(task, starts, tiles, positions, sequence_of_token):
 @inlined()
 def find_keys(base, tile, block_tables, window, kv, shape):
     """The first key of the first span, at or after `base`, that a tile of tokens sees, and where
-    the span's tiles of keys begin, in K or V of a layer. The last key's tile fills up the span."""
+    the span's tiles of keys begin, in K or V of a layer. The rest of the span repeats the last."""
     begin, end, last, kv_head, sequence = tile
     _, width, _, block_size, per_word, unit = shape
     base = max(base, (last + 2 - (end - begin) - window) // unit * unit)
@@ -292,7 +292,7 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
     tile, after: see `find_tile`; keys of the tile after this one are prefetched
     space: for each row a query, the scores of a span, the weighted values so far, and a state, see
         WEIGHTS and MAXIMUM; weights take the place of the scores
-    shape: (head_dim, and that in whole vectors, group_size, block_size, per_word, unit): spans
+    shape: (head_dim, the same in whole vectors, group_size, block_size, per_word, unit): spans
         begin again after `unit` keys
     panel: see `multiply`
     """
@@ -383,7 +383,7 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
 @functools.cache
 def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dtype,
                 soft_cap: float | None = None) -> Callable:
-    """The kernel for a shape, and a soft cap of scaled scores.
+    """Returns the kernel for these sizes. soft_cap: limits scaled scores; None for none.
 
     kernel(kv, norms, sinks, kv_heads, blocks, window, eps_bits,
            qkv, out, rope, slot_mapping, block_tables, sequence_of_token, positions,
@@ -535,6 +535,6 @@ def call_attention(cache: Tensor, num_queries: int, norms: Tensor, eps: float,
 
 def step_numbers(qkv: Tensor, out: Tensor, angles: Tensor, slot_mapping: Tensor,
                  block_tables: Tensor, sequence_of_token: Tensor, positions: Tensor) -> list[int]:
-    """Returns the arguments of the kernel that differ between steps, in its order."""
+    """Returns the kernel's arguments that differ between steps, in the kernel's order."""
     tensors = qkv, out, angles, slot_mapping, block_tables, sequence_of_token, positions
     return [*map(Tensor.data_ptr, tensors), len(positions), *block_tables.shape]

@@ -28,7 +28,7 @@ def has_bfloat16() -> bool:
 
 
 def in_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Memory of the system, in pages of 2 MiB where it has them, as (num_bytes,) uint8.
+    """Memory from the system, in pages of 2 MiB if it has them, as (num_bytes,) uint8.
 
     Each page is cleared when it is first written to, in a sixth of the time of pages of 4 KiB.
 
@@ -44,8 +44,8 @@ def in_huge_pages(num_bytes: int) -> torch.Tensor:
 
 
 def release_memory() -> None:
-    """Gives free memory back to the system. Between small objects that live long, glibc keeps that
-    of large ones that are gone: up to half as much again as packed experts need."""
+    """Gives free memory back to the system. glibc keeps the memory of large objects that are gone
+    if small ones between them live on: up to half as much again as packed experts need."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -63,8 +63,8 @@ def is_fork(process: int) -> bool:
 
 @functools.cache
 def inherits_numba(process: int) -> bool:
-    """Whether numba had started threads before the fork; it ends a fork that then computes in
-    threads. The result of the first call is kept."""
+    """Whether numba had started threads before the fork. If so, numba ends the fork when it
+    computes in threads. The result of the first call is kept."""
     return is_fork(process) and numba.np.ufunc.parallel._is_initialized
 
 
@@ -91,16 +91,16 @@ def can_compute(process: int) -> bool:
 def has_threads() -> bool:
     """Whether the OpenMP threads of the calling thread, if it has any, exist in this process."""
     process = os.getpid()
-    # a thread that began after a fork has all its own
+    # a thread that began after the fork has started its own
     is_main = threading.current_thread() is threading.main_thread()
     return not (is_main and is_fork(process)) or (
         torch.get_num_threads() > 1 and can_compute(process))
 
 
 def check_process(made_in: int | None = None) -> int:
-    """Returns the number of this process. Raises RuntimeError in a fork in which PyTorch would hang
-    because its threads are missing. It would not if it computes in one thread, or had not computed
-    before the fork.
+    """Returns the id of this process. Raises RuntimeError in a fork in which PyTorch would hang
+    because its threads are missing. It does not hang if it computes in one thread, or computed
+    nothing before the fork.
 
     made_in: the process that made the caller's object, which cannot be used in a fork
     """
@@ -126,7 +126,7 @@ LIBGOMPS = [ctypes.CDLL(file, ctypes.RTLD_GLOBAL) for file in ordered]
 
 def stack_size() -> int:
     """Returns the smallest stack that a kernel's thread can get, in bytes: from `ulimit -s` and
-    the variables that libgomp reads, "512", "512 K" or "1m"; without a unit, they are in KiB."""
+    libgomp's variables, whose values look like "512", "512 K" or "1m"; no unit means KiB."""
     limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
     sizes = [limit] if limit > 0 else []
     for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
@@ -147,7 +147,7 @@ def limit_threads(*_: object) -> None:
     except ValueError as error:
         layer = numba.config.THREADING_LAYER  # type: ignore
         raise RuntimeError(f"numba cannot use NUMBA_THREADING_LAYER={layer}: unset it") from error
-    # when numba starts, it sets the OpenMP that both share to use every core
+    # when numba starts, it makes the shared OpenMP use every core
     torch.set_num_threads(num_threads)
 
 

@@ -1,4 +1,4 @@
-"""Products with a packed weight, and SwiGLU of them: on tiles (`tiles.py`), or on registers.
+"""Products with a packed weight, and SwiGLU of them: in tiles (`tiles.py`), or in registers.
 
     each thread, for the parts and blocks that it takes:
         for each part of the rows:
@@ -13,12 +13,12 @@
                         out     after the last slice: the sums, or SwiGLU
 
                                    outputs of a block    words of a slice    rows at a time
-    on tiles                       32                    256                 32
-    on registers of AVX-512        64                    128                 6
-    on registers of AVX2           16                    512                 4
+    in tiles                       32                    256                 32
+    in registers of AVX-512        64                    128                 6
+    in registers of AVX2           16                    512                 4
 
 Rows are read from memory once, the weight once for each part. A part, at most 1 MiB, stays in the
-caches while the blocks go by. The weight of a slice, 32 KiB, stays in the first one while the rows
+caches while the blocks go by. The weight of a slice, 32 KiB, stays in the L1 cache while the rows
 go by.
 
 A word is one float32 number, or two of bfloat16. The packed weight is in blocks of outputs, and a
@@ -109,7 +109,7 @@ def unpack(packed: Tensor, outputs: int, inputs: int, halves: int) -> Tensor:
 
 @inlined()
 def place_of(number, halves, slices, depth, blocks, words, block_size):
-    """Where a slice of the weight begins: they are read in blocks, a gate's before its up's."""
+    """Where a slice of the weight begins. Slices are read by block, a gate's before its up's."""
     half, block = number // slices % halves, number // slices // halves
     return ((half * blocks + block) * words + number % slices * depth) * block_size
 
@@ -119,7 +119,7 @@ def add_slice(rows, line, below, weight, piece):
     """Adds products of 32 rows with a slice of the weight, on tiles.
 
     piece: (place, depth, ahead, asked): where the slice begins, and how deep it is, in words; where
-        words lie that are needed later, and how many of them are prefetched for each word
+        the words needed later are, and how many of them are prefetched for each word
     """
     place, depth, ahead, asked = piece
     for k in range(0, depth, LANES):
@@ -130,7 +130,7 @@ def add_slice(rows, line, below, weight, piece):
 
 @inlined()
 def add_rows(rows, line, weight, piece, sums, count, per_word):
-    """The same on registers, for `count` rows, a constant.
+    """The same in registers, for `count` rows, a constant.
 
     AVX-512 has 32, of which sums of 6 x 64 take 24. AVX2 has 16, of which sums of 4 x 16 take 8.
     """
@@ -153,7 +153,7 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
 @inlined()
 def silu(x, out):
     """x / (1 + e^-x) of 16 numbers, as exact as the dtype of `out` requires."""
-    # e^87 is near the largest float32; smaller numbers than -87 also give about 0
+    # e^87 is near the largest float32; numbers below -87 also give about 0
     least = fill(np.float32(-87))
     x = where_less(x, least, least, x)
     return x / (fill(np.float32(1)) + exp2(x * fill(np.float32(-np.log2(np.e))), out))
@@ -182,7 +182,7 @@ def write_block(out, residual, row, first, outputs, sums, halves):
             if halves == 2:
                 numbers = silu(numbers, out) * load(ups, j)
             if len(residual):
-                # rounded before the sum, as if it were one of PyTorch's
+                # rounded before the sum, as in PyTorch
                 store_part(out, begin + j, end, numbers)
                 numbers = load_part(out, begin + j, end) + load_part(residual, begin + j, end)
             store_part(out, begin + j, end, numbers)
@@ -244,7 +244,7 @@ def product(dtype: torch.dtype) -> Callable:
                     for r in range(size):
                         row = array_at(space, COPY * per_word, uint)[r * line * per_word:]
                         norm_row(row, norm, eps_bits)
-            # 7 or 8 rows are two steps of four: one of two rows takes as long (measured on Zen 4)
+            # 7 or 8 rows: two steps of four, since two rows take as long as four (on Zen 4)
             stride = 4 if size in (7, 8) and not on_tiles else step
             asked = 0 if size <= FEW else -(-block_size // -(-size // stride))
             for turn in range(halves * slices):

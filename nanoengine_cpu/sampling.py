@@ -1,4 +1,4 @@
-"""Parts of sampling that PyTorch's operators alone would do slowly on a CPU.
+"""Parts of sampling that are slow on a CPU with PyTorch's operators alone.
 
 They look at groups of neighbours first: most groups are ruled out by their largest number.
 """
@@ -44,8 +44,8 @@ def columns_above(x: torch.Tensor, thresholds: torch.Tensor, count: int) -> torc
 
 
 def nucleus(weights: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """Whether each weight of a row is among the fewest largest that together reach `needed`, (rows,
-    1); of equal weights, the first ones are. NaN is not.
+    """Whether each weight of a row is one of the fewest, largest first, that together reach
+    `needed`, (rows, 1). Of equal weights, the first ones are taken; NaN never is.
 
     NumPy sorts numbers without their places ten times as fast as PyTorch sorts them with places.
     """

@@ -6,12 +6,12 @@
         right   16 lines x 32 words, two tiles
         each sum += its left times its right
 
-A word is two bfloat16 numbers. In each step a sum gets one number: 16 products of first numbers,
-plus 16 of second ones. So it has one order, whatever other rows there are.
+A word is two bfloat16 numbers. Each step adds one number to each sum: 16 products of first numbers,
+plus 16 of second ones. So a sum has one order, whatever other rows there are.
 The CPU's eight registers for tiles have numbers, which are part of an instruction.
 
-The lower tiles begin `below` rows under the upper ones: at 0 there are none, and below 16 some rows
-are in both.
+The lower tiles begin `below` rows under the upper ones. If it is 0, there are no lower ones; if it
+is less than 16, some rows are in both.
 """
 
 import ctypes
@@ -47,26 +47,26 @@ def tile_sizes(rows: int) -> np.ndarray:
     return sizes
 
 
-# By the number of rows; for 0 those of one row: some CPUs refuse a tile with a width and no lines.
+# By the number of rows. 0 rows have the sizes of one: some CPUs refuse a tile that has no lines.
 TILE_SIZES = np.array([tile_sizes(max(1, rows)) for rows in range(LANES + 1)])
 
 
 def emit(builder, name, *operands):
-    """One instruction; nothing where there are no tiles, which LLVM could not compile."""
+    """Writes one instruction, or none on a CPU without tiles: LLVM could not compile it."""
     if HAS_TILES:
         operands = [ir.IntType(8)(each) if isinstance(each, int) else each for each in operands]
         call(builder, f"llvm.x86.{name}", ir.VoidType(), *operands)
 
 
 def at(builder, array, first, line):
-    """Where a tile lies, and how many bytes each of its lines begins after the line before."""
+    """Where a tile begins, and how many bytes apart its lines begin."""
     place = builder.bitcast(builder.gep(array, [first]), ir.IntType(8).as_pointer())
     return place, builder.mul(line, line.type(4))
 
 
 @instruction(types.void)
 def begin_tiles(builder, sizes):
-    """Sizes hold for the calling thread, until `end_tiles`."""
+    """The sizes apply to the calling thread, until `end_tiles`."""
     emit(builder, "ldtilecfg", sizes)
 
 
@@ -105,7 +105,7 @@ def add_tiles(builder, left, left_line, below, right, place, across, line):
     """One step.
 
     left: it is loaded with the hint that the L1 cache need not keep it
-    right: words, of which two tiles begin at `place` plus across[0] or across[1]
+    right: words; its two tiles begin at `place` plus across[0] and plus across[1]
     """
     for row, start in upper_and_lower(builder, below):
         lines = at(builder, left, builder.mul(start, left_line), left_line)

@@ -48,7 +48,7 @@ def has(feature: str) -> bool:
 
 
 def instruction(result):
-    """Makes a function for numba of `write(builder, *operands)`, which writes LLVM's instructions.
+    """Makes a numba function from `write(builder, *operands)`, which writes LLVM's instructions.
 
     `write` gets pointers for arrays. result: the type of what the function returns.
     """

@@ -168,7 +168,7 @@ class Call:
             self.engine.thread.submit(self._free)
 
     def _free(self) -> None:
-        # nothing was queued: the input was bad, or the task was cancelled before
+        # nothing was queued: the input was bad, or the task was cancelled first
         with suppress(Exception):
             self.engine.llm.abort(self.adding.result())
 

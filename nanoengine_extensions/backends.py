@@ -17,7 +17,7 @@ from nanoengine.step_inputs import StepInputs
 
 
 def triton_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """Arguments and result are those of `gather_attention`. The host reads no tensor values."""
+    """Takes and returns the same as `gather_attention`. The host reads no tensor values."""
     attend: Any = kernels("cuda").paged_attention
     return attend(query, cache, window, step)
 
@@ -28,7 +28,7 @@ def has_triton(device: str, dtype: torch.dtype) -> bool:
 
 
 def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
-    """Arguments and result are those of `gather_attention`."""
+    """Takes and returns the same as `gather_attention`."""
     from torch.nn.attention.varlen import varlen_attn
     keys, values = cache
     # (keys to the left, keys to the right); a decode sees all keys anyway

@@ -88,8 +88,8 @@ def listed(families: Iterable[str]) -> str:
 
 
 def has_small_window(config: Config) -> bool:
-    """Whether its tokens would not see others. With a window of 1, transformers contradicts itself:
-    its cache keeps all tokens."""
+    """Whether a token would see no token before it. With a window of 1, transformers contradicts
+    itself: its cache keeps all tokens."""
     is_used = config.get("model_type") == "mistral" or config.get("use_sliding_window")
     window = config.get("sliding_window")
     return bool(is_used) and isinstance(window, int) and window < 2
@@ -142,7 +142,7 @@ OWN: tuple[Kind, ...] = (
      "quant_config.json or compression_config)", 'completed: config.json must have the same as '
      '"quantization_config", with its "quant_method", such as "gptq"'),
     (lambda c: c.get("is_causal", True) is not True,
-     "lets its tokens see later ones (is_causal={is_causal}), which is not computed", WRITER),
+     "lets its tokens see later ones (is_causal={is_causal}), which is not supported", WRITER),
     (has_small_window, *SMALL_WINDOW),
     (lambda c: c["model_impl"] != "transformers" and c["uncomputed"],
      "has {uncomputed}, which the engine itself does not compute",
@@ -199,7 +199,7 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
         path = next((file for file in weight_files(folder) if file.parent != folder), folder)
         raise ValueError(f"model={str(path)!r} {text}")
     if "adapter_config.json" in names:
-        logger.warning(f"{folder} has an adapter (LoRA) next to the model, which is not used")
+        logger.warning(f"{folder} has an adapter (LoRA) next to the model: the adapter is not used")
     if load_format != "dummy":
         check_weights(folder, names)
 

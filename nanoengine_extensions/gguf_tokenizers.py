@@ -54,7 +54,7 @@ def read(find: Find, file: Path) -> Any:
         # Gemma's never has a prefix
         if kind == "llama" and find("tokenizer.ggml.add_space_prefix") is False:
             found.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"
-    # not by transformers, whose releases differ
+    # transformers' releases read it differently
     found.chat_template = templates(find)
     bos = found.bos_token
     is_usual = kind == "llama" or find("tokenizer.ggml.pre") in WHOLE
@@ -65,8 +65,8 @@ def read(find: Find, file: Path) -> Any:
 
 
 def templates(find: Find) -> str | dict[str, str] | None:
-    """Returns the chat template, or several by their names, as transformers has them: one of them
-    for "tool_use", for example."""
+    """Returns the chat template, or several by name, as transformers has them: for example, one
+    named "tool_use"."""
     default = find("tokenizer.chat_template")
     found = {name: find(f"tokenizer.chat_template.{name}")
              for name in find("tokenizer.chat_templates", [])}

@@ -56,8 +56,8 @@ class Guards(Feature):
         if self.num_idle > 2 and can_run(scheduler):
             self.num_idle = 0
             raise RuntimeError(f"scheduling={scheduler.config.scheduling!r} runs nothing, although "
-                               f"{len(scheduler.waiting)} sequences wait, "
-                               f"{len(scheduler.running)} run")
+                               f"{len(scheduler.waiting)} sequences are waiting and "
+                               f"{len(scheduler.running)} are running")
 
 
 def warn_of_slower_attention(runner: Any) -> None:

@@ -225,7 +225,7 @@ def find_logprobs(logits: Tensor, targets: Tensor,
     """Returns the entries of `RowLogprobs`, by the number of the row.
 
     logits: (rows, vocab_size); targets: (rows,), a token of each row.
-    asked: by the number of a row, how many likeliest tokens, and the temperature of its logits.
+    asked: for each row, how many of its likeliest tokens, and the temperature of its logits.
     """
     found: dict[int, Tensor] = {}
     alike = defaultdict(list)

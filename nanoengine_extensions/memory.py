@@ -39,8 +39,8 @@ def free_bytes_on_gpu(runner: ModelRunner) -> int:
     other processes included."""
     # left over from earlier engines
     torch.cuda.empty_cache()
-    # block 0 alone is enough for a trial step; graphs are captured first, since this returns what
-    # the allocator keeps
+    # block 0 alone is enough for a trial step; graphs are captured first, since capturing frees the
+    # memory that the allocator keeps
     runner.allocate(num_blocks=0)
     batch = largest_batch(runner)
     runner.run(batch, *runner.prepare(batch))

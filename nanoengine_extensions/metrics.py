@@ -168,7 +168,7 @@ class Metrics(Feature):
         for seq, mode in batch.preempted:
             if not self.counters["num_preemptions"]:
                 logger.warning(f"the KV cache is full: request {seq.request_id} is preempted "
-                               f"({mode}). A larger num_kv_blocks or smaller max_num_seqs helps")
+                               f"({mode}). A larger num_kv_blocks or a smaller max_num_seqs helps")
             self.counters.update(["num_preemptions", f"{mode}_preemptions"])
             if metrics := seq.kept.get("metrics"):
                 metrics.num_preemptions += 1
@@ -225,8 +225,8 @@ class Metrics(Feature):
             pages = Path("/proc/self/smaps_rollup").read_text()
             in_huge_pages = 1024 * sum(map(int, re.findall(r"AnonHugePages: +(\d+)", pages)))
             if in_huge_pages < num_bytes / 2:
-                logger.warning(f"{in_huge_pages / num_bytes:.0%} of the weights are in huge pages: "
-                               "decodes take longer, see docs/tutorial/tuning.md")
+                logger.warning(f"{in_huge_pages / num_bytes:.0%} of the weights are in huge pages, "
+                               "so decodes take longer: see docs/tutorial/tuning.md")
 
     def gauges(self) -> dict[str, Any]:
         """Returns current gauges, and counters since the start, as a flat dict.

@@ -110,7 +110,7 @@ class Body:
             self.is_echo = given["max_tokens"] == 0
             given["max_tokens"] = 1 if self.is_echo else given["max_tokens"]
         if self.url == CHAT:
-            # the same under other names, which messages have
+            # checked under these names too, so that an error names what the client sent
             for key, own in (("max_completion_tokens", "max_tokens"), ("top_logprobs", "logprobs")):
                 with naming(key):
                     SamplingParams(**{own: body.get(key)})

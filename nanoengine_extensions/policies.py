@@ -129,7 +129,7 @@ VICTIMS |= {
     "least-recently-run": LeastRecentlyRun,
     # equal in every run with the same seeds
     "random": highest(lambda seq: hash((seq.seed, seq.num_tokens)))}
-# the most tokens that this sequence can have, so that it is never preempted; or any sequence
+# blocks for the most tokens that this sequence, or any sequence, can have: no preemption
 KV_ALLOCATION |= {
     "reserve": lambda seq, max_model_len: seq.max_num_tokens,
     "max-length": lambda seq, max_model_len: max_model_len}

@@ -112,8 +112,8 @@ def texts_of(inputs: InputProcessor, group: str, prompt: Any,
 def tokens_after(tokenizer: Any, before: str, text: str) -> list[int]:
     """Returns the tokens of a text that comes after another one, whose tokens stay as they are.
 
-    They are the rest of the tokens of both texts together, if these begin with the first one's. If
-    not, they are those after a newline: some tokenizers add a space where a text begins.
+    If the tokens of both texts together begin with those of the first, these are the rest. If not,
+    they are those after a newline: some tokenizers add a space where a text begins.
     """
     for start in (before, "\n"):
         own, whole = (tokenizer.encode(each, add_special_tokens=False, verbose=False)

@@ -131,7 +131,7 @@ class Server:
         async for part in http.stream():
             data += part
             if len(data) > self.flags.max_body:
-                raise HTTPException(413, f"a body has at most {self.flags.max_body} bytes")
+                raise HTTPException(413, f"a body can have at most {self.flags.max_body} bytes")
         return bytes(data)
 
     async def outputs(self, http: Request, body: Any) -> AsyncIterator[Any]:
@@ -224,7 +224,7 @@ def refused(http: Request, answer: Response) -> Response:
 async def failed(http: Request | None, error: BaseException) -> Response:
     """Answers with an error."""
     if isinstance(error, asyncio.CancelledError):
-        error = HTTPException(503, "the server ends")
+        error = HTTPException(503, "the server is shutting down")
     text = getattr(error, "detail", str(error)).encode(errors="replace").decode()
     status = getattr(error, "status_code", 400 if isinstance(error, ValueError) else 500)
     content = openai.error_of(text, status, http.url.path if http else "")
@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None) -> None:
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
-    parser.add_argument("--port", type=int, default=8000, help="of TCP")
+    parser.add_argument("--port", type=int, default=8000, help="TCP port")
     parser.add_argument("--api-key", help="the bearer token that clients must send")
     parser.add_argument("--max-waiting", type=int, default=256, help="beyond max_num_seqs")
     parser.add_argument("--max-body", type=int, default=2**20, help="bytes of a call")

@@ -59,7 +59,7 @@ MOST_GUESSES = 32
 WEIGHT = 0.2
 # a guess that is right less often is not computed
 LEAST_ODDS = 0.1
-# a step with guesses must promise this many times the tokens a second: the estimates are rough
+# guesses must promise this many times as many tokens a second: the estimates are rough
 LEAST_GAIN = 1.1
 
 
@@ -70,8 +70,8 @@ class StepCosts(dict[int, float]):
     def learn(self, count: int, seconds: float) -> None:
         """Adds a measurement.
 
-        No smaller step takes longer. The known times of larger steps move a little towards it. So a
-        size that was slow by chance, and then avoided, is tried again.
+        No smaller step takes longer than this. The known times of larger steps move a little
+        towards it. So a size that was slow by chance, and then avoided, is tried again.
         """
         # it rises by at most 5 % a step; at least 1e-9, since a clock can measure 0
         found = self[count] = max(1e-9, min(seconds, 1.05 * self.get(count, seconds)))

@@ -22,8 +22,8 @@ from nanoengine.sequence import Copies, Sequence
 def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
     """Returns host memory for as many blocks like these as fit into `swap_space`.
 
-    Raises ValueError if the pools of all ranks are larger than the memory that the host, or its
-    container, has left.
+    Raises ValueError if the pools of all ranks are larger than the host's whole memory, or than
+    what its container has left.
     """
     left = psutil.virtual_memory().total
     if is_installed("containers"):

@@ -155,7 +155,7 @@ class RankRunner(ModelRunner):
         self.group = group
         group.connect(config.device)
         super().__init__(config, part, folder, features)
-        # all ranks have reached this point
+        # waits until all ranks are here
         group.least(0)
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
@@ -167,7 +167,7 @@ class RankRunner(ModelRunner):
 
     @torch.inference_mode()
     def follow(self, copies: Copies, numbers: Any, shape: StepShape) -> None:
-        """Does another rank's part of a step that rank 0 launches: everything except sampling."""
+        """Computes this rank's part of a step that rank 0 launches: everything except sampling."""
         buffer = torch.from_numpy(numbers)
         buffer = buffer.pin_memory() if self.device == "cuda" else buffer
         _, hidden = self.forward(copies, buffer, shape)
@@ -238,8 +238,8 @@ class LaunchedOnRanks(Launched):
 class Ranks(Group, AbstractContextManager):
     """Rank 0's group, with the processes of ranks 1, 2, …
 
-    The processes end with this process, however it ends. `with ranks:` wraps joint work. If this
-    fails, or Ctrl-C interrupts it, they are ended, since they would wait forever.
+    The processes end with this process, however it ends. `with ranks:` wraps joint work. If the
+    work fails, or Ctrl-C interrupts it, the processes are ended: they would wait forever.
 
     error: why the ranks have ended.
     """
@@ -277,7 +277,7 @@ class Ranks(Group, AbstractContextManager):
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """If a rank has died, a RuntimeError that names it replaces any other error: the death of
-        the rank can cause that error a moment before it is noticed itself."""
+        the rank can cause that error a moment before the death itself is noticed."""
         if error:
             # never destroyed: the destructor would wait for an operation that Gloo has lost
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))

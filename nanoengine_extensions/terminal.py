@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", default=256, type=int, help="the most tokens to generate")
     parser.add_argument("--temperature", default=0.7, type=float, help="0 is greedy; default: 0.7")
     parser.add_argument("--top-p", default=1.0, type=float, help="as in SamplingParams")
-    parser.add_argument("--seed", type=int, help="without it, each run draws the same")
+    parser.add_argument("--seed", type=int, help="without it, every run draws the same tokens")
     args = parser.parse_args()
     try:
         params = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed,

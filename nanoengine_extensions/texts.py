@@ -61,7 +61,7 @@ class Text:
         self.name_of = self.tokenizer.id_to_token
         self.skip_special = seq.params.skip_special_tokens
         self.unseen = special_tokens(self.tokenizer) if self.skip_special else frozenset()
-        # the tokens before the next ones, which are decoded together with them
+        # the tokens that come before the next ones, and are decoded together with them
         self.context = self._last_seen(seq.token_ids)
         # tokens whose text is not complete: they end in the middle of a character
         self.undecoded: list[int] = []

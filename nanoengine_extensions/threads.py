@@ -33,7 +33,7 @@ class Threads(Feature):
         self.callers.add(threading.get_ident())
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
-        """Is called in the thread that ran the step."""
+        """Runs in the thread that ran the step."""
         if not self.engine.has_unfinished():
             self.callers.clear()
         if len(self.callers) != 1:

@@ -66,7 +66,7 @@ def named(choice: Any) -> str | None:
 def schemas_of(tools: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the schema of the arguments of each tool that has a name."""
     functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
-    # without parameters, a function takes none
+    # a function without `parameters` takes no arguments
     return {each["name"]: each.get("parameters") or {"properties": {}} for each in functions
             if isinstance(each.get("name"), str) and each["name"]}
 

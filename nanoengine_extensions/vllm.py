@@ -100,7 +100,7 @@ def advice(name: str) -> str:
 
 
 def plain(prompts: Any) -> Any:
-    """Returns prompts, whose dicts lose the keys that have no effect: see `without`."""
+    """Returns the prompts; their dicts lose the keys that have no effect: see `without`."""
     if isinstance(prompts, (list, tuple)):
         return [without(each) if isinstance(each, dict) else each for each in prompts]
     return without(prompts) if isinstance(prompts, dict) else prompts

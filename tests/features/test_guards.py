@@ -30,7 +30,7 @@ def test_a_policy_that_forgets_a_running_sequence_ends_the_call(make_llm):
         return scheduler.build(begun, admit=True)
 
     with make_llm(scheduling=never_decode) as llm:
-        with pytest.raises(RuntimeError, match="0 sequences wait"):
+        with pytest.raises(RuntimeError, match="0 sequences are waiting"):
             llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
         check_idle(llm)
 

@@ -540,7 +540,7 @@ def test_a_large_body_is_refused(port):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/{path}", body, timeout=60)
             error = json.load(found.value)["error"]
             assert (found.value.code, error["type"]) == (413, "invalid_request_error")
-            assert error["message"] == "a body has at most 1048576 bytes"
+            assert error["message"] == "a body can have at most 1048576 bytes"
     for header in (b"Content-Length: 20000000", b"Transfer-Encoding: chunked"):
         with raw(port, header + b"\r\n\r\n200000\r\n" + b"x" * 2**21) as client:
             assert client.recv(20) == b"HTTP/1.1 413 Request"
@@ -945,7 +945,7 @@ def events_of(client: socket.socket) -> list[bytes]:
     return [line for line in data.split(b"\r\n") if line.startswith(b"data: ")]
 
 
-STOPPED = {"message": "the server ends", "type": "server_error", "param": None, "code": None}
+STOPPED = {"message": "the server is shutting down", "type": "server_error", "param": None, "code": None}
 
 
 def check_told(streams: list[socket.socket], others: list[socket.socket]) -> None:
