@@ -8,7 +8,7 @@ then more, until none are left. So a slow core computes less than a fast one.
         for r in take_tasks(rows, 1, arguments_at):
             …
 
-In compiled form, kernel(x, out, rows) returns a call of it, a list of numbers, most of them
+Once it is compiled, kernel(x, out, rows) returns a call: a list of numbers, most of them
 addresses. A `Program` runs one call or many. Where a kernel has several phases, each begins when
 all threads have ended the one before.
 
@@ -115,7 +115,7 @@ def take_tasks(tasks, size, arguments_at):
 def run_calls(in_threads: bool) -> Callable:
     """run(at, end, threads): runs the calls of kernels that lie between two addresses.
 
-    in_threads: False for one thread: without OpenMP, which could be broken by a fork
+    in_threads: False for one thread, without OpenMP, which a fork can break
     """
     def run(at, end, threads):
         while at < end:
@@ -134,9 +134,9 @@ def run_calls(in_threads: bool) -> Callable:
 
 
 def compile_kernel(kernel: Callable, phases: int = 1) -> Callable[..., list[int]]:
-    """Returns the compiled kernel: a function of its arguments, which returns a call of it.
+    """Returns the compiled kernel: a function of its arguments that returns a call.
 
-    Raises RuntimeError for settings of the process with which it would not work.
+    Raises RuntimeError if it would not work with the settings of this process.
     """
     if stack_size() < 2**21:
         raise RuntimeError("kernels need stacks of 2 MiB: raise `ulimit -s` and OMP_STACKSIZE")
@@ -149,6 +149,20 @@ def compile_kernel(kernel: Callable, phases: int = 1) -> Callable[..., list[int]
 
     # the 0 counts the tasks that threads have taken
     return lambda *arguments: [compiled.address, phases, len(arguments), 0, *arguments]
+
+
+@functools.cache
+def side_by_side() -> Callable[..., list[int]]:
+    """kernel(at, end): runs the calls that lie between two addresses, each of one phase and not run
+    before. A thread that finds no task left in one call goes on to the next."""
+    def together(phase, threads, arguments_at):
+        at, end = numbers_at(arguments_at, 2)
+        while at < end:
+            function, _, count, _ = numbers_at(at, 4)
+            call_at(function, phase, threads, at + 4 * 8)
+            at += (4 + count) * 8
+
+    return compile_kernel(together)
 
 
 class Program:

@@ -34,16 +34,16 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
 
     The last three are known by the code of their forward, which the docstrings show (known.py).
     A module with other code keeps its forward, but its linears become fast. If one attention of a
-    model keeps its forward, all do, since they share a cache. The kernel of attention also norms
-    the heads: hooks of these norms do not run.
+    model keeps its forward, all do, since they share a cache. The attention kernel also norms the
+    heads, so hooks on these norms do not run.
 
     Attributes that are set later take effect: `module.weight = …`, `module.down_proj = …`. Numbers
     that are written into a weight or a bias later do not.
 
     has_attention: False for a cache that `empty_cache` has not made
 
-    Returns whether a row has the same bits whatever other rows there are: if all weights are
-    packed, and all MLPs, attention and decoders are known.
+    Returns whether a row has the same bits whatever other rows there are. It does if all weights
+    are packed, and all MLPs, attention and decoders are known.
     """
     limit_threads()
     has_attention = has_attention and knows_attention(model)
@@ -63,7 +63,7 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
 
 
 def knows_attention(model: nn.Module) -> bool:
-    """Whether `optimize` takes all attention of a model, which then needs an `empty_cache`."""
+    """Whether `optimize` replaces all attention of a model, which then needs an `empty_cache`."""
     return all(isinstance(module, PagedAttention) or kind_of(module)
                for module in model.modules() if hasattr(module, "qkv_proj"))
 
@@ -133,7 +133,7 @@ class PackedLinear(nn.Linear):
     weight: a copy, in the order of nn.Linear
     halves: 2 if the first half of the outputs are gates, the second one ups; a packed weight then
         gives SwiGLU of them.
-    is_fused: only its MLP gets SwiGLU, by `multiply`; others get the plain product.
+    is_fused: its MLP gets SwiGLU, from `multiply`; any other caller gets the plain product.
     padding: how many extra inputs the packed weight has; these inputs are 0.
     """
 
@@ -152,7 +152,7 @@ class PackedLinear(nn.Linear):
     def pack(self: Any) -> None:
         """Packs the weight; where there is no kernel for it, it warns."""
         weight = self.weight
-        # a module can have another weight than the one it was made with
+        # a module can have a different weight from the one that it was made with
         self.out_features, self.in_features = weight.shape
         try:
             packed, self.packed_bias = products.pack(weight, self.bias, self.halves)
@@ -285,7 +285,7 @@ def tensors_of(step: Any) -> tuple[Tensor, ...]:
     return step.slot_mapping, step.block_tables, step.sequence_of_token, step.positions
 
 
-# ------------------------------------------------------------------------- all layers in two calls
+# ------------------------------------------------------------------------ many layers in one call
 
 # The arguments of a program in each run: the number of rows; the addresses of the hidden states and
 # of the results that are computed from them; and the numbers of the step for attention.
@@ -293,12 +293,14 @@ ROWS, X, MIDDLE, ACTIVATED, QKV, ATTENDED, *OF_STEP = range(-1, -15, -1)
 
 
 class Layers(nn.Module):
-    """Runs all layers of a decoder as two programs: one up to the last attention, and one for the
-    rest, for the rows that need an output.
+    """Runs the layers of a decoder as programs. One ends with the last attention: what follows it
+    is computed only for the rows that need an output. Each MLP of an unknown kind is called
+    between two programs. So there are two programs if all MLPs are known.
 
     If Python called each kernel, that would take up to a fifth of the time of a decode. A program
     contains the addresses of weights and caches, and is made again when they change. If a module
-    has hooks, or is of an unknown kind, the layers are called one by one, as before. In place of:
+    has hooks, or if another part of a layer is of an unknown kind, the layers are called one by
+    one, as before. In place of:
 
         def forward(self, token_ids, step):
             x = self.embed_tokens(token_ids)
@@ -321,33 +323,66 @@ class Layers(nn.Module):
         most = max(len(x), len(step.logits_indices))
         middle, activated, qkv, attended = [x.new_empty(most, size) for size in self.sizes]
         angles = self.rope[:, step.positions]
-        self.programs[0].run(len(x), *map(Tensor.data_ptr, (x, middle, activated)),
-                             *attention.step_numbers(qkv, attended, angles, *tensors_of(step)))
-        x, attended = x[step.logits_indices], attended[step.logits_indices]
-        self.programs[1].run(len(x), *map(Tensor.data_ptr, (x, middle, activated, qkv, attended)))
+        numbers = attention.step_numbers(qkv, attended, angles, *tensors_of(step))
+        for number, (program, layer) in enumerate(self.programs):
+            if number == len(self.programs) - 1:
+                x, attended = x[step.logits_indices], attended[step.logits_indices]
+                numbers[1] = attended.data_ptr()
+            program.run(len(x), *map(Tensor.data_ptr, (x, middle, activated)), *numbers)
+            if layer:
+                summed = middle[:len(x)]
+                torch.add(summed, layer.mlp(layer.post_attention_layernorm(summed)), out=x)
         return self.norm(x)
 
     def make_programs(self: Any) -> None:
         self.hooks = [torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks]
-        for module in [*self.modules()][1:]:
-            self.hooks += module._forward_hooks, module._forward_pre_hooks
+        for module in self.modules():
             # a weight that was set
             if not getattr(module, "is_packed", True):
                 module.pack()
-        self.programs = None
-        has_own = any("forward" in vars(module) for module in self.modules())
+        # of MLPs that no program can run
+        others = {module for layer in self.layers if not is_known_mlp(layer.mlp)
+                  for module in layer.mlp.modules()}
+        known = [module for module in self.modules() if module not in others]
+        for module in known[1:]:
+            self.hooks += module._forward_hooks, module._forward_pre_hooks
+        self.programs = []
+        has_own = any("forward" in vars(module) for module in known)
         is_known = not has_own and all(map(is_known_layer, self.layers))
-        if is_known and len({p.dtype for p in self.parameters()}) == 1:
-            calls = [call for layer in self.layers for call in calls_of(layer)]
-            self.programs = Program(*calls[:-3]), Program(*calls[-3:])
-            attention, mlp = self.layers[0].self_attn, self.layers[0].mlp
-            self.sizes = (mlp.gate_up_proj.in_features, mlp.down_proj.in_features,
+        dtypes = {each.dtype for module in known for each in module.parameters(recurse=False)}
+        if is_known and len(dtypes) == 1:
+            parts: list[tuple[list, Any]] = []
+            calls: list[list[int]] = []
+            for layer in self.layers:
+                calls += calls_before(layer)
+                if layer is self.layers[-1]:
+                    parts.append((calls, None))
+                    calls = []
+                calls += calls_after(layer)
+                if layer.mlp in others:
+                    parts.append((calls, layer))
+                    calls = []
+            parts += [(calls, None)] if calls else []
+            self.programs = [(Program(*calls), layer) for calls, layer in parts]
+            attention = self.layers[0].self_attn
+            inner = [each.mlp.down_proj.in_features for each in self.layers
+                     if each.mlp not in others]
+            self.sizes = (attention.qkv_proj.in_features, max(inner, default=0),
                           attention.qkv_proj.out_features, attention.o_proj.in_features)
         self.version = changes["all"], id(self)
 
+def is_known_mlp(mlp: Any) -> bool:
+    """Whether programs can run an MLP."""
+    linears: Any = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, GatedMLP) else ()
+    return bool(linears) and are_packed(*linears) and linears[0].is_fused
+
+
+def are_packed(*linears: Any) -> bool:
+    return all(getattr(each, "is_packed", False) and not each.padding for each in linears)
+
 
 def is_known_layer(layer: Any) -> bool:
-    """Whether programs can run a layer. In place of:
+    """Whether programs can run a layer, its MLP apart. In place of:
 
         def forward(self, x, angles, step, rows):
             x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
@@ -355,25 +390,30 @@ def is_known_layer(layer: Any) -> bool:
     """
     if not has_code_of(is_known_layer, layer):
         return False
-    attention, mlp = layer.self_attn, layer.mlp
-    if not isinstance(attention, PagedAttention) or not isinstance(mlp, GatedMLP):
-        return False
-    linears: Any = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-    return (is_rms_norm(layer.input_layernorm) and is_rms_norm(layer.post_attention_layernorm)
-            and all(getattr(linear, "is_packed", False) and not linear.padding
-                    for linear in linears) and linears[2].is_fused)
+    attention = layer.self_attn
+    return (isinstance(attention, PagedAttention)
+            and is_rms_norm(layer.input_layernorm) and is_rms_norm(layer.post_attention_layernorm)
+            and are_packed(attention.qkv_proj, attention.o_proj))
 
 
-def calls_of(layer: Any) -> list[list[int]]:
-    """The calls of a layer: two that end with attention, and three after it."""
-    attention, mlp = layer.self_attn, layer.mlp
+def calls_before(layer: Any) -> list[list[int]]:
+    """The calls of a layer that end with attention."""
+    attention = layer.self_attn
     # the norms may have been replaced
     attention.__dict__.pop("head_norms", None)
     return [attention.qkv_proj.call(X, 0, QKV, ROWS, layer.input_layernorm),
-            attention.call(QKV, ATTENDED, *OF_STEP),
-            attention.o_proj.call(ATTENDED, X, MIDDLE, ROWS),
+            attention.call(QKV, ATTENDED, *OF_STEP)]
+
+
+def calls_after(layer: Any) -> list[list[int]]:
+    """The other calls of a layer. Those of an MLP of an unknown kind are left out."""
+    mlp = layer.mlp
+    calls = [layer.self_attn.o_proj.call(ATTENDED, X, MIDDLE, ROWS)]
+    if is_known_mlp(mlp):
+        calls += [
             mlp.gate_up_proj.call(MIDDLE, 0, ACTIVATED, ROWS, layer.post_attention_layernorm),
             mlp.down_proj.call(ACTIVATED, MIDDLE, X, ROWS)]
+    return calls
 
 
 # by the name of a part

@@ -20,19 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoengine_cpu.compiling import run_at
+from nanoengine_cpu.compiling import run_call, side_by_side
 from nanoengine_cpu.modules import changes
 from nanoengine_extensions.transformers_models.modules import GatedMLP, are_close
 
 NAMES = ("gate_up_proj", "down_proj")
-# stand for the arguments of a kernel call: its other numbers are never -1 to -4
-ROWS, X, MIDDLE, OUT = range(-1, -5, -1)
+# stand for the arguments of a kernel call: its other numbers are never -1 to -3
+ROWS, X, OUT = range(-1, -4, -1)
 
 
 class Experts(nn.Module):
     """Takes the place of the module with all experts of a layer.
 
-    calls: the calls of each expert's kernels, (experts, numbers): see `make_calls`
+    calls: the calls of each expert's two kernels, (experts, numbers) each: see `make_calls`
     version: the version of the weights that the calls use
     """
 
@@ -49,13 +49,15 @@ class Experts(nn.Module):
         top_k_index, top_k_weights: the experts of each token, and their weights, (T, count)
         """
         ids = top_k_index.flatten().numpy()
-        order = torch.from_numpy(ids.argsort(kind="stable"))
-        rows = hidden_states[order // top_k_index.shape[1]]
+        order = ids.argsort(kind="stable")
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        rows = hidden_states.index_select(0, torch.from_numpy(order // top_k_index.shape[1]))
         counts = np.bincount(ids)
         used = counts.nonzero()[0]
         outs = torch.empty_like(rows)
         self.compute(rows, outs, used, counts[used])
-        found = outs[order.argsort()].unflatten(0, top_k_index.shape)
+        found = outs.index_select(0, torch.from_numpy(places)).unflatten(0, top_k_index.shape)
         return (found * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
     def compute(self, rows: Tensor, outs: Tensor, used: Any, counts: Any) -> None:
@@ -75,28 +77,31 @@ class Experts(nn.Module):
                 out.copy_(self.experts[number](x))
             return
         middle = rows.new_empty(len(rows), self.size)
-        calls = self.calls[used]
         starts = counts.cumsum() - counts
-        for place, tensor in ((X, rows), (MIDDLE, middle), (OUT, outs)):
-            calls[:, self.places[place]] = (
-                tensor.data_ptr() + starts * tensor.stride(0) * tensor.itemsize)[:, None]
-        calls[:, self.places[ROWS]] = counts[:, None]
-        run_at(calls.ctypes.data, calls.nbytes)
+        first, last = [calls[used] for calls in self.calls]
+        for calls, x, out in ((first, rows, middle), (last, middle, outs)):
+            for place, tensor in ((X, x), (OUT, out)):
+                calls[:, self.places[place]] = (
+                    tensor.data_ptr() + starts * tensor.stride(0) * tensor.itemsize)
+            calls[:, self.places[ROWS]] = counts
+        run = side_by_side()
+        ends = [(calls.ctypes.data, calls.ctypes.data + calls.nbytes) for calls in (first, last)]
+        run_call(run(*ends[0]) + run(*ends[1]))
 
     def make_calls(self: Any) -> Any:
         """Returns the kernel calls, with ROWS and the others in place of arguments; None if some
         expert has no kernel."""
-        calls = []
+        found: Any = [], []
         for mlp in self.experts:
             first, last = mlp.gate_up_proj, mlp.down_proj
             if not all(getattr(each, "is_packed", False) and not each.padding
                        for each in (first, last)) or not first.is_fused:
                 return None
-            calls.append(first.call(X, 0, MIDDLE, ROWS) + last.call(MIDDLE, 0, OUT, ROWS))
+            for calls, linear in zip(found, (first, last)):
+                calls.append(linear.call(X, 0, OUT, ROWS))
         self.size, self.dtype = last.in_features, last._parameters["weight"].dtype
-        found = np.array(calls)
-        self.places = {place: (found[0] == place).nonzero()[0] for place in (X, MIDDLE, OUT, ROWS)}
-        return found
+        self.places = {place: calls[0].index(place) for place in (X, OUT, ROWS)}
+        return [*map(np.array, found)]
 
 
 def of_matrices(module: Any) -> Experts:

@@ -61,6 +61,23 @@ class Linear(QuantizedLinear):
                 return self.in_float32(x)
         return super().forward(x)
 
+    def join(self, linears: list[Any], fused: Any) -> bool:
+        """Gives a linear the outputs of several, if one product can compute them."""
+        parts = [part for each in linears for part in each.packed_parts]
+        rows = [count for each in linears for count in each.part_rows]
+        dtype = self._parameters["weight"].dtype  # type: ignore[union-attr]
+        block = packed.form_of(parts[0]).block
+        can_join = len(parts) <= 3 and are_one(parts, rows, self.in_features, dtype, block)
+        if can_join:
+            fused.__class__ = packed_class(Linear, nn.Linear)
+            fused.keep(parts, rows, dtype)
+        return can_join
+
+    def fuse(self) -> None:
+        """Lets an MLP compute SwiGLU with the product, if ups begin with a block of their own."""
+        if self.out_features // 2 % packed.form_of(self.packed_parts[0]).block == 0:
+            vars(self).update(halves=2, is_fused=True, packed_bias=None)
+
     def in_float32(self, x: Tensor) -> Tensor:
         """Multiplies rows in float32 by the kernel for bfloat16, with errors of up to 2^-16.
         Dequantizing the weight for each product would take minutes."""

@@ -67,7 +67,7 @@ class Call(Attention):
     norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
 
     soft_cap, sinks: see `Recorded`. Only the kernels of our libraries compute them.
-    is_own: whether it has the linears and norms of its module: see own_layers.py
+    is_own: whether it has the linears and norms of its module: see own_layers/
     """
 
     is_own = property(lambda self: type(self.qkv_proj) is not nn.Identity)
@@ -180,7 +180,7 @@ class Model(nn.Module):
 
     causal: transformers' model, with its head.
     calls: one for each call of the attention function in a step
-    stack: the engine's own decoder in place of all layers, or None: see own_layers.py
+    stack: the engine's own decoder in place of all layers, or None: see own_layers/
     waits: the lines of code in which a decode step waits for the GPU
     paged_attention: see `Kernels`
 

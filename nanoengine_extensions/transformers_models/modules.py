@@ -70,18 +70,32 @@ class Part(nn.Module):
         return part
 
 
-def side_by_side(linears: list[Any]) -> nn.Linear:
-    """Returns one linear with the outputs of all. Their weights become views of its weight."""
+def is_quantized(module: Any) -> bool:
+    """Whether it is a linear with packed numbers: see quantized/transformers_linears.py"""
+    return hasattr(module, "join")
+
+
+def is_linear(module: Any) -> bool:
+    return type(module) is nn.Linear or is_quantized(module)
+
+
+def side_by_side(linears: list[Any]) -> Any:
+    """Returns one linear with the outputs of all; their weights become views of its weight. Returns
+    None if quantized ones cannot be computed by one product."""
     sizes = [each.out_features for each in linears]
-    fused: Any = nn.Linear(linears[0].in_features, sum(sizes), device="meta")
-    fused.weight = nn.Parameter(torch.cat([each.weight for each in linears]), False)
-    fused.bias = None
-    if any(each.bias is not None for each in linears):
-        biases = [each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias
+    fused: Any = nn.Linear(linears[0].in_features, sum(sizes), bias=False, device="meta")
+    if any(map(is_quantized, linears)):
+        if not all(map(is_quantized, linears)) or not linears[0].join(linears, fused):
+            return None
+    else:
+        fused.weight = nn.Parameter(torch.cat([each.weight for each in linears]), False)
+        for each, weight in zip(linears, fused.weight.split(sizes)):
+            each.weight = nn.Parameter(weight, False)
+    given = [each.bias for each in linears if each.bias is not None]
+    if given:
+        biases = [given[0].new_zeros(each.out_features) if each.bias is None else each.bias
                   for each in linears]
         fused.bias = nn.Parameter(torch.cat(biases), False)
-    for each, weight in zip(linears, fused.weight.split(sizes)):
-        each.weight = nn.Parameter(weight, False)
     return fused
 
 
@@ -119,16 +133,17 @@ def fast_modules(inputs: Inputs, dtype: torch.dtype, others: Others) -> None:
         given = only_tensors(calls)
         if module in known or not given:
             continue
-        if type(module) is nn.Linear:
-            groups[(*map(id, given), module.weight.dtype)].append(module)
+        if is_linear(module):
+            weight: Any = module._parameters["weight"]
+            groups[(*map(id, given), weight.dtype, is_quantized(module))].append(module)
         if other := known_part(module, calls, dtype):
             others[module] = other
             known.update(module.modules())
     for linears in groups.values():
         if len(linears) > 1:
             sizes, kept = [each.out_features for each in linears], dict[Any, Tensor]()
-            fused = side_by_side(linears)
-            others |= {each: Part(fused, sizes, kept, i) for i, each in enumerate(linears)}
+            if fused := side_by_side(linears):
+                others |= {each: Part(fused, sizes, kept, i) for i, each in enumerate(linears)}
 
 
 def only_tensors(calls: list[Any]) -> list[Tensor]:
@@ -147,14 +162,16 @@ def known_part(module: nn.Module, calls: list[Any], dtype: torch.dtype) -> nn.Mo
 def candidates(module: nn.Module) -> Iterator[nn.Module]:
     """Yields norms and MLPs that may give the same results."""
     weights = [*module.parameters()]
-    linears = [each for each in module.children() if type(each) is nn.Linear]
+    linears: list[Any] = [each for each in module.children() if is_linear(each)]
     if [weight.ndim for weight in weights] == [1]:
         yield from norms(module, weights[0])
     elif len(linears) in (2, 3) and {*nn.ModuleList(linears).parameters()} == {*weights}:
         for *first, down in permutations(linears):
             sizes = {(each.in_features, len(first) * each.out_features) for each in first}
             if sizes == {(down.out_features, 2 * down.in_features)}:
-                yield GatedMLP(side_by_side(first) if len(first) > 1 else first[0], down)
+                gate_up = side_by_side(first) if len(first) > 1 else first[0]
+                if gate_up:
+                    yield GatedMLP(gate_up, down)
 
 
 def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
@@ -198,6 +215,9 @@ def exchange(model: nn.Module, others: Others) -> None:
 def optimize_modules(causal: nn.Module, runner: Any) -> None:
     """Gives linears, gated MLPs and norms of a model the kernels of the runner's device."""
     fast = [each for each in causal.modules() if type(each) in (nn.Linear, GatedMLP, RMSNorm)]
+    for each in fast:
+        if isinstance(each, GatedMLP) and is_quantized(each.gate_up_proj):
+            each.gate_up_proj.fuse()
     runner.kernels.optimize(nn.ModuleList(fast), has_attention=False)
     if runner.kernels.empty_cache and runner.dtype != torch.half:
         from nanoengine_extensions.transformers_models.row_norms import RowNorm

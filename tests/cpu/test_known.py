@@ -422,6 +422,7 @@ def test_the_engine_s_own_model_is_known(make):
     assert isinstance(decoder, Layers) and isinstance(decoder.layers[0].mlp, GatedMLP)
     assert isinstance(decoder.layers[1].self_attn, PagedAttention)
     assert all(map(modules.is_known_layer, decoder.layers))
+    assert all(modules.is_known_mlp(layer.mlp) for layer in decoder.layers)
 
 
 @pytest.mark.slow

@@ -322,7 +322,7 @@ def test_what_is_set_later_counts_in_all_layers(monkeypatch):
     assert not torch.allclose(decoder(token_ids, step), expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("change", ["padding", "norm", "dtype", "mlp"])
+@pytest.mark.parametrize("change", ["padding", "norm", "dtype"])
 def test_layers_that_no_program_knows_are_called_one_by_one(monkeypatch, change):
     step = make_step([1, 9, 1], [0, 0, 0], 16)
     step.logits_indices = torch.tensor([0, 9, 10])
@@ -332,13 +332,46 @@ def test_layers_that_no_program_knows_are_called_one_by_one(monkeypatch, change)
         decoder.layers[0].input_layernorm = nn.LayerNorm(hidden, elementwise_affine=False)
     elif change == "dtype":
         decoder.norm = decoder.norm.double()
-    elif change == "mlp":
-        decoder.layers[0].mlp = nn.Identity()
     runs = counted_runs(monkeypatch)
     found = decoder(token_ids, step)
     assert len(runs) > 6
     if change in ("padding", "dtype"):
         torch.testing.assert_close(found.float(), expected, atol=1e-5, rtol=1e-5)
+
+
+class Relu(nn.Module):
+    """An MLP that no program can run, whose weight has a dtype of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(64).double() * 3, False)
+
+    def forward(self, x):
+        return (x.double() @ self.weight).relu().to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 8e-2)])
+@pytest.mark.parametrize("others", [[0], [1], [2], [0, 2], [0, 1, 2]])
+def test_a_program_ends_before_another_mlp(monkeypatch, others, dtype, tolerance):
+    step = make_step([1, 9, 1], [0, 0, 0], 16)
+    step.logits_indices = torch.tensor([0, 9, 10, 10])
+    decoder, token_ids, before = fast_decoder(dtype, step, monkeypatch, num_layers=3)
+    for number in others:
+        decoder.layers[number].mlp = Relu()
+    # called one by one
+    with monkeypatch.context() as patch:
+        patch.setattr(modules, "is_known_layer", lambda layer: False)
+        expected = decoder(token_ids, step)
+    assert not torch.allclose(before, expected, atol=0.1)
+    decoder.layers[0].mlp = decoder.layers[0].mlp
+    runs = counted_runs(monkeypatch)
+    torch.testing.assert_close(decoder(token_ids, step), expected, atol=tolerance, rtol=tolerance)
+    assert len(runs) == 1 + len(others) + (2 not in others)
+    # hooks of the MLP run
+    calls = []
+    decoder.layers[others[0]].mlp.register_forward_hook(lambda *_: calls.append(1))
+    decoder(token_ids, step)
+    assert calls == [1] and len(runs) == 2 * (1 + len(others) + (2 not in others))
 
 
 # ----------------------------------------------------------------------------- the process

@@ -16,12 +16,13 @@ import compare  # noqa: E402
 from nanoengine import LLM, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.needs("transformers_models")
-# whole decoders, in a dtype in which norms have it, too; then attention only: neighbours are
-# rotated, a part is, some layers rotate nothing, queries are scaled, all in one linear, experts
+# whole decoders, in a dtype in which norms have it, too; some have experts or another activation in
+# some layers or in all; then attention only: neighbours are rotated, a part is, some layers rotate
+# nothing, queries are scaled, all in one linear
 DECODERS = ["llama", "mistral", "qwen2", "qwen3", "phi3", "ernie4_5", "cwm",
-            "llama partial"]
+            "llama partial", "qwen3_moe", "mixtral", "glm4_moe", "arcee"]
 ATTENTION = ["cohere2", "glm4", "stablelm", "smollm3", "granite", "gpt_neox", "gemma3_text",
-             "qwen3_moe", "biogpt"]
+             "biogpt"]
 # clipped, normed after the rotation, normed together, latent, with keys of other layers, gated;
 # soft caps and sinks
 STAYING = ["dbrx", "hunyuan_v1_dense", "olmo2", "deepseek_v3", "gemma4_text", "afmoe", "gemma2",
@@ -58,7 +59,7 @@ def test_other_attention_stays(folder_of, name):
 
 
 @pytest.mark.parametrize("name, has_decoder", [
-    ("phi3", True), ("granite", False),
+    ("phi3", True), ("granite", False), ("arcee", True),
     *(pytest.param(*each, marks=pytest.mark.slow)
       for each in (("llama partial", True), ("gemma3_text", False)))])
 def test_cuda_graphs_hold_own_layers(folder_of, name, has_decoder):
@@ -82,10 +83,14 @@ def test_cuda_graphs_hold_own_layers(folder_of, name, has_decoder):
     assert results[0] == results[1] == results[2]
 
 
-def test_layers_of_a_decoder_run_as_programs(folder_of):
-    with LLM(folder_of("llama"), **compare.OPTIONS) as llm:
+@pytest.mark.parametrize("name, num_programs", [("llama", 2), ("glm4_moe", 3), ("arcee", 4)])
+def test_layers_of_a_decoder_run_as_programs(folder_of, name, num_programs):
+    """A program ends before an MLP that is not gated. In glm4_moe, the first one is."""
+    with LLM(folder_of(name), **compare.OPTIONS) as llm:
         llm.generate([[5, 6, 7]], compare.GREEDY, use_tqdm=False)
-        assert len(llm.engine.runner.model.stack.programs) == 2
+        assert len(llm.engine.runner.model.stack.programs) == num_programs
+    if num_programs > 2:
+        assert compare.compare(folder_of(name), max_tokens=12) == ("right", "")
 
 
 def rotated(change):

@@ -34,6 +34,9 @@ from nanoengine_extensions.transformers_models import check  # noqa: E402
 NAMES = ["gemma2", "phi3", "olmo2", "mixtral", "gpt2"]
 MORE = ["gpt_oss", "qwen3_moe", "gemma3 images", "gpt_neox", "opt", "deepseek_v3", "granite"]
 PROMPTS = compare.random_prompts()
+# linears that one product computes
+GATES = ["gate_proj", "up_proj"]
+JOINED = {"gate_up_proj": GATES, "gate_proj": GATES, "q_proj": ["q_proj", "k_proj", "v_proj"]}
 
 
 def slow(*values: Any) -> Any:
@@ -84,18 +87,24 @@ def check_all(llm: LLM, reference: Any) -> None:
 
 
 def weight_of(model: Any, name: str) -> Tensor:
-    """The weight of a module of transformers' model; an expert has a part of one."""
+    """The weight of a module of transformers' model, or of several side by side; an expert has a
+    part of one."""
     whole, _, own = name.partition(".experts.experts.")
     if not own:
-        return model.get_submodule(name).weight
+        path, _, last = name.removesuffix(".linear").rpartition(".")
+        owner = model.get_submodule(path)
+        is_one = name.endswith(last) and hasattr(owner, last)
+        parts = [last] if is_one else JOINED[last]
+        return torch.cat([getattr(owner, part).weight for part in parts])
     number, matrix = own.split(".")
     return getattr(model.get_submodule(f"{whole}.experts"), matrix)[int(number)]
 
 
 def modules_of(llm: LLM) -> list[Any]:
-    """All modules of transformers' model, once each."""
+    """All modules of transformers' model, and of the engine's in place of some, once each."""
     model = llm.engine.runner.model
-    return [*dict.fromkeys([*model.layers.modules(), *model.head.modules()])]
+    parts = model.layers, model.head, model
+    return [*dict.fromkeys(module for part in parts for module in part.modules())]
 
 
 def packed_of(llm: LLM, kind: type = QuantizedLinear) -> list[Any]:
@@ -130,6 +139,37 @@ def test_weights_are_rounded(folder_of, tmp_path, name, bits):
     with make_llm(folder, quantization=f"int{bits}", kernels=False) as llm:
         assert not packed_of(llm) and not packed_of(llm, QuantizedEmbedding)
         check_all(llm, reference)
+
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=512, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, intermediate_size=192, moe_intermediate_size=64,
+    num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1], max_position_embeddings=512)
+
+
+@pytest.mark.parametrize("kind, bits, num_programs, num_fused", [
+    ("Qwen2", 4, 2, 3), ("Qwen3Moe", 8, 3, 9), ("Gemma", 4, 4, 0),
+    slow("Qwen2", 8, 2, 3), slow("Qwen3Moe", 4, 3, 9), slow("Llama", 4, 2, 3)])
+def test_one_product_computes_several_packed_linears(
+        tmp_path, kind, bits, num_programs, num_fused):
+    """Queries, keys and values, with biases in Qwen2; gates and ups, also in experts. All layers
+    are the engine's own. In Gemma, MLPs have another activation."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for parameter in model.parameters():
+        parameter.data.normal_(1.0 * (parameter.ndim == 1), 0.1)
+    model.save_pretrained(tmp_path / "model")
+    reference = compare.load_reference(
+        with_weights(tmp_path / "model", tmp_path / "rounded", rounded(tmp_path / "model", bits)))
+    for sums in ("", "_sums"):
+        with make_llm(tmp_path / "model", quantization=f"int{bits}{sums}",
+                      model_impl="transformers") as llm:
+            check_all(llm, reference)
+            model = llm.engine.runner.model
+            assert [len(call.qkv_proj.packed_parts) for call in model.calls] == [3] * 3
+            assert len(model.stack.programs) == num_programs
+            assert sum(each.halves == 2 for each in packed_of(llm)) == num_fused
 
 
 def all_by_sums(llm: LLM) -> bool:

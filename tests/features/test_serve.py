@@ -945,7 +945,8 @@ def events_of(client: socket.socket) -> list[bytes]:
     return [line for line in data.split(b"\r\n") if line.startswith(b"data: ")]
 
 
-STOPPED = {"message": "the server is shutting down", "type": "server_error", "param": None, "code": None}
+STOPPED = {"message": "the server is shutting down", "type": "server_error", "param": None,
+           "code": None}
 
 
 def check_told(streams: list[socket.socket], others: list[socket.socket]) -> None:

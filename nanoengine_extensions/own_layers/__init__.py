@@ -2,7 +2,8 @@
 
     attention   from the hidden states to the output projection: one product for queries, keys and
                 values; norms of heads, rotation, the cache and attention as one kernel; one product
-    a layer     attention and a gated MLP, each after a norm and with a residual connection
+    a layer     attention and an MLP, each after a norm and with a residual connection; an MLP that
+                is not gated, such as one with experts, stays transformers' own
     all layers  if each is one of those: then the engine's own `Decoder` runs them, at its speed
 
 A module is recognised by what it computes, not by its names. It is compared with the engine's own
@@ -17,9 +18,7 @@ the weights are reordered, and numbers that are not rotated get an angle of 0.
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import permutations, product
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,16 +26,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from nanoengine.model import Decoder, DecoderLayer, RMSNorm
+from nanoengine_extensions.own_layers.trial import (
+    is_same, reversing, states_and_angles, turned_by)
 from nanoengine_extensions.transformers_models.modules import (
-    GatedMLP, InFloat32, Inputs, Others, are_close, current, known_part, layers_of,
-    side_by_side)
+    GatedMLP, Inputs, Others, current, is_linear, is_quantized, known_part, layers_of,
+    only_tensors, side_by_side)
 
 
 class Own(nn.Module):
     """Takes the place of a transformers module: `part` is the engine's own attention or layer.
 
     call: its attention
-    count, step: how many angles a head has; every step-th number that the module gets is one
+    count, step: how many angles a head has, and how far apart they are in what the module gets
     order: the module's order of the numbers of a head
     """
 
@@ -71,6 +72,18 @@ class Own(nn.Module):
 class OwnAttention(Own):
     def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
         return super().forward(*arguments, **options), None
+
+
+class OtherMLP(nn.Module):
+    """A module of transformers in place of an MLP, such as experts and their router."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # not as a submodule: it belongs to the model
+        vars(self)["module"] = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x[None])[0]  # type: ignore[operator]
 
 
 class OwnLayer(DecoderLayer):
@@ -162,25 +175,22 @@ def own_decoder(model: Any, inputs: Inputs, others: Others, longest: int, dtype:
 
 def own_layer(layer: Any, inputs: Inputs, others: Others, longest: int, dtype: Any) -> Any:
     parts: Any = [others.get(each) for each in layer.children()]
-    kinds = OwnAttention, GatedMLP, RMSNorm
+    kinds: Any = OwnAttention, GatedMLP, RMSNorm
     attention, mlps, norms = ([each for each in parts if isinstance(each, kind)] for kind in kinds)
+    rest = [each for each, other in zip(layer.children(), parts) if other is None]
+    is_other = not mlps and [len(only_tensors(inputs[each])) for each in rest] == [1]
+    mlps = [OtherMLP(rest[0])] if is_other else mlps
     if (len(attention), len(mlps), len(norms)) != (1, 1, 2):
         return None
     own: Any = attention[0]
     given = own.call, own.turned[0], own.turned[1], own.order
     same = (Own(OwnLayer(own.call, mlps[0], each), *given) for each in permutations(norms))
-    return next((each for each in same
-                 if is_same(each, layer, inputs[layer][0], longest, dtype)), None)
+    with reversing(rest if is_other else []):
+        return next((each for each in same
+                     if is_same(each, layer, inputs[layer][0], longest, dtype)), None)
 
 
 # ------------------------------------------------------------------------------ candidates
-
-
-def states_and_angles(arguments: Any, options: Any) -> tuple[list[Tensor], list[tuple]]:
-    """Returns the hidden states, and the pairs of cos and sin, that a module gets."""
-    values = *arguments, *options.values()
-    states = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
-    return states, [each for each in values if isinstance(each, tuple) and len(each) == 2]
 
 
 def candidates(call: Any, owner: Any, inputs: Inputs, dtype: torch.dtype) -> Iterator[Any]:
@@ -189,7 +199,7 @@ def candidates(call: Any, owner: Any, inputs: Inputs, dtype: torch.dtype) -> Ite
     states, pairs = states_and_angles(*inputs[owner][0])
     if len(states) != 1 or len(pairs) > 1:
         return
-    linears = [each for each in owner.modules() if type(each) is nn.Linear and inputs[each]]
+    linears = [each for each in owner.modules() if is_linear(each) and inputs[each]]
     first = [each for each in linears if inputs[each][0][0][0] is states[0]]
     outer = [each for each in linears if each not in first]
     sizes = [heads * call.head_dim for heads in call.num_heads]
@@ -202,23 +212,20 @@ def candidates(call: Any, owner: Any, inputs: Inputs, dtype: torch.dtype) -> Ite
              for order in orders(turned_by(cos)[0], call.head_dim)]
     turns.append((0, 1, torch.arange(call.head_dim)))
     nothing = call.qkv_proj
+    is_packed = any(map(is_quantized, first))
     for (count, step, order), (each, rows), two in product(
             turns, arrangements(first, sizes, call.head_dim), permutations(norms, 2)):
         *turned, values = rows.split(sizes)
         turned = [part.view(-1, len(order))[:, order].flatten() for part in turned]
-        call.qkv_proj = reordered(side_by_side(each), torch.cat((*turned, values)))
+        rows = torch.cat((*turned, values))
+        fused = side_by_side(each)
+        if not fused or (is_packed and not torch.equal(rows, rows.sort()[0])):
+            continue
+        call.qkv_proj = reordered(fused, rows)
         call.q_norm, call.k_norm = (reordered(copy.deepcopy(norm), order) for norm in two)
         call.o_proj = outer[0]
         yield OwnAttention(call, call, count, step, order)
     call.qkv_proj = call.q_norm = call.k_norm = call.o_proj = nothing
-
-
-def turned_by(cos: Tensor) -> tuple[int, int]:
-    """How many angles `cos` has, and the distance to the next one: each can occur twice."""
-    half = cos.shape[-1] // 2
-    if torch.equal(cos[..., ::2], cos[..., 1::2]):
-        return half, 2
-    return (half if torch.equal(cos[..., :half], cos[..., half:]) else cos.shape[-1]), 1
 
 
 def orders(count: int, head_dim: int) -> Iterator[Tensor]:
@@ -250,66 +257,3 @@ def reordered(module: nn.Module, rows: Tensor) -> Any:
         if not torch.equal(rows, rows.sort()[0]):
             setattr(module, name, nn.Parameter(each[rows.to(each.device)], False))
     return module
-
-
-# ----------------------------------------------------------------------------------- trial
-
-
-def is_same(other: Any, owner: nn.Module, given: Any, longest: int, dtype: torch.dtype) -> bool:
-    """Whether a module computes the same as another one.
-
-    given: arguments and options, which random ones replace: hidden states are small and large;
-        positions are below `longest`
-    """
-    generator = torch.Generator().manual_seed(0)
-    states, _ = states_and_angles(*given)
-
-    def random(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if not value.is_floating_point():
-            return torch.randint_like(value, longest)
-        numbers = torch.randn(value.shape, generator=generator).to(value)
-        if value is states[0]:
-            return numbers * torch.logspace(-3, 3, value.shape[1]).to(value)[:, None]
-        count, step = turned_by(value)
-        places = torch.arange(value.shape[-1], device=value.device)
-        return numbers[..., places // step % count * step]
-
-    given = tree_map(random, given)
-    heads, head_dim = other.call.num_heads[0], other.call.head_dim
-    attended = torch.randn(states[0].shape[1], heads, head_dim, generator=generator)
-    for kind in (torch.float32, dtype):
-        right, found = (computed(module, other.call, given, attended, kind)
-                        for module in (owner, other))
-        scaled = [each[..., other.order] * other.call.factor**0.5 for each in right[:2]]
-        if len(right) != 4 or not all(map(are_close, [*scaled, *right[2:]], found, [kind] * 4)):
-            return False
-    return True
-
-
-def computed(module: nn.Module, call: Any, given: Any, attended: Tensor,
-             dtype: torch.dtype) -> list[Tensor]:
-    """Returns queries, keys and values of a module, (T, heads, head_dim), and its output; nothing
-    if its result has another form. attended: what attention returns"""
-    states: list[Tensor] = []
-    x = states_and_angles(*given)[0][0]
-    attended = attended.to(x.device, dtype)
-
-    def attend(owner: Any, *arguments: Any, **options: Any) -> Tensor:
-        states.extend(each[0].transpose(0, 1) for each in arguments[:3])
-        return attended[None]
-
-    def backend(query: Tensor, cache: Tensor, *others: Any) -> Tensor:
-        states.extend((query, *cache.flatten(1, 2)))
-        return attended
-
-    call.backend = backend
-    call.cache = attended.new_zeros(2, len(attended), 1, call.num_heads[1], call.head_dim)
-    current.attend, current.angles = attend, {}
-    current.step = SimpleNamespace(slot_mapping=torch.arange(len(attended), device=x.device))
-    arguments, options = tree_map(lambda each: each.to(dtype) if each is x else each, given)
-    with InFloat32() if dtype == torch.float32 else nullcontext():
-        out = module(*arguments, **options)
-    outs = out if isinstance(out, tuple) else (out,)
-    return [*states, outs[0][0]] if outs[1:] in ((), (None,)) else []
