@@ -8,6 +8,7 @@ in GPT-2.
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
@@ -50,7 +51,10 @@ def read(find: Find, file: Path) -> Any:
         if kind == "gpt2":
             found = of_bytes(find)
         else:
-            found = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+            # elsewhere, since transformers prefers a tokenizer beside the file
+            with TemporaryDirectory() as folder:
+                (Path(folder) / file.name).symlink_to(file.absolute())
+                found = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name)
         # Gemma's never has a prefix
         if kind == "llama" and find("tokenizer.ggml.add_space_prefix") is False:
             found.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"

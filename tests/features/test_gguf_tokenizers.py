@@ -88,7 +88,10 @@ def test_tokens_that_end_a_turn(tmp_path):
 
 @pytest.mark.parametrize("has_prefix", [None, True, False])
 def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
-    """Of Llama 2: BOS comes first, then a space, if the file does not say otherwise."""
+    """Of Llama 2: BOS comes first, then a space, if the file does not say otherwise. A tokenizer
+    beside the file is not read."""
+    (tmp_path / "tokenizer.json").write_text("of another model")
+    (tmp_path / "tokenizer.model").write_text("of another model")
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b",
               "▁a", "ab", "▁ab"]
     writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
