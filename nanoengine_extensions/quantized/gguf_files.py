@@ -280,9 +280,9 @@ def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
         # the config has them
         if name.startswith(("rope_freqs.", "rope_factors_")):
             continue
-        # a matrix of one row is stored as a vector
+        # a matrix of one row, which some releases of the converter store as a vector
         if name.endswith("shared_expert_gate.weight"):
-            shape = [1, *shape]
+            shape = [1, shape[-1]]
         names = names_of_experts(name, shape[0]) if len(shape) == 3 else [name]
         size = num_bytes // len(names)
         for number, each in enumerate(names):
