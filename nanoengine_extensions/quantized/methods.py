@@ -31,9 +31,9 @@ def gptq_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "checkpoint_format", gptq_format(c), ["gptq", "gptq_v2"]
     yield "is_marlin_format", c.get("is_marlin_format", False), [False]
     yield "pack_dtype", c.get("pack_dtype", "int32"), ["int32"]
-    # modules that are left out ("-:…") or have groups of another size show in the files
+    # modules that are left out ("-:…"), or have other bits or groups, show in the files
     for pattern, changes in (c.get("dynamic") or {}).items():
-        yield f"dynamic[{pattern!r}].bits", (changes or {}).get("bits", c["bits"]), [c["bits"]]
+        yield f"dynamic[{pattern!r}].bits", (changes or {}).get("bits", 4), [4, 8]
 
 
 def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
