@@ -55,9 +55,8 @@ def read(find: Find, file: Path) -> Any:
             with TemporaryDirectory() as folder:
                 (Path(folder) / file.name).symlink_to(file.absolute())
                 found = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name)
-        # Gemma's never has a prefix
-        if kind == "llama" and find("tokenizer.ggml.add_space_prefix") is False:
-            found.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"
+    if kind == "llama":
+        set_spaces(found.backend_tokenizer, find("tokenizer.ggml.add_space_prefix", True))
     # not by transformers, whose releases differ
     found.chat_template = templates(find)
     bos = found.bos_token
@@ -77,6 +76,19 @@ def templates(find: Find) -> str | dict[str, str] | None:
     if not found:
         return default
     return found if default is None else found | {"default": default}
+
+
+def set_spaces(backend: Any, has_prefix: bool) -> None:
+    """Replaces spaces as llama.cpp does.
+
+    has_prefix: whether one is put before a text, and before what follows a token such as "</s>"
+    """
+    first = [normalizers.Prepend("▁")] if has_prefix else []
+    backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = None
+    last = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
 
 
 def of_bytes(find: Find) -> PreTrainedTokenizerFast:

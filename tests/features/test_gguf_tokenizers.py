@@ -110,6 +110,11 @@ def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
     tokenizer = gguf_tokenizers.read(gguf_files.Header([path]).find, path)
     first = "ab" if has_prefix is False else "▁ab"
     assert tokenizer("ab ab").input_ids == [1, tokens.index(first), tokens.index("▁ab")]
+    # as in llama.cpp, a prefix is not left out after a token, or before a space
+    assert tokenizer("</s>ab").tokens() == ["<s>", "</s>", first]
+    assert tokenizer(" ab").tokens() == ["<s>", *["▁"] * (has_prefix is not False), "▁ab"]
+    for text in ("ab", " ab", "a  b\n"):
+        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
     tokenizer.save_pretrained(tmp_path)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again.chat_template == "of Llama 2"
