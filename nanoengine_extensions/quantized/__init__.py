@@ -124,7 +124,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
         raise rejected("the model's quantization_config", entries, "None with "
                        "load_format='dummy', since random weights are not quantized")
     files = weight_files(folder)
-    with naming(f"{folder}: one of its weight files"):
+    with naming(f"{folder}: its weight files are damaged, or lack a tensor"):
         open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
     kinds = {tensor.kind for tensors in opened.values() for tensor in tensors.values()}

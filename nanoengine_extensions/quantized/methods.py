@@ -9,8 +9,8 @@ from nanoengine.features import rejected
 Row = tuple[str, Any, list]
 
 # of formats whose numbers are not whole numbers times a scale, or that round activations, too
-INSTEAD = ("it must be the model that was quantized (quantization='int8' or 'int4' rounds it when "
-           "it is loaded), or its version in GGUF, AWQ or GPTQ")
+ROUNDED = "which quantization='int8' or 'int4' rounds when it is loaded"
+INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version in GGUF, AWQ or GPTQ"
 NAMES = {"bitsandbytes": "NF4 or INT8 of bitsandbytes", "mxfp4": "MXFP4", "fp8": "FP8",
          "fbgemm_fp8": "FP8"}
 
