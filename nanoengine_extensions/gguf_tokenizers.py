@@ -41,6 +41,8 @@ CUTS = WHOLE | {"dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O]} |
 # `tokenizer.ggml.token_type` of tokens that are found in a text before it is split
 CONTROL = 3
 USER_DEFINED = 4
+# Phi 3's tokens that keep the white space after them
+FOLLOWED = "<unk>", "<s>", "<|endoftext|>"
 
 
 def read(find: Find, file: Path) -> Any:
@@ -56,7 +58,8 @@ def read(find: Find, file: Path) -> Any:
                 (Path(folder) / file.name).symlink_to(file.absolute())
                 found = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name)
     if kind == "llama":
-        set_spaces(found.backend_tokenizer, find("tokenizer.ggml.add_space_prefix", True))
+        set_spaces(found.backend_tokenizer, find("tokenizer.ggml.add_space_prefix", True),
+                   find("general.architecture") == "phi3")
     # not by transformers, whose releases differ
     found.chat_template = templates(find)
     bos = found.bos_token
@@ -78,11 +81,16 @@ def templates(find: Find) -> str | dict[str, str] | None:
     return found if default is None else found | {"default": default}
 
 
-def set_spaces(backend: Any, has_prefix: bool) -> None:
+def set_spaces(backend: Any, has_prefix: bool, is_phi: bool) -> None:
     """Replaces spaces as llama.cpp does.
 
     has_prefix: whether one is put before a text, and before what follows a token such as "</s>"
+    is_phi: whether white space after such a token is left out, which files do not say
     """
+    tokens = backend.get_added_tokens_decoder().values() if is_phi else []
+    backend.add_tokens([
+        AddedToken(each.content, rstrip=True, special=each.special, normalized=False)
+        for each in tokens if each.content not in FOLLOWED])
     first = [normalizers.Prepend("▁")] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
     backend.pre_tokenizer = None
