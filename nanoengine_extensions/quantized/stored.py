@@ -75,7 +75,7 @@ class Index:
         return safe_open(self.files[name], framework="pt").get_slice(name)
 
     def read(self, name: str) -> Tensor:
-        return self.slice_of(name)[:]
+        return self.slice_of(name)[...]
 
     def find(self, name: str) -> Tensor | None:
         """Returns a tensor, or None if it is not there."""

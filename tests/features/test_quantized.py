@@ -33,7 +33,7 @@ from nanoengine_cpu.modules import PackedLinear
 from nanoengine_extensions.quantized import (
     formulas, gguf_files, gguf_numbers, methods, modules, packed)
 from nanoengine_extensions.quantized.modules import QuantizedLinear
-from nanoengine_extensions.quantized.stored import with_groups
+from nanoengine_extensions.quantized.stored import open_rounded, with_groups
 
 fixtures = make_gguf, make_quantized
 
@@ -476,6 +476,12 @@ def test_zeros_of_compressed_tensors_that_are_not_packed(bits):
             torch.arange(64) // 32)
         wanted = numbers - half - zeros.repeat_interleave(32, 1)
         assert torch.equal(found.dequantized(), wanted.float())
+
+
+def test_a_tensor_without_dimensions(tmp_path):
+    """As Apertus has them."""
+    save_file({"act_fn.beta": torch.tensor(3.5)}, file := tmp_path / "model.safetensors")
+    assert open_rounded(8, file)["act_fn.beta"].read() == 3.5
 
 
 def test_one_scale_for_a_whole_weight():
