@@ -59,10 +59,11 @@ NO_WEIGHTS: tuple[Row, ...] = (
 # what only transformers computes
 ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
 ROPES = ("dynamic", "longrope", "proportional")
-# methods of quantization
+# methods of quantization, and those that transformers dequantizes
 READ = ("awq", "gptq", "compressed-tensors", "gguf")
-# where tools of 2023 and 2024 store how a model is quantized: files, and an entry of config.json
-OLD = {"quantize_config.json", "quant_config.json", "compression_config"}
+UNPACKED = ("fp8", "mxfp4")
+# where some tools store how a model is quantized: files, and an entry of config.json
+OLD = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "compression_config"}
 
 Config = dict[str, Any]
 # a test of the config, what is wrong if it holds, and what the model must be
@@ -70,15 +71,17 @@ Kind = tuple[Callable[[Config], Any], str, str]
 
 
 def quantization(config: Config) -> str:
-    """Returns the method by which a model is quantized, such as "fp8"; "" if there is none, or if
-    the extension `quantized` knows it."""
+    """Returns the method by which a model is quantized, such as "hqq"; "" if there is none, or if
+    the extension `quantized` or transformers knows it."""
     names = ("quantization_config", "compression_config", "quantization")
     found: Any = next((config[name] for name in names if config.get(name)), "")
     if not isinstance(found, dict):
         return str(found)
     method = str(found.get("quant_method", found))
-    is_read = method in READ and found is not config.get("quantization")
-    return "" if is_read else f"{method} {found.get('bnb_4bit_quant_type', '')}".strip()
+    is_read = method in READ + UNPACKED and found is not config.get("quantization")
+    # those of 8 bits name a type of 4 bits, too
+    kind = found.get("bnb_4bit_quant_type", "") if found.get("load_in_4bit") else ""
+    return "" if is_read else f"{method} {kind}".strip()
 
 
 def listed(families: Iterable[str]) -> str:
@@ -110,6 +113,10 @@ def uncomputed(config: Config) -> str:
     activation = config.get("hidden_act")
     kind = rope.get("rope_type", rope.get("type"))
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    quantized = config.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if method in UNPACKED:
+        return f"quant_method={method!r}"
     if activation in ACTIVATIONS:
         return f"hidden_act={activation!r}"
     if kind in ROPES:
@@ -118,6 +125,15 @@ def uncomputed(config: Config) -> str:
 
 
 SMALL_WINDOW = "has a sliding_window of {sliding_window} tokens", "a model with at least 2"
+UNREAD = (
+    "is quantized (quantization_config: {quantization}), which is not read",
+    "the model that was quantized, in bfloat16, float16 or float32 (quantization='int8' rounds it "
+    "when it is loaded), or its version in GGUF, AWQ or GPTQ")
+ELSEWHERE: Kind = (
+    lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
+    "says how it is quantized in a place that is not read (quantize_config.json, "
+    "quant_config.json, hf_quant_config.json or compression_config)", 'completed: config.json must '
+    'have the same as "quantization_config", with its "quant_method", such as "gptq"')
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",
@@ -130,17 +146,13 @@ OTHERS: tuple[Kind, ...] = (
      "comes with its own code, which is not run", "a model that transformers computes without it"),
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
     (lambda c: c.get("sliding_window") == 1 and c.get("use_sliding_window", True), *SMALL_WINDOW),
+    # for a quantization_config, the extension `quantized` says what it reads
+    (lambda c: quantization(c) and not c.get("quantization_config"), *UNREAD), ELSEWHERE,
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
      "a {families} model, or model_impl='transformers' given"))
 # for the engine's own families
 OWN: tuple[Kind, ...] = (
-    (quantization, "is quantized (quantization_config: {quantization}), which is not read",
-     "the model that was quantized, in bfloat16, float16 or float32 (quantization='int8' rounds it "
-     "when it is loaded), or its version in GGUF, AWQ or GPTQ"),
-    (lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
-     "says how it is quantized in a place that is not read (quantize_config.json, "
-     "quant_config.json or compression_config)", 'completed: config.json must have the same as '
-     '"quantization_config", with its "quant_method", such as "gptq"'),
+    (quantization, *UNREAD), ELSEWHERE,
     (lambda c: c.get("is_causal", True) is not True,
      "lets its tokens see later ones (is_causal={is_causal}), which is not supported", WRITER),
     (has_small_window, *SMALL_WINDOW),

@@ -8,6 +8,7 @@ in GPT-2.
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
@@ -40,6 +41,8 @@ CUTS = WHOLE | {"dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O]} |
 # `tokenizer.ggml.token_type` of tokens that are found in a text before it is split
 CONTROL = 3
 USER_DEFINED = 4
+# Phi 3's tokens that keep the white space after them
+FOLLOWED = "<unk>", "<s>", "<|endoftext|>"
 
 
 def read(find: Find, file: Path) -> Any:
@@ -50,10 +53,13 @@ def read(find: Find, file: Path) -> Any:
         if kind == "gpt2":
             found = of_bytes(find)
         else:
-            found = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
-        # Gemma's never has a prefix
-        if kind == "llama" and find("tokenizer.ggml.add_space_prefix") is False:
-            found.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"
+            # elsewhere, since transformers prefers a tokenizer beside the file
+            with TemporaryDirectory() as folder:
+                (Path(folder) / file.name).symlink_to(file.absolute())
+                found = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name)
+    if kind == "llama":
+        set_spaces(found.backend_tokenizer, find("tokenizer.ggml.add_space_prefix", True),
+                   find("general.architecture") == "phi3")
     # transformers' releases read it differently
     found.chat_template = templates(find)
     bos = found.bos_token
@@ -73,6 +79,24 @@ def templates(find: Find) -> str | dict[str, str] | None:
     if not found:
         return default
     return found if default is None else found | {"default": default}
+
+
+def set_spaces(backend: Any, has_prefix: bool, is_phi: bool) -> None:
+    """Replaces spaces as llama.cpp does.
+
+    has_prefix: whether one is put before a text, and before what follows a token such as "</s>"
+    is_phi: whether white space after such a token is left out, which files do not say
+    """
+    tokens = backend.get_added_tokens_decoder().values() if is_phi else []
+    backend.add_tokens([
+        AddedToken(each.content, rstrip=True, special=each.special, normalized=False)
+        for each in tokens if each.content not in FOLLOWED])
+    first = [normalizers.Prepend("▁")] if has_prefix else []
+    backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = None
+    last = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
 
 
 def of_bytes(find: Find) -> PreTrainedTokenizerFast:

@@ -124,7 +124,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
         raise rejected("the model's quantization_config", entries, "None with "
                        "load_format='dummy', since random weights are not quantized")
     files = weight_files(folder)
-    with naming(f"{folder}: one of its weight files"):
+    with naming(f"{folder}: its weight files are damaged, or lack a tensor"):
         open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
     kinds = {tensor.kind for tensors in opened.values() for tensor in tensors.values()}
@@ -137,14 +137,14 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     tensors = transformers_files.tensors_of(opened)
     if not is_own:
         found = {"read": partial(transformers_files.load, tensors)}
+    stored, count = sizes_of(files, opened.values())
     if not stays_packed(runner):
         if by_sums:
             raise rejected("quantization", config.quantization, f"without '{SUMS}' unless weights "
                            "stay packed: on a CPU with its kernels, in one process, in bfloat16 or "
                            "float32")
-        log_costs(files, opened.values(), runner.dtype)
+        log_costs(stored, count, runner.dtype)
         return found
-    stored, count = sizes_of(files, opened.values())
     check_memory(count * BITS[method] // 8 if method in BITS else stored)
     if not is_own:
         from nanoengine_extensions.quantized.transformers_linears import load_packed
@@ -208,9 +208,8 @@ def check_memory(num_bytes: int) -> None:
         extension("strict").check_memory([weights], "cpu")
 
 
-def log_costs(files: list[Path], opened: Iterable[Opened], dtype: torch.dtype) -> None:
+def log_costs(stored: int, count: int, dtype: torch.dtype) -> None:
     """Logs how much memory the dequantized weights take."""
-    stored, count = sizes_of(files, opened)
     logger.warning(
         f"quantized weights are dequantized when they are loaded: {stored / 2**20:,.1f} MiB of "
         f"files become {count * dtype.itemsize / 2**20:,.1f} MiB of {str(dtype)[6:]}")

@@ -93,13 +93,14 @@ def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Grouped:
     return Grouped(numbers, scales.T, zeros, bits=4)
 
 
-def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int,
+def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None,
          version: int) -> Grouped:
     """(inputs * bits / 32, outputs), (groups, outputs * bits / 32), (groups, outputs), (inputs,).
 
     Version 1, AutoGPTQ's, stores each zero minus 1. With act-order, the inputs of a group are not
     neighbours, and g_idx says which they are.
     """
+    bits = 32 * qzeros.shape[1] // scales.shape[1]
     zeros = unpack(qzeros, bits, 1).T
     if version == 1:
         zeros = zeros + 1 & 2**bits - 1

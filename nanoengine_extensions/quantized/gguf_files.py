@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.features import extension, naming, rejected
-from nanoengine_extensions.quantized import gguf_numbers
+from nanoengine_extensions.quantized import gguf_numbers, methods
 from nanoengine_extensions.quantized.formulas import Grouped
 from nanoengine_extensions.quantized.stored import Opened, Stored
 
@@ -120,8 +120,9 @@ class Header:
         """Raises ValueError for what the engine cannot compute, or not exactly."""
         self.accept("split.no", self.find("split.no", 0), [0])
         self.accept("general.type", self.find("general.type", "model"), ["model"])
-        known = [*ARCHITECTURES, *self.others]
-        self.accept("general.architecture", self.architecture, known)
+        if self.architecture not in (known := [*ARCHITECTURES, *self.others]):
+            raise rejected("the file's general.architecture", self.architecture, f"one of {known}; "
+                           f"otherwise it must be the original model, {methods.ROUNDED}")
         head_dim = self.head_dim()
         neutral = {"expert_count": 0, "attention.sliding_window": 0, "attention.causal": True,
                    "attention.scale": 0.0, "logit_scale": 0.0, "attention.value_length": head_dim,
@@ -280,9 +281,9 @@ def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
         # the config has them
         if name.startswith(("rope_freqs.", "rope_factors_")):
             continue
-        # a matrix of one row is stored as a vector
+        # a matrix of one row, which some releases of the converter store as a vector
         if name.endswith("shared_expert_gate.weight"):
-            shape = [1, *shape]
+            shape = [1, shape[-1]]
         names = names_of_experts(name, shape[0]) if len(shape) == 3 else [name]
         size = num_bytes // len(names)
         for number, each in enumerate(names):

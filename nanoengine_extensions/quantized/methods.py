@@ -9,8 +9,8 @@ from nanoengine.features import rejected
 Row = tuple[str, Any, list]
 
 # of formats whose numbers are not whole numbers times a scale, or that round activations, too
-INSTEAD = ("it must be the model that was quantized (quantization='int8' or 'int4' rounds it when "
-           "it is loaded), or its version in GGUF, AWQ or GPTQ")
+ROUNDED = "which quantization='int8' or 'int4' rounds when it is loaded"
+INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version in GGUF, AWQ or GPTQ"
 NAMES = {"bitsandbytes": "NF4 or INT8 of bitsandbytes", "mxfp4": "MXFP4", "fp8": "FP8",
          "fbgemm_fp8": "FP8"}
 
@@ -31,9 +31,9 @@ def gptq_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "checkpoint_format", gptq_format(c), ["gptq", "gptq_v2"]
     yield "is_marlin_format", c.get("is_marlin_format", False), [False]
     yield "pack_dtype", c.get("pack_dtype", "int32"), ["int32"]
-    # modules that are left out ("-:…") or have groups of another size show in the files
+    # modules that are left out ("-:…"), or have other bits or groups, show in the files
     for pattern, changes in (c.get("dynamic") or {}).items():
-        yield f"dynamic[{pattern!r}].bits", (changes or {}).get("bits", c["bits"]), [c["bits"]]
+        yield f"dynamic[{pattern!r}].bits", (changes or {}).get("bits", 4), [4, 8]
 
 
 def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:

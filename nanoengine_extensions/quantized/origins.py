@@ -20,17 +20,19 @@ SAME = ("detach", "alias", "clone", "_to_copy", "view")
 class Origin(Tensor):
     """A tensor of a model, without numbers.
 
+    sources: itself, and those of which it can be a view
     parts: the matrices of files (`Stored`) whose rows it has, one below the other; if it has three
         dimensions, such a list for each of its matrices; None: it was made in another way
     """
 
     parts: Any
+    sources: list[Any]
 
     @staticmethod
-    def __new__(cls, shape: Any, dtype: torch.dtype, parts: Any) -> Any:
+    def __new__(cls, shape: Any, dtype: torch.dtype, parts: Any, sources: Any = ()) -> Any:
         made: Any = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=torch.device("cpu"))
-        made.parts = parts
+        made.parts, made.sources = parts, [made, *sources]
         return made
 
     @classmethod
@@ -40,10 +42,14 @@ class Origin(Tensor):
         if name == "equal":
             return torch.equal(*map(numbers_of, args))
         found = func(*tree_map(as_meta, args), **tree_map(as_meta, kwargs or {}))
-        # nothing can be written into it, either
-        if not isinstance(found, Tensor) or func._schema.is_mutable:
-            raise NotImplementedError(f"{name} of a tensor that is not read yet")
         first = args[0] if isinstance(args[0], list) else [args[0]]
+        if func._schema.is_mutable:
+            # what is written is not in the files
+            for each in first[0].sources:
+                each.parts = None
+            return first[0]
+        if not isinstance(found, Tensor):
+            return [Origin(each.shape, each.dtype, None) for each in found]
         dim = args[1] if len(args) > 1 else 0
         parts = None
         if all(isinstance(each, Origin) and each.parts for each in first):
@@ -54,7 +60,7 @@ class Origin(Tensor):
                 parts = of_all
             elif name == "cat" and dim == found.ndim - 2:
                 parts = joined(of_all, dim)
-        return Origin(found.shape, found.dtype, parts)
+        return Origin(found.shape, found.dtype, parts, getattr(first[0], "sources", ()))
 
 
 def joined(of_all: list[Any], dim: int) -> list[Any]:

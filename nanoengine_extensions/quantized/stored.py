@@ -75,7 +75,7 @@ class Index:
         return safe_open(self.files[name], framework="pt").get_slice(name)
 
     def read(self, name: str) -> Tensor:
-        return self.slice_of(name)[:]
+        return self.slice_of(name)[...]
 
     def find(self, name: str) -> Tensor | None:
         """Returns a tensor, or None if it is not there."""
@@ -135,17 +135,18 @@ def awq(entries: dict[str, Any]) -> Method:
 
 
 def gptq(entries: dict[str, Any]) -> Method:
-    bits = entries["bits"]
     version = 2 if methods.gptq_format(entries) == "gptq_v2" else 1
     parts = ("qweight", "qzeros", "scales", "g_idx")
 
     def shape(index: Index, module: str) -> list[int]:
-        words, outputs = index.slice_of(f"{module}.qweight").get_shape()
-        return [outputs, words * 32 // bits]
+        (words, outputs), (_, zeros) = (
+            index.slice_of(f"{module}.{part}").get_shape() for part in parts[:2])
+        # inputs to words is what outputs are to words of zeros
+        return [outputs, words * outputs // zeros]
 
     def read(index: Index, module: str) -> Grouped:
         words, zeros, scales = (index.read(f"{module}.{part}") for part in parts[:3])
-        found = formulas.gptq(words, zeros, scales, index.find(f"{module}.g_idx"), bits, version)
+        found = formulas.gptq(words, zeros, scales, index.find(f"{module}.g_idx"), version)
         return with_groups(found, entries)
 
     return Method(parts, shape, read)

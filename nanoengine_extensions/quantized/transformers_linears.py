@@ -159,8 +159,7 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
             break
         # its memory
         del causal, experts
-        for name in gone:
-            given[name] = tensors[name]
+        given |= {name: tensors[name] for name in gone}
     with torch.device("cpu"):
         known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype, by_sums)}
         others: dict[nn.Module, nn.Module] = {}
@@ -177,8 +176,11 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
             if any(getattr(module, "was_read", False) for module, _ in own):
                 put(own, tensor.read().to(dtype))
                 known.remove(tensor)
-    log_others([name for name, each in tensors.items()
-                if each.is_quantized and each not in known])
+    left = [name for name, each in tensors.items() if each.is_quantized and each not in known]
+    if left:
+        logger.warning(
+            f"quantized weights of {len(left)} matrices are dequantized when they are loaded, "
+            f"since no linear and no embedding has them as they are stored: {left[:3]}")
     return causal, found
 
 
@@ -240,10 +242,9 @@ def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> b
         put(places, weight)
         return True
     for module, _ in places:
-        own: Any = type(module)
         is_linear = isinstance(module, nn.Linear)
         kind: Any = Linear if is_linear else Embedding
-        module.__class__ = packed_class(kind, own)
+        module.__class__ = packed_class(kind, module.__class__)
         if is_linear:
             module.keep([weight], tensor.shape[:1], dtype)
             continue
@@ -285,10 +286,3 @@ def looks_up(embedding: nn.Embedding) -> bool:
         # it takes other arguments, or ids that this weight does not have
         return False
     return torch.equal(whole, part)
-
-
-def log_others(names: list[str]) -> None:
-    if names:
-        logger.warning(
-            f"quantized weights of {len(names)} matrices are dequantized when they are loaded, "
-            f"since no linear and no embedding has them as they are stored: {names[:3]}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoengine import LLM
+from nanoengine_extensions import explain
 
 
 @pytest.fixture
@@ -92,13 +93,24 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
      r'with "architectures": \["Qwen2ForCausalLM"\]$'),
     *[(dict(architectures=["LlamaForCausalLM"], quantization_config=dict(quant_method=method)),
        f"quantization_config: {method}.*must be the model that was quantized")
-      for method in ("fp8", "mxfp4", "bitsandbytes", "hqq")],
+      for method in ("bitsandbytes", "hqq")],
+    (dict(architectures=["LlamaForCausalLM"], quantization_config=dict(
+        quant_method="bitsandbytes", load_in_8bit=True, bnb_4bit_quant_type="fp4")),
+     "quantization_config: bitsandbytes.,"),
+    *[(dict(architectures=["LlamaForCausalLM"], model_type="llama",
+            quantization_config=dict(quant_method=method)),
+       f"quant_method='{method}', which .* must be run with model_impl='transformers'$")
+      for method in ("fp8", "mxfp4")],
     (dict(architectures=["LlamaForCausalLM"], quantization=dict(group_size=64, bits=4)),
      "'bits': 4.* must be the model that was quantized"),
+    (dict(architectures=["Olmo2ForCausalLM"], quantization=dict(group_size=64, bits=4)),
+     "'bits': 4.* must be the model that was quantized"),
+    (dict(architectures=["Olmo2ForCausalLM"], compression_config=dict(quant_method="awq")),
+     'or compression_config.*: it must be completed: .* "quantization_config"'),
     (dict(architectures=["LlamaForCausalLM"], compression_config=dict(quant_method="awq")),
      'or compression_config.: it must be completed: .* "quantization_config"'),
     (dict(architectures=["LlamaForCausalLM"], compression_config=dict(quant_method="fp8")),
-     "fp8.* must be the model that was quantized"),
+     'or compression_config.: it must be completed: .* "quantization_config"'),
     (dict(architectures=["Qwen2ForCausalLM"], is_causal=False), "see later ones .* writes text$"),
     (dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),
      "sliding_window of 0 tokens: it must be a model with at least 2$"),
@@ -118,7 +130,20 @@ def test_a_model_of_another_kind(tmp_path, entries, message):
         LLM(folder, load_format="dummy")
 
 
-@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_what_transformers_dequantizes(copy, method):
+    """Also a model of the engine's own families, if transformers is to compute it."""
+    config = json.loads((copy / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": method}}
+    (copy / "config.json").write_text(json.dumps(config))
+    explain.check_folder(copy, config["architectures"], "auto", "transformers")
+    for impl in ("auto", "native"):
+        with pytest.raises(ValueError, match="must be run with model_impl='transformers'$"):
+            LLM(str(copy), model_impl=impl)
+
+
+@pytest.mark.parametrize(
+    "name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
 def test_quantization_in_a_file_of_its_own(copy, name):
     """As AutoGPTQ and AutoAWQ wrote it in 2023. Newer ones write it in both places."""
     (copy / name).write_text('{"bits": 4}')

@@ -3,6 +3,7 @@ llama.cpp has them."""
 
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -86,16 +87,15 @@ def test_tokens_that_end_a_turn(tmp_path):
     assert header.eos() == [0, 1]
 
 
-@pytest.mark.parametrize("has_prefix", [None, True, False])
-def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
-    """Of Llama 2: BOS comes first, then a space, if the file does not say otherwise."""
+def pieces_gguf(path: Path, architecture: str, has_prefix: bool | None) -> tuple[Any, list[str]]:
+    """Writes a header with a SentencePiece tokenizer; returns the tokenizer, and its tokens."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b",
-              "▁a", "ab", "▁ab"]
-    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
+              "▁a", "ab", "▁ab", "<|end|>"]
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * 259 + [-1.0 - place for place in range(6)])
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 6])
+    writer.add_token_scores([0.0] * 259 + [-1.0 - place for place in range(7)])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 6, 3])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template("of Llama 2")
@@ -104,9 +104,34 @@ def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    tokenizer = gguf_tokenizers.read(gguf_files.Header([path]).find, path)
+    return gguf_tokenizers.read(gguf_files.Header([path]).find, path), tokens
+
+
+@pytest.mark.parametrize("architecture, kept", [("phi3", []), ("llama", ["▁", "<0x0A>"])])
+def test_white_space_after_a_token(tmp_path, architecture, kept):
+    """In Phi 3 it is left out, as in llama.cpp, but not after BOS."""
+    tokenizer, tokens = pieces_gguf(tmp_path / "a.gguf", architecture, None)
+    for token in ("<|end|>", "</s>"):
+        found = [tokens[each] for each in tokenizer(f"{token}\nab").input_ids]
+        assert found == ["<s>", token, *(kept + ["ab"] if kept else ["▁ab"])]
+    assert tokenizer("<s> ab", add_special_tokens=False).input_ids == [
+        1, tokens.index("▁"), tokens.index("▁ab")]
+
+
+@pytest.mark.parametrize("has_prefix", [None, True, False])
+def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
+    """Of Llama 2: BOS comes first, then a space, if the file does not say otherwise. A tokenizer
+    beside the file is not read."""
+    (tmp_path / "tokenizer.json").write_text("of another model")
+    (tmp_path / "tokenizer.model").write_text("of another model")
+    tokenizer, tokens = pieces_gguf(tmp_path / "a.gguf", "llama", has_prefix)
     first = "ab" if has_prefix is False else "▁ab"
     assert tokenizer("ab ab").input_ids == [1, tokens.index(first), tokens.index("▁ab")]
+    # as in llama.cpp, a prefix is not left out after a token, or before a space
+    assert tokenizer("</s>ab").tokens() == ["<s>", "</s>", first]
+    assert tokenizer(" ab").tokens() == ["<s>", *["▁"] * (has_prefix is not False), "▁ab"]
+    for text in ("ab", " ab", "a  b\n"):
+        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
     tokenizer.save_pretrained(tmp_path)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again.chat_template == "of Llama 2"

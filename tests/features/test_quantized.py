@@ -17,9 +17,9 @@ import transformers
 from conftest import greedy_reference, token_ids
 from fake_gpu import FakeGpu
 from quantizing import (AWQ, BFLOAT16, FORMATS, GPTQ, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS,
-    REAL, SCALES, SCHEDULES, change_config, compressed_config, draw, expected, generated,
-    gguf_name, in_words, linear_of, linears_of, logprobs_of, make_gguf, make_quantized, num_bytes,
-    run_on_another_cpu)
+    REAL, SCALES, SCHEDULES, change_config, compressed_config, draw, drawn, expected, generated,
+    gguf_name, in_gptq, in_words, linear_of, linears_of, logprobs_of, make_gguf, make_quantized,
+    num_bytes, run_on_another_cpu)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,7 +33,7 @@ from nanoengine_cpu.modules import PackedLinear
 from nanoengine_extensions.quantized import (
     formulas, gguf_files, gguf_numbers, methods, modules, packed)
 from nanoengine_extensions.quantized.modules import QuantizedLinear
-from nanoengine_extensions.quantized.stored import with_groups
+from nanoengine_extensions.quantized.stored import open_rounded, with_groups
 
 fixtures = make_gguf, make_quantized
 
@@ -214,7 +214,8 @@ def test_a_gguf_of_another_architecture(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="general.architecture='gemma4' .*'llama', 'qwen2', 'qw"):
+    with pytest.raises(ValueError, match="general.architecture='gemma4' .*'llama', 'qwen2', 'qw"
+                       ".*; otherwise it must be the original model, which quantization='int8'"):
         LLM(path)
 
 
@@ -406,6 +407,22 @@ def test_every_format_of_safetensors(make_quantized, name):
         assert torch.equal(weight, given(model)[key].bfloat16()), key
 
 
+def test_modules_of_other_bits(make_quantized):
+    """GPTQModel's `dynamic` changes some modules: their bits and groups show in the files."""
+    folder, model = make_quantized("gptq 4")
+    others = {}
+    for number, layer in enumerate(model.model.layers):
+        *parts, weight = drawn(8, (256, 256), 64, False)
+        layer.mlp.down_proj.weight.data.copy_(weight)
+        for end, tensor in in_gptq(*parts, bits=8).items():
+            others[f"model.layers.{number}.mlp.down_proj.{end}"] = tensor.contiguous()
+    for file in folder.glob("*.safetensors"):
+        save_file({name: others.get(name, each) for name, each in load_file(file).items()}, file)
+    change_config(folder, quantization_config=GPTQ | dict(
+        bits=4, dynamic={"+:.*down.*": dict(bits=8, group_size=64)}))
+    assert generated(folder) == generated(folder, kernels=False) == expected(model)
+
+
 @pytest.mark.parametrize("name, size", [("awq", 48), ("gptq 4", 128), ("w4a16", 64)])
 def test_groups_of_another_size(make_quantized, name, size):
     """A size that contradicts the files does not count: all groups are equal."""
@@ -461,6 +478,12 @@ def test_zeros_of_compressed_tensors_that_are_not_packed(bits):
         assert torch.equal(found.dequantized(), wanted.float())
 
 
+def test_a_tensor_without_dimensions(tmp_path):
+    """As Apertus has them."""
+    save_file({"act_fn.beta": torch.tensor(3.5)}, file := tmp_path / "model.safetensors")
+    assert open_rounded(8, file)["act_fn.beta"].read() == 3.5
+
+
 def test_one_scale_for_a_whole_weight():
     numbers = torch.randint(256, (8, 64))
     groups = torch.zeros(64, dtype=torch.int64)
@@ -484,7 +507,7 @@ GROUPS = compressed_config()["config_groups"]["group_0"]
     (GPTQ | dict(bits=4, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
     (GPTQ | dict(bits=4, format="bitblas"), "checkpoint_format='bitblas'"),
     (GPTQ | dict(bits=4, is_marlin_format=True), "is_marlin_format=True"),
-    (GPTQ | dict(bits=4, dynamic={"-:a": {}, "b": dict(bits=8)}), r"dynamic\['b'\].bits=8"),
+    (GPTQ | dict(bits=4, dynamic={"-:a": {}, "b": dict(bits=3)}), r"dynamic\['b'\].bits=3"),
     (compressed_config() | dict(format="float-quantized"), "format='float-quantized'"),
     (compressed_config() | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme="),
     (compressed_config() | dict(sparsity_config=dict(format="sparse-24")), "sparsity_config="),
@@ -500,8 +523,9 @@ def test_a_format_that_is_refused(make_model, tmp_path, entries, message):
     shutil.copytree(source, folder := tmp_path / "model")
     change_config(folder, quantization_config=entries)
     instead = "must be .* model that was quantized.*quantization='int8'"
+    known = f"{instead}|must be run with model_impl='transformers'"
     for options in ({}, dict(load_format="dummy")):
-        with pytest.raises(ValueError, match=instead):
+        with pytest.raises(ValueError, match=known):
             LLM(folder, **OPTIONS, **options)
     with pytest.raises(ValueError, match=message):
         methods.check(entries)

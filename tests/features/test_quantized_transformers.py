@@ -172,6 +172,30 @@ def test_one_product_computes_several_packed_linears(
             assert sum(each.halves == 2 for each in packed_of(llm)) == num_fused
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["youtu", "sarvam_moe", "hrm_text"])
+def test_what_transformers_splits_or_writes(folder_of, tmp_path, name):
+    """A part of a matrix of the file, or a row of zeros for padding: it is dequantized."""
+    folder = folder_of(name)
+    reference = compare.load_reference(with_weights(folder, tmp_path, rounded(folder, 4)))
+    for options in ({}, dict(kernels=False)):
+        with make_llm(folder, quantization="int4", **options) as llm:
+            assert bool(packed_of(llm)) == (options == {})
+            assert tokens(llm) == expected(reference)
+
+
+def test_what_an_origin_forgets():
+    """Of which matrix it is, if it is written, or a part."""
+    matrix: Any = object()
+    origin = Origin([4, 6], torch.float32, [matrix])
+    assert origin.data.parts == [matrix]
+    parts = origin.split(2)
+    assert [(part.shape, part.parts) for part in parts] == [((2, 6), None)] * 2
+    assert origin.parts == [matrix]
+    torch.nn.init.zeros_(origin.data[1])
+    assert origin.parts is None
+
+
 def all_by_sums(llm: LLM) -> bool:
     forms = [packed.form_of(part) for each in packed_of(llm) for part in each.packed_parts]
     return bool(forms) and all(form.by_sums for form in forms)
