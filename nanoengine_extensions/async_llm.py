@@ -74,11 +74,28 @@ class AsyncLLM:
         self.thread.shutdown()
 
     def run(self) -> None:
-        """Starts running steps, unless steps are already running."""
+        """Starts running steps, unless steps are already running.
+
+        Raises RuntimeError while another event loop runs them.
+        """
         if self.is_closed:
             raise closed()
+        if self.running and self.running.get_loop() is not asyncio.get_running_loop():
+            self._leave(self.running)
         if not self.running or self.running.done():
             self.running = asyncio.ensure_future(self._run())
+
+    def _leave(self, running: asyncio.Future) -> None:
+        """Ends the tasks that a loop has left behind, if it was stopped or closed too early."""
+        if running.get_loop().is_running() and not running.done():
+            raise RuntimeError("the AsyncLLM is in use: only one event loop at a time can use it")
+        # a closed loop accepts no callbacks
+        with suppress(RuntimeError):
+            running.cancel()
+        self.running = None
+        for call in [*self.calls]:
+            if not call.loop.is_running():
+                call.end(RuntimeError("another event loop uses the AsyncLLM now"))
 
     async def _run(self) -> None:
         """Runs steps while there are requests, or outputs that a task can take."""
@@ -106,7 +123,7 @@ class Call:
 
     add: queues and returns them, in the engine's thread. only_whole: leave out outputs of
     unfinished requests. news: what the task takes next, at most an output of each request and an
-    error. looked: when it took the last outputs.
+    error. looked: when it took the last outputs. loop: that of the task.
     """
 
     def __init__(self, engine: AsyncLLM, add: Callable[[], list[Request]],
@@ -116,17 +133,18 @@ class Call:
         self.requests: list[Request] = []
         self.news: asyncio.Queue = asyncio.Queue()
         self.looked = 0.0
+        self.loop = asyncio.get_running_loop()
         if engine.is_closed:
             raise closed()
         self.adding = engine.thread.submit(add)
+        engine.calls.add(self)
 
-    can_look = property(lambda self: self.news.empty() and self.requests[0].inbox)
+    can_look = property(
+        lambda self: self.requests and self.news.empty() and self.requests[0].inbox)
 
     async def queue(self) -> None:
         """Returns when the requests are queued. Raises ValueError for bad input."""
         self.requests = await asyncio.wrap_future(self.adding)
-        if self.requests:
-            self.engine.calls.add(self)
 
     async def outputs(self) -> AsyncIterator[RequestOutput]:
         """Yields outputs until all requests have finished. Raises the error of a request, or the
@@ -158,8 +176,10 @@ class Call:
 
     def end(self, error: Exception | None = None) -> None:
         """Frees the requests, at any time; a task that waits for an output gets this error."""
-        if error:
-            self.news.put_nowait(error)
+        # the loop of the task can be closed
+        with suppress(RuntimeError):
+            if error:
+                self.news.put_nowait(error)
         self.engine.calls.discard(self)
         if self.engine.is_closed:
             # the thread has ended, so `add` has, too

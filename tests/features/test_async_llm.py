@@ -163,6 +163,53 @@ def test_a_loop_that_ends_in_the_middle(engine, llm):
         assert asyncio.run(ask(4)) == 4
 
 
+async def text_of(engine, max_tokens: int) -> str:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    async for output in engine.stream("12 + 34 =", params):
+        text = output.outputs[0].text
+    return text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_loop_that_its_tasks_outlive(llm, closes):
+    """The next loop frees their requests, and goes on; so does the end of the engine."""
+    engine = AsyncLLM(llm)
+    for _ in range(2):
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(text_of(engine, 2000))
+        loop.run_until_complete(until(lambda: llm.metrics()["num_requests_running"] == 1))
+        # the requests of this one are not queued yet
+        other = loop.create_task(text_of(engine, 2000))
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+        if closes:
+            loop.close()
+        assert asyncio.run(asyncio.wait_for(text_of(engine, 3), 60)) == " 46"
+        if not closes:
+            for each in (task, other):
+                with pytest.raises(RuntimeError, match="another event loop uses the AsyncLLM now"):
+                    loop.run_until_complete(asyncio.wait_for(each, 60))
+            loop.close()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(text_of(engine, 2000))
+    loop.run_until_complete(until(lambda: llm.metrics()["num_requests_running"] == 1))
+    loop.close()
+    engine.close()
+    check_idle(llm)
+
+
+def test_a_second_loop_beside_a_running_one_is_refused(engine, llm):
+    async def main() -> str:
+        task = asyncio.create_task(text_of(engine, 200))
+        await until(lambda: llm.metrics()["num_requests_running"] == 1)
+        with pytest.raises(RuntimeError, match="only one event loop at a time can use it"):
+            await asyncio.to_thread(asyncio.run, asyncio.wait_for(text_of(engine, 3), 60))
+        return await task
+
+    assert asyncio.run(main()).startswith(" 46")
+
+
 def test_an_engine_that_is_closed(llm):
     """No task waits forever, no request stays, and a later call says what to do."""
     engine = AsyncLLM(llm)
