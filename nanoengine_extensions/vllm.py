@@ -68,7 +68,8 @@ NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar g
          "max_num_seqs": "max_batch_size", "max_tokens": "max_completion_tokens",
          "LLM.beam_search": "length_penalty use_beam_search",
          "max_model_len": "n_ctx", "n": "num_return_sequences", "revision": "tokenizer_revision",
-         "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs"}
+         "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs",
+         "prompt_logprobs_start": "prompt_logprob_start"}
 INSTEAD = {other: name for name, others in NAMES.items() for other in others.split()}
 # values that turn nothing on, as strings; nor does 1 rank
 NEUTRAL = {*"False 0 0.0 -1 {} [] set() auto generate hf mp none raw_logprobs uni vllm".split(), ""}

@@ -238,6 +238,7 @@ def test_sampling_params():
 @pytest.mark.parametrize("name, value, advice", [
     ("logprob_token_ids", [1, 2], "use logprobs"),
     ("prompt_logprob_token_ids", np.array([[1, 2]]), "use prompt_logprobs"),
+    ("prompt_logprob_start", 3, "use prompt_logprobs_start"),
     ("repetition_detection", {"max_pattern_size": 3, "min_count": 2}, "nothing like it"),
     ("thinking_token_budget", 5, "nothing like it"),
     ("tokenization_kwargs", {"truncate_prompt_tokens": 3}, "use truncate_prompt_tokens"),
