@@ -101,7 +101,8 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
     assert not (OFF | WITHOUT_EFFECT) & {f.name for f in dataclasses.fields(EngineConfig)}
     assert not OFF & WITHOUT_EFFECT
     # of older versions
-    assert without(dict(guided_decoding_disable_any_whitespace=True)) == {}
+    assert without(dict(guided_decoding_disable_any_whitespace=True, max_num_partial_prefills=4,
+                        disable_sliding_window=False, rope_theta=None)) == {}
     neutral = dict.fromkeys(OFF) | dict.fromkeys(WITHOUT_EFFECT, True)
     with LLM(tiny, block_size=16, num_kv_blocks=32, **neutral, seed=None,
              max_model_len=-1) as llm:
