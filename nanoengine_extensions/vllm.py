@@ -154,6 +154,13 @@ class SamplingParams(nanoengine.SamplingParams):
     from_optional = classmethod(lambda cls, **values: cls(**values))
 
 
+class Parts(SimpleNamespace):
+    """The parts of vLLM's engine that scripts and tests read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"llm_engine.{name} is not supported: use LLM.add, .step and .abort")
+
+
 class LLM(nanoengine.LLM):
     """nanoengine's `LLM`, with vLLM's other keywords and methods."""
 
@@ -198,9 +205,9 @@ class LLM(nanoengine.LLM):
         configs = dict(cache_config=self.config, model_config=model)
         # this is how scripts free the memory
         core = SimpleNamespace(shutdown=lambda timeout=None: self.close())
-        return SimpleNamespace(**configs, vllm_config=SimpleNamespace(**configs), engine_core=core,
-                               get_num_unfinished_requests=lambda: len(self.active),
-                               has_unfinished_requests=lambda: bool(self.active))
+        return Parts(**configs, vllm_config=SimpleNamespace(**configs), engine_core=core,
+                     get_num_unfinished_requests=lambda: len(self.active),
+                     has_unfinished_requests=lambda: bool(self.active))
 
     def get_metrics(self) -> list[Any]:
         """Returns `metrics()` as objects with a `name` like vLLM's, and a `value`."""

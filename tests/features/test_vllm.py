@@ -453,6 +453,9 @@ def test_metrics_and_engine(llm):
     assert configs.model_config.get_vocab_size() == llm.inputs.vocab_size
     assert llm.get_world_size() == llm.get_world_size(include_dp=False) == 1
     assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is True
+    for name in ("add_request", "step", "tokenizer"):
+        with pytest.raises(AttributeError, match=f"^llm_engine.{name} is not supported: use "):
+            getattr(llm.llm_engine, name)
     metrics = {metric.name: metric.value for metric in llm.get_metrics()}
     assert metrics["vllm:generation_tokens"] == llm.metrics()["generation_tokens"] > 0
     assert metrics["vllm:num_requests_running"] == 0
