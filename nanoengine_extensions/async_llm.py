@@ -26,9 +26,9 @@ MOST_OUTPUTS = 2000
 
 
 class AsyncLLM:
-    """Streams of an engine, for the tasks of one event loop at a time.
+    """Streams of an engine, for the tasks of an event loop, or of several.
 
-    calls: those with requests in the engine. running: the task that runs steps.
+    calls: those with requests in the engine. running: for each loop, the task that runs steps.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -36,7 +36,7 @@ class AsyncLLM:
         # only one, since a second thread would have its own OpenMP threads
         self.thread = ThreadPoolExecutor(1)
         self.calls: set[Call] = set()
-        self.running: asyncio.Future | None = None
+        self.running: dict[asyncio.AbstractEventLoop, asyncio.Future] = {}
         self.is_closed = False
 
     def stream(self, prompts: Any, sampling_params: Params = None,
@@ -74,47 +74,38 @@ class AsyncLLM:
         self.thread.shutdown()
 
     def run(self) -> None:
-        """Starts running steps, unless steps are already running.
-
-        Raises RuntimeError while another event loop runs them.
-        """
+        """Starts running steps for the tasks of this loop, unless steps are already running."""
         if self.is_closed:
             raise closed()
-        if self.running and self.running.get_loop() is not asyncio.get_running_loop():
-            self._leave(self.running)
-        if not self.running or self.running.done():
-            self.running = asyncio.ensure_future(self._run())
+        loop = asyncio.get_running_loop()
+        if loop not in self.running or self.running[loop].done():
+            # loops that were closed are forgotten
+            self.running = {each: task for each, task in [*self.running.items()]
+                            if not each.is_closed()}
+            self.running[loop] = asyncio.ensure_future(self._run(loop))
 
-    def _leave(self, running: asyncio.Future) -> None:
-        """Ends the tasks that a loop has left behind, if it was stopped or closed too early."""
-        if running.get_loop().is_running() and not running.done():
-            raise RuntimeError("the AsyncLLM is in use: only one event loop at a time can use it")
-        # a closed loop accepts no callbacks
-        with suppress(RuntimeError):
-            running.cancel()
-        self.running = None
-        for call in [*self.calls]:
-            if not call.loop.is_running():
-                call.end(RuntimeError("another event loop uses the AsyncLLM now"))
-
-    async def _run(self) -> None:
-        """Runs steps while there are requests, or outputs that a task can take."""
+    async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs steps while there are requests, or outputs that a task of this loop can take."""
         while not self.is_closed and (
-                self.llm.active or any(call.can_look for call in self.calls)):
-            for call, output in await asyncio.wrap_future(self.thread.submit(self._step)):
+                self.llm.active or any(call.can_look for call in self._calls_of(loop))):
+            step = self.thread.submit(self._step, loop)
+            for call, output in await asyncio.wrap_future(step):
                 call.news.put_nowait(output)
             # let the tasks use them first: if both threads ran Python, they would only wait for
             # each other
             await asyncio.sleep(0)
 
-    def _step(self) -> list[tuple["Call", Any]]:
-        """Runs a step, and returns the new outputs of the calls that can take them."""
+    def _calls_of(self, loop: asyncio.AbstractEventLoop) -> list["Call"]:
+        return [call for call in [*self.calls] if call.loop is loop]
+
+    def _step(self, loop: asyncio.AbstractEventLoop) -> list[tuple["Call", Any]]:
+        """Runs a step, and returns the new outputs of the calls of a loop that can take them."""
         # after a broken step, the next turn ends all requests, and each of them has the error
         with suppress(Exception):
             self.llm.step()
         pause = len(self.calls) / MOST_OUTPUTS
         with self.llm.turn():
-            return [(call, output) for call in [*self.calls] if call.can_look
+            return [(call, output) for call in self._calls_of(loop) if call.can_look
                     for output in call.look(pause)]
 
 
@@ -136,6 +127,10 @@ class Call:
         self.loop = asyncio.get_running_loop()
         if engine.is_closed:
             raise closed()
+        # the tasks of a closed loop cannot go on
+        for call in [*engine.calls]:
+            if call.loop.is_closed():
+                call.end()
         self.adding = engine.thread.submit(add)
         engine.calls.add(self)
 
@@ -176,10 +171,10 @@ class Call:
 
     def end(self, error: Exception | None = None) -> None:
         """Frees the requests, at any time; a task that waits for an output gets this error."""
-        # the loop of the task can be closed
-        with suppress(RuntimeError):
-            if error:
-                self.news.put_nowait(error)
+        if error:
+            # the loop of the task can be another one, or closed
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self.news.put_nowait, error)
         self.engine.calls.discard(self)
         if self.engine.is_closed:
             # the thread has ended, so `add` has, too
