@@ -26,9 +26,9 @@ MOST_OUTPUTS = 2000
 
 
 class AsyncLLM:
-    """Streams of an engine, for the tasks of one event loop at a time.
+    """Streams of an engine, for the tasks of an event loop, or of several.
 
-    calls: those with requests in the engine. running: the task that runs steps.
+    calls: those with requests in the engine. running: for each loop, the task that runs steps.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -36,7 +36,7 @@ class AsyncLLM:
         # only one, since a second thread would have its own OpenMP threads
         self.thread = ThreadPoolExecutor(1)
         self.calls: set[Call] = set()
-        self.running: asyncio.Future | None = None
+        self.running: dict[asyncio.AbstractEventLoop, asyncio.Future] = {}
         self.is_closed = False
 
     def stream(self, prompts: Any, sampling_params: Params = None,
@@ -74,30 +74,38 @@ class AsyncLLM:
         self.thread.shutdown()
 
     def run(self) -> None:
-        """Starts running steps, unless steps are already running."""
+        """Starts running steps for the tasks of this loop, unless steps are already running."""
         if self.is_closed:
             raise closed()
-        if not self.running or self.running.done():
-            self.running = asyncio.ensure_future(self._run())
+        loop = asyncio.get_running_loop()
+        if loop not in self.running or self.running[loop].done():
+            # loops that were closed are forgotten
+            self.running = {each: task for each, task in [*self.running.items()]
+                            if not each.is_closed()}
+            self.running[loop] = asyncio.ensure_future(self._run(loop))
 
-    async def _run(self) -> None:
-        """Runs steps while there are requests, or outputs that a task can take."""
+    async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs steps while there are requests, or outputs that a task of this loop can take."""
         while not self.is_closed and (
-                self.llm.active or any(call.can_look for call in self.calls)):
-            for call, output in await asyncio.wrap_future(self.thread.submit(self._step)):
+                self.llm.active or any(call.can_look for call in self._calls_of(loop))):
+            step = self.thread.submit(self._step, loop)
+            for call, output in await asyncio.wrap_future(step):
                 call.news.put_nowait(output)
             # let the tasks use them first: if both threads ran Python, they would only wait for
             # each other
             await asyncio.sleep(0)
 
-    def _step(self) -> list[tuple["Call", Any]]:
-        """Runs a step, and returns the new outputs of the calls that can take them."""
+    def _calls_of(self, loop: asyncio.AbstractEventLoop) -> list["Call"]:
+        return [call for call in [*self.calls] if call.loop is loop]
+
+    def _step(self, loop: asyncio.AbstractEventLoop) -> list[tuple["Call", Any]]:
+        """Runs a step, and returns the new outputs of the calls of a loop that can take them."""
         # after a broken step, the next turn ends all requests, and each of them has the error
         with suppress(Exception):
             self.llm.step()
         pause = len(self.calls) / MOST_OUTPUTS
         with self.llm.turn():
-            return [(call, output) for call in [*self.calls] if call.can_look
+            return [(call, output) for call in self._calls_of(loop) if call.can_look
                     for output in call.look(pause)]
 
 
@@ -106,7 +114,7 @@ class Call:
 
     add: queues and returns them, in the engine's thread. only_whole: leave out outputs of
     unfinished requests. news: what the task takes next, at most an output of each request and an
-    error. looked: when it took the last outputs.
+    error. looked: when it took the last outputs. loop: that of the task.
     """
 
     def __init__(self, engine: AsyncLLM, add: Callable[[], list[Request]],
@@ -116,17 +124,22 @@ class Call:
         self.requests: list[Request] = []
         self.news: asyncio.Queue = asyncio.Queue()
         self.looked = 0.0
+        self.loop = asyncio.get_running_loop()
         if engine.is_closed:
             raise closed()
+        # the tasks of a closed loop cannot go on
+        for call in [*engine.calls]:
+            if call.loop.is_closed():
+                call.end()
         self.adding = engine.thread.submit(add)
+        engine.calls.add(self)
 
-    can_look = property(lambda self: self.news.empty() and self.requests[0].inbox)
+    can_look = property(
+        lambda self: self.requests and self.news.empty() and self.requests[0].inbox)
 
     async def queue(self) -> None:
         """Returns when the requests are queued. Raises ValueError for bad input."""
         self.requests = await asyncio.wrap_future(self.adding)
-        if self.requests:
-            self.engine.calls.add(self)
 
     async def outputs(self) -> AsyncIterator[RequestOutput]:
         """Yields outputs until all requests have finished. Raises the error of a request, or the
@@ -159,7 +172,9 @@ class Call:
     def end(self, error: Exception | None = None) -> None:
         """Frees the requests, at any time; a task that waits for an output gets this error."""
         if error:
-            self.news.put_nowait(error)
+            # the loop of the task can be another one, or closed
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self.news.put_nowait, error)
         self.engine.calls.discard(self)
         if self.engine.is_closed:
             # the thread has ended, so `add` has, too

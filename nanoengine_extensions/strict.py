@@ -219,7 +219,7 @@ def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
         is_known = not {*prompt} - {"prompt", "prompt_token_ids"}
         if not is_known or not (has_text or isinstance(token_ids, (list, tuple))):
             chats = "; messages are for chat" if "role" in prompt else ""
-            raise rejected(f"prompts[{place}]", prompt, FORMS + chats)
+            raise rejected(f"prompts[{place}]", prompts[place], FORMS + chats)
         for token_id in token_ids or ():
             if not isinstance(token_id, Integral) or isinstance(token_id, bool):
                 raise ValueError(f"prompts[{place}]: token id {token_id!r:.200} is out of "

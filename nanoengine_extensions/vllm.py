@@ -25,36 +25,39 @@ WITHOUT_EFFECT = {*"""aggregate_engine_logging allowed_local_media_path allowed_
     custom_histogram_buckets disable_any_whitespace disable_async_output_proc disable_cascade_attn
     disable_chunked_mm_input disable_custom_all_reduce disable_fallback
     disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
-    distributed_timeout_seconds enable_chunked_prefill enable_flashinfer_autotune
-    enable_layerwise_nvtx_tracing enable_log_requests enable_logging_iteration_details
-    enable_mfu_metrics enable_sleep_mode extra_args fail_on_environ_validation flat_logprobs
-    guided_decoding_backend guided_decoding_disable_any_whitespace guided_decoding_disable_fallback
-    hf_token ignore_patterns interleave_mm_strings jit_monitor_mode kernel_config kv_cache_metrics
-    kv_cache_metrics_sample language_model_only limit_mm_per_prompt linear_backend log_level
-    logging_config long_prefill_token_threshold max_cudagraph_capture_size
-    max_parallel_loading_workers max_seq_len_to_capture mm_encoder_tp_mode mm_processor_cache_gb
-    mm_processor_cache_type model_loader_extra_config moe_backend num_scheduler_steps numa_bind
-    offload_num_in_group offload_prefetch_step optimization_level output_kind performance_mode
-    prefill_schedule_interval prefix_caching_hash_algo renderer_num_workers
-    routed_experts_prompt_start safetensors_load_strategy scheduler_reserve_full_isl
-    served_model_name show_hidden_metrics_for_version shutdown_timeout skip_clone skip_mm_profiling
+    disable_mm_preprocessor_cache distributed_timeout_seconds enable_chunked_prefill
+    enable_flashinfer_autotune enable_layerwise_nvtx_tracing enable_log_requests
+    enable_logging_iteration_details enable_mfu_metrics enable_sleep_mode extra_args
+    fail_on_environ_validation flat_logprobs guided_decoding_backend
+    guided_decoding_disable_any_whitespace guided_decoding_disable_fallback hf_token ignore_patterns
+    interleave_mm_strings jit_monitor_mode kernel_config kv_cache_metrics kv_cache_metrics_sample
+    language_model_only limit_mm_per_prompt linear_backend log_level logging_config
+    long_prefill_token_threshold max_cudagraph_capture_size max_long_partial_prefills
+    max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture mm_encoder_tp_mode
+    mm_processor_cache_gb mm_processor_cache_type model_loader_extra_config moe_backend
+    num_scheduler_steps numa_bind offload_num_in_group offload_prefetch_step optimization_level
+    output_kind performance_mode prefill_schedule_interval prefix_caching_hash_algo
+    ray_workers_use_nsight renderer_num_workers routed_experts_prompt_start
+    safetensors_load_strategy scheduler_delay_factor scheduler_reserve_full_isl served_model_name
+    show_hidden_metrics_for_version shutdown_timeout skip_clone skip_mm_profiling
     skip_reading_prefix_cache spaces_between_special_tokens stream_interval trust_remote_code
     use_tqdm_on_load use_v2_block_manager watermark""".split()}
 # … and those that must not turn anything on, since this engine has nothing like them. Some are keys
 # of prompts.
-OFF = {*"""additional_config cache_salt code_revision config_format convert cpu_offload_params
-    data_parallel_rank data_parallel_size decode_context_parallel_size diffusion_config
-    disable_additional_properties distributed_executor_backend enable_dbo enable_elastic_ep
-    enable_eplb enable_expert_parallel enable_in_reasoning enable_lora enable_mm_embeds
-    enable_prompt_embeds enable_return_routed_experts enable_trace_replay generation_config
+OFF = {*"""additional_config cache_salt calculate_kv_scales code_revision config_format convert
+    cpu_offload_params data_parallel_rank data_parallel_size decode_context_parallel_size
+    diffusion_config disable_additional_properties disable_sliding_window
+    distributed_executor_backend enable_dbo enable_elastic_ep enable_eplb enable_expert_parallel
+    enable_in_reasoning enable_lora enable_mm_embeds enable_prompt_embeds enable_reasoning
+    enable_return_routed_experts enable_trace_replay generation_config
     guided_decoding_disable_additional_properties hf_config_path hf_overrides io_processor_plugin
     kv_cache_dtype kv_cache_memory_bytes kv_events_config kv_offloading_size kv_transfer_config
     logprob_token_ids logprobs_mode lora_request max_lora_rank max_loras media_io_kwargs
     mm_processor_kwargs multi_modal_data multi_modal_uuids offload_group_size offload_params
-    pipeline_parallel_size pooler_config prefill_context_parallel_size profiler_config
-    prompt_embeds prompt_logprob_start prompt_logprob_token_ids prompt_token_offsets
-    quantization_config reasoning_config reasoning_parser reasoning_parser_plugin
-    repetition_detection return_sampling_mask runner scheduler_cls spec_method spec_model
+    pipeline_parallel_size pooler_config prefill_context_parallel_size profiler_config prompt_embeds
+    prompt_logprob_start prompt_logprob_token_ids prompt_token_offsets quantization_config
+    reasoning_config reasoning_parser reasoning_parser_plugin repetition_detection
+    return_sampling_mask rope_scaling rope_theta runner scheduler_cls spec_method spec_model
     spec_tokens speculative_config task thinking_token_budget token_type_ids tokenization_kwargs
     tokenizer_mode tokenizer_revision trace_decode_token_ids watermark_config watermarking
     weight_transfer_config whitespace_pattern worker_cls worker_extension_cls""".split()}
@@ -68,7 +71,8 @@ NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar g
          "max_num_seqs": "max_batch_size", "max_tokens": "max_completion_tokens",
          "LLM.beam_search": "length_penalty use_beam_search",
          "max_model_len": "n_ctx", "n": "num_return_sequences", "revision": "tokenizer_revision",
-         "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs"}
+         "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs",
+         "prompt_logprobs_start": "prompt_logprob_start"}
 INSTEAD = {other: name for name, others in NAMES.items() for other in others.split()}
 # values that turn nothing on, as strings; nor does 1 rank
 NEUTRAL = {*"False 0 0.0 -1 {} [] set() auto generate hf mp none raw_logprobs uni vllm".split(), ""}
@@ -150,6 +154,13 @@ class SamplingParams(nanoengine.SamplingParams):
     from_optional = classmethod(lambda cls, **values: cls(**values))
 
 
+class Parts(SimpleNamespace):
+    """The parts of vLLM's engine that scripts and tests read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"llm_engine.{name} is not supported: use LLM.add, .step and .abort")
+
+
 class LLM(nanoengine.LLM):
     """nanoengine's `LLM`, with vLLM's other keywords and methods."""
 
@@ -194,9 +205,9 @@ class LLM(nanoengine.LLM):
         configs = dict(cache_config=self.config, model_config=model)
         # this is how scripts free the memory
         core = SimpleNamespace(shutdown=lambda timeout=None: self.close())
-        return SimpleNamespace(**configs, vllm_config=SimpleNamespace(**configs), engine_core=core,
-                               get_num_unfinished_requests=lambda: len(self.active),
-                               has_unfinished_requests=lambda: bool(self.active))
+        return Parts(**configs, vllm_config=SimpleNamespace(**configs), engine_core=core,
+                     get_num_unfinished_requests=lambda: len(self.active),
+                     has_unfinished_requests=lambda: bool(self.active))
 
     def get_metrics(self) -> list[Any]:
         """Returns `metrics()` as objects with a `name` like vLLM's, and a `value`."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 
 import pytest
 from conftest import check_idle
@@ -161,6 +162,61 @@ def test_a_loop_that_ends_in_the_middle(engine, llm):
 
     for _ in range(3):
         assert asyncio.run(ask(4)) == 4
+
+
+async def text_of(engine, max_tokens: int) -> str:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    async for output in engine.stream("12 + 34 =", params):
+        text = output.outputs[0].text
+    return text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loop_that_is_closed_before_its_tasks_end(llm):
+    """The next call frees their requests, and is answered; so does the end of the engine."""
+    engine = AsyncLLM(llm)
+
+    def leave() -> None:
+        loop = asyncio.new_event_loop()
+        # a loop keeps no reference to its tasks
+        tasks.append(loop.create_task(text_of(engine, 2000)))
+        loop.run_until_complete(until(lambda: llm.metrics()["num_requests_running"] == 1))
+        # the requests of this one are not queued yet
+        tasks.append(loop.create_task(text_of(engine, 2000)))
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+        loop.close()
+
+    tasks: list[asyncio.Task] = []
+    for _ in range(2):
+        leave()
+        assert asyncio.run(asyncio.wait_for(text_of(engine, 3), 60)) == " 46"
+        assert not llm.active and len(engine.running) == 1
+    leave()
+    engine.close()
+    check_idle(llm)
+    # here asyncio warns of them
+    tasks.clear()
+    engine.running.clear()
+    gc.collect()
+
+
+def test_several_loops(engine, llm):
+    """One of them has stopped, and goes on later; two run at once, each in its own thread."""
+    expected, = [output.outputs[0].text for output in llm.generate(
+        "12 + 34 =", dataclasses.replace(LONG, temperature=0, max_tokens=100), use_tqdm=False)]
+    stopped = asyncio.new_event_loop()
+    task = stopped.create_task(text_of(engine, 100))
+    stopped.run_until_complete(until(lambda: llm.metrics()["num_requests_running"] == 1))
+
+    async def main() -> list[str]:
+        beside = [asyncio.to_thread(asyncio.run, text_of(engine, 100), debug=True)
+                  for _ in range(3)]
+        return await asyncio.wait_for(asyncio.gather(text_of(engine, 100), *beside), 60)
+
+    assert asyncio.run(main(), debug=True) == [expected] * 4
+    assert stopped.run_until_complete(asyncio.wait_for(task, 60)) == expected
+    stopped.close()
 
 
 def test_an_engine_that_is_closed(llm):

@@ -139,6 +139,13 @@ def test_messages_are_no_prompt():
         check_call([{"text": "a"}], None, None, SamplingParams)
 
 
+@pytest.mark.parametrize("prompt", [None, 5, {"prompt": None, "mine": 1}])
+def test_a_prompt_in_an_error_is_as_it_was_given(prompt):
+    with pytest.raises(ValueError) as error:
+        check_call(["a", prompt], None, None, SamplingParams)
+    assert str(error.value).startswith(f"prompts[1]={prompt!r} is not accepted")
+
+
 def test_a_value_in_place_of_a_token_id_is_cut():
     with pytest.raises(ValueError, match="^prompts.0.: token id .* is out of vocabulary") as error:
         check_call([[[7] * 10**5]], None, None, SamplingParams)

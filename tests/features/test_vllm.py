@@ -101,7 +101,8 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
     assert not (OFF | WITHOUT_EFFECT) & {f.name for f in dataclasses.fields(EngineConfig)}
     assert not OFF & WITHOUT_EFFECT
     # of older versions
-    assert without(dict(guided_decoding_disable_any_whitespace=True)) == {}
+    assert without(dict(guided_decoding_disable_any_whitespace=True, max_num_partial_prefills=4,
+                        disable_sliding_window=False, rope_theta=None)) == {}
     neutral = dict.fromkeys(OFF) | dict.fromkeys(WITHOUT_EFFECT, True)
     with LLM(tiny, block_size=16, num_kv_blocks=32, **neutral, seed=None,
              max_model_len=-1) as llm:
@@ -238,6 +239,7 @@ def test_sampling_params():
 @pytest.mark.parametrize("name, value, advice", [
     ("logprob_token_ids", [1, 2], "use logprobs"),
     ("prompt_logprob_token_ids", np.array([[1, 2]]), "use prompt_logprobs"),
+    ("prompt_logprob_start", 3, "use prompt_logprobs_start"),
     ("repetition_detection", {"max_pattern_size": 3, "min_count": 2}, "nothing like it"),
     ("thinking_token_budget", 5, "nothing like it"),
     ("tokenization_kwargs", {"truncate_prompt_tokens": 3}, "use truncate_prompt_tokens"),
@@ -451,6 +453,9 @@ def test_metrics_and_engine(llm):
     assert configs.model_config.get_vocab_size() == llm.inputs.vocab_size
     assert llm.get_world_size() == llm.get_world_size(include_dp=False) == 1
     assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is True
+    for name in ("add_request", "step", "tokenizer"):
+        with pytest.raises(AttributeError, match=f"^llm_engine.{name} is not supported: use "):
+            getattr(llm.llm_engine, name)
     metrics = {metric.name: metric.value for metric in llm.get_metrics()}
     assert metrics["vllm:generation_tokens"] == llm.metrics()["generation_tokens"] > 0
     assert metrics["vllm:num_requests_running"] == 0
