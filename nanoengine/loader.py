@@ -23,8 +23,6 @@ from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table
 
 # the transformers classes that `Decoder` can replace
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
-# the files to download from a repository: no others are read
-FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors", "model-*-of-*.safetensors"]
 # what every family has in config.json; transformers assumes the same for a missing entry
 USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 

@@ -43,6 +43,7 @@ class BeamSearchParams:
     temperature: divides the logits; 0 leaves them as they are. No token is drawn at random.
     length_penalty: the score of a finished beam is its summed log-probability divided by its
         number of generated tokens to this power, -40 to 40; larger values favour longer beams.
+    include_stop_str_in_output: keep the text of EOS in the text of a beam that ended with it.
     """
 
     beam_width: int
@@ -50,6 +51,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
     temperature: float = 0.0
     length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         """strict.py checks the types before this."""
@@ -118,6 +120,8 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
     tokenizer = llm.inputs.tokenizer
     for beam in [beam for search in searches for beam in search.finished]:
         beam.text = str(tokenizer.decode(beam.tokens, True)) if tokenizer else None
+        if tokenizer and params.include_stop_str_in_output and beam.finish_reason == "stop":
+            beam.text += tokenizer.decode(beam.tokens[-1:])
     return [BeamSearchOutput(search.finished) for search in searches]
 
 

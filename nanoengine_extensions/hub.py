@@ -9,7 +9,9 @@ from huggingface_hub import snapshot_download
 
 from nanoengine.config import EngineConfig
 from nanoengine.features import extension, is_installed, naming, rejected
-from nanoengine.loader import FILES
+
+# the files to download from a repository: no others are read
+FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors", "model-*-of-*.safetensors"]
 
 
 def download(model: str, folder: Path, config: EngineConfig, name: str) -> Path:

@@ -211,6 +211,12 @@ def test_beams_have_text_and_leave_nothing_behind(bundled):
         output = llm.beam_search(["47 + 85 =", "Once upon a time"], BeamSearchParams(3, 8))[0]
         assert output.sequences[0].text == "47 + 85 = 132"
         assert len(output.sequences) == 3
+        params = BeamSearchParams(3, 8, include_stop_str_in_output=True)
+        whole = llm.beam_search("47 + 85 =", params)[0]
+        for beam, other in zip(whole.sequences, output.sequences, strict=True):
+            eos = llm.get_tokenizer().eos_token if beam.finish_reason == "stop" else ""
+            assert beam.text == other.text + eos and beam.tokens == other.tokens
+        assert whole.sequences[0].finish_reason == "stop"
         greedy = SamplingParams(temperature=0)
         assert llm.generate("47 + 85 =", greedy, use_tqdm=False)[0].outputs[0].text == " 132"
 
