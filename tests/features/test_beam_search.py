@@ -214,7 +214,8 @@ def test_beams_have_text_and_leave_nothing_behind(bundled):
         params = BeamSearchParams(3, 8, include_stop_str_in_output=True)
         whole = llm.beam_search("47 + 85 =", params)[0]
         for beam, other in zip(whole.sequences, output.sequences, strict=True):
-            eos = llm.get_tokenizer().eos_token if beam.finish_reason == "stop" else ""
+            is_ended = beam.finish_reason == "stop"
+            eos = llm.get_tokenizer().decode(beam.tokens[-1]) if is_ended else ""
             assert beam.text == other.text + eos and beam.tokens == other.tokens
         assert whole.sequences[0].finish_reason == "stop"
         greedy = SamplingParams(temperature=0)
