@@ -22,14 +22,14 @@ WIDE = 90
 # the most of each; a feature is a file or a folder of the extensions
 DENSITY = {"width": 44.05, "wide": 0.06, "pairs": 2}
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1232},
+    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1242},
     "nanoengine_gpu": {"lines": 465}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
 FEATURE: dict[str, float] = {"lines": 200}
 # several files, none above 200 lines: the formats of quantized files, and products with packed
 # weights; a model of transformers, its check and its fast modules; grammars of all kinds; layers
 # and their trial
 LARGE: dict[str, dict[str, float]] = {
-    "quantized": {"lines": 1852}, "transformers_models": {"lines": 728},
+    "quantized": {"lines": 1862}, "transformers_models": {"lines": 728},
     "structured_outputs": {"lines": 280}, "own_layers": {"lines": 220}}
 
 

@@ -43,6 +43,25 @@ def in_huge_pages(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+class SharedPages:
+    """Memory for many tensors that are smaller than a page of 2 MiB, such as those of experts. It
+    lives as long as any of them. Any thread can call it."""
+
+    def __init__(self) -> None:
+        self.rest = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.lock = threading.Lock()
+
+    def __call__(self, num_bytes: int) -> torch.Tensor:
+        """Like `in_huge_pages`."""
+        # each begins with a line of the cache
+        size = -(-num_bytes // 64) * 64
+        with self.lock:
+            if len(self.rest) < size:
+                self.rest = in_huge_pages(max(size, 2**26))
+            taken, self.rest = self.rest[:num_bytes], self.rest[size:]
+        return taken
+
+
 def release_memory() -> None:
     """Gives free memory back to the system. glibc keeps the memory of large objects that are gone
     if small ones between them live on: up to half as much again as packed experts need."""

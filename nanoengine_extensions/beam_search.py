@@ -119,9 +119,10 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
             num_steps = beams.num_steps
     tokenizer = llm.inputs.tokenizer
     for beam in [beam for search in searches for beam in search.finished]:
-        beam.text = str(tokenizer.decode(beam.tokens, True)) if tokenizer else None
-        if tokenizer and params.include_stop_str_in_output and beam.finish_reason == "stop":
-            beam.text += tokenizer.decode(beam.tokens[-1:])
+        if tokenizer:
+            has_eos = params.include_stop_str_in_output and beam.finish_reason == "stop"
+            eos = tokenizer.decode(beam.tokens[-1:]) if has_eos else ""
+            beam.text = str(tokenizer.decode(beam.tokens, True)) + str(eos)
     return [BeamSearchOutput(search.finished) for search in searches]
 
 

@@ -5,6 +5,7 @@ when it is read, so that at most one matrix exists in the model's dtype.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from nanoengine.loader import place_on
 from nanoengine_cpu.compiling import bits_of_number, warn_once
+from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.modules import GatedMLP, PackedLinear, kind_of
 from nanoengine_cpu.products import MOST_WORDS
 from nanoengine_extensions.quantized import kernel, packed
@@ -157,12 +159,13 @@ class QuantizedEmbedding(nn.Embedding):
 # --------------------------------------------------------------------------------------- loading
 
 
-def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool) -> Tensor:
+def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool,
+                   space: Callable[[int], Tensor] = in_huge_pages) -> Tensor:
     """Reads a matrix as bytes, or if it has no packed form, as a matrix in `dtype`."""
     found = tensor.load()
     if not isinstance(found, Grouped):
         return found.to(dtype)
-    part = packed.pack(found, dtype, by_sums)
+    part = packed.pack(found, dtype, by_sums, space)
     if part is None:
         warn_once("quantized weights of some matrices are dequantized when they are "
                   "loaded, since kernels know no act-order and no scales of more than 15 bits, "

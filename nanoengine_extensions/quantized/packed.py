@@ -11,6 +11,7 @@
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -110,10 +111,11 @@ def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
     return -inputs % max(group, LANES * 4 // dtype.itemsize)
 
 
-def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor | None:
+def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
+         space: Callable[[int], Tensor] = in_huge_pages) -> Tensor | None:
     """Returns a weight as bytes, or None if there is no such form of it.
 
-    by_sums: whether sums.py multiplies it; otherwise expanding.py.
+    by_sums: whether sums.py multiplies it; otherwise expanding.py. space: gives memory
     """
     block = block_of(dtype, by_sums)
     outputs, inputs = weight.numbers.shape
@@ -166,7 +168,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
                 ABOVE // group if above else 0, begin, begin + groups * record, block,
                 by_sums, width)
     blocks = (outputs + more[1]) // block
-    packed = in_huge_pages(8 * HEADER + blocks * form.size)
+    packed = space(8 * HEADER + blocks * form.size)
     packed[:8 * len(form)] = torch.tensor(form).view(torch.uint8)
     written = packed[8 * HEADER:].view(blocks, form.size)
     if above:
@@ -175,12 +177,15 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False) -> Tensor |
     records[:, :, :head] = torch.cat(heads, 2)
     # some blocks at a time, since they are copied
     for part, to in zip(weight.numbers.split(32 * block), records[:, :, head:].split(32)):
-        x = (part.to(torch.int16) + added).to(torch.uint8) ^ (middle if by_sums else 0)
+        # of numbers with a sign, too, the sum has these bits
+        x = part.view(torch.uint8) + added % 256 ^ (middle if by_sums else 0)
         x = F.pad(x, (0, more[0], 0, -len(x) % block))
         x = x.unflatten(1, (-1, group)).unflatten(0, (-1, block)).transpose(1, 2).flatten(2)
         # NumPy needs a quarter of the time of a permuted copy by PyTorch
         x = torch.from_numpy(np.take(x.numpy(), order_of(group, width, dtype, by_sums), axis=2))
-        to.copy_(x[..., ::2] | x[..., 1::2] << 4 if weight.bits == 4 else x)
+        # two neighbours become a byte, the lower one of each pair
+        pairs = x.view(torch.int16)
+        to.copy_((pairs | pairs >> 4).to(torch.uint8) if weight.bits == 4 else x)
     return packed
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from nanoengine.features import extension, is_installed, logger
-from nanoengine_cpu.memory import release_memory
+from nanoengine_cpu.memory import SharedPages, release_memory
 from nanoengine_cpu.modules import PackedLinear, kind_of
 from nanoengine_cpu.products import MOST_WORDS
 from nanoengine_extensions.quantized import packed
@@ -165,7 +165,7 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
         others: dict[nn.Module, nn.Module] = {}
         for module in experts:
             jobs = [*module.gate_up_proj.parts, *module.down_proj.parts]
-            linears = in_threads(partial(linear_of, dtype=dtype, by_sums=by_sums), jobs)
+            linears = in_threads(partial(linear_of, SharedPages(), dtype, by_sums), jobs)
             known.update(each for parts, made in zip(jobs, linears) if isinstance(made, Linear)
                          for each in parts)
             others[module] = extension("experts").of_linears(linears)
@@ -212,10 +212,11 @@ def in_threads(function: Callable, jobs: list) -> list:
     return found
 
 
-def linear_of(tensors: list[Stored], dtype: torch.dtype, by_sums: bool) -> nn.Linear:
+def linear_of(space: Callable, dtype: torch.dtype, by_sums: bool,
+              tensors: list[Stored]) -> nn.Linear:
     """Returns a linear of an expert, with the rows of one matrix or of two. They are packed if one
     product can compute them all."""
-    parts = [in_packed_form(each, dtype, by_sums) for each in tensors]
+    parts = [in_packed_form(each, dtype, by_sums, space) for each in tensors]
     rows = [each.shape[0] for each in tensors]
     inputs = tensors[0].shape[1]
     linear: Any = nn.Linear(inputs, sum(rows), bias=False, device="meta")

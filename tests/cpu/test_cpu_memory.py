@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,20 @@ memory = in_huge_pages(2**26)
 ---
 memory.fill_(7)
 """) < 6000
+
+
+def test_small_tensors_share_huge_pages():
+    """None overlaps another one, whichever thread asks for it."""
+    space = memory.SharedPages()
+    sizes = [1, 63, 64, 65, 2**20, 3 * 2**25, 7] * 20
+    with ThreadPoolExecutor(4) as pool:
+        taken = [*pool.map(space, sizes)]
+    assert [len(each) for each in taken] == sizes
+    places = sorted((each.data_ptr(), len(each)) for each in taken)
+    assert all(at % 64 == 0 for at, _ in places)
+    assert all(at + size <= after for (at, size), (after, _) in zip(places, places[1:]))
+    shared = {each.untyped_storage()._cdata for each in taken if len(each) <= 2**20}
+    assert len(shared) < 30 < len(sizes)
 
 
 @pytest.mark.parametrize("line, expected", [
