@@ -147,11 +147,12 @@ SIZES: dict[str, Any] = dict(
     num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1], max_position_embeddings=512)
 
 
-@pytest.mark.parametrize("kind, bits, num_programs, num_fused", [
-    ("Qwen2", 4, 2, 3), ("Qwen3Moe", 8, 3, 9), ("Gemma", 4, 4, 0),
-    slow("Qwen2", 8, 2, 3), slow("Qwen3Moe", 4, 3, 9), slow("Llama", 4, 2, 3)])
+@pytest.mark.parametrize("kind, quantization, num_programs, num_fused", [
+    ("Qwen2", "int4", 2, 3), ("Qwen3Moe", "int8", 3, 9), ("Gemma", "int4", 4, 0),
+    slow("Qwen2", "int8_sums", 2, 3), slow("Qwen3Moe", "int4_sums", 3, 9),
+    slow("Llama", "int4_sums", 2, 3)])
 def test_one_product_computes_several_packed_linears(
-        tmp_path, kind, bits, num_programs, num_fused):
+        tmp_path, kind, quantization, num_programs, num_fused):
     """Queries, keys and values, with biases in Qwen2; gates and ups, also in experts. All layers
     are the engine's own. In Gemma, MLPs have another activation."""
     torch.manual_seed(0)
@@ -160,16 +161,15 @@ def test_one_product_computes_several_packed_linears(
     for parameter in model.parameters():
         parameter.data.normal_(1.0 * (parameter.ndim == 1), 0.1)
     model.save_pretrained(tmp_path / "model")
+    weights = rounded(tmp_path / "model", int(quantization[3]))
     reference = compare.load_reference(
-        with_weights(tmp_path / "model", tmp_path / "rounded", rounded(tmp_path / "model", bits)))
-    for sums in ("", "_sums"):
-        with make_llm(tmp_path / "model", quantization=f"int{bits}{sums}",
-                      model_impl="transformers") as llm:
-            check_all(llm, reference)
-            model = llm.engine.runner.model
-            assert [len(call.qkv_proj.packed_parts) for call in model.calls] == [3] * 3
-            assert len(model.stack.programs) == num_programs
-            assert sum(each.halves == 2 for each in packed_of(llm)) == num_fused
+        with_weights(tmp_path / "model", tmp_path / "rounded", weights))
+    with make_llm(tmp_path / "model", quantization=quantization, model_impl="transformers") as llm:
+        check_all(llm, reference)
+        model = llm.engine.runner.model
+        assert [len(call.qkv_proj.packed_parts) for call in model.calls] == [3] * 3
+        assert len(model.stack.programs) == num_programs
+        assert sum(each.halves == 2 for each in packed_of(llm)) == num_fused
 
 
 @pytest.mark.slow
