@@ -33,9 +33,11 @@ def reversing(modules: list[Any]) -> Iterator[None]:
     other experts."""
     for module in modules:
         module.forward = lambda x: x.flip(-1)
-    yield
-    for module in modules:
-        del module.forward
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
 
 
 def is_same(other: Any, owner: nn.Module, given: Any, longest: int, dtype: torch.dtype) -> bool:

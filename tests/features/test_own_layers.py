@@ -1,6 +1,7 @@
 """Layers of models of transformers that are the engine's own: which ones, which stay, and why."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,26 @@ def test_layers_of_a_decoder_run_as_programs(folder_of, name, num_programs):
         assert len(llm.engine.runner.model.stack.programs) == num_programs
     if num_programs > 2:
         assert compare.compare(folder_of(name), max_tokens=12) == ("right", "")
+
+
+def test_a_failed_trial_leaves_a_module_as_it_was(folder_of, monkeypatch):
+    """An MLP that returns more than hidden states: its layers stay, and the model runs."""
+    arcee = import_module("transformers.models.arcee.modeling_arcee")
+    plain = arcee.ArceeMLP.forward
+    monkeypatch.setattr(arcee.ArceeMLP, "forward", lambda self, x: (plain(self, x), None))
+    layer = arcee.ArceeDecoderLayer
+
+    def forward(self, hidden_states, position_embeddings=None, **options):
+        normed = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(normed, position_embeddings=position_embeddings, **options)
+        hidden_states = hidden_states + attended
+        out, _ = self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + out
+
+    monkeypatch.setattr(layer, "forward", forward)
+    calls, own, has_decoder = found_in(folder_of("arcee"))
+    assert not has_decoder
+    assert compare.compare(folder_of("arcee"), max_tokens=12) == ("right", "")
 
 
 def rotated(change):
