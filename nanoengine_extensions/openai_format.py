@@ -34,8 +34,8 @@ IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cac
            "request_id", "safety_identifier", "service_tier", "store", "user"}
 # the only value without an effect
 NEUTRAL: dict[str, Any] = {
-    "best_of": 1, "echo": False, "modalities": ["text"], "priority": 0, "tool_choice": "none",
-    "use_beam_search": False}
+    "best_of": 1, "echo": False, "length_penalty": 1.0, "modalities": ["text"], "priority": 0,
+    "suffix": "", "tool_choice": "none", "use_beam_search": False}
 # a token and its log-probabilities; the first token of a prompt has none
 Tokens = list[tuple[int, dict[int, Any] | None]]
 

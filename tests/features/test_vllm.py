@@ -456,6 +456,7 @@ def test_metrics_and_engine(llm):
     for name in ("add_request", "step", "tokenizer"):
         with pytest.raises(AttributeError, match=f"^llm_engine.{name} is not supported: use "):
             getattr(llm.llm_engine, name)
+    generate(llm, ["Once"])
     metrics = {metric.name: metric.value for metric in llm.get_metrics()}
     assert metrics["vllm:generation_tokens"] == llm.metrics()["generation_tokens"] > 0
     assert metrics["vllm:num_requests_running"] == 0
