@@ -963,9 +963,9 @@ def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
     """While it is loaded."""
     sizes = []
     pack = packed.pack
-    monkeypatch.setattr(packed, "pack", lambda weight, dtype, by_sums: (
+    monkeypatch.setattr(packed, "pack", lambda *arguments: (
         sizes.append(sum(each.numel() for each in model.parameters() if not each.is_meta)),
-        pack(weight, dtype, by_sums))[1])
+        pack(*arguments))[1])
     place = modules.Loading.place
 
     def remember(self, placed, device):
