@@ -168,7 +168,6 @@ def test_the_largest_models_scale_scores_in_another_way(make_file, arch, layers,
 
 
 @pytest.mark.parametrize("arch, entries, message", [
-    ("gemma3", {"attention.sliding_window_pattern": 4}, ".*window_pattern=4 .* one of .6."),
     ("gemma3", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping=3.0 .* one of .0.0."),
     ("phi3", {"final_logit_softcapping": 3.0}, "final_logit_softcapping=3.0 .* one of .0.0."),
     ("phi3", {"rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor=1.5 .* one of .1.0."),
