@@ -1,5 +1,4 @@
-"""GGUF files of families that transformers computes: Gemma 2 and 3, Phi 3 and 4, and
-models with experts: Qwen 2 and 3, Mixtral and OLMoE.
+"""GGUF files of families that transformers computes, such as Gemma, Phi, Granite and Mixtral.
 
 A file leaves out numbers that llama.cpp has in its code, and stores some tensors in another form.
 The numbers here are from llama.cpp (src/models), and the forms from its converter
@@ -20,7 +19,7 @@ class Family(NamedTuple):
     kind, model_type: of the model, in transformers.
     names: the names of tensors.
     reads: the entries of the file that are taken into account, besides those of all models, and
-        what config.json calls them; None: `own` reads them.
+        what config.json calls them; "": `own` reads them.
     own: turns a `Header` (quantized/gguf_files.py) into further entries of config.json.
     norms: what the converter has added to the weights of norms.
     is_permuted: whether it has reordered the rows of q and k, as those of a Llama.
@@ -30,7 +29,7 @@ class Family(NamedTuple):
     kind: str
     model_type: str
     names: dict[str, str] = {}
-    reads: dict[str, str | None] = {}
+    reads: dict[str, str] = {}
     own: Callable[[Any], dict[str, Any]] = lambda header: {}
     norms: float = 0.0
     is_permuted: bool = False
@@ -176,6 +175,7 @@ def granite(header: Any) -> dict[str, Any]:
 
 
 def command_r(header: Any) -> dict[str, Any]:
+    """Command R+ has a norm for each head."""
     return {"use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors}
 
 
@@ -185,19 +185,23 @@ def starcoder2(header: Any) -> dict[str, Any]:
 
 
 def stablelm(header: Any) -> dict[str, Any]:
-    """The MLP of some models has the same input as the attention."""
+    """The MLP of some models has the same input as the attention. The largest one also has a norm
+    for each head."""
+    name = "blk.0.attn_q_norm.weight"
+    header.accept(name, name in header.tensors, [False])
     is_parallel = "blk.0.ffn_norm.weight" not in header.tensors
     return rotated_in_part(header) | {"use_parallel_residual": is_parallel}
 
 
 def mistral3(header: Any) -> dict[str, Any]:
     """Ministral 3 scales queries that are far from the beginning; Mistral Small 3 does not."""
-    if "mistral3.attention.temperature_scale" not in header.fields:
+    beta = header.find("mistral3.attention.temperature_scale")
+    if beta is None:
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral",
                 "sliding_window": None}
+    scale = header.find("mistral3.rope.scaling.yarn_log_multiplier", 0.0)
     return {"rope_parameters": header.rope() | {
-        "llama_4_scaling_beta": header.of_model("attention.temperature_scale"), "mscale": 1.0,
-        "mscale_all_dim": header.of_model("rope.scaling.yarn_log_multiplier")}}
+        "llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": scale}}
 
 
 def exaone4(header: Any) -> dict[str, Any]:
@@ -227,33 +231,33 @@ OF_GLM = {"post_attention_norm": "post_self_attn_layernorm",
 OF_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 OF_PHI_2 = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
             "output_norm": "final_layernorm"}
-SCALES: dict[str, str | None] = {
+SCALES = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 EPS = "attention.layer_norm_epsilon"
-WINDOW: dict[str, str | None] = {"attention.sliding_window": None}
-CAP: dict[str, str | None] = {"final_logit_softcapping": None}
-EXPERTS: dict[str, str | None] = {"expert_count": None}
-PART: dict[str, str | None] = {"rope.dimension_count": None}
+WINDOW = {"attention.sliding_window": ""}
+CAP = {"final_logit_softcapping": ""}
+EXPERTS = {"expert_count": ""}
+PART = {"rope.dimension_count": ""}
 
 # by `general.architecture`; "mixtral" is a "llama" with experts
 FAMILIES = {
     "gemma": Family("Gemma", "gemma", norms=1.0),
     "gemma2": Family("Gemma2", "gemma2", OF_GEMMA, WINDOW | CAP | {
-        "attn_logit_softcapping": None}, gemma2, norms=1.0),
+        "attn_logit_softcapping": ""}, gemma2, norms=1.0),
     "gemma3": Family("Gemma3", "gemma3_text", OF_GEMMA, WINDOW | CAP | {
-        "rope.freq_base_swa": None}, gemma3, norms=1.0),
+        "rope.freq_base_swa": ""}, gemma3, norms=1.0),
     "phi2": Family("Phi", "phi", OF_PHI_2, PART | {EPS: "layer_norm_eps"}, rotated_in_part),
     "phi3": Family("Phi3", "phi3", OF_PHI, WINDOW | PART | {
-        "rope.scaling.attn_factor": None}, phi3),
+        "rope.scaling.attn_factor": ""}, phi3),
     "smollm3": Family("SmolLM3", "smollm3", is_permuted=True),
     "arcee": Family("Arcee", "arcee", is_permuted=True),
     "mistral3": Family("Ministral3", "ministral3", {}, {
-        "rope.scaling.yarn_log_multiplier": None}, mistral3, is_permuted=True),
+        "rope.scaling.yarn_log_multiplier": ""}, mistral3, is_permuted=True),
     "granite": Family("Granite", "granite", {}, SCALES, granite, is_permuted=True),
     "olmo": Family("Olmo", "olmo", {}, {}, olmo, is_permuted=True),
     "olmo2": Family("Olmo2", "olmo2", AFTER, WINDOW | {
-        "rope.freq_base_swa": None, "rope.scaling.yarn_attn_factor": None}, olmo2),
+        "rope.freq_base_swa": "", "rope.scaling.yarn_attn_factor": ""}, olmo2),
     "exaone4": Family("Exaone4", "exaone4", AFTER, WINDOW, exaone4),
     "glm4": Family("Glm4", "glm4", OF_GLM, PART, rotated_in_part),
     "command-r": Family("Cohere", "cohere", {}, {

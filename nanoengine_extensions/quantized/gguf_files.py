@@ -165,7 +165,7 @@ class Header:
                 self.find(f"{self.architecture}.attention.layer_norm_epsilon")),
             "max_position_embeddings": self.of_model("context_length"),
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
-            "mlp_bias": "blk.0.ffn_gate.bias" in self.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "bos_token_id": self.find("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self.find("tokenizer.ggml.eos_token_id")} | more

@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma": ("gemma", "Gemma", dict(head_dim=64), {
         "attention.key_length": 64, "attention.value_length": 64, RMS: "rms_norm_eps"}),
     "smollm3": ("smollm3", "SmolLM3", dict(rope_parameters=YARN), OF_YARN | {RMS: "rms_norm_eps"}),
-    "arcee": ("arcee", "Arcee", {}, {RMS: "rms_norm_eps"}),
+    "arcee": ("arcee", "Arcee", dict(mlp_bias=True), {RMS: "rms_norm_eps"}),
     "granite": ("granite", "Granite", dict(
         embedding_multiplier=3.0, attention_multiplier=0.0625, residual_multiplier=0.5,
         logits_scaling=2.0, tie_word_embeddings=True), SCALES | {RMS: "rms_norm_eps"}),
@@ -66,7 +66,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "stablelm parallel": ("stablelm", "StableLm", HALF | dict(use_parallel_residual=True), {
         MEAN: "layer_norm_eps", "rope.dimension_count": 32, "use_parallel_residual": True}),
     "phi 2": ("phi2", "Phi", HALF, {MEAN: "layer_norm_eps", "rope.dimension_count": 32}),
-    "nemotron": ("nemotron", "Nemotron", HALF, {MEAN: "norm_eps", "rope.dimension_count": 32}),
+    "nemotron": ("nemotron", "Nemotron", HALF | dict(attention_bias=True, mlp_bias=True), {
+        MEAN: "norm_eps", "rope.dimension_count": 32}),
     "ernie": ("ernie4_5", "Ernie4_5", dict(head_dim=64), {
         "attention.key_length": 64, RMS: "rms_norm_eps"}),
     "seed": ("seed_oss", "SeedOss", dict(head_dim=64), {
