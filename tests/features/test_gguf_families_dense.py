@@ -22,7 +22,8 @@ NAMES = {"block_count": "num_hidden_layers", "context_length": "max_position_emb
          "attention.head_count": "num_attention_heads",
          "attention.head_count_kv": "num_key_value_heads"}
 RMS, MEAN = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-HALF = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))
+# which is the default of no family
+PART = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75))
 SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
           "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 YARN = dict(rope_type="yarn", rope_theta=1e5, factor=4.0, beta_fast=32.0, beta_slow=1.0,
@@ -54,20 +55,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "exaone 4 small": ("exaone4", "Exaone4", dict(
         head_dim=64, sliding_window=None, layer_types=["full_attention"] * 4), {
         "attention.key_length": 64, RMS: "rms_norm_eps"}),
-    "glm 4": ("glm4", "Glm4", HALF | dict(head_dim=64, attention_bias=True), {
-        "attention.key_length": 64, "rope.dimension_count": 32, RMS: "rms_norm_eps"}),
+    "glm 4": ("glm4", "Glm4", PART | dict(head_dim=64, attention_bias=True), {
+        "attention.key_length": 64, "rope.dimension_count": 48, RMS: "rms_norm_eps"}),
     "command r": ("command-r", "Cohere", dict(use_qk_norm=True), {
         MEAN: "layer_norm_eps", "logit_scale": "logit_scale"}),
     "command r7b": ("cohere2", "Cohere2", dict(sliding_window=8, logit_scale=0.25), {
         MEAN: "layer_norm_eps", "logit_scale": "logit_scale", "attention.sliding_window": 8}),
     "starcoder 2": ("starcoder2", "Starcoder2", dict(sliding_window=4096), {MEAN: "norm_epsilon"}),
-    "stablelm": ("stablelm", "StableLm", HALF | dict(use_qkv_bias=True), {
-        MEAN: "layer_norm_eps", "rope.dimension_count": 32, "use_parallel_residual": False}),
-    "stablelm parallel": ("stablelm", "StableLm", HALF | dict(use_parallel_residual=True), {
-        MEAN: "layer_norm_eps", "rope.dimension_count": 32, "use_parallel_residual": True}),
-    "phi 2": ("phi2", "Phi", HALF, {MEAN: "layer_norm_eps", "rope.dimension_count": 32}),
-    "nemotron": ("nemotron", "Nemotron", HALF | dict(attention_bias=True, mlp_bias=True), {
-        MEAN: "norm_eps", "rope.dimension_count": 32}),
+    "stablelm": ("stablelm", "StableLm", PART | dict(use_qkv_bias=True), {
+        MEAN: "layer_norm_eps", "rope.dimension_count": 48, "use_parallel_residual": False}),
+    "stablelm parallel": ("stablelm", "StableLm", PART | dict(use_parallel_residual=True), {
+        MEAN: "layer_norm_eps", "rope.dimension_count": 48, "use_parallel_residual": True}),
+    "phi 2": ("phi2", "Phi", PART, {MEAN: "layer_norm_eps", "rope.dimension_count": 48}),
+    "nemotron": ("nemotron", "Nemotron", PART | dict(attention_bias=True, mlp_bias=True), {
+        MEAN: "norm_eps", "rope.dimension_count": 48}),
     "ernie": ("ernie4_5", "Ernie4_5", dict(head_dim=64), {
         "attention.key_length": 64, RMS: "rms_norm_eps"}),
     "seed": ("seed_oss", "SeedOss", dict(head_dim=64), {
