@@ -258,6 +258,7 @@ FAMILIES = {
     "olmo": Family("Olmo", "olmo", {}, {}, olmo, is_permuted=True),
     "olmo2": Family("Olmo2", "olmo2", AFTER, WINDOW | {
         "rope.freq_base_swa": "", "rope.scaling.yarn_attn_factor": ""}, olmo2),
+    "exaone": Family("Llama", "llama"),
     "exaone4": Family("Exaone4", "exaone4", AFTER, WINDOW, exaone4),
     "glm4": Family("Glm4", "glm4", OF_GLM, PART, rotated_in_part),
     "command-r": Family("Cohere", "cohere", {}, {

@@ -41,12 +41,15 @@ BEGUN = {name: [LLAMA_3] for name in (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0")} | {"tekken": [TEKKEN]}
 # for these, a word that is a token stays whole, whatever the merges are
 WHOLE = BEGUN | {"glm4": [LLAMA_3]}
-CUTS = WHOLE | {"dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O]} | dict.fromkeys(
-    ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "stablelm2"), [QWEN_2]) | {
-    "seed-coder": [SEED], "hunyuan-dense": HUNYUAN} | dict.fromkeys(
+CUTS = WHOLE | {
+    "dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O], "seed-coder": [SEED],
+    "hunyuan-dense": HUNYUAN} | dict.fromkeys(
+    ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "stablelm2"),
+    [QWEN_2]) | dict.fromkeys(
     ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "exaone4"),
     [GPT_2]) | dict.fromkeys(
-    ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"), [r"\p{N}", GPT_2])
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b", "exaone"),
+    [r"\p{N}", GPT_2])
 # `tokenizer.ggml.token_type` of tokens that are found in a text before it is split
 CONTROL = 3
 USER_DEFINED = 4

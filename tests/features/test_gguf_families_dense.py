@@ -50,6 +50,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         full_attention=YARN, sliding_attention=LOCAL)), OF_YARN | WINDOWS | {
         RMS: "rms_norm_eps", "rope.freq_base_swa": 1e5,
         "rope.scaling.yarn_attn_factor": 1.138629436111989}),
+    "exaone 3": ("exaone", "Llama", {}, {RMS: "rms_norm_eps"}),
     "exaone 4": ("exaone4", "Exaone4", dict(head_dim=64, sliding_window=8), WINDOWS | {
         "attention.key_length": 64, RMS: "rms_norm_eps"}),
     "exaone 4 small": ("exaone4", "Exaone4", dict(
