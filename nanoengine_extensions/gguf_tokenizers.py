@@ -30,14 +30,26 @@ TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 GPT_4O = TEKKEN.replace(r"\p{M}]+|", r"\p{M}]+" + ENDINGS + "|").replace(
     r"\p{M}]*|", r"\p{M}]*" + ENDINGS + "|").replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+SEED = QWEN_2.replace(r"]+[\r\n]*|", "]+|")
+HUNYUAN = [
+    r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"]
 # by `tokenizer.ggml.pre`: the patterns that split a text into words, applied in turn. For these, as
-# in llama.cpp, BOS comes first, and a word that is a token stays whole, whatever the merges are
-WHOLE = {name: [LLAMA_3] for name in (
+# in llama.cpp, BOS comes first
+BEGUN = {name: [LLAMA_3] for name in (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0")} | {"tekken": [TEKKEN]}
-CUTS = WHOLE | {"dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O]} | dict.fromkeys(
-    ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"), [QWEN_2]) | dict.fromkeys(
-    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum"), [GPT_2]) | dict.fromkeys(
-    ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"), [r"\p{N}", GPT_2])
+# for these, a word that is a token stays whole, whatever the merges are
+WHOLE = BEGUN | {"glm4": [LLAMA_3]}
+CUTS = WHOLE | {
+    "dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O], "seed-coder": [SEED],
+    "hunyuan-dense": HUNYUAN} | dict.fromkeys(
+    ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "stablelm2"),
+    [QWEN_2]) | dict.fromkeys(
+    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "exaone4"),
+    [GPT_2]) | dict.fromkeys(
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b", "exaone"),
+    [r"\p{N}", GPT_2])
 # `tokenizer.ggml.token_type` of tokens that are found in a text before it is split
 CONTROL = 3
 USER_DEFINED = 4
@@ -63,7 +75,7 @@ def read(find: Find, file: Path) -> Any:
     # transformers' releases read it differently
     found.chat_template = templates(find)
     bos = found.bos_token
-    is_usual = kind == "llama" or find("tokenizer.ggml.pre") in WHOLE
+    is_usual = kind == "llama" or find("tokenizer.ggml.pre") in BEGUN
     if bos and find("tokenizer.ggml.add_bos_token", is_usual):
         found.backend_tokenizer.post_processor = TemplateProcessing(
             f"{bos} $A", f"{bos} $A {bos} $B", [(bos, found.bos_token_id)])

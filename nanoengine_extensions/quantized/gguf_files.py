@@ -29,9 +29,9 @@ TYPES = (*FLOATS, *gguf_numbers.SIZES)
 # by `general.architecture`
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
                  "qwen3": "Qwen3ForCausalLM"}
-# the names of tensors, for the whole model and for a layer
-NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
-LAYER_NAMES = {
+# the names of tensors, of the whole model and of a layer
+NAMES = {
+    "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
@@ -52,14 +52,10 @@ def parts_of(file: Path) -> list[Path]:
             for number in range(int(split[2]))]
 
 
-def plain_name(name: str, of_layer: dict[str, str]) -> str:
+def plain_name(name: str, names: dict[str, str]) -> str:
     """Returns the name that transformers gives a tensor; an unknown one stays as it is."""
-    match name.split("."):
-        case [own, kind]:
-            return f"{NAMES.get(own, own)}.{kind}"
-        case ["blk", number, own, kind]:
-            return f"layers.{number}.{of_layer.get(own, own)}.{kind}"
-    return name
+    own = re.compile(r"(\w+)(?=\.\w+$)")
+    return own.sub(lambda found: names.get(found[0], found[0]), name).replace("blk.", "layers.", 1)
 
 
 class Reader(gguf.GGUFReader):
@@ -88,10 +84,10 @@ class Header:
             asked = f"general.architecture={self.architecture!r}"
             self.others = extension("gguf_families", asked).FAMILIES
         self.family = self.others.get("mixtral" if has_experts else self.architecture)
-        of_layer = LAYER_NAMES | (self.family.names if self.family else {})
+        names = NAMES | (self.family.names if self.family else {})
         # for each file: the type, the shape and the place of each tensor
         self.table = {name: {
-            plain_name(tensor.name, of_layer): [
+            plain_name(tensor.name, names): [
                 tensor.tensor_type.name, tensor.shape.tolist()[::-1], int(tensor.data_offset),
                 int(tensor.n_bytes)]
             for tensor in reader.tensors} for name, reader in readers.items()}
@@ -129,7 +125,8 @@ class Header:
                    "rope.dimension_count": head_dim, "rope.scaling.attn_factor": 1.0,
                    "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
                    "rope.scaling.yarn_log_multiplier": 0.0, "attn_logit_softcapping": 0.0,
-                   "final_logit_softcapping": 0.0, "rope.freq_base_swa": None}
+                   "final_logit_softcapping": 0.0, "rope.freq_base_swa": None,
+                   "rope.dimension_sections": None, "nextn_predict_layers": 0}
         for name in self.family.reads if self.family else ():
             neutral.pop(name, None)
         for name, value in neutral.items():
@@ -163,10 +160,12 @@ class Header:
             "num_attention_heads": heads,
             "num_key_value_heads": self.of_model("attention.head_count_kv", heads),
             "head_dim": self.head_dim(),
-            "rms_norm_eps": self.of_model("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": self.of_model(
+                "attention.layer_norm_rms_epsilon",
+                self.find(f"{self.architecture}.attention.layer_norm_epsilon")),
             "max_position_embeddings": self.of_model("context_length"),
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
-            "mlp_bias": "blk.0.ffn_gate.bias" in self.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "bos_token_id": self.find("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self.find("tokenizer.ggml.eos_token_id")} | more
@@ -179,8 +178,8 @@ class Header:
         """
         heads = self.of_model("attention.head_count")
         permuted = {"q_proj": heads, "k_proj": self.of_model("attention.head_count_kv", heads)}
-        return {"quant_method": "gguf",
-                "heads": permuted if self.architecture == "llama" else {},
+        is_permuted = self.family.is_permuted if self.family else self.architecture == "llama"
+        return {"quant_method": "gguf", "heads": permuted if is_permuted else {},
                 "norms": self.family.norms if self.family else 0.0}
 
     def eos(self) -> list[int]:

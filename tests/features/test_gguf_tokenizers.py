@@ -61,10 +61,13 @@ def test_tokens_that_are_no_bytes(tmp_path, pre):
     ("gpt-2", "\n\n12", ["Ċ", "Ċ", "12"]), ("gpt-2", "  1", ["Ġ", "Ġ", "1"]),
     ("qwen2", "\n\n123", ["ĊĊ", "1", "2", "3"]), ("llama-bpe", "1234", ["12", "3", "4"]),
     ("tekken", "aB12", ["a", "B", "1", "2"]), ("qwen2", "aB", ["aB"]),
+    ("qwen2", "!\n", ["!Ċ"]), ("seed-coder", "!\n", ["!", "Ċ"]),
+    ("hunyuan-dense", "(aB", ["(aB"]), ("exaone4", "(aB", ["(", "aB"]),
+    ("hunyuan-dense", "!\n1234", ["!Ċ", "12", "3", "4"]), ("glm4", "1234", ["12", "3", "4"]),
     # as Qwen's own: an accent and its letter become one character
     ("qwen2", "e\u0301", ["Ã", "©"]), ("gpt-2", "e\u0301", ["e", "Ì", "ģ"])])
 def test_where_a_text_is_cut(tmp_path, pre, text, words):
-    merges = ("Ċ Ċ", "Ġ Ġ", "1 2", "a B")
+    merges = ("Ċ Ċ", "Ġ Ġ", "1 2", "a B", "! Ċ", "( aB")
     header = bytes_gguf(path := tmp_path / "a.gguf", pre, CHATML, merges)
     tokenizer = gguf_tokenizers.read(header.find, path)
     ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -141,7 +144,7 @@ def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
 
 @pytest.mark.parametrize("pre, flag, has_bos", [
     ("llama-bpe", None, True), ("llama-bpe", True, True), ("llama-bpe", False, False),
-    ("tekken", None, True), ("qwen2", None, False), ("qwen2", True, True)])
+    ("tekken", None, True), ("glm4", None, False), ("qwen2", None, False), ("qwen2", True, True)])
 def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
     """llama.cpp does not write down that BOS comes first, and that a token needs no merges."""
     tokens = ["<bos>", "<eos>", "a", "b", "c", "ab", "abc"]

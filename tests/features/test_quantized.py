@@ -284,7 +284,7 @@ def test_the_images_of_a_model_are_no_model(make_gguf):
 
 def test_a_tensor_of_gguf_that_is_missing(make_gguf, monkeypatch):
     path, _ = make_gguf(["Q8_0"])
-    monkeypatch.setitem(gguf_files.LAYER_NAMES, "ffn_up", "mlp.other")
+    monkeypatch.setitem(gguf_files.NAMES, "ffn_up", "mlp.other")
     with pytest.raises(ValueError, match="layers.0.mlp.other.weight"):
         LLM(path)
 
