@@ -48,10 +48,11 @@ class Family(NamedTuple):
 def windows(header: Any, period: int) -> dict[str, Any]:
     """Returns which layers see all keys. If the file does not say it, these are the layers whose
     number, counted from 1, is a multiple of the period."""
-    of_layers = header.find(f"{header.architecture}.attention.sliding_window_pattern", period)
+    name = "attention.sliding_window_pattern"
+    of_layers = header.find(f"{header.architecture}.{name}")
     if not isinstance(of_layers, list):
-        count = header.of_model("block_count")
-        of_layers = [(index + 1) % of_layers != 0 for index in range(count)]
+        period = header.of_model(name, period)
+        of_layers = [(index + 1) % period != 0 for index in range(header.of_model("block_count"))]
     return {"sliding_window": header.of_model("attention.sliding_window"), "layer_types": [
         "sliding_attention" if is_local else "full_attention" for is_local in of_layers]}
 

@@ -193,6 +193,7 @@ def test_the_config_is_that_of_the_model(make_file, name):
     ("glm 4", {"rope.dimension_sections": [8, 8, 8, 0]}, "rope.dimension_sections=.8, 8, 8, 0."),
     ("glm 4", {"nextn_predict_layers": 1}, "nextn_predict_layers=1 .* .0."),
     ("command r7b", {"rope.dimension_count": 32}, "rope.dimension_count=32 .* .64."),
+    ("exaone 4", {"attention.sliding_window_pattern": 0}, ".*pattern=0 .* a number above 0"),
     ("ernie", {"attention.scale": 0.5}, "attention.scale=0.5 .* .0.0.")])
 def test_what_a_family_does_not_have(make_file, name, changes, message):
     path, _ = make_file(name, "F32", changes)
