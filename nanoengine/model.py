@@ -73,7 +73,7 @@ class Decoder(nn.Module):
             layer.self_attn.cache = cache
             layer.self_attn.backend = backend
 
-    # nanoengine_cpu.optimize replaces this forward with one that runs all layers in two calls.
+    # nanoengine_cpu.optimize replaces this forward with one that runs many layers in one call.
     # nanoengine_gpu.optimize replaces it, too: each residual sum is fused into the norm that
     # follows it
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:

@@ -1,6 +1,6 @@
 """The counterpart of flash-attn for a CPU: tensors in, tensors out. It needs no engine.
 
-    optimize(model)         fast products and attention, and all layers of a decoder in two calls
+    optimize(model)         fast products and attention, and many layers of a decoder in one call
     empty_cache(…)          memory for K and V in blocks, as `paged_attention` reads it
     paged_attention(…)      the attention kernel, as a function of tensors
 """

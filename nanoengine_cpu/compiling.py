@@ -152,7 +152,7 @@ def compile_kernel(kernel: Callable, phases: int = 1) -> Callable[..., list[int]
 
 
 @functools.cache
-def side_by_side() -> Callable[..., list[int]]:
+def run_together() -> Callable[..., list[int]]:
     """kernel(at, end): runs the calls that lie between two addresses, each of one phase and not run
     before. A thread that finds no task left in one call goes on to the next."""
     def together(phase, threads, arguments_at):

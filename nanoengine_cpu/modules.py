@@ -294,8 +294,8 @@ ROWS, X, MIDDLE, ACTIVATED, QKV, ATTENDED, *OF_STEP = range(-1, -15, -1)
 
 class Layers(nn.Module):
     """Runs the layers of a decoder as programs. One ends with the last attention: what follows it
-    is computed only for the rows that need an output. Each MLP of an unknown kind is called
-    between two programs. So there are two programs if all MLPs are known.
+    is computed only for the rows that need an output. A program also ends before each MLP of an
+    unknown kind, which is then called. So there are two programs if all MLPs are known.
 
     If Python called each kernel, that would take up to a fifth of the time of a decode. A program
     contains the addresses of weights and caches, and is made again when they change. If a module
@@ -370,6 +370,7 @@ class Layers(nn.Module):
             self.sizes = (attention.qkv_proj.in_features, max(inner, default=0),
                           attention.qkv_proj.out_features, attention.o_proj.in_features)
         self.version = changes["all"], id(self)
+
 
 def is_known_mlp(mlp: Any) -> bool:
     """Whether programs can run an MLP."""

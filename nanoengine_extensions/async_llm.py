@@ -79,9 +79,9 @@ class AsyncLLM:
             raise closed()
         loop = asyncio.get_running_loop()
         if loop not in self.running or self.running[loop].done():
-            # loops that were closed are forgotten
-            self.running = {each: task for each, task in [*self.running.items()]
-                            if not each.is_closed()}
+            for each in [*self.running]:
+                if each.is_closed():
+                    self.running.pop(each, None)
             self.running[loop] = asyncio.ensure_future(self._run(loop))
 
     async def _run(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoengine_cpu.compiling import run_call, side_by_side
+from nanoengine_cpu.compiling import run_call, run_together
 from nanoengine_cpu.modules import changes
 from nanoengine_extensions.transformers_models.modules import GatedMLP, are_close
 
@@ -79,18 +79,19 @@ class Experts(nn.Module):
         middle = rows.new_empty(len(rows), self.size)
         starts = counts.cumsum() - counts
         first, last = [calls[used] for calls in self.calls]
-        for calls, x, out in ((first, rows, middle), (last, middle, outs)):
+        for calls, places, x, out in zip((first, last), self.places, (rows, middle),
+                                         (middle, outs)):
             for place, tensor in ((X, x), (OUT, out)):
-                calls[:, self.places[place]] = (
+                calls[:, places[place]] = (
                     tensor.data_ptr() + starts * tensor.stride(0) * tensor.itemsize)
-            calls[:, self.places[ROWS]] = counts
-        run = side_by_side()
+            calls[:, places[ROWS]] = counts
+        run = run_together()
         ends = [(calls.ctypes.data, calls.ctypes.data + calls.nbytes) for calls in (first, last)]
         run_call(run(*ends[0]) + run(*ends[1]))
 
     def make_calls(self: Any) -> Any:
         """Returns the kernel calls, with ROWS and the others in place of arguments; None if some
-        expert has no kernel."""
+        expert has no kernel, or not the same as the others."""
         found: Any = [], []
         for mlp in self.experts:
             first, last = mlp.gate_up_proj, mlp.down_proj
@@ -99,8 +100,12 @@ class Experts(nn.Module):
                 return None
             for calls, linear in zip(found, (first, last)):
                 calls.append(linear.call(X, 0, OUT, ROWS))
+        # experts of one layer can have kernels with other arguments, if some are not quantized
+        if any(len({*map(len, calls)}) > 1 for calls in found):
+            return None
         self.size, self.dtype = last.in_features, last._parameters["weight"].dtype
-        self.places = {place: calls[0].index(place) for place in (X, OUT, ROWS)}
+        self.places = [{place: calls[0].index(place) for place in (X, OUT, ROWS)}
+                       for calls in found]
         return [*map(np.array, found)]
 
 

@@ -147,12 +147,12 @@ OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
     (lambda c: c.get("sliding_window") == 1 and c.get("use_sliding_window", True), *SMALL_WINDOW),
     # for a quantization_config, the extension `quantized` says what it reads
-    (lambda c: quantization(c) and not c.get("quantization_config"), *UNREAD), ELSEWHERE,
+    (lambda c: c["quantization"] and not c.get("quantization_config"), *UNREAD), ELSEWHERE,
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
      "a {families} model, or model_impl='transformers' given"))
 # for the engine's own families
 OWN: tuple[Kind, ...] = (
-    (quantization, *UNREAD), ELSEWHERE,
+    (lambda c: c["quantization"], *UNREAD), ELSEWHERE,
     (lambda c: c.get("is_causal", True) is not True,
      "lets its tokens see later ones (is_causal={is_causal}), which is not supported", WRITER),
     (has_small_window, *SMALL_WINDOW),

@@ -185,9 +185,13 @@ def own_layer(layer: Any, inputs: Inputs, others: Others, longest: int, dtype: A
     own: Any = attention[0]
     given = own.call, own.turned[0], own.turned[1], own.order
     same = (Own(OwnLayer(own.call, mlps[0], each), *given) for each in permutations(norms))
-    with reversing(rest if is_other else []):
-        return next((each for each in same
-                     if is_same(each, layer, inputs[layer][0], longest, dtype)), None)
+    try:
+        with reversing(rest if is_other else []):
+            return next((each for each in same
+                         if is_same(each, layer, inputs[layer][0], longest, dtype)), None)
+    except (TypeError, ValueError):
+        # the layer needs more from its MLP than hidden states
+        return None
 
 
 # ------------------------------------------------------------------------------ candidates
@@ -218,8 +222,10 @@ def candidates(call: Any, owner: Any, inputs: Inputs, dtype: torch.dtype) -> Ite
         *turned, values = rows.split(sizes)
         turned = [part.view(-1, len(order))[:, order].flatten() for part in turned]
         rows = torch.cat((*turned, values))
-        fused = side_by_side(each)
-        if not fused or (is_packed and not torch.equal(rows, rows.sort()[0])):
+        # packed rows cannot be reordered
+        is_fit = not is_packed or torch.equal(rows, rows.sort()[0])
+        fused = side_by_side(each) if is_fit else None
+        if not fused:
             continue
         call.qkv_proj = reordered(fused, rows)
         call.q_norm, call.k_norm = (reordered(copy.deepcopy(norm), order) for norm in two)

@@ -49,7 +49,7 @@ class Origin(Tensor):
                 each.parts = None
             return first[0]
         if not isinstance(found, Tensor):
-            return [Origin(each.shape, each.dtype, None) for each in found]
+            return [Origin(each.shape, each.dtype, None, first[0].sources) for each in found]
         dim = args[1] if len(args) > 1 else 0
         parts = None
         if all(isinstance(each, Origin) and each.parts for each in first):

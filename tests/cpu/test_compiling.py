@@ -55,6 +55,25 @@ def test_a_phase_begins_after_all_tasks_of_the_one_before(num_threads):
     assert seen[:, 0].tolist() == [first, second, third]
 
 
+def test_calls_that_need_not_wait_for_one_another(num_threads):
+    """Each has tasks of its own, and all are done when the run ends."""
+    def kernel(phase, threads, arguments_at):
+        at, size, number = numbers_at(arguments_at, 3)
+        seen = array_at(at, size, np.int64)
+        for task in compiling.take_tasks(size, 3, arguments_at):
+            seen[task] += number
+
+    compiled = compiling.compile_kernel(kernel)
+    sizes = [50, 0, 1, 700]
+    seen = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+    calls = np.array([compiled(each.data_ptr(), len(each), number)
+                      for number, each in enumerate(seen, 1)])
+    call = compiling.run_together()(calls.ctypes.data, calls.ctypes.data + calls.nbytes)
+    compiling.run_call(call)
+    assert [each.tolist() for each in seen] == [
+        [number] * size for number, size in enumerate(sizes, 1)]
+
+
 @pytest.mark.parametrize("tasks, size", [(0, 1), (1, 3), (7, 2), (100, 1), (100, 7), (96, 8)])
 def test_threads_take_each_task_once(num_threads, tasks, size):
     def kernel(phase, threads, arguments_at):

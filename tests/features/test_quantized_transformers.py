@@ -3,6 +3,7 @@ dequantized weights, which modules have packed weights, and what is dequantized 
 
 import functools
 import logging
+import re
 import shutil
 import sys
 from importlib import import_module
@@ -184,6 +185,35 @@ def test_what_transformers_splits_or_writes(folder_of, tmp_path, name):
             assert tokens(llm) == expected(reference)
 
 
+def quantized_experts(folder: Path, target: Path, plain: str) -> tuple[Path, Any]:
+    """A model whose experts are in GPTQ, except for matrices with a name that matches `plain`; and
+    transformers' model with the dequantized weights."""
+    torch.manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    stored = dict(weights)
+    _, _, _, symmetric, pack, entries = FORMATS["gptq 4"]
+    for key, weight in weights.items():
+        if ".experts." in key and not re.search(plain, key):
+            *parts, weights[key] = drawn(4, tuple(weight.shape), 32, symmetric, None)
+            del stored[key]
+            stored |= {f"{key.removesuffix('.weight')}.{end}": tensor
+                       for end, tensor in pack(*parts, bits=4, groups=None).items()}
+    found = with_weights(folder, target / "quantized", stored)
+    change_config(found, quantization_config=entries)
+    return found, compare.load_reference(with_weights(folder, target / "plain", weights))
+
+
+@pytest.mark.parametrize("plain", [
+    r"down_proj", r"gate_proj|up_proj", r"experts\.1\.", r"experts\.2\.down_proj",
+    r"experts\.0\.gate_proj"])
+def test_experts_of_which_some_matrices_are_not_quantized(folder_of, tmp_path, plain):
+    """Their kernels have other arguments."""
+    folder, reference = quantized_experts(folder_of("qwen3_moe"), tmp_path, plain)
+    with make_llm(folder) as llm:
+        assert packed_of(llm)
+        check_all(llm, reference)
+
+
 def test_what_an_origin_forgets():
     """Of which matrix it is, if it is written, or a part."""
     matrix: Any = object()
@@ -193,6 +223,9 @@ def test_what_an_origin_forgets():
     assert [(part.shape, part.parts) for part in parts] == [((2, 6), None)] * 2
     assert origin.parts == [matrix]
     torch.nn.init.zeros_(origin.data[1])
+    assert origin.parts is None
+    origin = Origin([4, 6], torch.float32, [matrix])
+    origin.split(2)[1].zero_()
     assert origin.parts is None
 
 
