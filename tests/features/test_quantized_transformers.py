@@ -36,8 +36,8 @@ NAMES = ["gemma2", "phi3", "olmo2", "mixtral", "gpt2"]
 MORE = ["gpt_oss", "qwen3_moe", "gemma3 images", "gpt_neox", "opt", "deepseek_v3", "granite"]
 PROMPTS = compare.random_prompts()
 # linears that one product computes
-GATES = ["gate_proj", "up_proj"]
-JOINED = {"gate_up_proj": GATES, "gate_proj": GATES, "q_proj": ["q_proj", "k_proj", "v_proj"]}
+GATES, ATTENTION = ["gate_proj", "up_proj"], ["q_proj", "k_proj", "v_proj"]
+JOINED = {"gate_up_proj": GATES, "gate_proj": GATES, "q_proj": ATTENTION, "k_proj": ATTENTION}
 
 
 def slow(*values: Any) -> Any:
