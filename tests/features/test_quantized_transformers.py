@@ -204,8 +204,8 @@ def quantized_experts(folder: Path, target: Path, plain: str) -> tuple[Path, Any
 
 
 @pytest.mark.parametrize("plain", [
-    r"down_proj", r"gate_proj|up_proj", r"experts\.1\.", r"experts\.2\.down_proj",
-    r"experts\.0\.gate_proj"])
+    r"down_proj", r"experts\.1\.", *map(slow, (
+        r"gate_proj|up_proj", r"experts\.2\.down_proj", r"experts\.0\.gate_proj"))])
 def test_experts_of_which_some_matrices_are_not_quantized(folder_of, tmp_path, plain):
     """Their kernels have other arguments."""
     folder, reference = quantized_experts(folder_of("qwen3_moe"), tmp_path, plain)
