@@ -18,11 +18,12 @@ from numba import types
 from numba.extending import intrinsic
 
 from nanoengine_cpu.vectors import (
-    FLOATS, LANES, WORDS, add_pairs, call, fill, inlined, instruction, multiply_add, opened, same,
-    store, vector)
-from nanoengine_extensions.quantized.packed import FLOAT, NESTED, stored_bits
+    FLOATS, LANES, WORDS, add_pairs, array_at, call, fill, inlined, instruction, multiply_add,
+    opened, same, store, vector)
+from nanoengine_extensions.quantized.packed import (
+    ANY, EXPONENT, FLOAT, HAS_TABLES, NESTED, TABLE, stored_bits)
 from nanoengine_extensions.quantized.whole_numbers import (
-    at_vector, can_look_up, floats_of, in_turn, in_words, load_words, looked_up, whole_numbers)
+    at_vector, floats_of, in_turn, in_words, load_words, looked_up, pairs_of, whole_numbers)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
@@ -59,6 +60,13 @@ def load_floats(builder, data, first):
 
 
 @instruction(vector)
+def load_exponents(builder, data, first):
+    """2^(n - 127) for 16 bytes n, above 0, that begin at a byte."""
+    numbers = builder.zext(load_of(builder, ir.IntType(8), data, first), WORDS)
+    return builder.bitcast(builder.shl(numbers, same(WORDS, 23)), FLOATS)
+
+
+@instruction(vector)
 def doubled(builder, numbers, half):
     """Each of the first or of the last 8 numbers twice."""
     parts = [builder.shuffle_vector(numbers, numbers, ir.Constant(WORDS, [
@@ -80,11 +88,13 @@ def marked(builder, words):
     return numbers
 
 
-def weights_of(builder, data, place, scales, width, per_word):
+def weights_of(builder, data, place, table, scales, width, per_word):
     """The weights of 16 packed words, as the words that are multiplied."""
     words = load_words(builder, data, place)
-    if can_look_up(width, per_word):
-        pairs = [opened(builder, found) for found in looked_up(builder, words, width, False)]
+    if width == 4 and HAS_TABLES:
+        numbers = [*looked_up(builder, words, table)]
+    elif width == 6 and HAS_TABLES and per_word == 2:
+        pairs = [opened(builder, found) for found in pairs_of(builder, words, 6, False, table)]
         numbers = [*chain(*zip(*pairs))]
     elif width == 8:
         numbers = marked(builder, words)
@@ -141,35 +151,35 @@ def store_words(builder, lines, to, pitch, words):
 
 
 @with_constants(3)
-def add_weights(builder, rows, line, data, place, scales, sums, width, per_word, count):
+def add_weights(builder, rows, line, data, place, table, scales, sums, width, per_word, count):
     """Adds the products of `count` rows with some vectors of weights to their sums."""
     for i in range(COLUMNS if count == 1 else 2):
         own = builder.gep(scales, [place.type(i * SCALES)])
         packed = builder.add(place, place.type(i * LANES))
-        weights = weights_of(builder, data, packed, own, width, per_word)
+        weights = weights_of(builder, data, packed, table, own, width, per_word)
         add_words(builder, rows, line, weights, sums, i * count * LANES, per_word, count)
 
 
 @with_constants(2)
-def store_weights(builder, lines, to, pitch, data, place, scales, width, per_word):
+def store_weights(builder, lines, to, pitch, data, place, table, scales, width, per_word):
     """Stores the weights of 16 packed words, each vector of them `pitch` words after the last."""
-    weights = weights_of(builder, data, place, scales, width, per_word)
+    weights = weights_of(builder, data, place, table, scales, width, per_word)
     store_words(builder, lines, to, pitch, weights)
 
 
 @with_constants(3)
-def add_numbers(builder, rows, line, data, place, sums, width, per_word, count):
+def add_numbers(builder, rows, line, data, place, table, sums, width, per_word, count):
     """Adds the products of `count` rows with some vectors of whole numbers to their sums."""
     for i in range(COLUMNS if count == 1 or width < 8 else 2):
         packed = builder.add(place, place.type(i * LANES))
-        words = whole_numbers(builder, data, packed, width, per_word)
+        words = whole_numbers(builder, data, packed, table, width, per_word)
         add_words(builder, rows, line, words, sums, i * count * LANES, per_word, count)
 
 
 @with_constants(2)
-def store_numbers(builder, lines, to, pitch, data, place, width, per_word):
+def store_numbers(builder, lines, to, pitch, data, place, table, width, per_word):
     """Stores the numbers of 16 packed words, each vector of them `pitch` words after the last."""
-    words = whole_numbers(builder, data, place, width, per_word)
+    words = whole_numbers(builder, data, place, table, width, per_word)
     store_words(builder, lines, to, pitch, words)
 
 
@@ -190,7 +200,15 @@ def load_stored(data, at, above, storage):
         return load_floats(data, at)
     if storage == NESTED:
         return load_bytes(data, at) * load_halves(data, above)
+    if storage == EXPONENT:
+        return load_exponents(data, at)
     return load_halves(data, at)
+
+
+@inlined()
+def table_of(part):
+    """The table of a weight's numbers of 4 bits."""
+    return load_floats(array_at(part, ANY, np.uint8), TABLE)
 
 
 @inlined()
@@ -200,7 +218,7 @@ def read_scales(data, at, above, kind, block_size, c):
     at: where its record begins; above: where the scales of its 256 inputs begin, in float16
     """
     storage, has_zeros, has_lows, zero = kind
-    size = 1 << storage
+    size = 1 << storage % 3
     lows = at + block_size * size
     zeros = lows + block_size * size * has_lows
     low, offset = fill(np.float32(0)), fill(np.float32(zero))

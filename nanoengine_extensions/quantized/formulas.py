@@ -16,6 +16,8 @@ from torch import Tensor
 
 # how AutoAWQ orders the outputs of a word
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+# what the numbers of MXFP4 stand for, doubled
+MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])
 # inputs of a group that `rounded` makes
 GROUP = 32
 # rows that are dequantized at a time
@@ -23,12 +25,13 @@ ROWS = 256
 
 
 class Grouped(NamedTuple):
-    """A weight in groups of inputs: (number - zero) * scale + low.
+    """A weight in groups of inputs: (number - zero) * scale + low, or values[number] * scale.
 
     numbers: (outputs, inputs), whole numbers of `bits` bits; in int8 they have a sign.
     scales, zeros, lows: (outputs, groups); missing zeros or lows are 0.
     groups: the group of each input; None: the file does not say it (see `stored.with_groups`).
     above: what scales, and lows, are multiplied by: (outputs, groups of 256 inputs) each.
+    values: 16 numbers in float32, for which the numbers stand; without zeros and lows.
     """
 
     numbers: Tensor
@@ -38,6 +41,7 @@ class Grouped(NamedTuple):
     bits: int = 8
     lows: Tensor | None = None
     above: tuple[Tensor, ...] = ()
+    values: Tensor | None = None
 
     def group_size(self) -> int:
         """How many neighbours form a group; 0 if the inputs of a group are not neighbours."""
@@ -62,13 +66,25 @@ class Grouped(NamedTuple):
         # some rows at a time, which stay in the cache
         for start in range(0, len(weight), ROWS):
             rows = slice(start, start + ROWS)
-            part = weight[rows].copy_(self.numbers[rows])
+            part = weight[rows]
+            if self.values is not None:
+                torch.take(self.values, self.numbers[rows].long(), out=part)
+            else:
+                part.copy_(self.numbers[rows])
             if self.zeros is not None:
                 part -= self.zeros[rows].float()[:, self.groups]
             part *= self.floats(self.scales, 0, rows)[:, self.groups]
             if self.lows is not None:
                 part += self.floats(self.lows, 1, rows)[:, self.groups]
         return weight
+
+    def without_table(self) -> "Grouped":
+        """Returns the same weight with whole numbers, if the values are such numbers."""
+        values: Any = self.values
+        whole = values.to(torch.int8)
+        if not torch.equal(whole.float(), values):
+            return self
+        return self._replace(numbers=whole[self.numbers.int()], bits=8, values=None)
 
     def floats(self, numbers: Tensor, which: int, rows: slice) -> Tensor:
         """Returns some rows of scales (0) or lows (1) in float32."""
@@ -125,6 +141,35 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
     elif zeros is not None:
         middles = middles + zeros.to(torch.int16)
     return Grouped(numbers, scale, middles.expand(scale.shape), g_idx, bits)
+
+
+def mxfp4(numbers: Tensor, exponents: Tensor) -> Grouped:
+    """Groups of 32 inputs, (outputs, inputs) and (outputs, groups) uint8: a number stands for one
+    of 4 bits in floating point, and an exponent e for 2^(e - 127). The table has doubled values,
+    which are whole numbers, so scales are half as large.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0
+    """
+    scales = (exponents - 1).view(torch.float8_e8m0fnu)
+    # the smallest and the largest have no such scale
+    if ((exponents < 2) | (exponents == 255)).any():
+        scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)
+    return Grouped(numbers, scales, bits=4, values=MXFP4)
+
+
+def in_turn(first: Grouped, second: Grouped) -> Grouped:
+    """Returns a weight with the rows of two in turn; both are of one format."""
+    def mixed(*both: Any) -> Any:
+        if both[0] is None:
+            return None
+        if both[0].dtype != both[1].dtype:
+            # exponents, of which some are the smallest or the largest
+            both = both[0].float(), both[1].float()
+        return torch.stack(both, 1).flatten(0, 1)
+
+    names = "numbers", "scales", "zeros", "lows"
+    found = {name: mixed(getattr(first, name), getattr(second, name)) for name in names}
+    return first._replace(**found, above=tuple(map(mixed, first.above, second.above)))
 
 
 def rounded(weight: Tensor, bits: int) -> Grouped:

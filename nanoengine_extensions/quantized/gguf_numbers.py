@@ -1,17 +1,22 @@
 """The whole numbers and scales of a GGUF matrix: what `gguf.dequantize` computes with.
 
 Layouts are those of llama.cpp's `ggml-common.h`: blocks of 32 inputs, or of 256 in the K-quants,
-whose scales are whole numbers, too, times one in float16.
+whose scales are whole numbers, too, times one in float16. Numbers of IQ4_NL, IQ4_XS and MXFP4 stand
+for those of a table.
 """
 
 import torch
 from torch import Tensor
 
-from nanoengine_extensions.quantized.formulas import Grouped
+from nanoengine_extensions.quantized.formulas import Grouped, mxfp4
 
 # the bytes of a block
 SIZES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q2_K": 84, "Q3_K": 110,
-         "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+         "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17}
+# those with blocks of 256 inputs
+ARE_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+# what the numbers of IQ4_NL and IQ4_XS stand for
+IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 
 
 def halves(raw: Tensor) -> Tensor:
@@ -31,16 +36,20 @@ def parts(raw: Tensor, bits: int) -> Tensor:
 def grouped(raw: Tensor, kind: str) -> Grouped:
     """raw: (outputs, bytes of a row) uint8; kind: the name of its type."""
     blocks = raw.unflatten(1, (-1, SIZES[kind]))
-    found = (of_256 if kind.endswith("K") else of_32)(blocks, kind)
+    found = (of_256 if kind in ARE_256 else of_32)(blocks, kind)
     inputs = found.numbers.shape[1]
     return found._replace(groups=torch.arange(inputs) // (inputs // found.scales.shape[1]))
 
 
 def of_32(x: Tensor, kind: str) -> Grouped:
+    if kind == "MXFP4":
+        return mxfp4(parts(x[..., 1:], 4).flatten(1), x[..., 0])
     scales = halves(x[..., :2])[..., 0]
     if kind == "Q8_0":
         return Grouped(signed(x[..., 2:]).flatten(1), scales)
     numbers = parts(x[..., -16:], 4).flatten(-2)
+    if kind == "IQ4_NL":
+        return Grouped(numbers.flatten(1), scales, bits=4, values=IQ4)
     if kind[1] == "5":
         # the fifth bits are in four bytes before the others
         numbers |= parts(x[..., -20:-16], 1).transpose(-1, -2).flatten(-2) << 4
@@ -70,6 +79,13 @@ def of_256(x: Tensor, kind: str) -> Grouped:
         low, high = parts(x[..., 96:104], 4), parts(x[..., 104:108], 2)
         scales = signed(low.flatten(-2) | high.flatten(-2) << 4) - 32
         return nested(numbers, scales, 4, halves(x[..., 108:]), zero=4)
+    if kind == "IQ4_XS":
+        numbers = parts(x[..., 8:].unflatten(-1, (8, 16)), 4)
+        # eight scales of 6 bits
+        low, high = parts(x[..., 4:8, None], 4), parts(x[..., 2:4, None], 2)
+        scales = signed(low.flatten(-3) | high.flatten(-3) << 4) - 32
+        found = nested(numbers, scales, 4, halves(x[..., :2]))
+        return found._replace(values=IQ4)
     low = parts(x[..., :128].unflatten(-1, (2, 64)), 4).unflatten(-1, (2, 32)).flatten(-3, -2)
     numbers = low | parts(x[..., 128:192].unflatten(-1, (2, 32)), 2) << 4
     return nested(numbers, signed(x[..., 192:208]), 8, halves(x[..., 208:]), zero=32)

@@ -175,12 +175,15 @@ def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool,
 
 
 def are_one(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype,
-            block: int) -> bool:
-    """Whether one product can combine some parts: all are packed, the blocks of a part follow those
-    of the last one, and all have the same inputs."""
-    return (all(part.ndim == 1 for part in parts) and not any(count % block for count in rows[:-1])
-            and len({packed.padding(inputs, packed.form_of(part).group, dtype)
-                     for part in parts}) == 1)
+            is_whole: bool = True) -> bool:
+    """Whether one product can combine some parts: all are packed for the same kernel, and have the
+    same inputs; if they are whole, not halves, blocks of a part follow those of the last one."""
+    if any(part.ndim > 1 for part in parts):
+        return False
+    forms = [packed.form_of(part) for part in parts]
+    kinds = {(form.by_sums, packed.padding(inputs, form.group, dtype)) for form in forms}
+    follow = not is_whole or not any(count % forms[0].block for count in rows[:-1])
+    return len(kinds) == 1 and follow
 
 
 def one_matrix(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype) -> Tensor:
@@ -251,9 +254,7 @@ class Loading:
         """Gives a module its packed parts; dequantizes them where there is no kernel for them."""
         is_linear = isinstance(module, QuantizedLinear)
         inputs = module._parameters["weight"].shape[1]
-        is_whole = is_linear and module.halves == 1
-        block = packed.block_of(self.dtype, self.by_sums) if is_whole else 1
-        fit = are_one(parts, rows, inputs, self.dtype, block)
+        fit = are_one(parts, rows, inputs, self.dtype, is_linear and module.halves == 1)
         if fit and is_linear:
             return module.keep(parts, rows, self.dtype)
         if fit:

@@ -1,13 +1,14 @@
 """A quantized weight as a kernel reads it: whole numbers and scales, in blocks of outputs.
 
-    header      16 int64: see `pack`
+    header      24 int64: those of `Form`, and from the 16th on, a table of what numbers of 4 bits
+                stand for: 16 numbers in float32; for sums in bfloat16, 16 such numbers twice
     each block of outputs
         scales of 256 inputs, in float16, if the others are multiplied by them
         each group of inputs: a record
             scales      of each output; then lows and zeros, where there are any
             numbers     16 words, one for each of 16 outputs, with 4 or 8 numbers in each
 
-    weight = (number - zero) * scale + low
+    weight = (number - zero) * scale + low          or table[number] * scale
 """
 
 import functools
@@ -21,15 +22,18 @@ from torch import Tensor
 
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.products import BLOCK, BLOCKS
-from nanoengine_cpu.vectors import LANES
+from nanoengine_cpu.vectors import LANES, has
 from nanoengine_extensions.quantized.formulas import Grouped
 
-# the numbers of a header
-HEADER = 16
+# the numbers of a header, and the byte where its table begins
+HEADER, TABLE = 24, 8 * 16
+# whether kernels look up numbers of 4 bits
+HAS_TABLES = has("avx512bw")
 # how scales and lows are stored, by the logarithm of their bytes: as int8 times one in float16, in
-# float16, in float32
-NESTED, HALF, FLOAT = range(3)
-STORAGE = {torch.float16: HALF, torch.float32: FLOAT, torch.int8: NESTED}
+# float16, in float32; 3 is 0 again: a power of two
+NESTED, HALF, FLOAT, EXPONENT = range(4)
+STORAGE = {torch.float16: HALF, torch.float32: FLOAT, torch.int8: NESTED,
+           torch.float8_e8m0fnu: EXPONENT}
 # inputs with one scale above their groups'
 ABOVE = 256
 # groups of more inputs are cut
@@ -47,6 +51,7 @@ class Form(NamedTuple):
     begin, size: bytes of a block before the first record, and in all.
     block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
     width: how numbers are read: in 4 bits, or in 8 bits, of which they need 6 or 8.
+    has_table: whether numbers have no meaning but that of the table.
     """
 
     bits: int
@@ -63,6 +68,7 @@ class Form(NamedTuple):
     block: int
     by_sums: int
     width: int
+    has_table: int
 
 
 def block_of(dtype: torch.dtype, by_sums: bool) -> int:
@@ -116,7 +122,17 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     """Returns a weight as bytes, or None if there is no such form of it.
 
     by_sums: whether sums.py multiplies it; otherwise expanding.py. space: gives memory
+
+    If scales are powers of two, sums.py multiplies the same weight, in bfloat16 faster.
     """
+    if weight.values is not None and not HAS_TABLES:
+        weight = weight.without_table()
+        if weight.values is not None:
+            return None
+    by_sums |= weight.scales.dtype == torch.float8_e8m0fnu and dtype == torch.bfloat16
+    table = table_of(weight, dtype, by_sums)
+    if table is None:
+        return None
     block = block_of(dtype, by_sums)
     outputs, inputs = weight.numbers.shape
     size = weight.group_size()
@@ -126,7 +142,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     if storage == FLOAT:
         scales = scales.float()
         # with more bits, products in float32 would not be exact
-        if (scales.view(torch.int32) & 0x1FF).any():
+        if weight.values is None and (scales.view(torch.int32) & 0x1FF).any():
             return None
     # a scale can be missing
     if not group or -(-inputs // size) != scales.shape[1]:
@@ -144,7 +160,10 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     # what is added to all numbers
     added = weight.middle()
     least, most = (int(each) + added for each in weight.numbers.aminmax())
-    if by_sums and isinstance(zero, int) and -middle <= least - zero <= most - zero < middle:
+    if weight.values is not None:
+        # nothing is added to the weights of a group: see `group_and_shift` in sums.py
+        zero = middle if by_sums else 0
+    elif by_sums and isinstance(zero, int) and -middle <= least - zero <= most - zero < middle:
         # the one zero of all groups is moved to the middle, where all numbers fit
         added += middle - zero
         least, most, zero = least + middle - zero, most + middle - zero, middle
@@ -166,10 +185,11 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     form = Form(weight.bits, group, record, head, storage, isinstance(zero, Tensor),
                 lows is not None, 0 if isinstance(zero, Tensor) else zero,
                 ABOVE // group if above else 0, begin, begin + groups * record, block,
-                by_sums, width)
+                by_sums, width, weight.values is not None)
     blocks = (outputs + more[1]) // block
     packed = space(8 * HEADER + blocks * form.size)
     packed[:8 * len(form)] = torch.tensor(form).view(torch.uint8)
+    packed[TABLE:8 * HEADER] = table.view(torch.uint8)
     written = packed[8 * HEADER:].view(blocks, form.size)
     if above:
         written[:, :begin] = torch.cat(above, 2).flatten(1)
@@ -187,6 +207,21 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
         pairs = x.view(torch.int16)
         to.copy_((pairs | pairs >> 4).to(torch.uint8) if weight.bits == 4 else x)
     return packed
+
+
+def table_of(weight: Grouped, dtype: torch.dtype, by_sums: bool) -> Tensor | None:
+    """Returns what stored numbers of 4 bits stand for, or None if the dtype of sums cannot
+    represent it."""
+    numbers = weight.values
+    if numbers is None:
+        numbers = torch.arange(16.0) - (8 if by_sums else 0)
+    if by_sums:
+        # a stored number is the number minus 8, with a sign
+        numbers = numbers.roll(8)
+    if not by_sums or dtype == torch.float32:
+        return numbers
+    halves = numbers.bfloat16()
+    return halves.repeat(2) if torch.equal(halves.float(), numbers) else None
 
 
 def form_of(packed: Tensor) -> Form:
@@ -214,8 +249,8 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
     data = packed[8 * HEADER:].view(-1, form.size)
     records = data[:, form.begin:].unflatten(1, (-1, form.record))
     groups = torch.arange(records.shape[1], device="cpu")
-    size = 1 << form.storage
-    kind = (torch.int8, torch.float16, torch.float32)[form.storage]
+    size = 1 << form.storage % 3
+    kind = next(kind for kind, storage in STORAGE.items() if storage == form.storage)
 
     def find(records: Tensor, first: int, size: int, kind: torch.dtype) -> Tensor:
         at = first + size * own[:, None] + torch.arange(size, device="cpu")
@@ -226,7 +261,11 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
     place = place + form.head
     found = records[blocks[:, None, None], groups[None, :, None], place[own][:, None]]
     found = found >> shift[own][:, None] & 2**form.bits - 1
-    weight = (found ^ (2**(form.bits - 1) if form.by_sums else 0)).float()
+    if form.has_table:
+        table = packed[TABLE:8 * HEADER].view(dtype if form.by_sums else torch.float32)
+        weight = table[found.int()].float()
+    else:
+        weight = (found ^ (2**(form.bits - 1) if form.by_sums else 0)).float() - form.zero
     scales = find(records, 0, size, kind)
     lows = find(records, size * block, size, kind) if form.has_lows else None
     if form.nested:
@@ -236,7 +275,6 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
             lows *= find(above, 2 * block, 2, torch.float16).repeat_interleave(form.nested, 1)
     if form.has_zeros:
         weight -= find(records, size * block * (1 + form.has_lows), 1, torch.int8) + 128
-    weight -= form.zero
     weight *= scales
     if lows is not None:
         weight += lows

@@ -16,7 +16,7 @@ from nanoengine_cpu.vectors import (
     LANES, add_products, array_at, copy_rows, fill, inlined, load, numbers_at, prefetch, stack,
     store, total)
 from nanoengine_extensions.quantized.expanding import (
-    COLUMNS, FEW, add_numbers, read_scales, store_numbers)
+    COLUMNS, FEW, add_numbers, read_scales, store_numbers, table_of)
 from nanoengine_extensions.quantized.packed import ANY, HEADER
 
 # each row keeps the sums of this many neighbouring inputs; the size of a group is a multiple
@@ -96,6 +96,7 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width
     step = group // per_word
     in_group, pitch = group // UNIT, size_of_row * per_word // UNIT
     across = COLUMNS if count == 1 or width < 8 else 2
+    table = table_of(part)
     for n in range(size_of_row // step):
         open_sums(part, number, n, has_shift, scales)
         for c in range(0, BLOCK, across * LANES):
@@ -107,7 +108,7 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
                 packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK + c
-                add_numbers(here, line, words, packed, held, width, per_word, count)
+                add_numbers(here, line, words, packed, table, held, width, per_word, count)
             add_scaled(space, LANES, count, scales[c:], sums[c:], count, across * LANES)
         if has_shift:
             add_shifts(units[n * in_group:], pitch, in_group, scales, sums, count)
@@ -129,7 +130,7 @@ def expand_by_sums(part, number, first, depth, lines, scales, per_word):
     """Stores the numbers of words `first` to `first` + `depth` of a block, and their scales."""
     bits, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
     _, has_shift = group_and_shift(part)
-    width = numbers_at(part, 14)[13]
+    width, table = numbers_at(part, 14)[13], table_of(part)
     at = part + 8 * HEADER + number * size
     words = array_at(at, ANY, np.uint32)
     step = group // per_word
@@ -141,11 +142,11 @@ def expand_by_sums(part, number, first, depth, lines, scales, per_word):
             packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK
             for c in range(0, BLOCK, LANES):
                 if width == 8:
-                    store_numbers(lines, to + c, BLOCK, words, packed + c, 8, per_word)
+                    store_numbers(lines, to + c, BLOCK, words, packed + c, table, 8, per_word)
                 elif width == 6:
-                    store_numbers(lines, to + c, BLOCK, words, packed + c, 6, per_word)
+                    store_numbers(lines, to + c, BLOCK, words, packed + c, table, 6, per_word)
                 else:
-                    store_numbers(lines, to + c, BLOCK, words, packed + c, 4, per_word)
+                    store_numbers(lines, to + c, BLOCK, words, packed + c, table, 4, per_word)
     return at + begin + (first + depth) // step * record, BLOCK * bits // 16
 
 

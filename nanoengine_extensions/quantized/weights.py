@@ -14,7 +14,7 @@ from nanoengine_cpu.products import BLOCK, SLICE, STEP, add_rows, add_slice
 from nanoengine_cpu.tiles import load_sums, store_sums
 from nanoengine_cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, stack
 from nanoengine_extensions.quantized.expanding import (
-    COLUMNS, FEW, SCALES, add_weights, open_scales, store_weights)
+    COLUMNS, FEW, SCALES, add_weights, open_scales, store_weights, table_of)
 from nanoengine_extensions.quantized.packed import ANY, HEADER
 
 # sums of two vectors of outputs
@@ -31,7 +31,7 @@ def expand_groups(part, number, first, depth, lines, block_size, width, per_word
     at = part + 8 * HEADER + number * size
     data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
     scales = array_at(stack(OPEN), OPEN, np.float32)
-    kind = storage, has_zeros, has_lows, zero
+    kind, table = (storage, has_zeros, has_lows, zero), table_of(part)
     unit = 256 if width == 8 else 0
     step = group // per_word
     for n in range(first // step, (first + depth) // step):
@@ -42,7 +42,7 @@ def expand_groups(part, number, first, depth, lines, block_size, width, per_word
             to = (n * step - first + v // per_word) * block_size
             packed = (place + head) // 4 + v * bits // 32 * block_size
             for c in range(0, block_size, LANES):
-                store_weights(lines, to + c, block_size, words, packed + c,
+                store_weights(lines, to + c, block_size, words, packed + c, table,
                               scales[SCALES // LANES * c:], width, per_word)
     # where the next words lie, and how many of them each word in a row needs
     return at + begin + (first + depth) // step * record, block_size * bits // 16
@@ -56,7 +56,7 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
     at = part + 8 * HEADER + number * size
     data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
     scales = array_at(stack(OPEN), OPEN, np.float32)
-    kind = storage, has_zeros, has_lows, zero
+    kind, table = (storage, has_zeros, has_lows, zero), table_of(part)
     unit = 256 if width == 8 else 0
     step = group // per_word
     across = COLUMNS if count == 1 else 2
@@ -74,7 +74,7 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
                 packed = (place + head) // 4 + v * bits // 32 * BLOCK + c
-                add_weights(here, line, words, packed, own, held, width, per_word, count)
+                add_weights(here, line, words, packed, table, own, held, width, per_word, count)
             for i in range(across):
                 copy_rows(space[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
 

@@ -1,7 +1,7 @@
-"""Turns packed words into whole numbers, in LLVM's language.
+"""Turns packed words into numbers, in LLVM's language.
 
-In bfloat16, numbers of 4 bits are looked up in a table that one register holds, and bytes with
-numbers of 6 bits in a table of two registers: few operations for 32 numbers.
+With AVX-512, numbers of 4 bits are looked up in a table that one register holds: the weight brings
+it (packed.py). In bfloat16, bytes with numbers of 6 bits are looked up in a table of two registers.
 """
 
 import struct
@@ -9,7 +9,7 @@ import struct
 from llvmlite import ir
 
 from nanoengine_cpu.vectors import FLOATS, LANES, WORDS, call, has, rounded, same
-from nanoengine_extensions.quantized.packed import stored_bits
+from nanoengine_extensions.quantized.packed import HAS_TABLES, stored_bits
 
 BYTES = ir.VectorType(ir.IntType(8), LANES)
 PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -39,23 +39,34 @@ def bytes_of(builder, data, place):
     return [builder.sitofp(builder.sext(each, WORDS), FLOATS) for each in numbers]
 
 
-def can_look_up(width, per_word):
-    return width < 8 and per_word == 2 and has("avx512bw")
+def looked_up(builder, words, table):
+    """The numbers of 4 bits of some words, from the lowest bits up. table: 16 numbers"""
+    for shift in range(0, 32, 4):
+        # the instruction reads only the four lowest bits of each word
+        index = builder.lshr(words, same(WORDS, shift))
+        yield call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, index)
 
 
-def looked_up(builder, words, width, has_sign):
-    """The numbers of some words, as words of two numbers in bfloat16."""
-    below = 2 ** (width - 1) if has_sign else 2**width
-    numbers = [number if number < below else number - 2**width for number in range(2**width)]
-    halves = [struct.unpack("<HH", struct.pack("<f", number))[1] for number in numbers]
-    # an index of 4 bits has a fifth one, of the number above
-    halves *= 2 if width == 4 else 1
-    table, *others = [ir.Constant(PAIRS, halves[i:i + 32]) for i in range(0, len(halves), 32)]
+def pairs_of(builder, words, width, has_sign, table):
+    """The numbers of some words, as words of two numbers in bfloat16.
+
+    width: 4 or 6; has_sign: of 6 bits; table: of 4 bits, 16 numbers twice, since an index also has
+        a fifth bit, of the number above
+    """
+    first, *others = [builder.bitcast(table, PAIRS)] if width == 4 else whole_of_6_bits(has_sign)
     name = "vpermi2var" if others else "permvar"
     for shift in range(0, 16, stored_bits(width)):
         index = builder.lshr(builder.bitcast(words, PAIRS), ir.Constant(PAIRS, [shift] * 32))
-        found = call(builder, f"llvm.x86.avx512.{name}.hi.512", PAIRS, table, index, *others)
+        found = call(builder, f"llvm.x86.avx512.{name}.hi.512", PAIRS, first, index, *others)
         yield builder.bitcast(found, WORDS)
+
+
+def whole_of_6_bits(has_sign):
+    """What numbers of 6 bits stand for, in bfloat16: a table of two registers."""
+    below = 32 if has_sign else 64
+    numbers = [number if number < below else number - 64 for number in range(64)]
+    halves = [struct.unpack("<HH", struct.pack("<f", number))[1] for number in numbers]
+    return [ir.Constant(PAIRS, halves[i:i + 32]) for i in (0, 32)]
 
 
 # ----------------------------------------------------------------- words that are multiplied
@@ -86,13 +97,15 @@ def in_words(builder, numbers, per_word, join):
     return [join(builder, *pair) for pair in zip(numbers[:half], numbers[half:])]
 
 
-def whole_numbers(builder, data, place, width, per_word):
+def whole_numbers(builder, data, place, table, width, per_word):
     """The numbers of 16 packed words, with a sign, as the words that are multiplied."""
     if width == 8:
         return in_words(builder, bytes_of(builder, data, place), per_word, in_turn)
     words = load_words(builder, data, place)
-    if can_look_up(width, per_word):
-        found = looked_up(builder, words, width, True)
+    if HAS_TABLES and per_word == 2:
+        found = pairs_of(builder, words, width, True, table)
         return [builder.bitcast(pairs, FLOATS) for pairs in found]
+    if HAS_TABLES and width == 4:
+        return [*looked_up(builder, words, table)]
     numbers = floats_of(builder, words, stored_bits(width), True)
     return in_words(builder, numbers, per_word, joined)

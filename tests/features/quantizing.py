@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.quantized import formulas, packed
+from nanoengine_extensions.quantized import formulas, gguf_numbers, packed
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -43,7 +43,8 @@ def expected(model) -> list[list[int]]:
 HEADS = {"q_proj": 4, "k_proj": 2}
 # where a block of a type has its scales in float16, and how large they are in a test
 SCALES = {"Q2_K": ((80, 82), 1e-3), "Q3_K": ((108,), 1e-4), "Q4_K": ((0, 2), 1e-4),
-          "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 1e-4)}
+          "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 1e-4), "IQ4_NL": ((0,), 1e-4),
+          "IQ4_XS": ((0,), 1e-5)}
 
 
 def gguf_name(name: str) -> str:
@@ -295,18 +296,21 @@ def linears_of(llm) -> list[QuantizedLinear]:
             if isinstance(module, QuantizedLinear) and module.is_quantized]
 
 
-# of each: bits, inputs of a group, how scales are stored, lows, a zero for each group, a sign
-PACKED = {
+# of each: bits, inputs of a group, how scales are stored, lows, a zero for each group, a sign; what
+# its numbers stand for
+PACKED: dict[str, tuple] = {
     "Q8_0": (8, 32, "half", False, False, True), "Q4_0": (4, 32, "half", False, False, True),
     "Q4_1": (4, 32, "half", True, False, False), "Q5_1": (8, 32, "half", True, False, False),
     "Q4_K": (4, 32, "nested", True, False, False), "Q5_K": (8, 32, "nested", True, False, False),
     "Q6_K": (8, 16, "nested", False, False, True), "Q3_K": (4, 16, "nested", False, False, True),
     "AWQ": (4, 128, "half", False, True, False), "in bfloat16": (8, 64, "wide", False, True, False),
-    "a row": (4, 512, "wide", False, False, True)}
+    "a row": (4, 512, "wide", False, False, True),
+    "IQ4_NL": (4, 32, "half", False, False, False, gguf_numbers.IQ4),
+    "IQ4_XS": (4, 32, "nested", False, False, False, gguf_numbers.IQ4)}
 
 
 def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
-         has_zeros: bool, has_sign: bool) -> formulas.Grouped:
+         has_zeros: bool, has_sign: bool, values: Tensor | None = None) -> formulas.Grouped:
     # those with lows have at most 5 bits in files
     most = 32 if bits == 8 and has_lows else 2**bits
     numbers = torch.randint(most, (outputs, inputs))
@@ -324,7 +328,7 @@ def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_low
     return formulas.Grouped(
         numbers.to(torch.int8 if has_sign else torch.uint8), scales(), zeros,
         torch.arange(inputs) // group, bits,
-        scales() if has_lows else None, tuple(above) if storage == "nested" else ())
+        scales() if has_lows else None, tuple(above) if storage == "nested" else (), values)
 
 
 def linear_of(weights: list[formulas.Grouped], dtype: torch.dtype, halves: int, bias: Tensor | None,

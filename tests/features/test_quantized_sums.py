@@ -115,6 +115,38 @@ def test_one_zero_of_all_groups(zero):
     compare_exactly([weight], torch.bfloat16, (1, 9))
 
 
+def mxfp4(outputs: int, inputs: int, least: int = 120) -> formulas.Grouped:
+    """Random numbers of 4 bits in floating point, with exponents from the given one on."""
+    numbers = torch.randint(16, (outputs, inputs), dtype=torch.uint8)
+    exponents = torch.randint(least, 129, (outputs, inputs // 32), dtype=torch.uint8)
+    found = formulas.mxfp4(numbers, exponents)
+    return found._replace(groups=torch.arange(inputs) // 32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_powers_of_two_scale_sums(dtype):
+    """In bfloat16, without being asked for: the weight is the same, and the kernel is faster."""
+    weight = mxfp4(192, 512)
+    assert packed.form_of(packed.pack(weight, dtype)).by_sums == (dtype == torch.bfloat16)
+    linears = [linear_of([weight], dtype, 1, None, kind)
+               for kind in (QuantizedLinear, PackedLinear)]
+    assert torch.equal(linears[0].weight, linears[1].weight)
+    for count in (1, 2, 3, 4, 9, 40):
+        # so small that no sum is rounded
+        x = torch.randint(-2, 3, (count, 512)).to(dtype)
+        found, wanted = (run(linear, x) for linear in linears)
+        assert torch.equal(found, wanted), count
+
+
+def test_the_smallest_exponents_are_kept():
+    """2^-127 and 2^-128 are no normal float32 numbers."""
+    weight = mxfp4(64, 128, least=0)
+    assert weight.scales.dtype == torch.float32 and weight.scales.min() < 2.0**-126
+    part = packed.pack(weight, torch.bfloat16)
+    found = packed.rows_of(part, torch.arange(64), 128, torch.bfloat16)
+    assert torch.equal(found, weight.dequantized())
+
+
 @pytest.mark.parametrize("least, most, width", [
     (-32, 31, 6), (-33, 31, 8), (-32, 32, 8), (0, 5, 6)])
 def test_numbers_of_6_bits_are_looked_up(least, most, width):
