@@ -6,14 +6,15 @@ nanoengine_cpu compute them, and quantized ones stay packed.
 
     tokens          a b c, each with two experts
     rows            b | a c | a b | c       sorted by experts: 0, 2, 5, 7
-    experts         each is a gated MLP of its rows
+    experts         each is a gated MLP of its rows, or has the activation of the module
     tokens again    the rows of a token, times its weights, are summed
 
 A module is recognised by what it computes: small random matrices must give the same results.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,31 @@ from nanoengine_cpu.modules import changes
 from nanoengine_extensions.transformers_models.modules import GatedMLP, are_close
 
 NAMES = ("gate_up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
 # stand for the arguments of a kernel call: its other numbers are never -1 to -3
 ROWS, X, OUT = range(-1, -4, -1)
+
+
+class Expert(nn.Module):
+    """An expert with its module's own activation.
+
+    act: from the outputs of the first linear to the inputs of the second
+    """
+
+    def __init__(self, first: nn.Linear, last: nn.Linear, act: Callable) -> None:
+        super().__init__()
+        self.gate_up_proj = first
+        self.down_proj = last
+        vars(self)["act"] = act
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_up_proj(x)))
 
 
 class Experts(nn.Module):
     """Takes the place of the module with all experts of a layer.
 
+    act: of all experts; None if they are gated MLPs, whose activation is part of a kernel
     calls: the calls of each expert's two kernels, (experts, numbers) each: see `make_calls`
     version: the version of the weights that the calls use
     """
@@ -42,6 +61,7 @@ class Experts(nn.Module):
     def __init__(self, experts: Iterator[nn.Module]) -> None:
         super().__init__()
         self.experts = nn.ModuleList(experts)
+        self.act = getattr(self.experts[0], "act", None)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """From (T, hidden_size) to (T, hidden_size).
@@ -77,17 +97,25 @@ class Experts(nn.Module):
                 out.copy_(self.experts[number](x))
             return
         middle = rows.new_empty(len(rows), self.size)
+        both = [calls[used] for calls in self.calls]
+        first = self.placed(both, 0, rows, middle, counts)
+        if self.act:
+            run_call(first)
+            first, middle = [], self.act(middle)
+        run_call(first + self.placed(both, 1, middle, outs, counts))
+
+    def placed(self, both: Any, which: int, x: Tensor, out: Tensor, counts: Any) -> list[int]:
+        """Returns one call for the calls of the first (0) or the second linears of some experts.
+
+        x, out: the inputs and outputs of all rows
+        """
+        calls, places = both[which], self.places[which]
         starts = counts.cumsum() - counts
-        first, last = [calls[used] for calls in self.calls]
-        for calls, places, x, out in zip((first, last), self.places, (rows, middle),
-                                         (middle, outs)):
-            for place, tensor in ((X, x), (OUT, out)):
-                calls[:, places[place]] = (
-                    tensor.data_ptr() + starts * tensor.stride(0) * tensor.itemsize)
-            calls[:, places[ROWS]] = counts
-        run = run_together()
-        ends = [(calls.ctypes.data, calls.ctypes.data + calls.nbytes) for calls in (first, last)]
-        run_call(run(*ends[0]) + run(*ends[1]))
+        for place, tensor in ((X, x), (OUT, out)):
+            calls[:, places[place]] = (
+                tensor.data_ptr() + starts * tensor.stride(0) * tensor.itemsize)
+        calls[:, places[ROWS]] = counts
+        return run_together()(calls.ctypes.data, calls.ctypes.data + calls.nbytes)
 
     def make_calls(self: Any) -> Any:
         """Returns the kernel calls, with ROWS and the others in place of arguments; None if some
@@ -96,7 +124,7 @@ class Experts(nn.Module):
         for mlp in self.experts:
             first, last = mlp.gate_up_proj, mlp.down_proj
             if not all(getattr(each, "is_packed", False) and not each.padding
-                       for each in (first, last)) or not first.is_fused:
+                       for each in (first, last)) or first.is_fused != (self.act is None):
                 return None
             for calls, linear in zip(found, (first, last)):
                 calls.append(linear.call(X, 0, OUT, ROWS))
@@ -104,6 +132,8 @@ class Experts(nn.Module):
         if any(len({*map(len, calls)}) > 1 for calls in found):
             return None
         self.size, self.dtype = last.in_features, last._parameters["weight"].dtype
+        if self.act:
+            self.size = first.out_features
         self.places = [{place: calls[0].index(place) for place in (X, OUT, ROWS)}
                        for calls in found]
         return [*map(np.array, found)]
@@ -111,47 +141,89 @@ class Experts(nn.Module):
 
 def of_matrices(module: Any) -> Experts:
     """Returns the experts of a module, with views of its matrices."""
-    def linear(weight: Tensor) -> nn.Linear:
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        made.weight = nn.Parameter(weight, False)
-        return made
-
-    return Experts(GatedMLP(linear(first), linear(last))
-                   for first, last in zip(module.gate_up_proj, module.down_proj))
+    return build(kind_of(module), module)
 
 
-def of_linears(linears: list[nn.Linear]) -> Experts:
-    """linears: first those with gates and ups of all experts, then the others"""
+def of_linears(linears: list[nn.Linear], module: Any) -> Experts:
+    """Returns the experts of a module, with other linears.
+
+    linears: first those with gates and ups of all experts, then the others; without biases
+    """
+    return build(kind_of(module), module, linears)
+
+
+def build(kind: Callable, module: Any, linears: Any = None) -> Experts:
+    """kind: makes an expert of its two linears"""
+    linears = linears or [linear_of(each) for name in NAMES for each in matrices_of(module, name)]
+    biases = [each for name in BIASES for each in module._parameters.get(name, ())]
+    for linear, bias in zip(linears, biases):
+        linear.bias = nn.Parameter(bias, False)
     count = len(linears) // 2
-    return Experts(map(GatedMLP, linears[:count], linears[count:]))
+    return Experts(map(kind, linears[:count], linears[count:]))
+
+
+def linear_of(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, False)
+    return linear
+
+
+def matrices_of(module: Any, name: str) -> Tensor:
+    """Returns the matrices of all experts, (experts, outputs, inputs)."""
+    found = module._parameters[name]
+    return found.mT if is_transposed(module) else found
+
+
+def is_transposed(module: Any) -> bool:
+    return getattr(module, "is_transposed", False)
 
 
 # ---------------------------------------------------------------------------- recognition
 
 
 def are_known(module: Any) -> bool:
-    """Whether a module has the experts of a layer, each a gated MLP.
+    """Whether `Experts` computes what a module with the experts of a layer computes.
 
-    gate_up_proj: (experts, 2 * intermediate_size, hidden_size), gates first
+    gate_up_proj: (experts, 2 * intermediate_size, hidden_size)
     down_proj: (experts, hidden_size, intermediate_size)
+    both can be transposed, and have biases: (experts, outputs)
     """
-    if {*module._parameters} != {*NAMES} or module._modules.keys() - {"act_fn"}:
+    if {*module._parameters} not in ({*NAMES}, {*NAMES, *BIASES}):
         return False
-    first, last = (module._parameters[name].shape for name in NAMES)
-    has_sizes = len(first) == len(last) == 3 and first[1:] == (2 * last[2], last[1])
-    return has_sizes and hasattr(module, "num_experts") and is_same(module)
+    first, last = ([*module._parameters[name].shape] for name in NAMES)
+    if len(first) != 3 or len(last) != 3 or module._modules.keys() - {"act_fn"}:
+        return False
+    if is_transposed(module):
+        first[1:], last[1:] = first[:0:-1], last[:0:-1]
+    has_sizes = first[1:] == [2 * last[2], last[1]] and hasattr(module, "num_experts")
+    return has_sizes and kind_of(module) is not None
 
 
-def is_same(module: Any) -> bool:
-    """Whether a module, given two small experts, computes what `Experts` computes with them, for
-    small and large rows."""
+def kind_of(module: Any) -> Any:
+    """Returns what makes an expert of its two linears: a gated MLP, or one with the activation of
+    the module. Returns None if neither computes what the module computes."""
+    kinds: list[Callable] = [GatedMLP]
+    if hasattr(module, "_apply_gate"):
+        # without matrices, which it would keep in memory
+        bare = copy.copy(module)
+        bare._parameters = {}
+        kinds.append(partial(Expert, act=bare._apply_gate))
+    return next((kind for kind in kinds if is_same(module, kind)), None)
+
+
+def is_same(module: Any, kind: Callable) -> bool:
+    """Whether a module, given two small experts, computes what experts of a kind compute with them,
+    for small and large rows."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     trial = copy.copy(module)
-    trial._parameters = dict(zip(NAMES, (random(2, 32, 8), random(2, 8, 16))))
+    sizes = dict(zip((*NAMES, *BIASES), ((2, 32, 8), (2, 8, 16), (2, 32), (2, 8))))
+    trial._parameters = {name: random(*sizes[name]) for name in module._parameters}
+    if is_transposed(module):
+        trial._parameters |= {name: trial._parameters[name].mT for name in NAMES}
     trial.num_experts = 2
     x = random(5, 8) * torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0])[:, None]
     given = x, torch.tensor([[0, 1], [1, 0]] * 3)[:5], random(5, 2).abs()
@@ -160,4 +232,4 @@ def is_same(module: Any) -> bool:
     except Exception:
         # it needs other sizes, or other arguments
         return False
-    return are_close(right, of_matrices(trial)(*given), torch.float32)
+    return are_close(right, build(kind, trial)(*given), torch.float32)

@@ -60,8 +60,8 @@ NO_WEIGHTS: tuple[Row, ...] = (
 ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
 ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization, and those that transformers dequantizes
-READ = ("awq", "gptq", "compressed-tensors", "gguf")
-UNPACKED = ("fp8", "mxfp4")
+READ = ("awq", "gptq", "compressed-tensors", "mxfp4", "gguf")
+UNPACKED = ("fp8",)
 # where some tools store how a model is quantized: files, and an entry of config.json
 OLD = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "compression_config"}
 

@@ -20,7 +20,7 @@ class Family(NamedTuple):
     names: the names of tensors.
     reads: the entries of the file that are taken into account, besides those of all models, and
         what config.json calls them; "": `own` reads them.
-    own: turns a `Header` (quantized/gguf_files.py) into further entries of config.json.
+    own: turns a `Header` (quantized/gguf_header.py) into further entries of config.json.
     norms: what the converter has added to the weights of norms.
     is_permuted: whether it has reordered the rows of q and k, as those of a Llama.
     bias: what config.json calls whether q, k and v have biases.
@@ -149,6 +149,12 @@ def qwen2moe(header: Any) -> dict[str, Any]:
     return with_experts(header) | {"shared_expert_intermediate_size": shared}
 
 
+def gpt_oss(header: Any) -> dict[str, Any]:
+    """Every second layer sees all keys. YaRN's first and last frequency are not rounded."""
+    return with_experts(header) | windows(header, period=2) | {
+        "rope_parameters": header.rope() | {"truncate": False}}
+
+
 def olmo2(header: Any) -> dict[str, Any]:
     """OLMo 3 has windows; only the angles of the other layers are scaled."""
     # what YaRN multiplies cos and sin by: transformers works out the same number
@@ -162,10 +168,6 @@ def olmo2(header: Any) -> dict[str, Any]:
     return windows(header, period=4) | {
         "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3",
         "rope_parameters": {"full_attention": header.rope(), "sliding_attention": local}}
-
-
-def olmo(header: Any) -> dict[str, Any]:
-    return {"clip_qkv": header.find("olmo.attention.clamp_kqv")}
 
 
 def granite(header: Any) -> dict[str, Any]:
@@ -227,6 +229,8 @@ OF_MIXTRAL = {
 
 AFTER = {"post_attention_norm": "post_attention_layernorm",
          "post_ffw_norm": "post_feedforward_layernorm"}
+OF_GPT_OSS = OF_EXPERTS | AFTER | {
+    "ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"}
 OF_GLM = {"post_attention_norm": "post_self_attn_layernorm",
           "post_ffw_norm": "post_mlp_layernorm", "ffn_up": "mlp.gate_up_proj"}
 OF_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
@@ -256,7 +260,8 @@ FAMILIES = {
     "mistral3": Family("Ministral3", "ministral3", {}, {
         "rope.scaling.yarn_log_multiplier": ""}, mistral3, is_permuted=True),
     "granite": Family("Granite", "granite", {}, SCALES, granite, is_permuted=True),
-    "olmo": Family("Olmo", "olmo", {}, {}, olmo, is_permuted=True),
+    "olmo": Family("Olmo", "olmo", {}, {}, lambda header: {
+        "clip_qkv": header.find("olmo.attention.clamp_kqv")}, is_permuted=True),
     "olmo2": Family("Olmo2", "olmo2", AFTER, WINDOW | {
         "rope.freq_base_swa": "", "rope.scaling.yarn_attn_factor": ""}, olmo2),
     "exaone": Family("Llama", "llama"),
@@ -278,6 +283,7 @@ FAMILIES = {
     "hunyuan-dense": Family("HunYuanDenseV1", "hunyuan_v1_dense", OF_HUNYUAN),
     "qwen3moe": Family("Qwen3Moe", "qwen3_moe", OF_EXPERTS, EXPERTS, with_scaled_experts),
     "qwen2moe": Family("Qwen2Moe", "qwen2_moe", OF_EXPERTS, EXPERTS, qwen2moe, bias="qkv_bias"),
+    "gpt-oss": Family("GptOss", "gpt_oss", OF_GPT_OSS, EXPERTS | WINDOW, gpt_oss),
     "olmoe": Family("Olmoe", "olmoe", OF_EXPERTS, EXPERTS, with_experts),
     "mixtral": Family("Mixtral", "mixtral", OF_MIXTRAL, EXPERTS, with_scaled_experts,
                       is_permuted=True)}

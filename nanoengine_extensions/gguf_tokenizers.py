@@ -20,7 +20,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 
 from nanoengine.features import naming, rejected
 
-# `gguf_files.Header.find`: the value of an entry, or the default
+# `gguf_header.Header.find`: the value of an entry, or the default
 Find = Callable[..., Any]
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA_3 = QWEN_2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")

@@ -86,7 +86,8 @@ def test_an_init_counts():
 WITH_KERNELS = {f"nanoengine_extensions.{name}" for name in (
     "quantized.modules", "quantized.packed", "quantized.kernel", "quantized.expanding",
     "quantized.sums", "quantized.weights", "quantized.whole_numbers",
-    "quantized.transformers_linears", "transformers_models.row_norms", "experts")}
+    "quantized.transformers_linears", "quantized.transformers_modules",
+    "transformers_models.row_norms", "experts")}
 
 
 def test_they_point_one_way(needs):

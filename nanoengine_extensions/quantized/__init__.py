@@ -31,6 +31,7 @@ from nanoengine.loader import checkpoint_tensors, weight_files
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions.quantized import methods, transformers_files
+from nanoengine_extensions.quantized.expert_files import open_mxfp4
 from nanoengine_extensions.quantized.stored import (
     METHODS, Index, Opened, open_quantized, open_rounded)
 
@@ -38,7 +39,7 @@ BITS = {"int8": 8, "int4": 4}
 # after the name of a method: see kernel.py
 SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-KNOWN = (*METHODS, "gguf")
+KNOWN = (*METHODS, "mxfp4", "gguf")
 # vLLM's names of methods, each with the name of a kernel
 MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
 CONDITIONS: list[Condition] = [
@@ -128,7 +129,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
         open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
     kinds = {tensor.kind for tensors in opened.values() for tensor in tensors.values()}
-    if method in METHODS and METHODS[method](entries).parts[0] not in kinds:
+    parts = METHODS[method](entries).parts if method in METHODS else ("MXFP4",)
+    if method in (*METHODS, "mxfp4") and parts[0] not in kinds:
         raise rejected("the model's quantization_config", entries,
                        "None, since none of its weights is quantized")
     if is_own:
@@ -192,7 +194,10 @@ def choose_opener(method: str, entries: dict[str, Any],
         return partial(open_gguf, folder, entries)
     if method in BITS:
         return partial(open_rounded, BITS[method])
-    return partial(open_quantized, Index(weight_files(folder)), METHODS[method](entries))
+    index = Index(weight_files(folder))
+    if method == "mxfp4":
+        return partial(open_mxfp4, index)
+    return partial(open_quantized, index, METHODS[method](entries))
 
 
 def sizes_of(files: list[Path], opened: Iterable[Opened]) -> tuple[int, int]:

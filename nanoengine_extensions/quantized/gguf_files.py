@@ -1,10 +1,9 @@
-"""llama.cpp's GGUF files: what they say about a model, and their tensors.
+"""llama.cpp's GGUF files: makes a folder like that of any model, and reads their tensors.
 
     blk.0.attn_q.weight   Q4_K, (outputs, bytes of a row)   ->   layers.0.self_attn.q_proj.weight
 
-The `gguf` package reads the header; the extension gguf_tokenizers.py makes the tokenizer, and
-gguf_numbers.py knows the types of matrices. Types whose numbers are not whole numbers times a scale
-are refused.
+gguf_header.py knows what a file says about its model, and gguf_numbers.py the types of matrices.
+The extension gguf_tokenizers.py makes the tokenizer.
 """
 
 import json
@@ -14,33 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.features import extension, naming, rejected
-from nanoengine_extensions.quantized import gguf_numbers, methods
+from nanoengine.features import extension
+from nanoengine_extensions.quantized import gguf_numbers
 from nanoengine_extensions.quantized.formulas import Grouped
+from nanoengine_extensions.quantized.gguf_header import FLOATS, Header
 from nanoengine_extensions.quantized.stored import Opened, Stored
 
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-TYPES = (*FLOATS, *gguf_numbers.SIZES)
-# by `general.architecture`
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                 "qwen3": "Qwen3ForCausalLM"}
-# the names of tensors, of the whole model and of a layer
-NAMES = {
-    "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj"}
 # the file with the places of all tensors, in the folder that `write_folder` fills
 TABLE = "tensors.json"
-# tokens that end a turn, by name, as in llama.cpp: many files name only the one that ends a text
-ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
 
 
 def parts_of(file: Path) -> list[Path]:
@@ -50,181 +34,6 @@ def parts_of(file: Path) -> list[Path]:
         return [file]
     return [file.with_name(f"{split[1]}-{number + 1:05}-of-{split[2]}{file.suffix}")
             for number in range(int(split[2]))]
-
-
-def plain_name(name: str, names: dict[str, str]) -> str:
-    """Returns the name that transformers gives a tensor; an unknown one stays as it is."""
-    own = re.compile(r"(\w+)(?=\.\w+$)")
-    return own.sub(lambda found: names.get(found[0], found[0]), name).replace("blk.", "layers.", 1)
-
-
-class Reader(gguf.GGUFReader):
-    """Reads a header in a third of the time: slices of a mapped file are slower than those of an
-    array, and a large vocabulary needs a million."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
-
-
-class Header:
-    """What the GGUF files of a model say about it, without their weights."""
-
-    def __init__(self, files: list[Path]) -> None:
-        with naming(ValueError("the file is incomplete, or not a GGUF file: download it again")):
-            readers = {str(file): Reader(file) for file in files}
-        for reader in readers.values():
-            self.accept("byte order", {"I": "little", "S": "big"}[reader.byte_order], ["little"])
-        self.tensors = {tensor.name: tensor for reader in readers.values()
-                        for tensor in reader.tensors}
-        self.fields = readers[str(files[0])].fields
-        self.architecture = self.find("general.architecture")
-        self.others: dict[str, Any] = {}
-        has_experts = self.architecture == "llama" and bool(self.find("llama.expert_count"))
-        if self.architecture not in ARCHITECTURES or has_experts:
-            asked = f"general.architecture={self.architecture!r}"
-            self.others = extension("gguf_families", asked).FAMILIES
-        self.family = self.others.get("mixtral" if has_experts else self.architecture)
-        names = NAMES | (self.family.names if self.family else {})
-        # for each file: the type, the shape and the place of each tensor
-        self.table = {name: {
-            plain_name(tensor.name, names): [
-                tensor.tensor_type.name, tensor.shape.tolist()[::-1], int(tensor.data_offset),
-                int(tensor.n_bytes)]
-            for tensor in reader.tensors} for name, reader in readers.items()}
-
-    def find(self, name: str, default: Any = None) -> Any:
-        return self.fields[name].contents() if name in self.fields else default
-
-    def tensor(self, name: str) -> Any:
-        if name not in self.tensors:
-            raise ValueError(f"it has no {name}: the file must be complete")
-        return self.tensors[name]
-
-    def of_model(self, name: str, default: Any = None) -> Any:
-        """Returns a number that the file has for its architecture. Raises ValueError if it is
-        needed and missing, and for layers that differ."""
-        found = self.find(f"{self.architecture}.{name}", default)
-        if found is None:
-            raise ValueError(f"{self.architecture}.{name} is missing: the file must be complete")
-        # a list has a number for each layer
-        numbers = {*(found if isinstance(found, list) else [found])}
-        if len(numbers) != 1 or not all(isinstance(x, (int, float)) and x > 0 for x in numbers):
-            raise rejected(f"the file's {name}", found, "a number above 0, the same for all layers")
-        return numbers.pop()
-
-    def check(self) -> None:
-        """Raises ValueError for what the engine cannot compute, or not exactly."""
-        self.accept("split.no", self.find("split.no", 0), [0])
-        self.accept("general.type", self.find("general.type", "model"), ["model"])
-        if self.architecture not in (known := [*ARCHITECTURES, *self.others]):
-            raise rejected("the file's general.architecture", self.architecture, f"one of {known}; "
-                           f"otherwise it must be the original model, {methods.ROUNDED}")
-        head_dim = self.head_dim()
-        neutral = {"expert_count": 0, "attention.sliding_window": 0, "attention.causal": True,
-                   "attention.scale": 0.0, "logit_scale": 0.0, "attention.value_length": head_dim,
-                   "rope.dimension_count": head_dim, "rope.scaling.attn_factor": 1.0,
-                   "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
-                   "rope.scaling.yarn_log_multiplier": 0.0, "attn_logit_softcapping": 0.0,
-                   "final_logit_softcapping": 0.0, "rope.freq_base_swa": None,
-                   "rope.dimension_sections": None, "nextn_predict_layers": 0}
-        for name in self.family.reads if self.family else ():
-            neutral.pop(name, None)
-        for name, value in neutral.items():
-            self.accept(name, self.find(f"{self.architecture}.{name}", value), [value])
-        types = {tensor.tensor_type.name for tensor in self.tensors.values()}
-        if others := sorted(types - {*TYPES}):
-            raise ValueError(
-                f"its weights of type {', '.join(others)} are not read: it must be a file of "
-                "another type, such as Q4_K_M or Q8_0 (llama.cpp's llama-quantize makes them)")
-
-    def accept(self, name: str, value: Any, accepted: list) -> None:
-        if value not in accepted:
-            raise rejected(f"the file's {name}", value, f"one of {accepted}")
-
-    def head_dim(self) -> int:
-        size = self.of_model("embedding_length") // self.of_model("attention.head_count")
-        return self.of_model("attention.key_length", size)
-
-    def config(self) -> dict[str, Any]:
-        """Returns the config.json of the model."""
-        self.check()
-        heads = self.of_model("attention.head_count")
-        more = self.family.config(self) if self.family else {"rope_parameters": self.rope()}
-        return {
-            "architectures": [ARCHITECTURES.get(self.architecture)],
-            "model_type": self.architecture,
-            "vocab_size": int(self.tensor("token_embd.weight").shape[1]),
-            "hidden_size": self.of_model("embedding_length"),
-            "intermediate_size": self.of_model("feed_forward_length"),
-            "num_hidden_layers": self.of_model("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": self.of_model("attention.head_count_kv", heads),
-            "head_dim": self.head_dim(),
-            "rms_norm_eps": self.of_model(
-                "attention.layer_norm_rms_epsilon",
-                self.find(f"{self.architecture}.attention.layer_norm_epsilon")),
-            "max_position_embeddings": self.of_model("context_length"),
-            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
-            "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
-            "tie_word_embeddings": "output.weight" not in self.tensors,
-            "bos_token_id": self.find("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.find("tokenizer.ggml.eos_token_id")} | more
-
-    def quantization(self) -> dict[str, Any]:
-        """Returns the `quantization_config` of the model.
-
-        heads: llama.cpp's "llama" rotates neighbours in a head, so its converter reorders the rows
-            of q and k, by heads. norms: the number that it has added to the weights of norms.
-        """
-        heads = self.of_model("attention.head_count")
-        permuted = {"q_proj": heads, "k_proj": self.of_model("attention.head_count_kv", heads)}
-        is_permuted = self.family.is_permuted if self.family else self.architecture == "llama"
-        return {"quant_method": "gguf", "heads": permuted if is_permuted else {},
-                "norms": self.family.norms if self.family else 0.0}
-
-    def eos(self) -> list[int]:
-        """Returns the tokens that end a text, a turn or a message."""
-        tokens = self.find("tokenizer.ggml.tokens", [])
-        found = [self.find(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        found += [tokens.index(end) for end in ENDS if end in tokens]
-        return [token for token in dict.fromkeys(found) if token is not None]
-
-    def rope(self) -> dict[str, Any]:
-        """Returns what scales positions. As in llama.cpp, a factor without a type is "linear"."""
-        theta = self.of_model("rope.freq_base", 10000.0)
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-        kind = self.find(f"{self.architecture}.rope.scaling.type", "linear")
-        self.accept("rope.scaling.type", kind, ["none", "linear", "yarn"])
-        # the second name is that of old files
-        factor = self.of_model("rope.scaling.factor", self.of_model("rope.scale_linear", 1.0))
-        if kind != "none" and factor != 1:
-            rope |= {"rope_type": kind, "factor": factor}
-        if rope["rope_type"] == "yarn":
-            rope |= {
-                "original_max_position_embeddings": self.of_model(
-                    "rope.scaling.original_context_length", self.of_model("context_length")),
-                "beta_fast": self.of_model("rope.scaling.yarn_beta_fast", 32.0),
-                "beta_slow": self.of_model("rope.scaling.yarn_beta_slow", 1.0)}
-        if "rope_freqs.weight" in self.tensors:
-            rope |= self.llama3(theta)
-        return rope
-
-    def llama3(self, theta: float) -> dict[str, Any]:
-        """Returns the parameters from which the factors of the frequencies were made.
-
-        llama.cpp's converter stores only the factors, one for each pair of numbers of a head.
-        The models of Llama 3 differ only in the largest factor.
-        """
-        given = torch.from_numpy(self.tensors["rope_freqs.weight"].data.astype(np.float32))
-        factor = float(given.max())
-        size = self.head_dim()
-        waves = 2 * torch.pi * theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
-        smooth = ((8192 / waves - 1) / 3).clamp(0, 1)
-        factors = 1 / ((1 - smooth) / factor + smooth)
-        if given.shape != factors.shape or not torch.allclose(given.double(), factors, rtol=1e-4):
-            raise rejected("the file's rope_freqs.weight", given.tolist(), "those of Llama 3")
-        return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 # ------------------------------------------------------------------------------------ a folder

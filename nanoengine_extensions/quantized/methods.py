@@ -11,8 +11,7 @@ Row = tuple[str, Any, list]
 # of formats whose numbers are not whole numbers times a scale, or that round activations, too
 ROUNDED = "which quantization='int8' or 'int4' rounds when it is loaded"
 INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version in GGUF, AWQ or GPTQ"
-NAMES = {"bitsandbytes": "NF4 or INT8 of bitsandbytes", "mxfp4": "MXFP4", "fp8": "FP8",
-         "fbgemm_fp8": "FP8"}
+NAMES = {"bitsandbytes": "NF4 or INT8 of bitsandbytes", "fp8": "FP8", "fbgemm_fp8": "FP8"}
 
 
 def gptq_format(c: dict[str, Any]) -> str:
@@ -53,11 +52,11 @@ def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
 
 
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,
-        "gguf": lambda entries: iter(())}
+        "mxfp4": lambda entries: iter(()), "gguf": lambda entries: iter(())}
 
 
 def check(entries: dict[str, Any]) -> None:
-    """Raises ValueError for weights that are not whole numbers of 4 or 8 bits times scales."""
+    """Raises ValueError for weights that are not numbers of 4 or 8 bits times scales."""
     method = entries.get("quant_method")
     if method in NAMES:
         raise ValueError(f"the model is quantized as {NAMES[method]} (quant_method={method!r}), "

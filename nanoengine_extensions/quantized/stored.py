@@ -29,12 +29,14 @@ class Stored:
 
     kind: the type in which it is stored, for messages.
     load: returns it whole, in floating point or as numbers and scales.
+    matrices: itself, or the matrices of which it consists.
     """
 
     def __init__(self, kind: str, shape: list[int], load: Callable[[], Tensor | Grouped]) -> None:
         self.kind = kind
         self.shape = shape
         self.load = load
+        self.matrices = [self]
 
     def read(self) -> Tensor:
         """Returns the whole tensor, in floating point."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from nanoengine_extensions.quantized.expert_files import add_experts
 from nanoengine_extensions.quantized.stored import ROUNDED, Opened, Stored
 
 
@@ -38,14 +39,16 @@ def without_quantization(config: Any) -> Any:
 
 
 def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
-    """Returns the tensors; those for GPT-2's Conv1D, which has (inputs, outputs), are transposed if
-    they come from a quantized file, where all modules have (outputs, inputs)."""
+    """Returns the tensors in the form of the model's. GPT-2's Conv1D has (inputs, outputs), and a
+    quantized file (outputs, inputs); so have the experts of gpt-oss: see expert_files.py"""
     found = Opened(tensors)
     with torch.device("meta"):
         model = kind._from_config(without_quantization(config))
     for name, module in model.named_modules():
         # names in files may lack the prefix
         for each in {name, name.removeprefix(f"{model.base_model_prefix}.")}:
+            if getattr(module, "is_transposed", False):
+                add_experts(found, module, each)
             stored = found.get(f"{each}.weight")
             if isinstance(module, Conv1D) and stored and stored.is_quantized:
                 if not stored.kind.startswith(ROUNDED):

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -28,113 +27,17 @@ from nanoengine.features import extension, is_installed, logger
 from nanoengine_cpu.memory import SharedPages, release_memory
 from nanoengine_cpu.modules import PackedLinear, kind_of
 from nanoengine_cpu.products import MOST_WORDS
-from nanoengine_extensions.quantized import packed
+from nanoengine_extensions.quantized.expert_files import Matrices
 from nanoengine_extensions.quantized.modules import (
-    QuantizedEmbedding, QuantizedLinear, are_one, in_packed_form, one_matrix, packed_class,
-    without_weight)
+    are_one, in_packed_form, one_matrix, packed_class, without_weight)
 from nanoengine_extensions.quantized.origins import Origin
 from nanoengine_extensions.quantized.stored import Opened, Stored
 from nanoengine_extensions.quantized.transformers_files import from_tensors, in_order
+from nanoengine_extensions.quantized.transformers_modules import Embedding, Linear
 from nanoengine_extensions.transformers_models.modules import exchange
 
 # parameters: a module, and a name in it
 Places = list[tuple[Any, str]]
-# in the check of a model (check.py), functions see 16-bit tensors as float32
-as_stored = torch._C.DisableTorchFunction
-
-
-class Linear(QuantizedLinear):
-    """was_read: whether the model has read the weight directly. In an expert, gate and up are
-    the two halves of one linear."""
-
-    was_read = False
-
-    @property
-    def weight(self) -> Any:  # type: ignore[override]
-        self.was_read = True
-        with as_stored():
-            return super().weight
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        with as_stored():
-            if self.is_quantized and x.dtype != self._parameters["weight"].dtype:
-                return self.in_float32(x)
-        return super().forward(x)
-
-    def join(self, linears: list[Any], fused: Any) -> bool:
-        """Gives a linear the outputs of several, if one product can compute them."""
-        parts = [part for each in linears for part in each.packed_parts]
-        rows = [count for each in linears for count in each.part_rows]
-        dtype = self._parameters["weight"].dtype  # type: ignore[union-attr]
-        block = packed.form_of(parts[0]).block
-        can_join = len(parts) <= 3 and are_one(parts, rows, self.in_features, dtype, block)
-        if can_join:
-            fused.__class__ = packed_class(Linear, nn.Linear)
-            fused.keep(parts, rows, dtype)
-        return can_join
-
-    def fuse(self) -> None:
-        """Lets an MLP compute SwiGLU with the product, if ups begin with a block of their own."""
-        if self.out_features // 2 % packed.form_of(self.packed_parts[0]).block == 0:
-            vars(self).update(halves=2, is_fused=True, packed_bias=None)
-
-    def in_float32(self, x: Tensor) -> Tensor:
-        """Multiplies rows in float32 by the kernel for bfloat16, with errors of up to 2^-16.
-        Dequantizing the weight for each product would take minutes."""
-        if self.halves == 2:
-            # without the activation of gates
-            part = self.packed_parts[0]
-            if self.part_rows[0] % packed.form_of(part).block:
-                return F.linear(x, super().weight.float())
-            whole = copy.copy(self)
-            vars(whole).update(halves=1, packed_bias=None)
-            return whole.in_float32(x)
-        rows = x.reshape(-1, self.in_features)
-        upper = rows.bfloat16()
-        out = self.multiply(upper).float()
-        bias = self.packed_bias
-        # compute each row again, minus its rounded result: this leaves what rounding has lost
-        for row, result in zip(upper.split(1), out):
-            self.packed_bias = bias - F.pad(result, (0, len(bias) - len(result)))
-            result += self.multiply(row)[0]
-        self.packed_bias = torch.zeros_like(bias)
-        out += self.multiply((rows - upper.float()).bfloat16())
-        self.packed_bias = bias
-        return out.view(*x.shape[:-1], self.out_features)
-
-
-class Embedding(QuantizedEmbedding):
-    """Looks up rows, and gives them as the weight to the forward of its original class, which may
-    scale them.
-
-    was_read: see `Linear`. rows: this weight, during a forward.
-    """
-
-    was_read = False
-    rows: Tensor | None = None
-
-    @property
-    def weight(self) -> Any:  # type: ignore[override]
-        if self.rows is not None:
-            return self.rows
-        self.was_read = True
-        return self.look_up(torch.arange(self.num_embeddings, device="cpu"))
-
-    def look_up(self, ids: Tensor) -> Tensor:
-        with as_stored():
-            return super().forward(ids)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        vars(self)["rows"] = self.look_up(ids.flatten())
-        with as_stored():
-            places = torch.arange(ids.numel(), device="cpu").view(ids.shape)
-        try:
-            return super(QuantizedEmbedding, self).forward(places)
-        finally:
-            del vars(self)["rows"]
-
-
-# ------------------------------------------------------------------------------- loading
 
 
 def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, config: Any,
@@ -143,18 +46,16 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
     tensors = in_order(tensors, kind, config)
     # origins cannot be made in this mode
     with torch.inference_mode(False):
-        given: dict[str, Any] = {
-            name: Origin(each.shape, dtype, [each]) if len(each.shape) == 2 else each
-            for name, each in tensors.items()}
+        given = {name: origin_of(each, dtype) for name, each in tensors.items()}
     while True:
         with torch.inference_mode(False):
             causal, found = from_tensors(given, kind, config, dtype=dtype, **options)
         experts = experts_of(causal)
         places = places_of(causal)
-        kept = {*places, *(each for module in experts for weight in module.parameters()
-                           for parts in weight.parts for each in parts)}
+        kept = {*places, *(each for module in experts for parts in parts_of(module)
+                           for each in parts)}
         gone = [name for name, each in given.items()
-                if isinstance(each, Origin) and tensors[name] not in kept]
+                if isinstance(each, Origin) and not kept.intersection(tensors[name].matrices)]
         if not gone:
             break
         # its memory
@@ -164,11 +65,11 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
         known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype, by_sums)}
         others: dict[nn.Module, nn.Module] = {}
         for module in experts:
-            jobs = [*module.gate_up_proj.parts, *module.down_proj.parts]
+            jobs = parts_of(module)
             linears = in_threads(partial(linear_of, SharedPages(), dtype, by_sums), jobs)
             known.update(each for parts, made in zip(jobs, linears) if isinstance(made, Linear)
                          for each in parts)
-            others[module] = extension("experts").of_linears(linears)
+            others[module] = extension("experts").of_linears(linears, module)
             release_memory()
         exchange(causal, others)
         causal(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
@@ -176,12 +77,25 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
             if any(getattr(module, "was_read", False) for module, _ in own):
                 put(own, tensor.read().to(dtype))
                 known.remove(tensor)
-    left = [name for name, each in tensors.items() if each.is_quantized and each not in known]
+    left = [name for name, each in tensors.items()
+            if each.is_quantized and not known.issuperset(each.matrices)]
     if left:
         logger.warning(
             f"quantized weights of {len(left)} matrices are dequantized when they are loaded, "
             f"since no linear and no embedding has them as they are stored: {left[:3]}")
     return causal, found
+
+
+def origin_of(tensor: Stored, dtype: torch.dtype) -> Any:
+    """Returns what transformers gets in place of a tensor: the tensor itself if it is a vector."""
+    if isinstance(tensor, Matrices):
+        return Origin(tensor.shape, dtype, [[each] for each in tensor.matrices])
+    return Origin(tensor.shape, dtype, [tensor]) if len(tensor.shape) == 2 else tensor
+
+
+def parts_of(experts: Any) -> list[list[Stored]]:
+    """Returns the matrices of files of which each linear of some experts consists."""
+    return [*experts.gate_up_proj.parts, *experts.down_proj.parts]
 
 
 def places_of(model: nn.Module) -> dict[Stored, Places]:
@@ -221,7 +135,7 @@ def linear_of(space: Callable, dtype: torch.dtype, by_sums: bool,
     inputs = tensors[0].shape[1]
     linear: Any = nn.Linear(inputs, sum(rows), bias=False, device="meta")
     is_narrow = inputs * dtype.itemsize // 4 <= MOST_WORDS
-    if is_narrow and are_one(parts, rows, inputs, dtype, block=1) and len(set(rows)) == 1:
+    if is_narrow and are_one(parts, rows, inputs, dtype, False) and len(set(rows)) == 1:
         linear.__class__ = packed_class(Linear, nn.Linear)
         vars(linear).update(halves=len(rows), is_fused=len(rows) == 2)
         linear.keep(parts, rows, dtype)

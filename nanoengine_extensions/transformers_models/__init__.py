@@ -45,7 +45,7 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attent
 # from the original length on, their angles depend on the longest sequence of a step
 BY_LENGTH = ("dynamic", "longrope")
 # formats that transformers itself dequantizes if there is no GPU for them
-UNPACKED = ("fp8", "mxfp4")
+UNPACKED = ("fp8",)
 
 
 def attend(*arguments: Any, **options: Any) -> tuple[Tensor, None]:

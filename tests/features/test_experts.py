@@ -14,7 +14,7 @@ from nanoengine_extensions.transformers_models.modules import GatedMLP
 SIZES = dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=48, num_experts=6,
              num_local_experts=6, n_routed_experts=6, num_experts_per_tok=3)
 KNOWN = ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "DeepseekV3", "Glm4Moe", "Phimoe",
-         "GraniteMoe", "Ernie4_5_Moe"]
+         "GraniteMoe", "Ernie4_5_Moe", "GptOss"]
 
 
 def make(kind: str, **changes: object) -> torch.nn.Module:
@@ -35,20 +35,27 @@ def make(kind: str, **changes: object) -> torch.nn.Module:
     return made
 
 
-@pytest.mark.parametrize("kind", KNOWN)
-def test_known_experts(kind):
-    module = make(kind)
+# other activations than SiLU
+OTHERS = [("Qwen3Moe", dict(hidden_act="gelu")), ("Mixtral", dict(hidden_act="relu"))]
+
+
+@pytest.mark.parametrize("kind, changes", [(kind, {}) for kind in KNOWN] + OTHERS)
+def test_known_experts(kind, changes):
+    """Those of GptOss have biases, transposed matrices and an activation of their own."""
+    module = make(kind, **changes)
     assert experts.are_known(module)
     x, which, weights = inputs(9)
-    found = experts.of_matrices(module)(x, which, weights)
-    torch.testing.assert_close(found, module(x, which, weights))
+    found = experts.of_matrices(module)
+    assert (found.act is None) == (kind != "GptOss" and not changes)
+    torch.testing.assert_close(found(x, which, weights), module(x, which, weights))
 
 
-@pytest.mark.parametrize("kind, changes", [
-    ("GptOss", {}), ("Qwen3Moe", dict(hidden_act="gelu")), ("Mixtral", dict(hidden_act="relu"))])
-def test_others_stay(kind, changes):
-    """Experts with biases, transposed matrices or another activation."""
-    assert not experts.are_known(make(kind, **changes))
+def test_others_stay():
+    """Experts that compute something else."""
+    module = make("Mixtral")
+    forward = module.forward
+    module.forward = lambda *given: forward(*given) + 1e-3
+    assert not experts.are_known(module)
 
 
 class Limited(torch.nn.SiLU):
@@ -56,11 +63,11 @@ class Limited(torch.nn.SiLU):
         return super().forward(x.clamp(max=7.0))
 
 
-def test_experts_that_limit_their_gates_stay():
-    """Only large numbers show the limit."""
+def test_experts_that_limit_their_gates():
+    """Only large numbers show the limit: they are not gated MLPs."""
     module = make("Qwen3Moe")
     module.act_fn = Limited()
-    assert not experts.are_known(module)
+    assert experts.of_matrices(module).act
 
 
 def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -73,10 +80,11 @@ def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 # 20 inputs are padded, so that experts run one by one
-@pytest.mark.parametrize("size", [64, 20])
+@pytest.mark.parametrize("kind, size", [("Qwen3Moe", 64), ("Qwen3Moe", 20), ("GptOss", 64)])
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype, size):
-    module = make("Qwen3Moe", moe_intermediate_size=size).to(dtype)
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype, size, kind):
+    sizes = dict(moe_intermediate_size=size, intermediate_size=size)
+    module = make(kind, **sizes).to(dtype)
     found = experts.of_matrices(module)
     optimize(torch.nn.ModuleList(each for each in found.modules() if type(each) is GatedMLP))
     optimize(torch.nn.ModuleList(
@@ -87,7 +95,7 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype, size):
     for number in range(40):
         row = [each[number:number + 1] for each in given]
         assert torch.equal(found(*row), together[number:number + 1])
-    right = make("Qwen3Moe", moe_intermediate_size=size).to(dtype)(*given)
+    right = make(kind, **sizes).to(dtype)(*given)
     assert (together - right).norm() < 2 * torch.finfo(dtype).eps * right.norm()
 
 

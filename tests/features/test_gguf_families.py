@@ -13,7 +13,7 @@ from quantizing import GREEDY, OPTIONS, PROMPTS, add_sizes, generated, gguf_name
 
 from nanoengine import LLM
 from nanoengine_extensions import gguf_families, gguf_tokenizers
-from nanoengine_extensions.quantized import gguf_files
+from nanoengine_extensions.quantized import gguf_files, gguf_header
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -161,7 +161,7 @@ def test_weights_stay_packed(make_file):
     ("gemma2", 46, 128), ("gemma2", 45, 64), ("gemma3", 62, 128), ("gemma3", 61, 64)])
 def test_the_largest_models_scale_scores_in_another_way(make_file, arch, layers, scale):
     path, _ = make_file(arch)
-    header = gguf_files.Header([path])
+    header = gguf_header.Header([path])
     fields = {"block_count": layers}
     header.of_model = lambda name, default=None, known=header.of_model: (
         fields.get(name) or known(name, default))
@@ -208,7 +208,7 @@ def test_tokenizers(tmp_path, arch, has_prefix, expected):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    tokenizer = gguf_tokenizers.read(gguf_files.Header([path]).find, path)
+    tokenizer = gguf_tokenizers.read(gguf_header.Header([path]).find, path)
     tokenizer.save_pretrained(tmp_path)
     for each in (tokenizer, transformers.AutoTokenizer.from_pretrained(tmp_path)):
         assert each.convert_ids_to_tokens(each("ab a  b").input_ids) == expected

@@ -11,7 +11,7 @@ import transformers
 from tokenizers import pre_tokenizers
 
 from nanoengine_extensions import chat, gguf_tokenizers
-from nanoengine_extensions.quantized import gguf_files
+from nanoengine_extensions.quantized import gguf_header
 
 # of DeepSeek-R1's distillations: one is a character that is no byte of GPT-2's
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
@@ -38,7 +38,7 @@ def bytes_gguf(path: Path, pre: str | None, control: list[str], merges=("Ċ Ċ",
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    return gguf_files.Header([path])
+    return gguf_header.Header([path])
 
 
 @pytest.mark.parametrize("pre", ["deepseek-r1-qwen", "llama-bpe", "qwen2"])
@@ -107,7 +107,7 @@ def pieces_gguf(path: Path, architecture: str, has_prefix: bool | None) -> tuple
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    return gguf_tokenizers.read(gguf_files.Header([path]).find, path), tokens
+    return gguf_tokenizers.read(gguf_header.Header([path]).find, path), tokens
 
 
 @pytest.mark.parametrize("architecture, kept", [("phi3", []), ("llama", ["▁", "<0x0A>"])])
@@ -162,7 +162,7 @@ def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    gguf_tokenizers.read(gguf_files.Header([path]).find, path).save_pretrained(tmp_path)
+    gguf_tokenizers.read(gguf_header.Header([path]).find, path).save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = [5, 4] if pre == "qwen2" else [6]
     assert tokenizer("abc").input_ids == [0] * has_bos + ids

@@ -1,0 +1,97 @@
+"""The experts of gpt-oss: files have a matrix for each expert, transformers one tensor for a layer.
+
+    MXFP4     experts.gate_up_proj_blocks, …_scales
+                  (experts, outputs, groups, 16) and (experts, outputs, groups) uint8
+    GGUF      experts.0.gate_proj, experts.0.up_proj, …
+                  (outputs, inputs) each; biases (experts, outputs)
+    here      experts.gate_up_proj, gate_up_proj_bias: outputs of gates and ups in turn
+                  (experts, inputs, outputs), as transformers has them; (experts, outputs)
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoengine_extensions.quantized import formulas
+from nanoengine_extensions.quantized.formulas import Grouped
+from nanoengine_extensions.quantized.stored import Index, Opened, Stored, plain
+
+# inputs that have one exponent
+GROUP = 32
+
+
+class Matrices(Stored):
+    """The matrices of a layer's experts as one tensor, (experts, inputs, outputs).
+
+    matrices: one for each expert, (outputs, inputs)
+    """
+
+    def __init__(self, matrices: list[Stored]) -> None:
+        super().__init__(matrices[0].kind, [len(matrices), *matrices[0].shape[::-1]], self.stack)
+        self.matrices = matrices
+
+    def stack(self) -> Tensor:
+        return torch.stack([each.read() for each in self.matrices]).mT.contiguous()
+
+
+def in_turn(first: Stored, second: Stored, dim: int = 0) -> Stored:
+    """Returns a tensor with the rows of two in turn; or with their columns, if `dim` is 1."""
+    def load() -> Tensor | Grouped:
+        if first.is_quantized and first.kind == second.kind:
+            both: Any = first.load(), second.load()
+            return formulas.in_turn(*both)
+        return torch.stack((first.read(), second.read()), dim + 1).flatten(dim, dim + 1)
+
+    shape = [*first.shape]
+    shape[dim] *= 2
+    return Stored(first.kind, shape, load)
+
+
+def open_mxfp4(index: Index, file: Path) -> Opened:
+    """Returns the tensors of a file of safetensors, with a matrix for each expert."""
+    opened = Opened()
+    for name, tensor in plain(file).items():
+        if name.endswith("_blocks"):
+            module, _, own = name.removesuffix("_blocks").rpartition(".")
+            blocks, scales = (index.slice_of(f"{module}.{own}_{part}")
+                              for part in ("blocks", "scales"))
+            count, outputs, groups, _ = tensor.shape
+            for number in range(count):
+                opened[f"{module}.{number}.{own}.weight"] = Stored(
+                    "MXFP4", [outputs, groups * GROUP],
+                    partial(read_mxfp4, blocks, scales, number))
+        elif not name.endswith("_scales"):
+            opened[name] = tensor
+    return opened
+
+
+def read_mxfp4(blocks: Any, scales: Any, number: int) -> Grouped:
+    """Reads the matrix of an expert. A byte has two neighbours, the first one in its lower bits."""
+    words = blocks[number]
+    numbers = torch.stack((words & 15, words >> 4), -1).flatten(1)
+    groups = torch.arange(numbers.shape[1]) // GROUP
+    return formulas.mxfp4(numbers, scales[number])._replace(groups=groups)
+
+
+def add_experts(tensors: Opened, module: Any, name: str) -> None:
+    """Replaces the matrices of experts by the tensors that a module has for all of them.
+
+    name: of the module, in the files
+    """
+    def take(part: str) -> list[Stored]:
+        return [tensors.pop(f"{name}.{i}.{part}.weight") for i in range(module.num_experts)]
+
+    if f"{name}.0.down_proj.weight" not in tensors:
+        return
+    if f"{name}.0.gate_proj.weight" in tensors:
+        both = [*map(in_turn, take("gate_proj"), take("up_proj"))]
+        biases = [tensors.pop(f"{name}.{part}_proj.bias") for part in ("gate", "up", "down")]
+        tensors[f"{name}.gate_up_proj_bias"] = in_turn(biases[0], biases[1], dim=1)
+        tensors[f"{name}.down_proj_bias"] = biases[2]
+    else:
+        both = take("gate_up_proj")
+    tensors[f"{name}.gate_up_proj"] = Matrices(both)
+    tensors[f"{name}.down_proj"] = Matrices(take("down_proj"))
