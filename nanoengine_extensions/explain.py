@@ -59,9 +59,8 @@ NO_WEIGHTS: tuple[Row, ...] = (
 # what only transformers computes
 ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
 ROPES = ("dynamic", "longrope", "proportional")
-# methods of quantization, and those that transformers dequantizes
-READ = ("awq", "gptq", "compressed-tensors", "mxfp4", "gguf")
-UNPACKED = ("fp8",)
+# methods of quantization
+READ = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "gguf")
 # where some tools store how a model is quantized: files, and an entry of config.json
 OLD = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "compression_config"}
 
@@ -72,13 +71,13 @@ Kind = tuple[Callable[[Config], Any], str, str]
 
 def quantization(config: Config) -> str:
     """Returns the method by which a model is quantized, such as "hqq"; "" if there is none, or if
-    the extension `quantized` or transformers knows it."""
+    the extension `quantized` knows it."""
     names = ("quantization_config", "compression_config", "quantization")
     found: Any = next((config[name] for name in names if config.get(name)), "")
     if not isinstance(found, dict):
         return str(found)
     method = str(found.get("quant_method", found))
-    is_read = method in READ + UNPACKED and found is not config.get("quantization")
+    is_read = method in READ and found is not config.get("quantization")
     # those of 8 bits name a type of 4 bits, too
     kind = found.get("bnb_4bit_quant_type", "") if found.get("load_in_4bit") else ""
     return "" if is_read else f"{method} {kind}".strip()
@@ -113,10 +112,6 @@ def uncomputed(config: Config) -> str:
     activation = config.get("hidden_act")
     kind = rope.get("rope_type", rope.get("type"))
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    quantized = config.get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    if method in UNPACKED:
-        return f"quant_method={method!r}"
     if activation in ACTIVATIONS:
         return f"hidden_act={activation!r}"
     if kind in ROPES:

@@ -32,6 +32,7 @@ from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions.quantized import methods, transformers_files
 from nanoengine_extensions.quantized.expert_files import open_mxfp4
+from nanoengine_extensions.quantized.fp8_files import open_fp8
 from nanoengine_extensions.quantized.stored import (
     METHODS, Index, Opened, open_quantized, open_rounded)
 
@@ -39,7 +40,9 @@ BITS = {"int8": 8, "int4": 4}
 # after the name of a method: see kernel.py
 SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-KNOWN = (*METHODS, "mxfp4", "gguf")
+# those in floating point, by the kind of their tensors
+FLOATS = {"fp8": "FP8", "mxfp4": "MXFP4"}
+KNOWN = (*METHODS, *FLOATS, "gguf")
 # vLLM's names of methods, each with the name of a kernel
 MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
 CONDITIONS: list[Condition] = [
@@ -104,10 +107,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     """
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
-    # or the entry of a model that transformers dequantizes, if it is not rounded here
-    names = "quantization_config", "unpacked_config"
-    found_entries = (getattr(runner.model_config, name, None) for name in names)
-    entries: dict[str, Any] = next(filter(None, found_entries), {})
+    entries: dict[str, Any] = getattr(runner.model_config, "quantization_config", None) or {}
     if entries:
         methods.check(entries)
     given = config.quantization or ""
@@ -129,8 +129,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
         open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
     kinds = {tensor.kind for tensors in opened.values() for tensor in tensors.values()}
-    parts = METHODS[method](entries).parts if method in METHODS else ("MXFP4",)
-    if method in (*METHODS, "mxfp4") and parts[0] not in kinds:
+    if kind_of(method, entries) not in (None, *kinds):
         raise rejected("the model's quantization_config", entries,
                        "None, since none of its weights is quantized")
     if is_own:
@@ -140,6 +139,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if not is_own:
         found = {"read": partial(transformers_files.load, tensors)}
     stored, count = sizes_of(files, opened.values())
+    if by_sums and method == "fp8":
+        raise rejected("quantization", config.quantization, f"without '{SUMS}' for FP8")
     if not stays_packed(runner):
         if by_sums:
             raise rejected("quantization", config.quantization, f"without '{SUMS}' unless weights "
@@ -197,7 +198,14 @@ def choose_opener(method: str, entries: dict[str, Any],
     index = Index(weight_files(folder))
     if method == "mxfp4":
         return partial(open_mxfp4, index)
+    if method == "fp8":
+        return partial(open_fp8, index, entries.get("weight_block_size"))
     return partial(open_quantized, index, METHODS[method](entries))
+
+
+def kind_of(method: str, entries: dict[str, Any]) -> str | None:
+    """Returns the kind of quantized tensors, if a model needs one of them."""
+    return METHODS[method](entries).parts[0] if method in METHODS else FLOATS.get(method)
 
 
 def sizes_of(files: list[Path], opened: Iterable[Opened]) -> tuple[int, int]:

@@ -21,9 +21,10 @@ from nanoengine_cpu.vectors import (
     FLOATS, LANES, WORDS, add_pairs, array_at, call, fill, inlined, instruction, multiply_add,
     opened, same, store, vector)
 from nanoengine_extensions.quantized.packed import (
-    ANY, EXPONENT, FLOAT, HAS_TABLES, NESTED, TABLE, stored_bits)
+    ANY, EXPONENT, FLOAT, FLOAT8, HAS_TABLES, NESTED, TABLE, stored_bits)
 from nanoengine_extensions.quantized.whole_numbers import (
-    at_vector, floats_of, in_turn, in_words, load_words, looked_up, pairs_of, whole_numbers)
+    at_vector, floats_of, in_turn, in_words, load_words, looked_up, pairs_of, small_floats,
+    whole_numbers)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
@@ -98,6 +99,8 @@ def weights_of(builder, data, place, table, scales, width, per_word):
         numbers = [*chain(*zip(*pairs))]
     elif width == 8:
         numbers = marked(builder, words)
+    elif width == FLOAT8:
+        numbers = [*small_floats(builder, words)]
     else:
         numbers = floats_of(builder, words, stored_bits(width), False)
     weights = []
@@ -232,15 +235,15 @@ def read_scales(data, at, above, kind, block_size, c):
 
 
 @inlined()
-def open_scales(data, at, above, kind, unit, block_size, per_word, scales):
-    """Stores what the numbers of a group are multiplied by, and what is added.
-
-    unit: 256 for numbers that are in the mantissa of 1; 0 for others
-    """
+def open_scales(data, at, above, kind, width, block_size, per_word, scales):
+    """Stores what the numbers of a group are multiplied by, and what is added."""
     has_lows = kind[2]
+    # numbers of 8 bits are divided by 256, and others than FP8 are in the mantissa of 1
+    times = 256 if width >= 8 else 1
+    unit = 256 if width == 8 else 0
     for c in range(0, block_size, LANES):
         scale, zero, low = read_scales(data, at, above, kind, block_size, c)
         added = low if has_lows else scale * (fill(np.float32(-unit)) - zero)
         to = SCALES // LANES * c
-        open_half(scale * fill(np.float32(max(1, unit))), scales, to, per_word)
+        open_half(scale * fill(np.float32(times)), scales, to, per_word)
         open_half(added, scales, to + LANES, per_word)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 # how AutoAWQ orders the outputs of a word
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+# what bytes stand for that are numbers in floating point
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 # what the numbers of MXFP4 stand for, doubled
 MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])
 # inputs of a group that `rounded` makes
@@ -31,7 +33,7 @@ class Grouped(NamedTuple):
     scales, zeros, lows: (outputs, groups); missing zeros or lows are 0.
     groups: the group of each input; None: the file does not say it (see `stored.with_groups`).
     above: what scales, and lows, are multiplied by: (outputs, groups of 256 inputs) each.
-    values: 16 numbers in float32, for which the numbers stand; without zeros and lows.
+    values: numbers in float32, for which the numbers stand; without zeros and lows.
     """
 
     numbers: Tensor

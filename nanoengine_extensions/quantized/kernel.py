@@ -20,7 +20,8 @@ from nanoengine_cpu.vectors import (
 from nanoengine_extensions.quantized.expanding import COLUMNS, FEW
 from nanoengine_extensions.quantized.packed import block_of
 from nanoengine_extensions.quantized.sums import UNIT, UNITS, add_by_sums, sum_units
-from nanoengine_extensions.quantized.weights import add_few, add_many
+from nanoengine_extensions.quantized.weights import (
+    add_count, add_few, add_floats, add_many, expand, expand_floats)
 
 
 @inlined()
@@ -35,7 +36,7 @@ def part_of(parts, number):
 
 
 @functools.cache
-def product(dtype: torch.dtype, by_sums: bool = False) -> Callable:
+def product(dtype: torch.dtype, by_sums: bool = False, has_floats: bool = False) -> Callable:
     """kernel(norm, bias, words, outputs, halves, eps_bits, x, residual, out, rows, *parts)
 
     As `products.product`, except for the weight. parts: for each of three parts of the weight, its
@@ -43,6 +44,7 @@ def product(dtype: torch.dtype, by_sums: bool = False) -> Callable:
     halves, the second begins with its own block.
 
     by_sums: whether scales multiply the sums of groups (sums.py), and not each number (weights.py)
+    has_floats: whether the numbers are FP8, and not whole ones or those of a table
     """
     uint = DTYPES[dtype]
     per_word = 4 // dtype.itemsize
@@ -50,6 +52,7 @@ def product(dtype: torch.dtype, by_sums: bool = False) -> Callable:
     on_tiles = HAS_TILES and dtype == torch.bfloat16 and not by_sums
     few = FEW if block_size == COLUMNS * LANES and has("avx512f") else 0
     step = 2 * LANES if on_tiles else STEP
+    open_slice, add = (expand_floats, add_floats) if has_floats else (expand, add_count)
 
     def kernel(phase, threads, arguments_at):
         (norm_at, bias_at, words, outputs, halves, eps_bits, x_at, residual_at, out_at,
@@ -97,9 +100,10 @@ def product(dtype: torch.dtype, by_sums: bool = False) -> Callable:
                     add_by_sums(part, number, copy, line, words, units, here, lines, size <= few,
                                 per_word)
                 elif size <= few:
-                    add_few(part, number, copy, line, words, here.ravel(), per_word, size)
+                    add_few(add, part, number, copy, line, words, here.ravel(), per_word, size)
                 else:
-                    add_many(part, number, copy, line, words, here, lines, on_tiles, per_word)
+                    add_many(open_slice, part, number, copy, line, words, here, lines, on_tiles,
+                             per_word)
             write_block(out, residual, begin, block * block_size, outputs, sums[:, :size], halves)
         end_tiles()
 

@@ -11,7 +11,7 @@ Row = tuple[str, Any, list]
 # of formats whose numbers are not whole numbers times a scale, or that round activations, too
 ROUNDED = "which quantization='int8' or 'int4' rounds when it is loaded"
 INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version in GGUF, AWQ or GPTQ"
-NAMES = {"bitsandbytes": "NF4 or INT8 of bitsandbytes", "fp8": "FP8", "fbgemm_fp8": "FP8"}
+NAMES = {"bitsandbytes": "NF4 or INT8 of bitsandbytes", "fbgemm_fp8": "FP8 of FBGEMM"}
 
 
 def gptq_format(c: dict[str, Any]) -> str:
@@ -51,8 +51,12 @@ def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "transform_config", (c.get("transform_config") or {}).get("config_groups") or None, [None]
 
 
+def fp8_rows(c: dict[str, Any]) -> Iterator[Row]:
+    yield "fmt", c.get("fmt") or "e4m3", ["e4m3"]
+
+
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,
-        "mxfp4": lambda entries: iter(()), "gguf": lambda entries: iter(())}
+        "fp8": fp8_rows, "mxfp4": lambda entries: iter(()), "gguf": lambda entries: iter(())}
 
 
 def check(entries: dict[str, Any]) -> None:

@@ -87,7 +87,8 @@ class QuantizedLinear(PackedLinear):
         self.part_rows = rows
         self.padding = packed.padding(self.in_features, packed.form_of(parts[0]).group, dtype)
         # compiled now, not when it is first needed
-        self.kernel = kernel.product(dtype, bool(packed.form_of(parts[0]).by_sums))
+        form = packed.form_of(parts[0])
+        self.kernel = kernel.product(dtype, bool(form.by_sums), form.width == packed.FLOAT8)
         self._parameters["weight"] = without_weight(dtype)
 
     def pack(self) -> None:
@@ -181,7 +182,8 @@ def are_one(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtyp
     if any(part.ndim > 1 for part in parts):
         return False
     forms = [packed.form_of(part) for part in parts]
-    kinds = {(form.by_sums, packed.padding(inputs, form.group, dtype)) for form in forms}
+    kinds = {(form.by_sums, form.width == packed.FLOAT8, packed.padding(inputs, form.group, dtype))
+             for form in forms}
     follow = not is_whole or not any(count % forms[0].block for count in rows[:-1])
     return len(kinds) == 1 and follow
 

@@ -27,6 +27,8 @@ from nanoengine_extensions.quantized.formulas import Grouped
 
 # the numbers of a header, and the byte where its table begins
 HEADER, TABLE = 24, 8 * 16
+# the width of numbers in floating point
+FLOAT8 = 9
 # whether kernels look up numbers of 4 bits
 HAS_TABLES = has("avx512bw")
 # how scales and lows are stored, by the logarithm of their bytes: as int8 times one in float16, in
@@ -50,8 +52,8 @@ class Form(NamedTuple):
     nested: groups with one scale above theirs; 0: there is none.
     begin, size: bytes of a block before the first record, and in all.
     block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
-    width: how numbers are read: in 4 bits, or in 8 bits, of which they need 6 or 8.
-    has_table: whether numbers have no meaning but that of the table.
+    width: how numbers are read: in 4 bits, or in 8 bits, of which they need 6 or 8; FLOAT8.
+    has_table: whether numbers have no meaning but that of a table.
     """
 
     bits: int
@@ -125,12 +127,17 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
 
     If scales are powers of two, sums.py multiplies the same weight, in bfloat16 faster.
     """
-    if weight.values is not None and not HAS_TABLES:
+    has_floats = weight.bits == 8 and weight.values is not None
+    if has_floats and (weight.numbers & 127 == 127).any():
+        # no number: kernels do not know it
+        return None
+    if weight.values is not None and not has_floats and not HAS_TABLES:
         weight = weight.without_table()
         if weight.values is not None:
             return None
     by_sums |= weight.scales.dtype == torch.float8_e8m0fnu and dtype == torch.bfloat16
-    table = table_of(weight, dtype, by_sums)
+    by_sums &= not has_floats
+    table = table_of(None if has_floats else weight.values, dtype, by_sums)
     if table is None:
         return None
     block = block_of(dtype, by_sums)
@@ -170,7 +177,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     are_few = lows is not None and most < 64
     if by_sums:
         are_few = middle - 32 <= least and most < middle + 32
-    width = 6 if weight.bits == 8 and are_few else weight.bits
+    width = FLOAT8 if has_floats else 6 if weight.bits == 8 and are_few else weight.bits
     # expanding.py adds either lows or zeros, and reads no low for a number of 8 bits
     if lows is not None and not by_sums and (zero != 0 or width == 8):
         return None
@@ -209,19 +216,17 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     return packed
 
 
-def table_of(weight: Grouped, dtype: torch.dtype, by_sums: bool) -> Tensor | None:
+def table_of(values: Tensor | None, dtype: torch.dtype, by_sums: bool) -> Tensor | None:
     """Returns what stored numbers of 4 bits stand for, or None if the dtype of sums cannot
-    represent it."""
-    numbers = weight.values
-    if numbers is None:
-        numbers = torch.arange(16.0) - (8 if by_sums else 0)
-    if by_sums:
-        # a stored number is the number minus 8, with a sign
-        numbers = numbers.roll(8)
-    if not by_sums or dtype == torch.float32:
-        return numbers
-    halves = numbers.bfloat16()
-    return halves.repeat(2) if torch.equal(halves.float(), numbers) else None
+    represent it. values: what the numbers stand for; None: themselves"""
+    if not by_sums:
+        return torch.arange(16.0) if values is None else values
+    # a stored number is the number minus 8, with a sign
+    table = (torch.arange(16.0) - 8 if values is None else values).roll(8)
+    if dtype == torch.float32:
+        return table
+    halves = table.bfloat16()
+    return halves.repeat(2) if torch.equal(halves.float(), table) else None
 
 
 def form_of(packed: Tensor) -> Form:
@@ -261,7 +266,9 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
     place = place + form.head
     found = records[blocks[:, None, None], groups[None, :, None], place[own][:, None]]
     found = found >> shift[own][:, None] & 2**form.bits - 1
-    if form.has_table:
+    if form.width == FLOAT8:
+        weight = found.view(torch.float8_e4m3fn).float()
+    elif form.has_table:
         table = packed[TABLE:8 * HEADER].view(dtype if form.by_sums else torch.float32)
         weight = table[found.int()].float()
     else:

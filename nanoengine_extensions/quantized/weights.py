@@ -15,7 +15,7 @@ from nanoengine_cpu.tiles import load_sums, store_sums
 from nanoengine_cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, stack
 from nanoengine_extensions.quantized.expanding import (
     COLUMNS, FEW, SCALES, add_weights, open_scales, store_weights, table_of)
-from nanoengine_extensions.quantized.packed import ANY, HEADER
+from nanoengine_extensions.quantized.packed import ANY, FLOAT8, HEADER
 
 # sums of two vectors of outputs
 HELD = 2 * FEW * LANES
@@ -32,12 +32,11 @@ def expand_groups(part, number, first, depth, lines, block_size, width, per_word
     data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
     scales = array_at(stack(OPEN), OPEN, np.float32)
     kind, table = (storage, has_zeros, has_lows, zero), table_of(part)
-    unit = 256 if width == 8 else 0
     step = group // per_word
     for n in range(first // step, (first + depth) // step):
         place = begin + n * record
         above = n // max(1, nested) * 2 * block_size * (1 + has_lows)
-        open_scales(data, place, above, kind, unit, block_size, per_word, scales)
+        open_scales(data, place, above, kind, width, block_size, per_word, scales)
         for v in range(0, group, 32 // bits):
             to = (n * step - first + v // per_word) * block_size
             packed = (place + head) // 4 + v * bits // 32 * block_size
@@ -57,13 +56,12 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
     data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
     scales = array_at(stack(OPEN), OPEN, np.float32)
     kind, table = (storage, has_zeros, has_lows, zero), table_of(part)
-    unit = 256 if width == 8 else 0
     step = group // per_word
     across = COLUMNS if count == 1 else 2
     for n in range(size_of_row // step):
         place = begin + n * record
         above = n // max(1, nested) * 2 * BLOCK * (1 + has_lows)
-        open_scales(data, place, above, kind, unit, BLOCK, per_word, scales)
+        open_scales(data, place, above, kind, width, BLOCK, per_word, scales)
         for c in range(0, BLOCK, across * LANES):
             # registers: all places are constants
             held = stack(HELD)
@@ -79,7 +77,8 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
                 copy_rows(space[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
 
 
-# for numbers of 4, 6 and 8 bits: for each a function is compiled
+# for numbers of 4, 6 and 8 bits, for each a function is compiled; and for FP8, whose kernels need
+# no others
 
 
 @inlined()
@@ -90,6 +89,16 @@ def expand(part, number, first, depth, lines, block_size, per_word):
     if width == 6:
         return expand_groups(part, number, first, depth, lines, block_size, 6, per_word)
     return expand_groups(part, number, first, depth, lines, block_size, 4, per_word)
+
+
+@inlined()
+def expand_floats(part, number, first, depth, lines, block_size, per_word):
+    return expand_groups(part, number, first, depth, lines, block_size, FLOAT8, per_word)
+
+
+@inlined()
+def add_floats(part, number, rows, line, size_of_row, sums, per_word, count):
+    add_groups(part, number, rows, line, size_of_row, sums, FLOAT8, per_word, count)
 
 
 @inlined()
@@ -104,26 +113,29 @@ def add_count(part, number, rows, line, size_of_row, sums, per_word, count):
 
 
 @inlined()
-def add_few(part, number, rows, line, size_of_row, sums, per_word, size):
-    """Adds products of up to FEW rows with a block of the weight to their sums."""
+def add_few(add, part, number, rows, line, size_of_row, sums, per_word, size):
+    """Adds products of up to FEW rows with a block of the weight to their sums.
+
+    add: `add_count` or `add_floats`
+    """
     if size == 1:
-        add_count(part, number, rows, line, size_of_row, sums, per_word, 1)
+        add(part, number, rows, line, size_of_row, sums, per_word, 1)
     elif size == 2:
-        add_count(part, number, rows, line, size_of_row, sums, per_word, 2)
+        add(part, number, rows, line, size_of_row, sums, per_word, 2)
     else:
-        add_count(part, number, rows, line, size_of_row, sums, per_word, FEW)
+        add(part, number, rows, line, size_of_row, sums, per_word, FEW)
 
 
 @inlined()
-def add_many(part, number, rows, line, size_of_row, sums, lines, on_tiles, per_word):
-    """The same for any number of rows: slice by slice."""
+def add_many(open_slice, part, number, rows, line, size_of_row, sums, lines, on_tiles, per_word):
+    """The same for any number of rows: slice by slice. open_slice: `expand` or `expand_floats`"""
     size, block_size = sums.shape
     step = 2 * LANES if on_tiles else STEP
     stride = 4 if size in (7, 8) and not on_tiles else step
     most_depth = SLICE // block_size
     for first in range(0, size_of_row, most_depth):
         depth = min(most_depth, size_of_row - first)
-        after, asked = expand(part, number, first, depth, lines, block_size, per_word)
+        after, asked = open_slice(part, number, first, depth, lines, block_size, per_word)
         # each step of the rows asks for a share of the next slice
         asked = -(-asked // -(-size // stride))
         ahead = (after - np.int64(lines.ctypes.data)) // 4

@@ -8,7 +8,7 @@ import struct
 
 from llvmlite import ir
 
-from nanoengine_cpu.vectors import FLOATS, LANES, WORDS, call, has, rounded, same
+from nanoengine_cpu.vectors import FLOATS, HALVES, LANES, WORDS, call, has, rounded, same
 from nanoengine_extensions.quantized.packed import HAS_TABLES, stored_bits
 
 BYTES = ir.VectorType(ir.IntType(8), LANES)
@@ -45,6 +45,19 @@ def looked_up(builder, words, table):
         # the instruction reads only the four lowest bits of each word
         index = builder.lshr(words, same(WORDS, shift))
         yield call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, index)
+
+
+def small_floats(builder, words):
+    """The bytes of some words, from the lowest up, as numbers of FP8 (e4m3), divided by 256.
+
+    They become float16, whose exponent has one bit more and is 8 larger.
+    """
+    for shift in (24, 16, 8, 0):
+        # the sign twice, of which the second one makes room for that bit
+        bits = builder.ashr(builder.shl(words, same(WORDS, shift)), same(WORDS, 1))
+        bits = builder.lshr(builder.and_(bits, same(WORDS, 0xBF800000)), same(WORDS, 16))
+        halves = builder.bitcast(builder.trunc(bits, HALVES), ir.VectorType(ir.HalfType(), LANES))
+        yield builder.fpext(halves, FLOATS)
 
 
 def pairs_of(builder, words, width, has_sign, table):

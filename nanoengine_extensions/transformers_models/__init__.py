@@ -44,8 +44,6 @@ from nanoengine_extensions.transformers_models.modules import current
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 # from the original length on, their angles depend on the longest sequence of a step
 BY_LENGTH = ("dynamic", "longrope")
-# formats that transformers itself dequantizes if there is no GPU for them
-UNPACKED = ("fp8",)
 
 
 def attend(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
@@ -283,12 +281,9 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
                 f"max_model_len is at most {longest}: beyond it, "
                 f"rope_type={each['rope_type']!r} depends on the longest sequence of a step")
     described = PretrainedConfig()
-    quantized = getattr(config, "quantization_config", None) or getattr(
-        text, "quantization_config", None) or {}
-    # for `quantization_config`, the extension `quantized` reads the weights
-    is_unpacked = quantized.get("quant_method") in UNPACKED
-    name = "unpacked_config" if is_unpacked else "quantization_config"
-    vars(described)[name] = quantized
+    quantized = (getattr(each, "quantization_config", None) for each in (config, text))
+    # the extension `quantized` reads the weights
+    vars(described)["quantization_config"] = next(filter(None, quantized), {})
     # the table of these angles is not used
     vars(described).update(original=config, max_position_embeddings=longest,
                            rope_parameters={"rope_type": "default", "rope_theta": 1.0},

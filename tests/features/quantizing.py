@@ -306,7 +306,10 @@ PACKED: dict[str, tuple] = {
     "AWQ": (4, 128, "half", False, True, False), "in bfloat16": (8, 64, "wide", False, True, False),
     "a row": (4, 512, "wide", False, False, True),
     "IQ4_NL": (4, 32, "half", False, False, False, gguf_numbers.IQ4),
-    "IQ4_XS": (4, 32, "nested", False, False, False, gguf_numbers.IQ4)}
+    "IQ4_XS": (4, 32, "nested", False, False, False, gguf_numbers.IQ4),
+    "FP8": (8, 128, "wide", False, False, False, formulas.E4M3)}
+# sums are not scaled for FP8
+WITH_SUMS = [name for name in PACKED if name != "FP8"]
 
 
 def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
@@ -316,6 +319,9 @@ def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_low
     numbers = torch.randint(most, (outputs, inputs))
     if has_sign:
         numbers -= 2 ** (bits - 1)
+    if values is formulas.E4M3:
+        # two bytes are no number
+        numbers[numbers % 128 == 127] = 126
     size = outputs, inputs // group
 
     def scales():

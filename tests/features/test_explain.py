@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from nanoengine import LLM
-from nanoengine_extensions import explain
 
 
 @pytest.fixture
@@ -97,9 +96,6 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
     (dict(architectures=["LlamaForCausalLM"], quantization_config=dict(
         quant_method="bitsandbytes", load_in_8bit=True, bnb_4bit_quant_type="fp4")),
      "quantization_config: bitsandbytes.,"),
-    (dict(architectures=["LlamaForCausalLM"], model_type="llama",
-          quantization_config=dict(quant_method="fp8")),
-     "quant_method='fp8', which .* must be run with model_impl='transformers'$"),
     (dict(architectures=["LlamaForCausalLM"], quantization=dict(group_size=64, bits=4)),
      "'bits': 4.* must be the model that was quantized"),
     (dict(architectures=["Olmo2ForCausalLM"], quantization=dict(group_size=64, bits=4)),
@@ -127,17 +123,6 @@ def test_a_model_of_another_kind(tmp_path, entries, message):
         LLM(folder, load_format="dummy")
     with pytest.raises(ValueError, match=message):
         LLM(folder, load_format="dummy")
-
-
-def test_what_transformers_dequantizes(copy):
-    """Also a model of the engine's own families, if transformers is to compute it."""
-    config = json.loads((copy / "config.json").read_text()) | {
-        "quantization_config": {"quant_method": "fp8"}}
-    (copy / "config.json").write_text(json.dumps(config))
-    explain.check_folder(copy, config["architectures"], "auto", "transformers")
-    for impl in ("auto", "native"):
-        with pytest.raises(ValueError, match="must be run with model_impl='transformers'$"):
-            LLM(str(copy), model_impl=impl)
 
 
 @pytest.mark.parametrize(

@@ -495,8 +495,7 @@ GROUPS = compressed_config()["config_groups"]["group_0"]
 
 
 @pytest.mark.parametrize("entries, message", [
-    (dict(quant_method="fp8"), "quantized as FP8 .* must be the model that was quantized"),
-    (dict(quant_method="fbgemm_fp8"), "FP8"),
+    (dict(quant_method="fbgemm_fp8"), "quantized as FP8 .* must be the model that was quantized"),
     (dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"), "NF4"),
     (dict(quant_method="hqq"), "quant_method='hqq' .*'awq', 'gptq', 'compressed-tensors'"),
     (dict(bits=4), "quant_method=None"),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import token_ids
 from quantizing import (BFLOAT16, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, REAL, SCHEDULES,
-    draw, expected, generated, linear_of, linears_of, logprobs_of, make_gguf, make_quantized,
-    num_bytes, run_on_another_cpu)
+    WITH_SUMS, draw, expected, generated, linear_of, linears_of, logprobs_of, make_gguf,
+    make_quantized, num_bytes, run_on_another_cpu)
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
@@ -64,7 +64,7 @@ def compare_exactly(weights, dtype, num_rows, halves=1, bias=None) -> None:
 
 
 @IN_BOTH
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", WITH_SUMS)
 def test_exact_sums(name, dtype):
     weight = draw(192, 512, *PACKED[name])
     bias = torch.randint(-9, 9, (192,)).float()
@@ -84,7 +84,7 @@ def test_exact_sums_of_several_parts(dtype):
 @pytest.mark.parametrize("num_rows", [(1, 2, 3, 5, 40), pytest.param(
     (*range(1, 41), 64, 100, 512), marks=pytest.mark.slow)], ids=["few", "all"])
 @IN_BOTH
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", WITH_SUMS)
 def test_rows_do_not_depend_on_each_other(name, dtype, num_rows):
     """With a norm; and their sums are those of float64, but for rounding."""
     weight = draw(128, 512, *PACKED[name])
@@ -168,7 +168,7 @@ def test_inputs_that_fill_no_vector():
 def sums_of_another_cpu() -> None:
     """Called in processes of their own."""
     for dtype in DTYPES:
-        for name in PACKED:
+        for name in WITH_SUMS:
             compare_exactly([draw(192, 512, *PACKED[name])], dtype, (1, 4, 6, 20))
 
 
@@ -235,7 +235,7 @@ def test_the_memory_is_the_same(bundled):
 
 @pytest.mark.parametrize("options, accepted", [
     (dict(quantization="gguf_sums"), "since the model is not quantized"),
-    (dict(quantization="fp8_sums"), "'int8', 'int4' or None, or what the model has"),
+    (dict(quantization="int5_sums"), "'int8', 'int4' or None, or what the model has"),
     (dict(quantization="_sums"), "'int8', 'int4' or None, or what the model has"),
     (dict(kernels=False), "without '_sums' unless weights stay packed"),
     (dict(dtype="float16"), "without '_sums' unless weights stay packed")])
