@@ -86,14 +86,14 @@ class Server:
     def read(self, body: Any, data: bytes) -> None:
         """Reads the body of a call, and tokenizes. Raises ValueError."""
         found = openai.object_of(data)
-        if found.get("chat_template") is not None:
-            raise ValueError("chat_template is not supported: it would run a client's program")
+        match found:
+            case {"chat_template": str()} | {"chat_template_kwargs": {"chat_template": str()}}:
+                raise ValueError("chat_template is not supported: it would run a client's program")
         body.read(found, self.llm)
         if self.flags.tool_call_parser:
             extension("tool_calls", "--tool-call-parser").find(body, found)
         if body.num_completions > self.most:
-            raise rejected("n", body.params.n, f"at most {self.most} completions together, "
-                           f"for {len(body.prompts)} prompts")
+            raise rejected("n", body.params.n, f"at most {self.most} for all prompts together")
         encode = self.llm.get_tokenizer().encode
         with naming("prompt"):
             body.prompts = [encode(each, verbose=False) if isinstance(each, str) else each

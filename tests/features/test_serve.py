@@ -447,6 +447,10 @@ BAD_CHATS = [
     ({"max_completion_tokens": -1}, "max_completion_tokens"), ({"tools": [{}]}, "tools"),
     ({"tools": "x"}, "tools"), ({"tools": [5]}, "tools"), ({"echo": True}, "echo"),
     ({"tool_choice": "auto"}, "tool_choice"), ({"chat_template": "x"}, "chat_template"),
+    # a client's program
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ({"chat_template": 5}, "chat_template"),
     ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice")]
 
 
