@@ -52,6 +52,10 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
 
 @dataclass
 class RequestOutput:
@@ -175,10 +179,8 @@ class InputProcessor:
         self.config = config
         self.features = features
         self.vocab_size = model_config.vocab_size
-        self.tokenizer: Tokenizer | None = None
-        if not config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(
-                find_model(config.tokenizer or folder, config, "tokenizer"))
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
+            find_model(config.tokenizer or folder, config, "tokenizer"))
         self.default_params = SamplingParams()
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)

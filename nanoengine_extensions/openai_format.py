@@ -29,7 +29,8 @@ TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
 OF_CHATS = {"messages", "max_completion_tokens", "tool_choice", "top_logprobs"}
 OF_ALL = SAMPLING | {"response_format", "stream", "stream_options"}
 KNOWN = {CHAT: OF_ALL | OF_CHATS | TEMPLATE, COMPLETION: OF_ALL | {"echo", "prompt"}}
-STREAMING = {"include_usage", "include_obfuscation"}
+# with the first two together, each chunk of a stream has the usage so far, as in vLLM
+STREAMING = ["include_usage", "continuous_usage_stats", "include_obfuscation"]
 IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
            "request_id", "safety_identifier", "service_tier", "store", "user"}
 # the only value without an effect
@@ -45,16 +46,17 @@ class Body:
     """What one request asks for; `read` fills it in.
 
     url: CHAT or COMPLETION. name: ends the id of the answer.
+    stream_options: those that are true, of STREAMING.
     echoes: the answer begins with the prompt. is_echo: it is the prompt alone.
     tokenizer: for the text of an echo. edit: changes the choices: see tool_calls.py.
     """
 
     url: str
-    name: str
+    name: str = field(default_factory=lambda: str(time.time_ns()))
     params: SamplingParams = field(default_factory=SamplingParams)
     prompts: list[Any] = field(default_factory=list)
     streams: bool = False
-    with_usage: bool = False
+    stream_options: set[str] = field(default_factory=set)
     echoes: bool = False
     is_echo: bool = False
     tokenizer: Any = None
@@ -70,13 +72,15 @@ class Body:
         body = {name: value for name, value in body.items() if value is not None}
         for name in body.keys() - KNOWN[self.url] - IGNORED:
             if name not in NEUTRAL or body[name] != NEUTRAL[name]:
-                near = get_close_matches(name, KNOWN[self.url], 1)
+                # vLLM's older names, such as guided_json
+                known = "structured_outputs" if name.startswith("guided_") else name
+                near = get_close_matches(known, KNOWN[self.url], 1)
                 advice = f"the nearest is {near[0]}" if near else "omit it"
                 raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: {advice}")
         options = body.get("stream_options", {})
         if not isinstance(options, dict) or options.keys() - STREAMING:
-            raise rejected("stream_options", options, "an object with include_usage alone")
-        self.with_usage = flag_of(options, "include_usage")
+            raise rejected("stream_options", options, f"an object with {', '.join(STREAMING)}")
+        self.stream_options = {name for name in STREAMING if flag_of(options, name)}
         self.streams, self.echoes = (flag_of(body, name) for name in ("stream", "echo"))
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:
@@ -140,11 +144,10 @@ class Body:
 
     def head(self, model: str) -> dict[str, Any]:
         """Returns the beginning of an answer, or of each chunk of a stream."""
-        kind = "text_completion"
-        if self.url == CHAT:
-            kind = "chat.completion.chunk" if self.streams else "chat.completion"
-        return {"id": f"cmpl-{self.name}", "object": kind, "created": int(time.time()),
-                "model": model}
+        kind = "chat.completion" + ".chunk" * self.streams
+        return {"id": f"cmpl-{self.name}",
+                "object": kind if self.url == CHAT else "text_completion",
+                "created": int(time.time()), "model": model}
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, int]:
         num_prompt_tokens = sum(len(each.prompt_token_ids) for each in outputs)
@@ -271,7 +274,8 @@ def flag_of(body: dict[str, Any], name: str) -> bool:
 
 def error_of(text: str, status: int, url: str) -> dict[str, Any]:
     """Returns OpenAI's error object. A message about bad input begins with the parameter."""
-    text = f"{url} is not served: use {' or '.join(KNOWN)}" if status == 404 else text
+    # Starlette's message for an unknown URL
+    text = f"{url} is not served: use {' or '.join(KNOWN)}" if text == "Not Found" else text
     found = re.match("[a-z_]+", text) if status == 400 else None
     name = found and found[0].replace("prompts", "messages" if url == CHAT else "prompt")
     return {"error": {

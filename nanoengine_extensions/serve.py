@@ -26,7 +26,6 @@ import asyncio
 import hmac
 import json
 import socket
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any
@@ -34,16 +33,13 @@ from typing import Any
 from nanoengine import LLM
 from nanoengine.features import extension, is_installed, naming, rejected
 
-try:
+with naming('serve needs: pip install "nanoengine[serve]"'):
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
-except ImportError as error:
-    raise ValueError(f"serve needs Starlette and uvicorn ({error}): "
-                     'pip install "nanoengine[serve]"') from error
 
 openai = extension("openai_format", "serve")
 asynchronous = extension("async_llm", "serve")
@@ -60,7 +56,7 @@ class Server:
 
     def app(self) -> Starlette:
         routes = [Route("/health", lambda _: Response()), Route("/metrics", self.metrics),
-                  Route("/v1/models", self.models)]
+                  Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.models)]
         routes += [Route(url, self.answer, methods=["POST"]) for url in openai.KNOWN]
         handlers = dict.fromkeys((HTTPException, ValueError, ClientDisconnect, Exception), failed)
         return Starlette(routes=routes, exception_handlers=handlers)
@@ -74,9 +70,13 @@ class Server:
                                 {"www-authenticate": "Bearer"})
 
     async def models(self, http: Request) -> Response:
+        """Answers with the list of models, or with one of them if the URL names it."""
         self.check_key(http)
+        name = http.path_params.get("name", self.flags.model)
+        if name != self.flags.model:
+            raise HTTPException(404, f"the model {name!r} does not exist: use {self.flags.model!r}")
         model = {"id": self.flags.model, "object": "model", "created": 0, "owned_by": "nanoengine"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse(model if http.path_params else {"object": "list", "data": [model]})
 
     async def metrics(self, http: Request) -> Response:
         text = extension("prometheus", "/metrics").as_text(
@@ -86,15 +86,14 @@ class Server:
     def read(self, body: Any, data: bytes) -> None:
         """Reads the body of a call, and tokenizes. Raises ValueError."""
         found = openai.object_of(data)
-        if found.get("chat_template") is not None:
-            raise ValueError("chat_template is not supported: it would run a client's program")
+        match found:
+            case {"chat_template": str()} | {"chat_template_kwargs": {"chat_template": str()}}:
+                raise ValueError("chat_template is not supported: it would run a client's program")
         body.read(found, self.llm)
         if self.flags.tool_call_parser:
             extension("tool_calls", "--tool-call-parser").find(body, found)
         if body.num_completions > self.most:
-            raise ValueError(
-                f"n={body.params.n} for {len(body.prompts)} prompts is not accepted: it must be at "
-                f"most {self.most} completions together")
+            raise rejected("n", body.params.n, f"at most {self.most} for all prompts together")
         encode = self.llm.get_tokenizer().encode
         with naming("prompt"):
             body.prompts = [encode(each, verbose=False) if isinstance(each, str) else each
@@ -109,7 +108,7 @@ class Server:
 
     async def answer(self, http: Request) -> Response:
         """Answers a call for a completion or a chat."""
-        body = openai.Body(http.url.path, str(time.time_ns()))
+        body = openai.Body(http.url.path)
         try:
             try:
                 self.check_key(http)
@@ -159,13 +158,17 @@ class Server:
         # the part that all events share is written once
         begin = f"data: {json.dumps(body.head(self.flags.model))[:-1]}, "
         stream = News(body)
+
+        def event(choices: list[Any], has_usage: bool) -> bytes:
+            usage = body.usage([*stream.last.values()]) if has_usage else None
+            return f"{begin}{json.dumps({'choices': choices, 'usage': usage})[1:]}\n\n".encode()
+
         try:
             async for output in outputs:
                 for choice in body.edit(stream.choices(output)):
-                    yield f'{begin}"choices": [{json.dumps(choice)}], "usage": null}}\n\n'.encode()
-            if body.with_usage:
-                usage = json.dumps(body.usage([*stream.last.values()]))
-                yield f'{begin}"choices": [], "usage": {usage}}}\n\n'.encode()
+                    yield event([choice], body.stream_options.issuperset(openai.STREAMING[:2]))
+            if "include_usage" in body.stream_options:
+                yield event([], True)
             yield b"data: [DONE]\n\n"
         except (Exception, asyncio.CancelledError) as error:
             yield b"data: %b\n\n" % bytes((await failed(None, error)).body)

@@ -66,7 +66,8 @@ RULES: dict[str, Any] = {
     "repetition_penalty": Annotated[Moderate, Field(gt=0)],
     "bad_words": Annotated[Texts, Field(strict=False)],
     "allowed_token_ids": Annotated[list[TokenId], Field(min_length=1, strict=False)] | None,
-    "logit_bias": dict[TokenId, Moderate] | None,
+    # JSON has only texts as keys
+    "logit_bias": dict[Annotated[TokenId, Field(strict=False)], Moderate] | None,
     "logits_processors": Annotated[list[Callable], AS_LIST],
     "model": Folder,
     "tokenizer": Folder | None,

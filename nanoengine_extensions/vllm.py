@@ -69,7 +69,7 @@ NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar g
          "logprobs": "logprob_token_ids", "prompt_logprobs": "prompt_logprob_token_ids",
          "swap_space": "kv_offloading_size", "quantization": "load_in_8bit",
          "max_num_seqs": "max_batch_size", "max_tokens": "max_completion_tokens",
-         "LLM.beam_search": "length_penalty use_beam_search",
+         "LLM.beam_search": "length_penalty use_beam_search", "LLM(tokenizer=…)": "set_tokenizer",
          "max_model_len": "n_ctx", "n": "num_return_sequences", "revision": "tokenizer_revision",
          "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs",
          "prompt_logprobs_start": "prompt_logprob_start"}
@@ -79,8 +79,9 @@ NEUTRAL = {*"False 0 0.0 -1 {} [] set() auto generate hf mp none raw_logprobs un
 # methods of vLLM's LLM that this engine does without
 METHODS = """apply_model classify collective_rpc embed encode finish_weight_update
     get_weight_version init_weight_transfer_engine release_kv_cache_memory reset_mm_cache reward
-    score shutdown_weight_transfer_engine sleep start_draft_weight_update start_profile
-    start_weight_update stop_profile update_weight_version update_weights wake_up""".split()
+    score set_tokenizer shutdown_weight_transfer_engine sleep start_draft_weight_update
+    start_profile start_weight_update stop_profile update_weight_version update_weights
+    wake_up""".split()
 
 # vLLM's types of prompts and grammars: dicts with the same keys
 TextPrompt = TokensPrompt = StructuredOutputsParams = GuidedDecodingParams = dict
@@ -95,12 +96,15 @@ def advice(name: str) -> str:
     for kind in (nanoengine.SamplingParams, nanoengine.LLM):
         if name in signature(kind).parameters:
             return f"it is an option of {kind.__name__}"
-    if name in INSTEAD:
-        return f"use {INSTEAD[name]}"
-    if name in OFF:
-        return "leave it out, since this engine has nothing like it"
+    if name in INSTEAD or name in OFF:
+        return instead(name)
     is_taken = name in WITHOUT_EFFECT or name in signature(LLM.__init__).parameters
     return "leave it out, or import from nanoengine_extensions.vllm, which takes it" * is_taken
+
+
+def instead(name: str) -> str:
+    """Returns what this engine has in place of something that it refuses."""
+    return f"use {INSTEAD[name]}" if name in INSTEAD else "this engine has nothing like it"
 
 
 def plain(prompts: Any) -> Any:
@@ -120,8 +124,7 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
     for name in OFF & given.keys():
         is_one = name.endswith("parallel_size") and given[name] == 1
         if str(given[name]) not in NEUTRAL and not is_one:
-            reason = advice(name) if name in INSTEAD else "this engine has nothing like it"
-            raise rejected(name, given[name], f"left out: {reason}")
+            raise rejected(name, given[name], f"left out: {instead(name)}")
     return {name: given[name] for name in given.keys() - WITHOUT_EFFECT - OFF}
 
 
@@ -287,7 +290,7 @@ class LLM(nanoengine.LLM):
 
 def refuse(llm: LLM, name: str, /, *_: Any, **__: Any) -> None:
     """Raises ValueError: a method of vLLM that this engine does not have."""
-    raise ValueError(f"LLM.{name} is not supported: this engine has nothing like it")
+    raise ValueError(f"LLM.{name} is not supported: {instead(name)}")
 
 
 # vLLM's `score`, too, is for models of another kind, and takes the place of nanoengine's

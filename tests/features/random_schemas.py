@@ -22,7 +22,7 @@ from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
 from llguidance import LLMatcher, LLTokenizer
 
 from nanoengine.features import naming
-from nanoengine_extensions.structured_outputs.grammar import to_lark
+from nanoengine_extensions.structured_outputs.grammar import LIMITS, to_lark
 
 BYTES = LLTokenizer("byte")
 KINDS = ["string", "integer", "number", "boolean", "null", "array", "object"]
@@ -35,7 +35,7 @@ class ByteGrammar:
 
     def __init__(self, kind: str, value: Any) -> None:
         with naming(kind):
-            self.start = LLMatcher(BYTES, to_lark(kind, value), log_level=0)
+            self.start = LLMatcher(BYTES, to_lark(kind, value), log_level=0, limits=LIMITS)
         self.start.compute_bitmask()
         if self.start.is_error():
             raise ValueError(self.start.get_error())

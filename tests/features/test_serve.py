@@ -116,6 +116,9 @@ def joined(stream, num_choices: int) -> tuple[list[str], list[str]]:
 def test_the_model_has_a_name(client):
     model, = client.models.list().data
     assert (model.id, model.object, model.owned_by) == (NAME, "model", "nanoengine")
+    assert client.models.retrieve(NAME) == model
+    with pytest.raises(openai.NotFoundError, match="the model 'a/b' does not exist: use 'models/"):
+        client.models.retrieve("a/b")
 
 
 def test_completions(client, llm, params):
@@ -183,8 +186,17 @@ def test_streams(client, llm, params, n):
     assert chunks[-1].usage.completion_tokens == sum(len(each.token_ids) for each in completions)
 
     expected, = llm.chat(CHAT, params(n=n), use_tqdm=False)
-    stream = client.chat.completions.create(model=NAME, messages=CHAT, n=n, stream=True, **SAMPLED)
-    assert joined(stream, n)[0] == texts(expected)
+    # vLLM's: each chunk has the usage so far
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, last = client.chat.completions.create(
+        model=NAME, messages=CHAT, n=n, stream=True, **SAMPLED, **usage)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and 0 < counts[0] < counts[-1]
+    assert last.usage == chunks[-1].usage and joined(chunks, n)[0] == texts(expected)
+    usage["stream_options"]["include_usage"] = False
+    chunks = [*client.chat.completions.create(
+        model=NAME, messages=CHAT, n=n, stream=True, **SAMPLED, **usage)]
+    assert joined(chunks, n)[0] == texts(expected) and not any(chunk.usage for chunk in chunks)
 
 
 def test_a_stream_is_server_sent_events(port):
@@ -418,7 +430,8 @@ BAD = [
     ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": [1]}, "logit_bias"),
     ({"stream": "yes"}, "stream"), ({"stream_options": 5}, "stream_options"),
     ({"stream_options": {"include_usage": "no"}}, "include_usage"),
-    ({"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    ({"stream_options": {"continuous_usage_stats": 5}}, "continuous_usage_stats"),
+    ({"stream_options": {"other": True}}, "stream_options"),
     ({"echo": 5}, "echo"), ({"echo": True, "logprobs": -2}, "logprobs"),
     ({"echo": True, "max_tokens": -1}, "max_tokens"),
     ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"temprature": 1}, "temprature"),
@@ -434,6 +447,10 @@ BAD_CHATS = [
     ({"max_completion_tokens": -1}, "max_completion_tokens"), ({"tools": [{}]}, "tools"),
     ({"tools": "x"}, "tools"), ({"tools": [5]}, "tools"), ({"echo": True}, "echo"),
     ({"tool_choice": "auto"}, "tool_choice"), ({"chat_template": "x"}, "chat_template"),
+    # a client's program
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ({"chat_template": 5}, "chat_template"),
     ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice")]
 
 
@@ -454,6 +471,9 @@ def test_the_client_knows_bad_input(client):
     with pytest.raises(openai.BadRequestError, match="temperature=-1 is not accepted") as found:
         client.completions.create(model=NAME, prompt="a", temperature=-1)
     assert found.value.param == "temperature"
+    for name in ("guided_json", "guided_choice", "guided_regex", "guided_grammar"):
+        with pytest.raises(openai.BadRequestError, match=f"{name}=5 .*nearest is structured_out"):
+            client.completions.create(model=NAME, prompt="a", extra_body={name: 5})
 
 
 def test_a_key(serve):

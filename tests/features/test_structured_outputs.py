@@ -372,6 +372,10 @@ def test_a_least_number_of_properties():
         name: {"const": 1} for name in "abc"}}
     assert accepts(schema, '{"c": 1}', '{"a": 1, "c": 1}', '{"a": 1, "b": 1}',
                    '{"a": 1, "b": 1, "c": 1}') == [False, True, False, True]
+    # more alternatives at one place than llguidance's own limit
+    names = [f"p{number}" for number in range(20)]
+    schema = {"minProperties": 2, "properties": dict.fromkeys(names, {"const": 1})}
+    assert accepts(schema, '{"p19": 1}', '{"p3": 1, "p19": 1}') == [False, True]
 
 
 def test_dates_that_exist():
@@ -703,7 +707,7 @@ def test_grammars_are_kept_up_to_a_number(llm):
 
 def test_a_grammar_that_becomes_too_complex_ends_its_own_request(llm):
     """llguidance has limits, which it meets only on the way."""
-    wide = " | ".join(f'"n{number} y"' for number in range(2500))
+    wide = " | ".join(f'"n{number} y"' for number in range(20_001))
     hard = SamplingParams(structured_outputs={"grammar": f'start: "x" ({wide})'})
     plain = SamplingParams(structured_outputs={"regex": "[0-9]{3}"}, seed=1)
     first, second = llm.generate(["Once"] * 2, [hard, plain], use_tqdm=False)

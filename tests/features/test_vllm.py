@@ -216,6 +216,11 @@ def test_sampling_params():
     params = SamplingParams.from_optional(n=2, temperature=None, stop=None, max_tokens=5)
     assert params == SamplingParams(n=2, max_tokens=5)
     assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    # as JSON spells it
+    assert SamplingParams.from_optional(logit_bias={"5": 1}).logit_bias == {5: 1.0}
+    for bias in ({"x": 1}, {"-5": 1}, {"5": "x"}, {5.5: 1}):
+        with pytest.raises(ValueError, match="^logit_bias.[x5-]"):
+            SamplingParams.from_optional(logit_bias=bias)
     assert SamplingParams.from_optional() == SamplingParams() == SamplingParams(
         temperature=None, seed=None, extra_args=None, structured_outputs=None, skip_clone=None)
     assert SamplingParams(max_tokens=None).max_tokens is None
@@ -429,6 +434,11 @@ def test_other_methods_are_refused_by_name(llm, name):
     assert not hasattr(llm, f"__{name}__")
 
 
+def test_advice_in_place_of_a_method(llm):
+    with pytest.raises(ValueError, match=r"^LLM.set_tokenizer is not supported: use LLM\(tokeni"):
+        llm.set_tokenizer(llm.get_tokenizer())
+
+
 def test_timestamps(llm):
     params = SamplingParams(n=2, max_tokens=4, ignore_eos=True)
     outputs = [*generate(llm, ["Once", "Twice"], params),
@@ -443,8 +453,10 @@ def test_timestamps(llm):
 
 def test_metrics_and_engine(llm):
     requests = llm.add(["Once", "Twice"], GREEDY)
+    assert not requests[0].output().outputs[0].finished()
     assert llm.llm_engine.get_num_unfinished_requests() == 2
     llm.abort(requests)
+    assert requests[0].output().outputs[0].finished()
     assert llm.llm_engine.get_num_unfinished_requests() == 0
     configs = llm.llm_engine.vllm_config
     assert configs.cache_config.enable_prefix_caching is True
