@@ -60,7 +60,7 @@ NO_WEIGHTS: tuple[Row, ...] = (
 ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
 ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization
-READ = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "gguf")
+READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "mxfp4", "gguf")
 # where some tools store how a model is quantized: files, and an entry of config.json
 OLD = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "compression_config"}
 
@@ -77,10 +77,9 @@ def quantization(config: Config) -> str:
     if not isinstance(found, dict):
         return str(found)
     method = str(found.get("quant_method", found))
-    is_read = method in READ and found is not config.get("quantization")
-    # those of 8 bits name a type of 4 bits, too
-    kind = found.get("bnb_4bit_quant_type", "") if found.get("load_in_4bit") else ""
-    return "" if is_read else f"{method} {kind}".strip()
+    has_8_bits = method == "bitsandbytes" and not found.get("load_in_4bit")
+    is_read = method in READ and found is not config.get("quantization") and not has_8_bits
+    return "" if is_read else method
 
 
 def listed(families: Iterable[str]) -> str:

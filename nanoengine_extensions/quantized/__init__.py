@@ -31,6 +31,7 @@ from nanoengine.loader import checkpoint_tensors, weight_files
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions.quantized import methods, transformers_files
+from nanoengine_extensions.quantized.bitsandbytes_files import open_4_bits
 from nanoengine_extensions.quantized.expert_files import open_mxfp4
 from nanoengine_extensions.quantized.fp8_files import open_fp8
 from nanoengine_extensions.quantized.stored import (
@@ -41,7 +42,7 @@ BITS = {"int8": 8, "int4": 4}
 SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 # those in floating point, by the kind of their tensors
-FLOATS = {"fp8": "FP8", "mxfp4": "MXFP4"}
+FLOATS = {"fp8": "FP8", "mxfp4": "MXFP4", "bitsandbytes": "4 bits"}
 KNOWN = (*METHODS, *FLOATS, "gguf")
 # vLLM's names of methods, each with the name of a kernel
 MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
@@ -139,8 +140,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if not is_own:
         found = {"read": partial(transformers_files.load, tensors)}
     stored, count = sizes_of(files, opened.values())
-    if by_sums and method == "fp8":
-        raise rejected("quantization", config.quantization, f"without '{SUMS}' for FP8")
+    if by_sums and method in ("fp8", "bitsandbytes"):
+        raise rejected("quantization", config.quantization, f"without '{SUMS}' for {method}")
     if not stays_packed(runner):
         if by_sums:
             raise rejected("quantization", config.quantization, f"without '{SUMS}' unless weights "
@@ -196,10 +197,10 @@ def choose_opener(method: str, entries: dict[str, Any],
     if method in BITS:
         return partial(open_rounded, BITS[method])
     index = Index(weight_files(folder))
-    if method == "mxfp4":
-        return partial(open_mxfp4, index)
-    if method == "fp8":
-        return partial(open_fp8, index, entries.get("weight_block_size"))
+    others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_4_bits,
+                   "fp8": partial(open_fp8, block=entries.get("weight_block_size"))}
+    if method in others:
+        return partial(others[method], index)
     return partial(open_quantized, index, METHODS[method](entries))
 
 

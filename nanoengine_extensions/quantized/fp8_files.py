@@ -23,7 +23,7 @@ SCALES = ("_scale_inv", "_scale")
 OTHERS = ("input_scale", "activation_scale")
 
 
-def open_fp8(index: Index, block: list[int] | None, file: Path) -> Opened:
+def open_fp8(index: Index, file: Path, block: list[int] | None) -> Opened:
     """Returns the tensors of a file. block: outputs and inputs of a block, if the model says it"""
     opened = Opened()
     for name, tensor in plain(file).items():

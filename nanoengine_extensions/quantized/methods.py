@@ -8,10 +8,10 @@ from nanoengine.features import rejected
 # an entry, its value, and what is accepted
 Row = tuple[str, Any, list]
 
-# of formats whose numbers are not whole numbers times a scale, or that round activations, too
+# of formats that are not read, or that round activations, too
 ROUNDED = "which quantization='int8' or 'int4' rounds when it is loaded"
 INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version in GGUF, AWQ or GPTQ"
-NAMES = {"bitsandbytes": "NF4 or INT8 of bitsandbytes", "fbgemm_fp8": "FP8 of FBGEMM"}
+NAMES = {"fbgemm_fp8": "FP8 of FBGEMM"}
 
 
 def gptq_format(c: dict[str, Any]) -> str:
@@ -51,12 +51,18 @@ def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "transform_config", (c.get("transform_config") or {}).get("config_groups") or None, [None]
 
 
+def bitsandbytes_rows(c: dict[str, Any]) -> Iterator[Row]:
+    # INT8 rounds activations, too
+    yield "load_in_4bit", c.get("load_in_4bit", c.get("_load_in_4bit", False)), [True]
+
+
 def fp8_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "fmt", c.get("fmt") or "e4m3", ["e4m3"]
 
 
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,
-        "fp8": fp8_rows, "mxfp4": lambda entries: iter(()), "gguf": lambda entries: iter(())}
+        "bitsandbytes": bitsandbytes_rows, "fp8": fp8_rows, "mxfp4": lambda entries: iter(()),
+        "gguf": lambda entries: iter(())}
 
 
 def check(entries: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
+from nanoengine_cpu.compiling import Program
+from nanoengine_cpu.modules import PackedLinear
 from nanoengine_extensions.quantized import formulas, gguf_numbers, packed
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
@@ -354,6 +356,28 @@ def linear_of(weights: list[formulas.Grouped], dtype: torch.dtype, halves: int, 
         linear.weight = torch.nn.Parameter(whole, False)
         linear.pack()
     return linear
+
+
+def compare_products(weights, dtype, num_rows, halves=1, bias=None) -> None:
+    """With a norm, a residual and SwiGLU, each row has the bits of the dequantized weight."""
+    linears = [linear_of(weights, dtype, halves, bias, kind)
+               for kind in (QuantizedLinear, PackedLinear)]
+    assert torch.equal(linears[0].weight, linears[1].weight)
+    inputs, outputs = linears[0].in_features, linears[0].out_features // halves
+    norm = torch.nn.RMSNorm(inputs, 1e-6, dtype=dtype)
+    torch.nn.init.normal_(norm.weight, 1.0, 0.2)
+    for count in num_rows:
+        x, residual = torch.randn(count, inputs).to(dtype), torch.randn(count, outputs).to(dtype)
+        for with_more in (True, False):
+            found = []
+            for linear in linears:
+                out = torch.full((count, outputs), torch.nan, dtype=dtype)
+                rows = torch.nn.functional.pad(x, (0, linear.padding))
+                Program(linear.call(
+                    rows.data_ptr(), residual.data_ptr() if with_more else 0, out.data_ptr(),
+                    count, norm if with_more and not linear.padding else None)).run()
+                found.append(out)
+            assert found[0].isfinite().all() and torch.equal(*found), (count, with_more)
 
 
 # ways to run the same requests

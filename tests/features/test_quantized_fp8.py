@@ -187,7 +187,7 @@ def test_exponents_as_scales(scales):
 @pytest.mark.parametrize("entries, options, message", [
     (ENTRIES | dict(fmt="e5m2"), {}, "quantization_config.fmt='e5m2' .* one of .'e4m3'"),
     (ENTRIES, dict(quantization="int8"), "quantization='int8' .* None or 'fp8', since the model"),
-    (ENTRIES, dict(quantization="fp8_sums"), "'fp8_sums' .* must be without '_sums' for FP8"),
+    (ENTRIES, dict(quantization="fp8_sums"), "'fp8_sums' .* must be without '_sums' for fp8"),
     (ENTRIES | dict(weight_block_size=[7, 7]), {}, "weight_block_size=7 .* must be one that mak")])
 def test_what_is_refused(make_fp8, entries, options, message):
     folder, _ = make_fp8()

@@ -1,0 +1,55 @@
+"""Models in NF4 or FP4 of bitsandbytes: numbers of 4 bits, which stand for 16 others.
+
+    q_proj.weight               (outputs * inputs / 2, 1) uint8, the first number in the higher bits
+    q_proj.weight.quant_map     (16,), what the numbers stand for
+    q_proj.weight.absmax        (blocks,), the scale of 64 neighbours; or the number of this scale
+    q_proj.weight.nested_…      if scales are quantized, too: their table, and their own scales
+    q_proj.weight.quant_state.bitsandbytes__nf4
+                                JSON, with the shape of the weight
+
+Source: QLoRA (Dettmers et al., 2023, arXiv:2305.14314)
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoengine_extensions.quantized.formulas import Grouped
+from nanoengine_extensions.quantized.stored import Index, Opened, Stored, plain
+
+STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+PARTS = (".quant_map", ".absmax", ".nested_absmax", ".nested_quant_map", *STATES)
+
+
+def open_4_bits(index: Index, file: Path) -> Opened:
+    """Returns the tensors of a file, with one weight instead of its parts."""
+    opened = Opened()
+    for name, tensor in plain(file).items():
+        state = next((name + end for end in STATES if name + end in index.files), None)
+        if state:
+            entries = json.loads(bytes(index.read(state).tolist()))
+            opened[name] = Stored("4 bits", entries["shape"], partial(read, index, name, entries))
+        elif not name.endswith(PARTS):
+            opened[name] = tensor
+    return opened
+
+
+def read(index: Index, name: str, entries: dict[str, Any]) -> Tensor | Grouped:
+    words = index.read(name).flatten().view(torch.uint8)
+    numbers = torch.stack((words >> 4, words & 15), 1).view(entries["shape"])
+    values, scales = index.read(f"{name}.quant_map"), index.read(f"{name}.absmax")
+    if scales.dtype == torch.uint8:
+        above = index.read(f"{name}.nested_absmax").repeat_interleave(entries["nested_blocksize"])
+        table = index.read(f"{name}.nested_quant_map")
+        scales = table[scales.int()] * above[:len(scales)] + entries["nested_offset"]
+    size, inputs = entries["blocksize"], numbers.shape[-1]
+    if numbers.ndim != 2 or inputs % size:
+        # a block goes on in the next row
+        parts = values[numbers.int()].flatten().split(size)
+        return torch.cat([*map(torch.mul, parts, scales)]).view(numbers.shape)
+    groups = torch.arange(inputs) // size
+    return Grouped(numbers, scales.view(len(numbers), -1), groups=groups, bits=4, values=values)
