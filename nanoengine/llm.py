@@ -95,12 +95,14 @@ class LLM(AbstractContextManager):
         is closed or if an error in another thread breaks a shared step.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        # metrics.py shows the tokens per second over all calls
-        kind = extension("metrics").bar(self.engine, use_tqdm) if is_installed("metrics") else tqdm
+        kind: Any = tqdm
+        if is_installed("metrics"):
+            # it shows the tokens per second over all calls
+            kind = extension("metrics").bar(self.engine, use_tqdm)
         bar = kind(total=len(requests), desc="Generating", disable=not use_tqdm)
         with bar, closing(self.steps_for(requests)) as steps:
             for updated in steps:
-                bar.update(sum(request.is_finished for request in updated))
+                bar.update(sum(each.is_finished for each in updated))
         return [request.output() for request in requests]
 
     def stream(self, prompts: Prompts, sampling_params: Params = None,
@@ -186,9 +188,9 @@ class LLM(AbstractContextManager):
                 with self.turn():
                     if not inbox:
                         self.change(self._step)
-                    updated = [inbox.pop(request_id) for request_id in [*inbox]]
-                    num_unfinished -= sum(request.is_finished for request in updated)
-                    seen = [look(request) for request in updated]
+                    updated = [inbox.pop(each) for each in [*inbox]]
+                    num_unfinished -= sum(each.is_finished for each in updated)
+                    seen = [look(each) for each in updated]
                 for request in updated:
                     if request.error:
                         raise request.error
@@ -249,7 +251,7 @@ class LLM(AbstractContextManager):
             dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
             dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
             if dropped:
-                self.engine.abort({request.request_id for request in dropped})
+                self.engine.abort({each.request_id for each in dropped})
             for request in dropped:
                 # in this order: Ctrl-C in between must leave it in `entered`
                 request.end(self.error)

@@ -151,7 +151,9 @@ Parsed = tuple[str | None, list[int]]
 
 def one_for_each(given: object, count: int) -> list:
     """Returns a list of `count` values: the given list, or one value for all."""
-    return [*given] if isinstance(given, (list, tuple)) else [given] * count
+    if isinstance(given, (list, tuple)):
+        return [*given]
+    return [given] * count
 
 
 class InputProcessor:
@@ -175,10 +177,8 @@ class InputProcessor:
         self.config = config
         self.features = features
         self.vocab_size = model_config.vocab_size
-        self.tokenizer: Tokenizer | None = None
-        if not config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(
-                find_model(config.tokenizer or folder, config, "tokenizer"))
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
+            find_model(config.tokenizer or folder, config, "tokenizer"))
         self.default_params = SamplingParams()
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
@@ -193,8 +193,7 @@ class InputProcessor:
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for text, stop strings, bad_words and "
-                           "grammars; the folder has none, or skip_tokenizer_init=True")
+            raise rejected("tokenizer", None, "given for text, stop, bad_words and grammars")
         return self.tokenizer
 
     def make_requests(self, prompts: Prompts, params: Params,
@@ -221,7 +220,7 @@ class InputProcessor:
     def check_vocabulary(self, name: str, token_ids: list | dict | tuple) -> None:
         """Raises ValueError for a token id outside the vocabulary."""
         last = self.vocab_size - 1
-        if unknown := [token_id for token_id in token_ids if not 0 <= token_id <= last]:
+        if unknown := [each for each in token_ids if not 0 <= each <= last]:
             raise ValueError(f"{name}: token id {unknown[0]!r} is out of vocabulary, 0 to {last}")
 
     def parse(self, name: str, prompt: Prompts, params: SamplingParams) -> Parsed:
