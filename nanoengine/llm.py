@@ -252,10 +252,10 @@ class LLM(AbstractContextManager):
             dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
             if dropped:
                 self.engine.abort({each.request_id for each in dropped})
-            for request in dropped:
+            for each in dropped:
                 # in this order: Ctrl-C in between must leave it in `entered`
-                request.end(self.error)
-                self.entered.pop(request.request_id, None)
+                each.end(self.error)
+                self.entered.pop(each.request_id, None)
             self.error = None
             return work()
         except BaseException as error:

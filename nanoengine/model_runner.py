@@ -161,8 +161,8 @@ class ModelRunner:
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
         # decodes come before the first sequence with several tokens
-        has_several = [count > 1 for count in batch.num_tokens]
-        num_decodes = [*has_several, True].index(True)
+        is_long = [count > 1 for count in batch.num_tokens]
+        num_decodes = [*is_long, True].index(True)
         return buffer, StepShape(layout, num_decodes, max(batch.num_tokens), longest_keys)
 
     def forward(self, copies: Copies, buffer: Tensor,

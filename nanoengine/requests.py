@@ -192,9 +192,9 @@ class InputProcessor:
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
-        if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for text, stop, bad_words and grammars")
-        return self.tokenizer
+        if self.tokenizer is not None:
+            return self.tokenizer
+        raise rejected("tokenizer", None, "given for text or grammars, no skip_tokenizer_init=True")
 
     def make_requests(self, prompts: Prompts, params: Params,
                       priority: object = None) -> list[Request]:
