@@ -24,8 +24,8 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
     has its own layout, in which only whole blocks can be copied.
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    if BACKENDS[backend].attend is None and (empty_cache := kernels(device).empty_cache):
-        return empty_cache(config.num_hidden_layers, *shape, dtype)
+    if BACKENDS[backend].attend is None:
+        return kernels(device).empty_cache(config.num_hidden_layers, *shape, dtype)
     return torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype, device=device)
 
 
@@ -106,8 +106,8 @@ class Backend:
     has_graphs: whether CUDA graphs can capture it. If so, it reads no tensor values on the host.
     """
 
-    attend: Callable[..., Tensor] | None
-    works: Callable[[str, torch.dtype], bool]
+    attend: Callable | None
+    works: Callable
     rank: int = 0
     block_multiple: int = 1
     has_graphs: bool = False
@@ -116,8 +116,9 @@ class Backend:
 # You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS.
 # nanoengine_extensions/backends.py adds two for a GPU, "triton" and "varlen".
 BACKENDS = {
-    "flash-attn": Backend(flash_attention, has_flash_attn, 4, block_multiple=256, has_graphs=True),
-    "numba": Backend(None, has_numba, 3),
+    "flash-attn": Backend(
+        flash_attention, has_flash_attn, rank=4, block_multiple=256, has_graphs=True),
+    "numba": Backend(None, has_numba, rank=3),
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 

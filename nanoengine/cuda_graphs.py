@@ -38,7 +38,7 @@ class CudaGraphs:
 
     def __init__(self, most: int) -> None:
         self.sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
-        self.captured: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]] = {}
+        self.captured: dict[StepShape, tuple[Any, StepInputs, Tensor]] = {}
 
     @torch.inference_mode()
     def capture(self, runner: Any) -> None:
@@ -90,7 +90,7 @@ def widths(size: int, longest: int) -> list[int]:
     With few sequences, FlashAttention 2 splits the keys among the cores of a GPU, in parts that
     depend on the width of the table: short sequences in a wide table would leave most cores idle.
     """
-    return [longest, *(width for width in (8192, 2048) if width < longest and size < 32)]
+    return [longest, *(each for each in (8192, 2048) if each < longest and size < 32)]
 
 
 def padded(batch: Batch, size: int) -> Batch:

@@ -108,8 +108,10 @@ class Engine:
         host. The device can look up at most `max_num_seqs` pending tokens; when forks begin, there
         can be more.
         """
+        if len(batch.sampled) > self.config.max_num_seqs:
+            return True
         num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)
-        return 4 * num_awaited >= len(batch) or len(batch.sampled) > self.config.max_num_seqs
+        return 4 * num_awaited >= len(batch)
 
     def _collect(self, launched: Launched | None) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""

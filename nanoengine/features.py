@@ -23,10 +23,9 @@ from contextlib import contextmanager
 from dataclasses import MISSING, field, fields
 from functools import cache
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 logger = logging.getLogger("nanoengine")
-Kind = TypeVar("Kind", bound=type)
 # the name of a field, whether the options can be used, and what is accepted
 Condition = tuple[str, Callable[[Any], bool], str]
 # the file of each observer, and its class, in the order in which they are called
@@ -81,8 +80,8 @@ def asked_by(options: Any) -> dict[str, str]:
     found = {}
     for each in fields(options):
         value = getattr(options, each.name)
-        default = [] if each.default is MISSING else each.default
-        if "feature" in each.metadata and value != default:
+        # the class has the default, unless it is a list
+        if "feature" in each.metadata and value != getattr(type(options), each.name, []):
             found[each.metadata["feature"]] = f"{each.name}={value!r:.100}"
     return found
 
@@ -105,13 +104,14 @@ def naming(what: object) -> Iterator[None]:
         message = str(error) or repr(error)
         if is_installed("strict"):
             message = extension("strict").message_of(error, message)
-        reason = f" ({message})" if isinstance(what, ValueError) else f": {message}"
-        raise ValueError(f"{what}{reason}") from error
+        raise ValueError(f"{what}: {message}") from error
 
 
-def strict(kind: Kind) -> Kind:
+def strict(kind: Any) -> Any:
     """Decorates a dataclass of options: strict.py, if installed, checks their names and types."""
-    return extension("strict").checked_options(kind) if is_installed("strict") else kind
+    if is_installed("strict"):
+        return extension("strict").checked_options(kind)
+    return kind
 
 
 def check(options: Any, conditions: list[Condition]) -> None:

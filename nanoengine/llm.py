@@ -15,7 +15,7 @@ Threads take turns; a turn is one step, and a step serves the requests of all th
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,7 @@ class LLM(AbstractContextManager):
     def __init__(self, model: str | Path, **options: Any) -> None:
         options["device"] = choose_device(options.get("device", "auto"))
         self.config = config = EngineConfig(**{"model": model, **options})
-        self.check_process = kernels(config.device, config.kernels).check_process
-        self.process = self.check_process()
+        self.check_process = kernels(config.device, config.kernels).check_process()
         features = Features([*ALWAYS, *asked_by(config)], config.features)
         folder = find_model(config.model, config)
         self.model_config = load_config(folder, config.load_format, config.model_impl)
@@ -69,15 +68,15 @@ class LLM(AbstractContextManager):
             runner = make_runner(config, self.model_config, folder, features)
         self.engine = Engine(config, runner, features)
         self.inputs.max_model_len = runner.max_model_len
-        # requests that the next turn of any thread adds to the engine
+        # requests that the next step of any thread adds to the engine
         self.arrived: deque[Request] = deque()
-        # requests that the next turn ends
+        # requests that the next step ends
         self.dropped: deque[Request] = deque()
-        # the requests in the engine; only a turn changes them
+        # the requests in the engine; only `change` moves them
         self.entered: dict[str, Request] = {}
         # held by the thread whose turn it is
         self.lock: Any = threading.RLock()
-        # the error that ended the last turn
+        # the error that broke the last step
         self.error: RuntimeError | None = None
 
     # ------------------------------------------------------------------------ generating
@@ -96,12 +95,14 @@ class LLM(AbstractContextManager):
         is closed or if an error in another thread breaks a shared step.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        # metrics.py shows the tokens per second over all calls
-        kind = extension("metrics").bar(self.engine, use_tqdm) if is_installed("metrics") else tqdm
+        kind: Any = tqdm
+        if is_installed("metrics"):
+            # it shows the tokens per second over all calls
+            kind = extension("metrics").bar(self.engine, use_tqdm)
         bar = kind(total=len(requests), desc="Generating", disable=not use_tqdm)
         with bar, closing(self.steps_for(requests)) as steps:
             for updated in steps:
-                bar.update(sum(request.is_finished for request in updated))
+                bar.update(sum(each.is_finished for each in updated))
         return [request.output() for request in requests]
 
     def stream(self, prompts: Prompts, sampling_params: Params = None,
@@ -145,23 +146,17 @@ class LLM(AbstractContextManager):
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         self._queue(requests)
-        try:
-            with self.turn():
-                return requests
-        # after Ctrl-C, for example, the caller has no requests to abort
-        except BaseException:
-            self.dropped += requests
-            raise
+        return requests
 
     def step(self) -> list[Request]:
         """Runs one step for all requests, and returns the requests that have new tokens.
 
         A request that cannot continue gets the `finish_reason` "error". An error that breaks the
-        step is raised; the next turn then ends all requests ("abort"). If other threads run steps
+        step is raised; the next step then ends all requests ("abort"). If other threads run steps
         as well, read a request inside `with llm.turn():`.
         """
         with self.turn():
-            return self._step()
+            return self.change(self._step)
 
     def abort(self, requests: list[Request]) -> None:
         """Ends requests, waiting or running, and frees their blocks.
@@ -169,14 +164,14 @@ class LLM(AbstractContextManager):
         requests: those that `add` returned; finished ones stay as they are.
         """
         with naming(rejected("requests", requests, "a list of what `add` returned")):
-            unfinished = [each for each in requests if not each.is_finished]
-        self.dropped += unfinished
+            self.dropped += [each for each in requests if not each.is_finished]
         # not within a turn: the garbage collector can close a stream while this thread has a turn
-        if unfinished and not self.lock._is_owned():
+        if self.dropped and not self.lock._is_owned():
             with self.turn():
-                pass
+                self.change()
 
-    def steps_for(self, requests: list, look: Callable | None = None) -> Generator[list]:
+    def steps_for(self, requests: list,
+                  look: Callable = lambda request: request) -> Generator[list]:
         """Runs steps until all requests of one call have finished.
 
         It first queues them, and yields an empty list. After each step, it yields `look(request)`,
@@ -192,19 +187,22 @@ class LLM(AbstractContextManager):
             while num_unfinished:
                 with self.turn():
                     if not inbox:
-                        self._step()
-                    updated = [inbox.pop(request_id) for request_id in [*inbox]]
-                    num_unfinished -= sum(request.is_finished for request in updated)
-                    seen = [*map(look, updated)] if look else updated
+                        self.change(self._step)
+                    updated = [inbox.pop(each) for each in [*inbox]]
+                    num_unfinished -= sum(each.is_finished for each in updated)
+                    seen = [look(each) for each in updated]
                 for request in updated:
                     if request.error:
                         raise request.error
                 yield seen
         finally:
-            self.abort(requests)
+            if num_unfinished:
+                # at once, because Ctrl-C could interrupt `abort` before it does this
+                self.dropped += requests
+                self.abort(requests)
 
     def _step(self) -> list[Request]:
-        """Runs one step, in a turn; returns the requests with new tokens."""
+        """Runs one step; returns the requests with new tokens."""
         updated = {seq.request_id: self.entered[seq.request_id] for seq in self.engine.step()}
         for request_id, request in updated.items():
             request.inbox[request_id] = request
@@ -216,53 +214,53 @@ class LLM(AbstractContextManager):
         return list(updated.values())
 
     def _queue(self, requests: list[Request]) -> None:
-        """Lets the next turn of any thread add these requests to the engine."""
-        self._check_caller()
+        """Lets the next step of any thread add these requests to the engine."""
+        # only for its checks: nothing waits for the lock here
+        self.turn()
         if self.engine.runner is None:
             raise RuntimeError("the LLM is closed: make a new one")
         self.arrived += requests
 
-    def _check_caller(self) -> None:
-        """Raises RuntimeError if this thread already has a turn, or if this process is a fork."""
-        self.check_process(self.process)
+    def turn(self) -> Any:
+        """Returns the lock: `with llm.turn():` holds the engine for this thread alone, between two
+        steps or for one step.
+
+        Raises RuntimeError if this thread already has a turn, or if this process is a fork.
+        """
+        self.check_process()
         if self.lock._is_owned():
             raise RuntimeError("this thread is already in a call")
+        return self.lock
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Holds the engine for this thread alone, between two steps or for one step.
+    def change(self, work: Callable[[], Any] = list) -> Any:
+        """Changes the engine, in a turn: moves the requests that have arrived into the engine, ends
+        those that were dropped, then does some work, such as a step. Returns what `work` returns.
 
-        A turn first moves the requests that have arrived since the last turn into the engine, and
-        ends those that were dropped. If the last turn ended with an error or Ctrl-C, the engine may
-        be inconsistent, so all its requests are ended.
+        An error or Ctrl-C can leave the engine inconsistent. Then the next change first ends all
+        requests.
         """
-        self._check_caller()
-        with self.lock:
-            try:
-                self._begin_turn()
-                yield
-            except BaseException as error:
-                self.error = RuntimeError(f"a shared step failed: {error!r}")
-                raise
-
-    def _begin_turn(self) -> None:
-        if self.error:
-            self.engine.reset()
-            self.dropped += self.entered.values()
-        while self.arrived:
-            # in this order: Ctrl-C in between must leave the request in one of the two
-            self.entered[self.arrived[0].request_id] = self.arrived[0]
-            self.engine.add(self.arrived.popleft().seq)
-        # other threads can drop more meanwhile; requests of another engine are ignored
-        dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
-        dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
-        if dropped:
-            self.engine.abort({request.request_id for request in dropped})
-        for request in dropped:
-            # in this order: Ctrl-C in between must leave it in `entered`
-            request.end(self.error)
-            self.entered.pop(request.request_id, None)
-        self.error = None
+        try:
+            if self.error:
+                self.engine.reset()
+                self.dropped += self.entered.values()
+            while self.arrived:
+                # in this order: Ctrl-C in between must leave the request in one of the two
+                self.entered[self.arrived[0].request_id] = self.arrived[0]
+                self.engine.add(self.arrived.popleft().seq)
+            # other threads can drop more meanwhile; requests of another engine are ignored
+            dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+            dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
+            if dropped:
+                self.engine.abort({each.request_id for each in dropped})
+            for each in dropped:
+                # in this order: Ctrl-C in between must leave it in `entered`
+                each.end(self.error)
+                self.entered.pop(each.request_id, None)
+            self.error = None
+            return work()
+        except BaseException as error:
+            self.error = RuntimeError(f"a shared step failed: {error!r}")
+            raise
 
     # ------------------------------------------------------------------------------ the rest
 
@@ -288,15 +286,15 @@ class LLM(AbstractContextManager):
 
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache; blocks in use stay in use. Returns True, as in vLLM."""
+        manager = self.engine.scheduler.block_manager
         with self.turn():
-            manager = self.engine.scheduler.block_manager
-            manager.forget(list(manager.blocks_by_hash))
+            self.change(lambda: manager.forget([*manager.blocks_by_hash]))
         return True
 
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""
         with self.turn():
-            self.engine.close()
+            self.change(self.engine.close)
 
     def __exit__(self, *exception: object) -> None:
         self.close()

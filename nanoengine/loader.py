@@ -101,9 +101,10 @@ def context_length(config: PretrainedConfig) -> int:
     length = config.max_position_embeddings
     if rope["rope_type"] in ("default", "llama3") or rope["factor"] is None:
         return length
-    # transformers sets a missing original_max_position_embeddings to max_position_embeddings
-    before = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else length
-    return int(before * rope["factor"])
+    if rope["rope_type"] == "yarn":
+        # transformers sets a missing one to max_position_embeddings
+        length = rope["original_max_position_embeddings"]
+    return int(length * rope["factor"])
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -131,7 +132,7 @@ def load_eos(folder: Path, config: PretrainedConfig,
     own = tokenizer and tokenizer.eos_token_id
     # some files say -1 for none, and some tokenizers know more tokens than the model
     ids = eos if isinstance(eos, list) else [eos]
-    known = [i for i in {*ids, own} if i is not None and i in range(config.vocab_size)]
+    known = [i for i in {*ids, own} - {None} if i in range(config.vocab_size)]
     return {i: None if i == own else i for i in known}
 
 
@@ -175,7 +176,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
                load_format: str = "auto", place: Callable = place_on,
-               read: Callable[..., Tensor] = lambda tensor, target: tensor[:],
+               read: Callable = lambda tensor, target: tensor[:],
                opened: Callable = safe_open) -> Decoder:
     """Returns the model with its weights in `dtype`; load_format="dummy" makes random ones.
 
@@ -197,17 +198,16 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     missing = checkpoint_tensors(model)
     for file in weight_files(folder):
         with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
-            for full_name in [*opened(file, framework="pt").keys()]:
-                # rope_table computes it
-                if full_name.endswith("inv_freq"):
-                    continue
+            names = opened(file, framework="pt").keys()
+            # rope_table computes inv_freq
+            for name in [each for each in names if not each.endswith("inv_freq")]:
                 # opened for each tensor: pages of a mapped file count as memory until it is closed
-                tensor = opened(file, framework="pt").get_slice(full_name)
-                target = missing.pop(full_name.removeprefix("model."))
+                tensor = opened(file, framework="pt").get_slice(name)
+                target = missing.pop(name.removeprefix("model."))
                 loaded = read(tensor, target)
                 if loaded.shape != target.shape or not loaded.is_floating_point():
                     shown = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
-                    raise rejected(full_name, shown, f"floats of shape {tuple(target.shape)}")
+                    raise rejected(name, shown, f"floats of shape {tuple(target.shape)}")
                 target.copy_(loaded)
     if config.tie_word_embeddings:
         tie(model.embed_tokens, model.lm_head, missing)

@@ -132,7 +132,9 @@ class ModelRunner:
     def measure_free_bytes(self) -> int:
         """Returns the bytes for the KV cache: see nanoengine_extensions/memory.py; without it, 1
         GiB."""
-        return extension("memory").free_bytes(self) if is_installed("memory") else 2**30
+        if is_installed("memory"):
+            return extension("memory").free_bytes(self)
+        return 2**30
 
     # ----------------------------------------------------------------------------- a step
 
@@ -159,7 +161,8 @@ class ModelRunner:
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
         # decodes come before the first sequence with several tokens
-        num_decodes = next((i for i, count in enumerate(batch.num_tokens) if count > 1), len(batch))
+        is_long = [count > 1 for count in batch.num_tokens]
+        num_decodes = [*is_long, True].index(True)
         return buffer, StepShape(layout, num_decodes, max(batch.num_tokens), longest_keys)
 
     def forward(self, copies: Copies, buffer: Tensor,
@@ -211,7 +214,9 @@ def choose_device(device: str) -> str:
     """"auto" is the GPU if there is one. Raises ValueError for "cuda" without a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise rejected("device", device, "'cpu' or 'auto': there is no GPU")
-    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
 
 
 def choose_dtype(dtype: str, device: str, has_kernels: bool = True) -> torch.dtype:

@@ -155,7 +155,9 @@ Parsed = tuple[str | None, list[int]]
 
 def one_for_each(given: object, count: int) -> list:
     """Returns a list of `count` values: the given list, or one value for all."""
-    return [*given] if isinstance(given, (list, tuple)) else [given] * count
+    if isinstance(given, (list, tuple)):
+        return [*given]
+    return [given] * count
 
 
 class InputProcessor:
@@ -194,10 +196,9 @@ class InputProcessor:
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
-        if self.tokenizer is None:
-            raise rejected("tokenizer", None, "given for text, stop strings, bad_words and "
-                           "grammars; the folder has none, or skip_tokenizer_init=True")
-        return self.tokenizer
+        if self.tokenizer is not None:
+            return self.tokenizer
+        raise rejected("tokenizer", None, "given for text or grammars, no skip_tokenizer_init=True")
 
     def make_requests(self, prompts: Prompts, params: Params,
                       priority: object = None) -> list[Request]:
@@ -223,7 +224,7 @@ class InputProcessor:
     def check_vocabulary(self, name: str, token_ids: list | dict | tuple) -> None:
         """Raises ValueError for a token id outside the vocabulary."""
         last = self.vocab_size - 1
-        if unknown := [token_id for token_id in token_ids if not 0 <= token_id <= last]:
+        if unknown := [each for each in token_ids if not 0 <= each <= last]:
             raise ValueError(f"{name}: token id {unknown[0]!r} is out of vocabulary, 0 to {last}")
 
     def parse(self, name: str, prompt: Prompts, params: SamplingParams) -> Parsed:

@@ -50,7 +50,8 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
         found = library.draw(logits[:len(seqs)], draws.uniform, draws.temperature)
         rest = edited
     elif len(rest) < len(seqs):
-        found = likeliest(logits[:len(seqs)], library)
+        largest, tokens = library.first_max(logits[:len(seqs)])
+        found = tokens.where(largest.isfinite(), NO_TOKEN)
     # rows with the same edits are put side by side, since a matrix gets every edit that one of its
     # rows needs
     rest.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
@@ -71,12 +72,6 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
         places = (library.draw or draw)(weights, part.uniform)
         found[index] = tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
     return found.where(found >= 0, NO_TOKEN)
-
-
-def likeliest(logits: Tensor, library: Kernels = PLAIN) -> Tensor:
-    """Returns the first token with the largest logit, for each row."""
-    largest, tokens = library.first_max(logits)
-    return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
 # ----------------------------------------------------------------------------- steps, on float32
@@ -119,18 +114,12 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str],
     weights = scores.masked_fill(scores < least, -torch.inf).exp_()
     if "top_p" in truncations:
         total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
-        is_kept = nucleus(weights, draws.top_p[:, None] * total)
-        weights = weights.where(is_kept, 0)
+        # of equal weights, the first ones are kept
+        ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+        is_kept = before < draws.top_p[:, None] * total
+        weights = weights.where(is_kept.scatter(1, order, is_kept), 0)
     return tokens, weights
-
-
-def nucleus(weights: Tensor, needed: Tensor) -> Tensor:
-    """Returns whether each weight is one of the fewest of its row, largest first, that together
-    reach `needed`, (rows, 1) float64. Of equal weights, the first ones are taken."""
-    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-    cumulated = ordered.cumsum(dim=-1, dtype=torch.float64)
-    is_kept = cumulated - ordered < needed
-    return is_kept.scatter(1, order, is_kept)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -134,7 +134,8 @@ class Scheduler:
         """Whether there is a place, and blocks, for the first waiting sequence."""
         if not self.waiting or len(self.running) == self.config.max_num_seqs:
             return False
-        return not self.waiting[0].is_awaited and self.block_manager.can_allocate(self.waiting[0])
+        head = self.waiting[0]
+        return not head.is_awaited and self.block_manager.can_allocate(head)
 
     # ---------------------------------------------------------------------- after a step
 
@@ -180,18 +181,15 @@ class Scheduler:
                 taken.append(seq)
                 seq.token_ids[-1] = token_id
                 if token_id < 0:
-                    self._fail(seq)
+                    # the prefix cache forgets its blocks, whose K and V can be NaN as well
+                    self.block_manager.forget(seq.block_hashes)
+                    del seq.token_ids[-1]
+                    cause = "logits are NaN or infinite (processors?) or constraints leave no token"
+                    error = seq.error or f"request {seq.request_id}: {cause}"
+                    self.finish(seq, "error", str(error))
                 elif token_id in seq.end_tokens:
                     self.finish(seq, "stop", seq.end_tokens[token_id])
         return taken
-
-    def _fail(self, seq: Sequence) -> None:
-        """Ends a sequence for which no token can be sampled. The cache forgets its blocks, whose K
-        and V can be NaN as well."""
-        del seq.token_ids[-1]
-        self.block_manager.forget(seq.block_hashes)
-        reason = "its logits are NaN or infinite (model, processors) or constraints leave no token"
-        self.finish(seq, "error", str(seq.error or f"request {seq.request_id}: {reason}"))
 
     # ---------------------------------------------------------------------- one sequence
 

@@ -95,7 +95,9 @@ class Sequence:
 
     def uniform(self, position: int) -> float:
         """The number in [0, 1) that decides its token at a position; 0 if it is greedy."""
-        return (hash64(self.seed, position) >> 11) * 2.0**-53 if self.params.temperature else 0.0
+        if not self.params.temperature:
+            return 0.0
+        return (hash64(self.seed, position) >> 11) * 2.0**-53
 
     def fork(self, **changes: Any) -> "Sequence":
         """Returns a new sequence with the same tokens and parameters."""

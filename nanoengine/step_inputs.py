@@ -139,7 +139,8 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.nda
     blocks = block_tables[owners, positions // block_size].astype(np.int64)
 
     rows = batch.sampled
-    logits_indices = offsets[[row.source for row in rows]] + [row.position - 1 for row in rows]
+    sources = [row.source for row in rows]
+    logits_indices = offsets[sources] + [row.position - 1 for row in rows]
     draws = [draws_of(row) for row in rows]
     # one row for each field
     columns = np.array(draws, float).reshape(-1, len(Draws._fields)).T.copy()
@@ -149,7 +150,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.nda
     in_32_bits = [token_ids, positions, owners, query_starts, key_starts, lengths, block_tables,
                   logits_indices]
     # 64-bit numbers come first, so that they are aligned
-    return [columns, slot_mapping, *(np.asarray(array, np.int32) for array in in_32_bits)]
+    return [columns, slot_mapping, *(np.asarray(each, np.int32) for each in in_32_bits)]
 
 
 def draws_of(row: Row) -> tuple[float, ...]:
@@ -171,7 +172,7 @@ def to_buffer(arrays: list[np.ndarray], device: str) -> tuple[Tensor, Layout]:
     buffer = torch.empty(
         sum(map(len, words)), dtype=torch.int32, device="cpu", pin_memory=device == "cuda")
     np.concatenate(words, out=buffer.numpy())
-    return buffer, tuple((array.dtype.name, array.shape, array.nbytes // 4) for array in arrays)
+    return buffer, tuple((each.dtype.name, each.shape, each.nbytes // 4) for each in arrays)
 
 
 def send(numbers: list | np.ndarray, device: torch.device) -> Tensor:

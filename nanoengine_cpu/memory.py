@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -116,12 +117,13 @@ def has_threads() -> bool:
         torch.get_num_threads() > 1 and can_compute(process))
 
 
-def check_process(made_in: int | None = None) -> int:
-    """Returns the id of this process. Raises RuntimeError in a fork in which PyTorch would hang
-    because its threads are missing. It does not hang if it computes in one thread, or computed
-    nothing before the fork.
+def check_process(made_in: int | None = None) -> Callable[[], object]:
+    """Raises RuntimeError in a fork in which PyTorch would hang because its threads are missing. It
+    does not hang if it computes in one thread, or computed nothing before the fork.
 
     made_in: the process that made the caller's object, which cannot be used in a fork
+
+    Returns a function that checks the same later, for an object that was made in this process.
     """
     process = os.getpid()
     # also while PyTorch computes in one thread, since the result of the first call is kept
@@ -130,7 +132,7 @@ def check_process(made_in: int | None = None) -> int:
     if is_broken or made_in not in (None, process):
         raise RuntimeError("this process was forked from one that computes in threads, and would "
                            "hang: start it with multiprocessing's 'spawn'")
-    return process
+    return functools.partial(check_process, process)
 
 
 # ---------------------------------------------------------------------------- threads

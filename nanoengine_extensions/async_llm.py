@@ -100,7 +100,7 @@ class AsyncLLM:
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> list[tuple["Call", Any]]:
         """Runs a step, and returns the new outputs of the calls of a loop that can take them."""
-        # after a broken step, the next turn ends all requests, and each of them has the error
+        # after a broken step, the next step ends all requests, and each of them has the error
         with suppress(Exception):
             self.llm.step()
         pause = len(self.calls) / MOST_OUTPUTS

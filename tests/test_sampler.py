@@ -158,8 +158,13 @@ def test_the_likeliest_is_the_first_of_the_largest(vocab_size, dtype):
     logits = padded[:, :vocab_size]
     expected = [row.index(max(row)) for row in logits.tolist()]
     expected[3:7] = [NO_TOKEN] * 4
-    assert sampler.likeliest(logits).tolist() == expected
-    assert sampler.likeliest(logits[:0]).shape == (0,)
+    for library in (kernels.PLAIN, kernels.kernels("cpu")):
+        draws = Draws(*torch.zeros(5, 50).double())
+        seqs = [make(temperature=0)] * 50
+        found = sampler.sample(logits, draws, seqs, NONE_PENDING, FEATURES, library)
+        assert found.tolist() == expected
+        none = sampler.sample(logits[:0], draws.of(slice(0)), [], NONE_PENDING, FEATURES, library)
+        assert none.shape == (0,)
 
 
 def test_rows_do_not_depend_on_each_other():

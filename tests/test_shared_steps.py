@@ -358,12 +358,13 @@ def test_the_first_tokens_of_a_stream_come_before_the_last_ones_of_a_call(shared
     check_idle(shared_llm)
 
 
-def interrupted(call, at: int) -> bool:
-    """Runs a call with Ctrl-C at a line of llm.py, counted from 1; whether it was reached."""
+def interrupted(call, at: int, check) -> bool:
+    """Runs a call with Ctrl-C at a line of llm.py or contextlib.py, counted from 1; whether it was
+    reached. Then it also runs a check, while the error refers to the frames of the call."""
     count = itertools.count(1)
 
     def trace(frame, event, argument):
-        if not frame.f_code.co_filename.endswith("nanoengine/llm.py"):
+        if not frame.f_code.co_filename.endswith(("nanoengine/llm.py", "/contextlib.py")):
             return None
         # Python checks for signals after a call, not between taking a lock and what follows
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
@@ -377,12 +378,14 @@ def interrupted(call, at: int) -> bool:
         call()
         return next(count) > at
     except KeyboardInterrupt:
+        sys.settrace(before)
+        check()
         return True
     finally:
         sys.settrace(before)
 
 
-CALLS = ["generate", "stream", "by hand", "abort"]
+CALLS = ["generate", "stream", "by hand", "abort", "a dropped stream"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -402,14 +405,22 @@ def test_ctrl_c_at_any_line(shared_llm, name):
         while not all(each.is_finished for each in handles):
             shared_llm.step()
 
+    def drop_a_stream():
+        stream = shared_llm.stream(prompts, params)
+        next(stream)
+        stream.close()
+
     calls = {
         "generate": lambda: shared_llm.generate(prompts, params, use_tqdm=False),
         "stream": lambda: list(shared_llm.stream(prompts, params)),
         "by hand": by_hand,
-        "abort": lambda: shared_llm.abort(shared_llm.add(prompts, params))}
+        "abort": lambda: shared_llm.abort(shared_llm.add(prompts, params)),
+        "a dropped stream": drop_a_stream}
     for at in itertools.count(1):
         handles.clear()
-        if not interrupted(calls[name], at):
+        # what `stream` and `add` return has its own end
+        check = (lambda: check_idle(shared_llm)) if name == "generate" else lambda: None
+        if not interrupted(calls[name], at, check):
             break
         # Ctrl-C right after `add` leaves requests, which the next steps finish.
         while shared_llm.active and name in ("by hand", "abort"):

@@ -240,10 +240,17 @@ def test_a_fork_computes_where_pytorch_would(parent, limit, child, expected):
     assert found.stdout.split() == [str(expected)], found.stderr
 
 
-def test_only_its_own_process_may_use_what_it_has_made():
-    assert memory.check_process() == os.getpid() == memory.check_process(os.getpid())
+def test_only_its_own_process_may_use_what_it_has_made(monkeypatch):
+    check = memory.check_process()
+    check()
+    process = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: process + 1)
+        with pytest.raises(RuntimeError, match="forked .* 'spawn'"):
+            check()
+    memory.check_process(process)
     with pytest.raises(RuntimeError, match="forked .* 'spawn'"):
-        memory.check_process(os.getpid() + 1)
+        memory.check_process(process + 1)
 
 
 # -------------------------------------------------------------------------- stacks of threads
