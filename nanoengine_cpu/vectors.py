@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, overload, register_model
 from numba.np.arrayobj import np_cfarray
@@ -31,37 +29,9 @@ FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
 
-
-class Part(JITCodeLibrary):
-    """The code of an inlined function, which LLVM optimizes and compiles only as a part of kernels.
-
-    If LLVM first did so with each function alone, as numba usually lets it, compiling would take
-    half as long again, and attention of decodes up to 1.5 times as long (measured on Zen 4).
-    """
-
-    # where numba would look for the compiled code, to tell it where Python's objects are
-    codegen = property(lambda self: self)
-
-    def set_env(self, name, environment):
-        pass
-
-    def _optimize_final_module(self):
-        pass
-
-    def _finalize_final_module(self):
-        self._finalized = True
-
-
-class PartCompiler(Compiler):
-    """Compiles inlined functions."""
-
-    def __init__(self, typing, target, library, *options):
-        super().__init__(typing, target, Part(target.codegen(), "part"), *options)
-
-
 # part of a kernel, and never called from Python; some read places that need not exist
 inlined = functools.partial(njit, forceinline=True, error_model="numpy", no_cpython_wrapper=True,
-                            no_cfunc_wrapper=True, boundscheck=False, pipeline_class=PartCompiler)
+                            no_cfunc_wrapper=True, boundscheck=False)
 
 
 class Vector(types.Type):
