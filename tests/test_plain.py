@@ -66,7 +66,7 @@ def test_a_breakpoint_in_each_function_fires(make_model, architecture, options):
         functions = functions_of(name)
         missed = {functions[line] for line in functions.keys() - {*found["reached"][name]}}
         assert missed == NOT_HERE & {*functions.values()}, name
-    with LLM(model, **options | dict(dtype="float32")) as llm:
+    with LLM(model, block_size=16, **options | dict(dtype="float32")) as llm:
         params = [SamplingParams(**each) for each in PARAMS]
         assert found["tokens"] == token_ids(llm.generate(prompts, params, use_tqdm=False))
 

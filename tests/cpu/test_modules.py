@@ -118,11 +118,12 @@ def test_attention_may_be_left_out():
     assert type(model.self_attn) is Attention and type(model.mlp) is not MLP
 
 
-@pytest.mark.parametrize("options", [dict(soft_cap=0.1), dict(sinks=torch.arange(4.0) - 2)])
+@pytest.mark.parametrize("options", [dict(soft_cap=5.0), dict(sinks=torch.arange(4.0) - 2)])
 def test_attention_can_have_a_soft_cap_and_sinks(options):
     """If its backend heeds them, too."""
     step = make_step([1, 9, 1], [0, 0, 0], 16)
-    x, angles = torch.randn(11, HIDDEN), torch.rand(2, 11, 1, HEAD_DIM // 2)
+    # scores are above the cap
+    x, angles = torch.randn(11, HIDDEN) * 8, torch.rand(2, 11, 1, HEAD_DIM // 2)
     model = Model(torch.float32, has_norms=False)
     bind(model, step, torch.float32, zeros)
     usual = model(x, angles, step, slice(None))

@@ -80,7 +80,7 @@ def test_a_gguf_under_another_name(tmp_path):
 
 def test_an_adapter_beside_a_model_is_told(copy, caplog):
     (copy / "adapter_config.json").write_text("{}")
-    LLM(str(copy), num_kv_blocks=8).close()
+    LLM(str(copy), num_kv_blocks=8, block_size=16).close()
     assert "has an adapter (LoRA) next to the model: the adapter is not used" in caplog.text
 
 

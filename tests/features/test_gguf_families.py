@@ -18,7 +18,8 @@ from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=320, max_position_embeddings=512, pad_token_id=0)
-GEMMA = dict(head_dim=64, num_attention_heads=2, sliding_window=8, query_pre_attn_scalar=64)
+GEMMA = dict(head_dim=64, num_attention_heads=2, num_key_value_heads=1, sliding_window=8,
+             query_pre_attn_scalar=64)
 PHI = dict(bos_token_id=1, eos_token_id=2, original_max_position_embeddings=512)
 LONG = dict(rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.25, factor=8.0,
             original_max_position_embeddings=64, short_factor=[1.0 + i / 8 for i in range(8)],
