@@ -24,8 +24,8 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
     has its own layout, in which only whole blocks can be copied.
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    if BACKENDS[backend].attend is None:
-        return kernels(device).empty_cache(config.num_hidden_layers, *shape, dtype)
+    if BACKENDS[backend].attend is None and (empty_cache := kernels(device).empty_cache):
+        return empty_cache(config.num_hidden_layers, *shape, dtype)
     return torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype, device=device)
 
 

@@ -146,6 +146,12 @@ class LLM(AbstractContextManager):
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         self._queue(requests)
+        try:
+            self.change()
+        except BaseException:
+            # after Ctrl-C, for example, the caller has no requests to abort
+            self.dropped += requests
+            raise
         return requests
 
     def step(self) -> list[Request]:
@@ -155,8 +161,7 @@ class LLM(AbstractContextManager):
         step is raised; the next step then ends all requests ("abort"). If other threads run steps
         as well, read a request inside `with llm.turn():`.
         """
-        with self.turn():
-            return self.change(self._step)
+        return self.change(self._step)
 
     def abort(self, requests: list[Request]) -> None:
         """Ends requests, waiting or running, and frees their blocks.
@@ -167,8 +172,7 @@ class LLM(AbstractContextManager):
             self.dropped += [each for each in requests if not each.is_finished]
         # not within a turn: the garbage collector can close a stream while this thread has a turn
         if self.dropped and not self.lock._is_owned():
-            with self.turn():
-                self.change()
+            self.change()
 
     def steps_for(self, requests: list,
                   look: Callable = lambda request: request) -> Generator[list]:
@@ -185,9 +189,8 @@ class LLM(AbstractContextManager):
             self._queue(requests)
             yield []
             while num_unfinished:
+                self.change(lambda: inbox or self._step())
                 with self.turn():
-                    if not inbox:
-                        self.change(self._step)
                     updated = [inbox.pop(each) for each in [*inbox]]
                     num_unfinished -= sum(each.is_finished for each in updated)
                     seen = [look(each) for each in updated]
@@ -223,7 +226,7 @@ class LLM(AbstractContextManager):
 
     def turn(self) -> Any:
         """Returns the lock: `with llm.turn():` holds the engine for this thread alone, between two
-        steps or for one step.
+        steps.
 
         Raises RuntimeError if this thread already has a turn, or if this process is a fork.
         """
@@ -233,34 +236,37 @@ class LLM(AbstractContextManager):
         return self.lock
 
     def change(self, work: Callable[[], Any] = list) -> Any:
-        """Changes the engine, in a turn: moves the requests that have arrived into the engine, ends
-        those that were dropped, then does some work, such as a step. Returns what `work` returns.
+        """Changes the engine, in a turn of its own: moves the requests that have arrived into the
+        engine, ends those that were dropped, then does some work, such as a step. Returns what
+        `work` returns.
 
         An error or Ctrl-C can leave the engine inconsistent. Then the next change first ends all
         requests.
         """
-        try:
-            if self.error:
-                self.engine.reset()
-                self.dropped += self.entered.values()
-            while self.arrived:
-                # in this order: Ctrl-C in between must leave the request in one of the two
-                self.entered[self.arrived[0].request_id] = self.arrived[0]
-                self.engine.add(self.arrived.popleft().seq)
-            # other threads can drop more meanwhile; requests of another engine are ignored
-            dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
-            dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
-            if dropped:
-                self.engine.abort({each.request_id for each in dropped})
-            for each in dropped:
-                # in this order: Ctrl-C in between must leave it in `entered`
-                each.end(self.error)
-                self.entered.pop(each.request_id, None)
-            self.error = None
-            return work()
-        except BaseException as error:
-            self.error = RuntimeError(f"a shared step failed: {error!r}")
-            raise
+        with self.turn():
+            try:
+                if self.error:
+                    self.engine.reset()
+                    self.dropped += self.entered.values()
+                while self.arrived:
+                    first = self.arrived[0]
+                    # in this order: Ctrl-C in between must leave the request in one of the two
+                    self.entered[first.request_id] = first
+                    self.engine.add(self.arrived.popleft().seq)
+                # other threads can drop more meanwhile; requests of another engine are ignored
+                dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+                dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
+                if dropped:
+                    self.engine.abort({each.request_id for each in dropped})
+                for each in dropped:
+                    # in this order: Ctrl-C in between must leave it in `entered`
+                    each.end(self.error)
+                    self.entered.pop(each.request_id, None)
+                self.error = None
+                return work()
+            except BaseException as error:
+                self.error = RuntimeError(f"a shared step failed: {error!r}")
+                raise
 
     # ------------------------------------------------------------------------------ the rest
 
@@ -287,14 +293,12 @@ class LLM(AbstractContextManager):
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache; blocks in use stay in use. Returns True, as in vLLM."""
         manager = self.engine.scheduler.block_manager
-        with self.turn():
-            self.change(lambda: manager.forget([*manager.blocks_by_hash]))
+        self.change(lambda: manager.forget([*manager.blocks_by_hash]))
         return True
 
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""
-        with self.turn():
-            self.change(self.engine.close)
+        self.change(self.engine.close)
 
     def __exit__(self, *exception: object) -> None:
         self.close()

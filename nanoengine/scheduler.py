@@ -184,8 +184,8 @@ class Scheduler:
                     # the prefix cache forgets its blocks, whose K and V can be NaN as well
                     self.block_manager.forget(seq.block_hashes)
                     del seq.token_ids[-1]
-                    cause = "logits are NaN or infinite (processors?) or constraints leave no token"
-                    error = seq.error or f"request {seq.request_id}: {cause}"
+                    reason = "its logits are NaN or infinite (model, processors) or constraints"
+                    error = seq.error or f"request {seq.request_id}: {reason} leave no token"
                     self.finish(seq, "error", str(error))
                 elif token_id in seq.end_tokens:
                     self.finish(seq, "stop", seq.end_tokens[token_id])

@@ -7,7 +7,7 @@ paused, the search decides which of them continue, fork, end or are dropped.
 To `LLM` a search is a request like any other, and to the scheduler its beams are sequences like any
 others. An observer calls `update` for each of them that has a new token. This file uses:
 
-    llm.steps_for(searches), llm.turn(), llm.change(work)
+    llm.steps_for(searches), llm.change(work)
     Scheduler.finish(seq, reason)
     Scheduler.fork(parent, child)           the child shares the blocks of its parent
     Scheduler.preempt(seq), .enqueue(seq)   only if nothing else can run: see `make_way`
@@ -114,8 +114,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
         for updated in steps:
             # no step could be launched
             if not updated and num_steps == beams.num_steps:
-                with llm.turn():
-                    llm.change(lambda: make_way(searches, scheduler))
+                llm.change(lambda: make_way(searches, scheduler))
             num_steps = beams.num_steps
     tokenizer = llm.inputs.tokenizer
     for beam in [beam for search in searches for beam in search.finished]:

@@ -86,7 +86,7 @@ REFUSED = [
     ("SamplingParams(min_tokens=9, max_tokens=5)", "min_tokens=9"),
     ("SamplingParams(stop='abc')", "stop='abc'"),
     ("SamplingParams(stop=['abc'], detokenize=False)", "detokenize=False"),
-    ("SamplingParams(n=2, temperature=0)", "n=2 .* must be 1 for temperature=0"),
+    ("SamplingParams(n=2, temperature=0)", "got 2"),
     ("SamplingParams(logit_bias={1: 2})", "={1: 2} needs nanoengine_extensions/constraints.py"),
     ("SamplingParams(min_tokens=2)", "=2 needs nanoengine_extensions/constraints.py"),
     ("llm.generate([[]])", "prompts\\[0\\] has 0 tokens"),

@@ -1,5 +1,6 @@
 """One engine and several threads or processes: turns, interrupts, forks, limits on threads."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -242,11 +243,24 @@ def test_a_second_ctrl_c_while_the_first_is_cleaned_up(make_llm, monkeypatch, fi
     assert llm.engine.runner is None, "it can be closed, too"
 
 
-def test_add_waits_for_no_step(tiny_llm):
-    """So Ctrl-C cannot end it between queueing a request and returning it."""
-    with tiny_llm.turn():
-        (request,) = in_thread(tiny_llm.add, [[5, 6, 7]], PARAMS)
-        assert tiny_llm.active == {request.request_id: request}
+def test_add_that_is_interrupted_leaves_no_request(tiny_llm, monkeypatch):
+    """As by Ctrl-C while it waits for its turn: the caller has no request to abort."""
+    class Interrupted(contextlib.nullcontext):
+        def __enter__(self):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tiny_llm, "turn", Interrupted)
+        tiny_llm.add([[5, 6, 7]], PARAMS)
+    tiny_llm.step()
+    assert not tiny_llm.active
+    check_idle(tiny_llm)
+
+
+def test_add_enters_at_once(tiny_llm):
+    (request,) = tiny_llm.add([[5, 6, 7]], PARAMS)
+    assert tiny_llm.engine.has_unfinished() and tiny_llm.metrics()["num_requests_waiting"] == 1
+    assert [*tiny_llm.engine.scheduler.waiting] == [request.seq]
     tiny_llm.abort([request])
     check_idle(tiny_llm)
 

@@ -17,7 +17,7 @@ from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 
 
 def test_several_greedy_completions_would_be_the_same():
-    with pytest.raises(ValueError, match="n=2 .* must be 1 for temperature=0, greedy sampling"):
+    with pytest.raises(ValueError, match="n must be 1 when using greedy sampling, got 2"):
         SamplingParams(n=2, temperature=0)
     assert SamplingParams(n=2).n == 2
 

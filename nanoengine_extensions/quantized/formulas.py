@@ -17,9 +17,10 @@ from torch import Tensor
 # how AutoAWQ orders the outputs of a word
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 # what bytes stand for that are numbers in floating point
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+E4M3 = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 # what the numbers of MXFP4 stand for, doubled
-MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])
+MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12],
+                     dtype=torch.float32, device="cpu")
 # inputs of a group that `rounded` makes
 GROUP = 32
 # rows that are dequantized at a time
@@ -155,7 +156,7 @@ def mxfp4(numbers: Tensor, exponents: Tensor) -> Grouped:
     scales = (exponents - 1).view(torch.float8_e8m0fnu)
     # the smallest and the largest have no such scale
     if ((exponents < 2) | (exponents == 255)).any():
-        scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)
+        scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128)
     return Grouped(numbers, scales, bits=4, values=MXFP4)
 
 

@@ -219,10 +219,11 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
 def table_of(values: Tensor | None, dtype: torch.dtype, by_sums: bool) -> Tensor | None:
     """Returns what stored numbers of 4 bits stand for, or None if the dtype of sums cannot
     represent it. values: what the numbers stand for; None: themselves"""
+    numbers = torch.arange(16, dtype=torch.float32, device="cpu")
     if not by_sums:
-        return torch.arange(16.0) if values is None else values
+        return numbers if values is None else values
     # a stored number is the number minus 8, with a sign
-    table = (torch.arange(16.0) - 8 if values is None else values).roll(8)
+    table = (numbers - 8 if values is None else values).roll(8)
     if dtype == torch.float32:
         return table
     halves = table.bfloat16()

@@ -158,7 +158,7 @@ def tiny_llm(make_llm):
 def run(llm, prompts: list, params: list[SamplingParams]) -> list:
     """Adds requests by hand and runs them to their end."""
     requests = llm.add(prompts, params)
-    while llm.active:
+    while llm.engine.has_unfinished():
         llm.step()
     check_idle(llm)
     return requests
@@ -240,7 +240,7 @@ def test_what_is_no_exception_breaks_the_step(tiny_llm, error):
     params = [GREEDY, SamplingParams(logits_processors=[fail_with(error())])]
     requests = tiny_llm.add(prompts, params)
     with pytest.raises(error):
-        while tiny_llm.active:
+        while tiny_llm.engine.has_unfinished():
             tiny_llm.step()
     assert token_ids(generate(tiny_llm, prompts)) == expected
     check_idle(tiny_llm)

@@ -29,7 +29,7 @@ from nanoengine.observers import Features
 from nanoengine.sequence import Sequence
 from nanoengine_extensions import speculation
 from nanoengine_extensions.speculation import PromptLookup, StepCosts
-from nanoengine_extensions.structured_outputs.grammar import Grammar
+from nanoengine_extensions.structured_outputs.grammar import Grammar, LLParserLimits
 
 FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -393,7 +393,10 @@ def test_a_forced_text_that_is_never_right_gives_way_to_the_policy(bundled, monk
     # a special token within, and a text after which llguidance cannot go on
     'start: "the " <|endoftext|> "fox" " crow"',
     'start: "x and the fox" (' + " | ".join(f'"{i}a" "{i}b"' for i in range(2500)) + ")"])
-def test_a_look_at_the_forced_text_changes_nothing(tiny, bundled, always, grammar, policy):
+def test_a_look_at_the_forced_text_changes_nothing(tiny, bundled, always, monkeypatch, grammar,
+                                                   policy):
+    limits = LLParserLimits(max_items_in_row=2000, verbose_errors=False)
+    monkeypatch.setattr("nanoengine_extensions.structured_outputs.grammar.LIMITS", limits)
     params = SamplingParams(structured_outputs={"grammar": grammar}, max_tokens=40, temperature=0)
     found = []
     with LLM(tiny, tokenizer=bundled, dtype="float32", block_size=16, num_kv_blocks=24) as llm:
