@@ -218,7 +218,7 @@ class LLM(AbstractContextManager):
 
     def _queue(self, requests: list[Request]) -> None:
         """Lets the next step of any thread add these requests to the engine."""
-        # only for its checks: nothing waits for the lock here
+        # it only checks the caller here, and does not take the lock
         self.turn()
         if self.engine.runner is None:
             raise RuntimeError("the LLM is closed: make a new one")
@@ -235,7 +235,7 @@ class LLM(AbstractContextManager):
             raise RuntimeError("this thread is already in a call")
         return self.lock
 
-    def change(self, work: Callable[[], Any] = list) -> Any:
+    def change(self, work: Callable = lambda: None) -> Any:
         """Changes the engine, in a turn of its own: moves the requests that have arrived into the
         engine, ends those that were dropped, then does some work, such as a step. Returns what
         `work` returns.

@@ -150,7 +150,7 @@ def qwen2moe(header: Any) -> dict[str, Any]:
 
 
 def gpt_oss(header: Any) -> dict[str, Any]:
-    """Every second layer sees all keys. YaRN's first and last frequency are not rounded."""
+    """Every second layer sees all keys. The limits between which YaRN mixes are not rounded."""
     return with_experts(header) | windows(header, period=2) | {
         "rope_parameters": header.rope() | {"truncate": False}}
 

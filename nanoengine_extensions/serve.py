@@ -93,7 +93,7 @@ class Server:
         if self.flags.tool_call_parser:
             extension("tool_calls", "--tool-call-parser").find(body, found)
         if body.num_completions > self.most:
-            raise rejected("n", body.params.n, f"at most {self.most} for all prompts together")
+            raise rejected("n", body.params.n, f"smaller, or prompts fewer: {self.most} in all")
         encode = self.llm.get_tokenizer().encode
         with naming("prompt"):
             body.prompts = [encode(each, verbose=False) if isinstance(each, str) else each

@@ -1,5 +1,5 @@
-"""Quantized models: GGUF files, AWQ, GPTQ and compressed-tensors; and `quantization`, which rounds
-the weights of any model when they are loaded.
+"""Quantized models: GGUF files, AWQ, GPTQ, compressed-tensors, FP8, MXFP4, NF4; and `quantization`,
+which rounds the weights of any model when they are loaded.
 
 A weight *is* its dequantized value in the dtype of the model: the generated tokens are those that
 transformers generates with these values, on every device. On a CPU with its kernels, the numbers

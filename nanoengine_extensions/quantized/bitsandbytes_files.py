@@ -41,7 +41,8 @@ def open_4_bits(index: Index, file: Path) -> Opened:
 def read(index: Index, name: str, entries: dict[str, Any]) -> Tensor | Grouped:
     words = index.read(name).flatten().view(torch.uint8)
     numbers = torch.stack((words >> 4, words & 15), 1).view(entries["shape"])
-    values, scales = index.read(f"{name}.quant_map"), index.read(f"{name}.absmax")
+    values = index.read(f"{name}.quant_map").float()
+    scales = index.read(f"{name}.absmax")
     if scales.dtype == torch.uint8:
         above = index.read(f"{name}.nested_absmax").repeat_interleave(entries["nested_blocksize"])
         table = index.read(f"{name}.nested_quant_map")

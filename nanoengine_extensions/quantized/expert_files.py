@@ -1,4 +1,4 @@
-"""The experts of gpt-oss: files have a matrix for each expert, transformers one tensor for a layer.
+"""The experts of gpt-oss: here, each has a matrix; transformers has one tensor for a layer.
 
     MXFP4     experts.gate_up_proj_blocks, …_scales
                   (experts, outputs, groups, 16) and (experts, outputs, groups) uint8
@@ -34,7 +34,10 @@ class Matrices(Stored):
         self.matrices = matrices
 
     def stack(self) -> Tensor:
-        return torch.stack([each.read() for each in self.matrices]).mT.contiguous()
+        found = torch.empty(self.shape, dtype=torch.float32)
+        for to, each in zip(found, self.matrices):
+            to.copy_(each.read().T)
+        return found
 
 
 def in_turn(first: Stored, second: Stored, dim: int = 0) -> Stored:

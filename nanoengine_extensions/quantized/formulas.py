@@ -1,4 +1,4 @@
-"""The meaning of the numbers of quantized weights: whole numbers, scales and zeros.
+"""The meaning of the numbers of quantized weights: numbers, scales and zeros.
 
     weight[o, i] = (number[o, i] - zero[o, g]) * scale[o, g]        g: the group of input i
 

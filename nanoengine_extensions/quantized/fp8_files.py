@@ -3,7 +3,7 @@
     q_proj.weight               (outputs, inputs) float8_e4m3fn
     q_proj.weight_scale_inv     (blocks of outputs, blocks of inputs), or one for all
 
-Only weights are read in 8 bits: what they are multiplied by is not rounded, as where transformers
+Activations and the KV cache are not rounded to 8 bits. transformers computes the same when it
 dequantizes such a model.
 """
 
@@ -18,9 +18,9 @@ from nanoengine.features import rejected
 from nanoengine_extensions.quantized.formulas import E4M3, Grouped
 from nanoengine_extensions.quantized.stored import Index, Opened, Stored, plain
 
-# the ends of the names of scales, after that of a weight; and of those for activations
+# the ends of the names of scales, after that of a weight; and of those for what is not rounded here
 SCALES = ("_scale_inv", "_scale")
-OTHERS = ("input_scale", "activation_scale")
+OTHERS = ("input_scale", "activation_scale", "k_scale", "v_scale", "kv_scale")
 
 
 def open_fp8(index: Index, file: Path, block: list[int] | None) -> Opened:
@@ -44,7 +44,11 @@ def read(tensor: Stored, read_scales: Any, block: list[int] | None) -> Tensor | 
     scales = read_scales()
     # exponents of powers of two
     scales = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+    if numbers.dtype != torch.float8_e4m3fn:
+        raise rejected("the dtype of an FP8 weight", numbers.dtype, "torch.float8_e4m3fn")
     if numbers.ndim > 2:
+        # one for each matrix, or one for all
+        scales = scales.reshape(-1, 1, 1) if scales.ndim < 2 else scales
         parts = zip(numbers, scales.expand(len(numbers), *scales.shape[-2:]))
         return torch.stack([grouped(*each, block).dequantized() for each in parts])
     return grouped(numbers, scales, block)

@@ -164,15 +164,16 @@ def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool,
                    space: Callable[[int], Tensor] = in_huge_pages) -> Tensor:
     """Reads a matrix as bytes, or if it has no packed form, as a matrix in `dtype`."""
     found = tensor.load()
-    if not isinstance(found, Grouped):
-        return found.to(dtype)
-    part = packed.pack(found, dtype, by_sums, space)
-    if part is None:
-        warn_once("quantized weights of some matrices are dequantized when they are "
-                  "loaded, since kernels know no act-order and no scales of more than 15 bits, "
-                  "and only groups of 16, 32, 64 or 128 inputs, or of multiples of these")
-        part = found.dequantized().to(dtype)
-    return part
+    if isinstance(found, Grouped):
+        part = packed.pack(found, dtype, by_sums, space)
+        if part is not None:
+            return part
+        found = found.dequantized()
+    if tensor.is_quantized:
+        warn_once("quantized weights of some matrices are dequantized when they are loaded, since "
+                  "kernels know no act-order, no scales of more than 15 bits, NF4 only with "
+                  "AVX-512, and only groups of 16, 32, 64 or 128 inputs, or of multiples of these")
+    return found.to(dtype)
 
 
 def are_one(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype,

@@ -1,4 +1,4 @@
-"""A quantized weight as a kernel reads it: whole numbers and scales, in blocks of outputs.
+"""A quantized weight as a kernel reads it: numbers and scales, in blocks of outputs.
 
     header      24 int64: those of `Form`, and from the 16th on, a table of what numbers of 4 bits
                 stand for: 16 numbers in float32; for sums in bfloat16, 16 such numbers twice
@@ -125,7 +125,8 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
 
     by_sums: whether sums.py multiplies it; otherwise expanding.py. space: gives memory
 
-    If scales are powers of two, sums.py multiplies the same weight, in bfloat16 faster.
+    Scales that are powers of two always use sums.py in bfloat16: the weight is the same, and small
+    batches are faster.
     """
     has_floats = weight.bits == 8 and weight.values is not None
     if has_floats and (weight.numbers & 127 == 127).any():

@@ -65,8 +65,9 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
         known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype, by_sums)}
         others: dict[nn.Module, nn.Module] = {}
         for module in experts:
-            jobs = parts_of(module)
-            linears = in_threads(partial(linear_of, SharedPages(), dtype, by_sums), jobs)
+            jobs, are_gated = parts_of(module), extension("experts").are_gated(module)
+            linears = in_threads(
+                partial(linear_of, SharedPages(), dtype, by_sums, are_gated), jobs)
             known.update(each for parts, made in zip(jobs, linears) if isinstance(made, Linear)
                          for each in parts)
             others[module] = extension("experts").of_linears(linears, module)
@@ -126,18 +127,19 @@ def in_threads(function: Callable, jobs: list) -> list:
     return found
 
 
-def linear_of(space: Callable, dtype: torch.dtype, by_sums: bool,
+def linear_of(space: Callable, dtype: torch.dtype, by_sums: bool, is_gated: bool,
               tensors: list[Stored]) -> nn.Linear:
     """Returns a linear of an expert, with the rows of one matrix or of two. They are packed if one
-    product can compute them all."""
+    product can compute them all. is_gated: whether the product of gates and ups becomes SwiGLU"""
     parts = [in_packed_form(each, dtype, by_sums, space) for each in tensors]
     rows = [each.shape[0] for each in tensors]
     inputs = tensors[0].shape[1]
     linear: Any = nn.Linear(inputs, sum(rows), bias=False, device="meta")
     is_narrow = inputs * dtype.itemsize // 4 <= MOST_WORDS
-    if is_narrow and are_one(parts, rows, inputs, dtype, False) and len(set(rows)) == 1:
+    halves = len(rows) if is_gated else 1
+    if is_narrow and are_one(parts, rows, inputs, dtype, halves == 1) and len(set(rows)) == 1:
         linear.__class__ = packed_class(Linear, nn.Linear)
-        vars(linear).update(halves=len(rows), is_fused=len(rows) == 2)
+        vars(linear).update(halves=halves, is_fused=halves == 2)
         linear.keep(parts, rows, dtype)
     else:
         linear.weight = nn.Parameter(one_matrix(parts, rows, inputs, dtype), False)
@@ -192,7 +194,7 @@ def looks_up(embedding: nn.Embedding) -> bool:
     """Tests whether each result depends only on its row of the weight."""
     trial = copy.copy(embedding)
     trial.padding_idx = None
-    weight = torch.randn(5, embedding.embedding_dim)
+    weight = torch.randn(5, embedding.embedding_dim, dtype=torch.float32)
     ids = torch.tensor([[3, 0, 3, 2]])
     try:
         whole = functional_call(trial, {"weight": weight}, (ids,))

@@ -32,8 +32,12 @@ class Linear(QuantizedLinear):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         with as_stored():
-            if self.is_quantized and x.dtype != self._parameters["weight"].dtype:
+            own = self._parameters["weight"].dtype
+            if self.is_quantized and (own, x.dtype) == (torch.bfloat16, torch.float32):
                 return self.in_float32(x)
+            if self.is_quantized and x.dtype != own:
+                bias = None if self.bias is None else self.bias.to(x.dtype)
+                return F.linear(x, super().weight.to(x.dtype), bias)
         return super().forward(x)
 
     def join(self, linears: list[Any], fused: Any) -> bool:

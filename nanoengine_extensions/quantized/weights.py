@@ -77,8 +77,8 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
                 copy_rows(space[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
 
 
-# for numbers of 4, 6 and 8 bits, for each a function is compiled; and for FP8, whose kernels need
-# no others
+# One function is compiled for each width: 4, 6 and 8 bits. FP8 has kernels of its own, which need
+# only one function.
 
 
 @inlined()

@@ -53,7 +53,7 @@ def small_floats(builder, words):
     They become float16, whose exponent has one bit more and is 8 larger.
     """
     for shift in (24, 16, 8, 0):
-        # the sign twice, of which the second one makes room for that bit
+        # the shift copies the sign; the mask clears the copy, which leaves room for that bit
         bits = builder.ashr(builder.shl(words, same(WORDS, shift)), same(WORDS, 1))
         bits = builder.lshr(builder.and_(bits, same(WORDS, 0xBF800000)), same(WORDS, 16))
         halves = builder.bitcast(builder.trunc(bits, HALVES), ir.VectorType(ir.HalfType(), LANES))

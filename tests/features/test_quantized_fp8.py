@@ -52,8 +52,9 @@ def write(source: Path, folder: Path, model: Any, entries: dict[str, Any] = ENTR
             numbers, own, found = rounded(weight, block)
             tensors[name] = numbers
             scales[name + end] = own if "weight_block_size" in entries else own[0, 0]
-            # a scale of activations, which are not rounded here
+            # scales of activations and of a KV cache, which are not rounded here
             scales[name.replace("weight", "input_scale")] = torch.ones(())
+            scales[name.replace("weight", "k_scale")] = torch.ones(())
             weight.copy_(found)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(tensors, folder / "model-1.safetensors", metadata={"format": "pt"})
@@ -182,6 +183,24 @@ def test_exponents_as_scales(scales):
     stored = fp8_files.Stored("F8_E4M3", [64, 64], lambda: numbers)
     found = fp8_files.read(stored, lambda: scales, [64, 32]).dequantized()
     assert found[:, :32].eq(1).all() and found[:, 32:].eq(2).all()
+
+
+def test_the_matrices_of_many_experts_in_one_tensor():
+    """With one scale for each of them, or one for all, or blocks."""
+    numbers = torch.ones(3, 32, 64).to(torch.float8_e4m3fn)
+    stored = fp8_files.Stored("F8_E4M3", [3, 32, 64], lambda: numbers)
+    each = torch.tensor([1.0, 2.0, 3.0])
+    for scales, wanted in ((each, each[:, None, None]), (torch.tensor(2.0), torch.tensor(2.0)),
+                           (each.view(3, 1, 1), each[:, None, None])):
+        found = fp8_files.read(stored, lambda scales=scales: scales, None)
+        assert torch.equal(found, wanted.expand(3, 32, 64))
+
+
+def test_another_type_of_8_bits_is_refused():
+    numbers = torch.ones(32, 64).to(torch.float8_e5m2)
+    stored = fp8_files.Stored("F8_E5M2", [32, 64], lambda: numbers)
+    with pytest.raises(ValueError, match="float8_e5m2 is not accepted: it must be torch.float8_e4"):
+        fp8_files.read(stored, lambda: torch.ones(1), None)
 
 
 @pytest.mark.parametrize("entries, options, message", [

@@ -24,9 +24,10 @@ from quantizing import FORMATS, REAL, change_config, drawn, in_awq  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine_cpu import compiling  # noqa: E402
-from nanoengine_extensions.quantized import formulas, packed, transformers_linears  # noqa: E402
+from nanoengine_extensions.quantized import (  # noqa: E402
+    formulas, modules, packed, transformers_linears, transformers_modules)
 from nanoengine_extensions.quantized.modules import (  # noqa: E402
-    QuantizedEmbedding, QuantizedLinear)
+    QuantizedEmbedding, QuantizedLinear, packed_class)
 from nanoengine_extensions.quantized.origins import Origin  # noqa: E402
 from nanoengine_extensions.transformers_models import check  # noqa: E402
 
@@ -474,3 +475,31 @@ def test_a_tensor_that_is_missing(make_quantized):
     for kernels in (True, False):
         with pytest.raises(ValueError, match=rf"its files lack \['{gone}.weight"):
             make_llm(folder, kernels=kernels)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_experts_with_another_activation_stay_packed(make_model, monkeypatch, activation):
+    """Gates and ups are two matrices, and become one product without SwiGLU."""
+    folder, _ = make_model("Qwen3Moe", hidden_size=64, moe_intermediate_size=64, num_experts=4,
+                           num_experts_per_tok=2, num_hidden_layers=2, head_dim=32,
+                           decoder_sparse_step=1, hidden_act=activation,
+                           vocab_size=compare.VOCAB_SIZE)
+    with make_llm(folder, quantization="int8", kernels=False) as llm:
+        expected = tokens(llm)
+    dequantized = []
+    with make_llm(folder, quantization="int8") as llm:
+        monkeypatch.setattr(modules, "dequantized", lambda *given: dequantized.append(given))
+        assert tokens(llm) == expected and not dequantized
+        experts = [each for each in modules_of(llm) if type(each).__name__ == "Experts"]
+        assert len(experts) == 2 and all(each.calls is not None for each in experts)
+
+
+def test_rows_of_another_dtype_than_that_of_a_packed_weight():
+    linear: Any = torch.nn.Linear(64, 32, dtype=torch.float32)
+    linear.__class__ = packed_class(transformers_modules.Linear, torch.nn.Linear)
+    weight = formulas.rounded(linear._parameters["weight"].detach(), 8)
+    linear.keep([packed.pack(weight, torch.float32)], [32], torch.float32)
+    x = torch.randn(3, 64, dtype=torch.float64)
+    with torch.inference_mode():
+        right = x @ weight.dequantized().double().T + linear.bias.double()
+        torch.testing.assert_close(linear(x), right)
