@@ -198,7 +198,7 @@ class InputProcessor:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is not None:
             return self.tokenizer
-        raise rejected("tokenizer", None, "given for text and grammars (skip_tokenizer_init=False)")
+        raise rejected("tokenizer", None, "given (skip_tokenizer_init=True?) for text and grammars")
 
     def make_requests(self, prompts: Prompts, params: Params,
                       priority: object = None) -> list[Request]:
