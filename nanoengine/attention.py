@@ -107,7 +107,7 @@ class Backend:
     """
 
     attend: Callable | None
-    works: Callable
+    works: Callable[[str, torch.dtype], bool]
     rank: int = 0
     block_multiple: int = 1
     has_graphs: bool = False

@@ -43,7 +43,7 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 hold: Callable = lambda seq: 0) -> None:
+                 hold: Callable[[Sequence], int] = lambda seq: 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching

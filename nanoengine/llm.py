@@ -3,13 +3,15 @@
 `requests.py` turns prompts into requests, and new tokens into results; `engine.py` runs their
 sequences. `generate` and `stream` are loops over `steps_for`.
 
-Threads take turns; a turn is one step, and a step serves the requests of all threads.
+Threads take turns; in a turn, a thread runs one step, which serves the requests of all threads, or
+looks at the results.
 
-    thread A   queue  [step 1, look]                  [step 3, look]
-    thread B                        queue  [step 2, look]     …
-                                              └─ computes the requests of both
+    thread A   queue  [step 1] [look]                   [step 3] [look]
+    thread B                          queue  [step 2] [look]     …
+                                                └─ computes the requests of both
 
-"look" collects the new tokens of the call's own requests. A pair of brackets is a turn.
+"look" collects the new tokens of the call's own requests. A pair of brackets is a turn; between a
+step and its look, another thread can take one.
 """
 
 import threading
@@ -175,7 +177,7 @@ class LLM(AbstractContextManager):
             self.change()
 
     def steps_for(self, requests: list,
-                  look: Callable = lambda request: request) -> Generator[list]:
+                  look: Callable = lambda each: each) -> Generator[list]:
         """Runs steps until all requests of one call have finished.
 
         It first queues them, and yields an empty list. After each step, it yields `look(request)`,
@@ -183,23 +185,23 @@ class LLM(AbstractContextManager):
         request. The requests are freed however this ends. If a step of another thread has already
         computed new tokens, this call takes them and runs no step.
         """
-        num_unfinished = len(requests)
+        num_left = len(requests)
         inbox = requests[0].inbox if requests else {}
         try:
             self._queue(requests)
             yield []
-            while num_unfinished:
+            while num_left:
                 self.change(lambda: inbox or self._step())
                 with self.turn():
                     updated = [inbox.pop(each) for each in [*inbox]]
-                    num_unfinished -= sum(each.is_finished for each in updated)
+                    num_left -= sum(each.is_finished for each in updated)
                     seen = [look(each) for each in updated]
                 for request in updated:
                     if request.error:
                         raise request.error
                 yield seen
         finally:
-            if num_unfinished:
+            if num_left:
                 # at once, because Ctrl-C could interrupt `abort` before it does this
                 self.dropped += requests
                 self.abort(requests)

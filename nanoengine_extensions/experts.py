@@ -98,19 +98,21 @@ class Experts(nn.Module):
             return
         middle = rows.new_empty(len(rows), self.size)
         both = [calls[used] for calls in self.calls]
-        first = self.placed(both, 0, rows, middle, counts)
+        spans = counts.cumsum() - counts, counts
+        first = self.placed(both, 0, rows, middle, spans)
         if self.act:
             run_call(first)
             first, middle = [], self.act(middle).to(rows.dtype)
-        run_call(first + self.placed(both, 1, middle, outs, counts))
+        run_call(first + self.placed(both, 1, middle, outs, spans))
 
-    def placed(self, both: Any, which: int, x: Tensor, out: Tensor, counts: Any) -> list[int]:
+    def placed(self, both: Any, which: int, x: Tensor, out: Tensor, spans: Any) -> list[int]:
         """Returns one call for the calls of the first (0) or the second linears of some experts.
 
         x, out: the inputs and outputs of all rows
+        spans: of each expert, its first row, and how many it has
         """
         calls, places = both[which], self.places[which]
-        starts = counts.cumsum() - counts
+        starts, counts = spans
         for place, tensor in ((X, x), (OUT, out)):
             calls[:, places[place]] = (
                 tensor.data_ptr() + starts * tensor.stride(0) * tensor.itemsize)

@@ -41,9 +41,9 @@ BITS = {"int8": 8, "int4": 4}
 # after the name of a method: see kernel.py
 SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-# those in floating point, by the kind of their tensors
-FLOATS = {"fp8": "FP8", "mxfp4": "MXFP4", "bitsandbytes": "4 bits"}
-KNOWN = (*METHODS, *FLOATS, "gguf")
+# other methods, each with the kind of its tensors
+KINDS = {"fp8": "FP8", "mxfp4": "MXFP4", "bitsandbytes": "4 bits"}
+KNOWN = (*METHODS, *KINDS, "gguf")
 # vLLM's names of methods, each with the name of a kernel
 MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
 CONDITIONS: list[Condition] = [
@@ -206,7 +206,7 @@ def choose_opener(method: str, entries: dict[str, Any],
 
 def kind_of(method: str, entries: dict[str, Any]) -> str | None:
     """Returns the kind of quantized tensors, if a model needs one of them."""
-    return METHODS[method](entries).parts[0] if method in METHODS else FLOATS.get(method)
+    return METHODS[method](entries).parts[0] if method in METHODS else KINDS.get(method)
 
 
 def sizes_of(files: list[Path], opened: Iterable[Opened]) -> tuple[int, int]:

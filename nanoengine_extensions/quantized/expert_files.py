@@ -59,24 +59,23 @@ def open_mxfp4(index: Index, file: Path) -> Opened:
     for name, tensor in plain(file).items():
         if name.endswith("_blocks"):
             module, _, own = name.removesuffix("_blocks").rpartition(".")
-            blocks, scales = (index.slice_of(f"{module}.{own}_{part}")
-                              for part in ("blocks", "scales"))
             count, outputs, groups, _ = tensor.shape
             for number in range(count):
                 opened[f"{module}.{number}.{own}.weight"] = Stored(
                     "MXFP4", [outputs, groups * GROUP],
-                    partial(read_mxfp4, blocks, scales, number))
+                    partial(read_mxfp4, index, f"{module}.{own}", number))
         elif not name.endswith("_scales"):
             opened[name] = tensor
     return opened
 
 
-def read_mxfp4(blocks: Any, scales: Any, number: int) -> Grouped:
+def read_mxfp4(index: Index, name: str, number: int) -> Grouped:
     """Reads the matrix of an expert. A byte has two neighbours, the first one in its lower bits."""
-    words = blocks[number]
+    # opened for each expert: pages of a mapped file count as memory until it is closed
+    words, exponents = (index.slice_of(f"{name}_{part}")[number] for part in ("blocks", "scales"))
     numbers = torch.stack((words & 15, words >> 4), -1).flatten(1)
     groups = torch.arange(numbers.shape[1]) // GROUP
-    return formulas.mxfp4(numbers, scales[number])._replace(groups=groups)
+    return formulas.mxfp4(numbers, exponents)._replace(groups=groups)
 
 
 def add_experts(tensors: Opened, module: Any, name: str) -> None:

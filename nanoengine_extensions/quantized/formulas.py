@@ -1,4 +1,4 @@
-"""The meaning of the numbers of quantized weights: numbers, scales and zeros.
+"""What the numbers of quantized weights mean: their scales, zeros and tables.
 
     weight[o, i] = (number[o, i] - zero[o, g]) * scale[o, g]        g: the group of input i
 
