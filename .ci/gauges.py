@@ -29,7 +29,7 @@ FEATURE: dict[str, float] = {"lines": 200}
 # weights; a model of transformers, its check and its fast modules; grammars of all kinds; layers
 # and their trial
 LARGE: dict[str, dict[str, float]] = {
-    "quantized": {"lines": 2163}, "transformers_models": {"lines": 729},
+    "quantized": {"lines": 2167}, "transformers_models": {"lines": 729},
     "structured_outputs": {"lines": 280}, "own_layers": {"lines": 236}}
 
 

@@ -62,6 +62,18 @@ def run_in_fork(script: str, text: str = "", folder: Path = ROOT) -> subprocess.
                                            files[2].read_text())
 
 
+def is_compiled_once(script: str) -> bool:
+    """Whether a second process finds on disk all kernels that a script has made in a first one."""
+    script = f"""
+from numba.core.event import install_recorder
+with install_recorder("numba:run_pass") as seen:
+    exec({script!r})
+print(len(seen.buffer))"""
+    first, second = run_in_fork(script), run_in_fork(script)
+    assert not first.returncode and not second.returncode, first.stderr + second.stderr
+    return second.stdout == "0\n"
+
+
 # ------------------------------------------------------------------------- ranks of an engine
 
 RANKS = """

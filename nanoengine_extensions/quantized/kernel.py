@@ -52,7 +52,6 @@ def product(dtype: torch.dtype, by_sums: bool = False, has_floats: bool = False)
     on_tiles = HAS_TILES and dtype == torch.bfloat16 and not by_sums
     few = FEW if block_size == COLUMNS * LANES and has("avx512f") else 0
     step = 2 * LANES if on_tiles else STEP
-    open_slice, add = (expand_floats, add_floats) if has_floats else (expand, add_count)
 
     def kernel(phase, threads, arguments_at):
         (norm_at, bias_at, words, outputs, halves, eps_bits, x_at, residual_at, out_at,
@@ -99,10 +98,18 @@ def product(dtype: torch.dtype, by_sums: bool = False, has_floats: bool = False)
                 if by_sums:
                     add_by_sums(part, number, copy, line, words, units, here, lines, size <= few,
                                 per_word)
+                # numba caches no kernel whose variables, unlike its globals, are functions
+                elif size <= few and has_floats:
+                    add_few(add_floats, part, number, copy, line, words, here.ravel(), per_word,
+                            size)
                 elif size <= few:
-                    add_few(add, part, number, copy, line, words, here.ravel(), per_word, size)
+                    add_few(add_count, part, number, copy, line, words, here.ravel(), per_word,
+                            size)
+                elif has_floats:
+                    add_many(expand_floats, part, number, copy, line, words, here, lines, on_tiles,
+                             per_word)
                 else:
-                    add_many(open_slice, part, number, copy, line, words, here, lines, on_tiles,
+                    add_many(expand, part, number, copy, line, words, here, lines, on_tiles,
                              per_word)
             write_block(out, residual, begin, block * block_size, outputs, sums[:, :size], halves)
         end_tiles()

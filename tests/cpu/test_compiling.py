@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from forks import is_compiled_once
 
 from nanoengine_cpu import compiling
 from nanoengine_cpu.memory import limit_threads
@@ -126,6 +127,15 @@ def test_a_cache_that_cannot_be_used_is_named_in_a_warning(cache, monkeypatch, c
     assert len(messages) == bool(damage)
     folder = "__pycache__" if damage == "no folder" else str(cache)
     assert all(folder in message and "compiled anew" in message for message in messages)
+
+
+def test_kernels_are_compiled_once():
+    assert is_compiled_once("""
+import torch
+from nanoengine_cpu import attention, compiling, products
+products.product(torch.float32)
+attention.make_kernel(16, 1, 16, torch.float32)
+compiling.run_together()""")
 
 
 # ------------------------------------------------------------------- settings of the process

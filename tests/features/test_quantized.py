@@ -16,6 +16,7 @@ import torch
 import transformers
 from conftest import greedy_reference, token_ids
 from fake_gpu import FakeGpu
+from forks import is_compiled_once
 from quantizing import (
     AWQ, BFLOAT16, FORMATS, GPTQ, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, REAL, SCALES,
     SCHEDULES, change_config, compare_products, compressed_config, draw, drawn, expected,
@@ -757,6 +758,14 @@ def rows_to_compare() -> list:
 def test_products_have_the_bits_of_dequantized_weights(name, dtype, num_rows):
     weight = draw(192, 512, *PACKED[name])
     compare_products([weight], dtype, num_rows, bias=torch.randn(192))
+
+
+def test_kernels_are_compiled_once():
+    assert is_compiled_once("""
+import torch
+from nanoengine_extensions.quantized.kernel import product
+for by_sums, has_floats in ((False, False), (False, True), (True, False)):
+    product(torch.float32, by_sums, has_floats)""")
 
 
 @pytest.mark.parametrize("num_rows", rows_to_compare(), ids=["few", "all"])
