@@ -782,7 +782,7 @@ def test_products_of_several_parts(dtype, num_rows, inputs):
 
 def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
     """Their outputs fill no blocks, or their groups pad the inputs differently: dequantized, with a
-    line in the log."""
+    line in the log. With AVX2, 32 outputs fill two blocks."""
     lines: list[str] = []
     monkeypatch.setattr("nanoengine_extensions.quantized.modules.warn_once", lines.append)
     options = dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=256, head_dim=32)
@@ -790,8 +790,10 @@ def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
     with LLM(path, **OPTIONS) as llm:
         names = {name for name, module in llm.engine.runner.model.named_modules()
                  if module in linears_of(llm)}
-        assert "layers.0.self_attn.qkv_proj" not in names and "layers.0.self_attn.o_proj" in names
-        assert any("some fused projections are dequantized" in line for line in lines)
+        are_one = 32 % packed.block_of(torch.float32, False) == 0
+        assert ("layers.0.self_attn.qkv_proj" in names) == are_one
+        assert "layers.0.self_attn.o_proj" in names
+        assert any("some fused projections are dequantized" in line for line in lines) != are_one
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
     assert packed.padding(320, 128, torch.bfloat16) == 64
     assert packed.padding(320, 32, torch.bfloat16) == 0
