@@ -41,6 +41,9 @@ def test_what_has_no_effect_is_accepted(llm):
         given = dict.fromkeys(IGNORED, "x") | NEUTRAL | dict.fromkeys(KNOWN[url] - body.keys())
         same = read(llm, given | body, url)
         assert vars(same) == vars(plain)
+        # vLLM's fields at their defaults
+        read(llm, body | {"include_reasoning": True, "spaces_between_special_tokens": True,
+                          "return_token_ids": False, "return_tokens_as_token_ids": False}, url)
 
 
 @pytest.mark.parametrize("is_echo", [False, True])
