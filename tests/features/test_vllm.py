@@ -552,7 +552,8 @@ def test_beam_search(tiny):
     prompts = random_prompts([5, 9])
     with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=64) as llm:
         outputs = llm.beam_search([TokensPrompt(prompt_token_ids=ids) for ids in prompts],
-                                  vllm.BeamSearchParams(beam_width=3, max_tokens=6),
+                                  vllm.BeamSearchParams(beam_width=3, max_tokens=6,
+                                                        structured_outputs=None),
                                   use_tqdm=False)
     assert all(isinstance(output, vllm.BeamSearchOutput) for output in outputs)
     for output, prompt in zip(outputs, prompts):
