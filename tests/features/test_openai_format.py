@@ -44,6 +44,8 @@ def test_what_has_no_effect_is_accepted(llm):
         # vLLM's fields at their defaults
         read(llm, body | {"include_reasoning": True, "spaces_between_special_tokens": True,
                           "return_token_ids": False, "return_tokens_as_token_ids": False}, url)
+        with pytest.raises(ValueError, match="return_token_ids=True is not supported .*: omit it"):
+            read(llm, body | {"return_token_ids": True}, url)
 
 
 @pytest.mark.parametrize("is_echo", [False, True])
