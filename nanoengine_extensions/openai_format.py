@@ -75,7 +75,7 @@ class Body:
             if name not in NEUTRAL or body[name] != NEUTRAL[name]:
                 # vLLM's older names, such as guided_json
                 known = "structured_outputs" if name.startswith("guided_") else name
-                near = [] if name in NEUTRAL else get_close_matches(known, KNOWN[self.url], 1)
+                near = [] if name in NEUTRAL else get_close_matches(known, KNOWN[self.url], 1, 0.8)
                 advice = f"the nearest is {near[0]}" if near else "omit it"
                 raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: {advice}")
         options = body.get("stream_options", {})

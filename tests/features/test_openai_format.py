@@ -46,6 +46,9 @@ def test_what_has_no_effect_is_accepted(llm):
                           "return_token_ids": False, "return_tokens_as_token_ids": False}, url)
         with pytest.raises(ValueError, match="return_token_ids=True is not supported .*: omit it"):
             read(llm, body | {"return_token_ids": True}, url)
+        # nothing is near enough
+        with pytest.raises(ValueError, match="reasoning_effort='low' is not supported .*: omit"):
+            read(llm, body | {"reasoning_effort": "low"}, url)
 
 
 @pytest.mark.parametrize("is_echo", [False, True])
