@@ -44,6 +44,8 @@ class BeamSearchParams:
     length_penalty: the score of a finished beam is its summed log-probability divided by its
         number of generated tokens to this power, -40 to 40; larger values favour longer beams.
     include_stop_str_in_output: keep the text of EOS in the text of a beam that ended with it.
+    skip_special_tokens: leave other special tokens out of the text.
+    structured_outputs: None, since a grammar would change nothing: raw log-probabilities decide.
     """
 
     beam_width: int
@@ -52,6 +54,8 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_outputs: None = None
 
     def __post_init__(self) -> None:
         """strict.py checks the types before this."""
@@ -119,9 +123,10 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
     tokenizer = llm.inputs.tokenizer
     for beam in [beam for search in searches for beam in search.finished]:
         if tokenizer:
-            has_eos = params.include_stop_str_in_output and beam.finish_reason == "stop"
-            eos = tokenizer.decode(beam.tokens[-1:]) if has_eos else ""
-            beam.text = str(tokenizer.decode(beam.tokens, True)) + str(eos)
+            end = len(beam.tokens) - (beam.finish_reason == "stop")
+            text = tokenizer.decode(beam.tokens[:end], params.skip_special_tokens)
+            eos = tokenizer.decode(beam.tokens[end:]) if params.include_stop_str_in_output else ""
+            beam.text = str(text) + str(eos)
     return [BeamSearchOutput(search.finished) for search in searches]
 
 

@@ -31,12 +31,13 @@ OF_ALL = SAMPLING | {"response_format", "stream", "stream_options"}
 KNOWN = {CHAT: OF_ALL | OF_CHATS | TEMPLATE, COMPLETION: OF_ALL | {"echo", "prompt"}}
 # with the first two together, each chunk of a stream has the usage so far, as in vLLM
 STREAMING = ["include_usage", "continuous_usage_stats", "include_obfuscation"]
-IGNORED = {"cache_salt", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
-           "request_id", "safety_identifier", "service_tier", "store", "user"}
+IGNORED = {*"""cache_salt metadata model parallel_tool_calls prompt_cache_key request_id
+    safety_identifier service_tier spaces_between_special_tokens store user""".split()}
 # the only value without an effect
 NEUTRAL: dict[str, Any] = {
-    "best_of": 1, "echo": False, "length_penalty": 1.0, "modalities": ["text"], "priority": 0,
-    "suffix": "", "tool_choice": "none", "use_beam_search": False}
+    "best_of": 1, "echo": False, "include_reasoning": True, "length_penalty": 1.0,
+    "modalities": ["text"], "priority": 0, "return_token_ids": False, "suffix": "",
+    "return_tokens_as_token_ids": False, "tool_choice": "none", "use_beam_search": False}
 # a token and its log-probabilities; the first token of a prompt has none
 Tokens = list[tuple[int, dict[int, Any] | None]]
 
@@ -74,7 +75,7 @@ class Body:
             if name not in NEUTRAL or body[name] != NEUTRAL[name]:
                 # vLLM's older names, such as guided_json
                 known = "structured_outputs" if name.startswith("guided_") else name
-                near = get_close_matches(known, KNOWN[self.url], 1)
+                near = [] if name in NEUTRAL else get_close_matches(known, KNOWN[self.url], 1, 0.8)
                 advice = f"the nearest is {near[0]}" if near else "omit it"
                 raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: {advice}")
         options = body.get("stream_options", {})
@@ -82,6 +83,8 @@ class Body:
             raise rejected("stream_options", options, f"an object with {', '.join(STREAMING)}")
         self.stream_options = {name for name in STREAMING if flag_of(options, name)}
         self.streams, self.echoes = (flag_of(body, name) for name in ("stream", "echo"))
+        if self.stream_options and not self.streams:
+            raise rejected("stream_options", options, "left out without stream=true")
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:
             if body.keys() & {"tools", "tool_choice"}:
@@ -145,14 +148,12 @@ class Body:
     def head(self, model: str) -> dict[str, Any]:
         """Returns the beginning of an answer, or of each chunk of a stream."""
         kind = "chat.completion" + ".chunk" * self.streams
-        return {"id": f"cmpl-{self.name}",
-                "object": kind if self.url == CHAT else "text_completion",
-                "created": int(time.time()), "model": model}
+        return {"id": f"cmpl-{self.name}", "created": int(time.time()), "model": model,
+                "object": kind if self.url == CHAT else "text_completion"}
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, int]:
         num_prompt_tokens = sum(len(each.prompt_token_ids) for each in outputs)
-        num_tokens = sum(len(completion.token_ids) for _, completion in pairs_of(outputs)
-                         if not self.is_echo)
+        num_tokens = sum(len(each.token_ids) for _, each in pairs_of(outputs)) * (not self.is_echo)
         return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens,
                 "total_tokens": num_prompt_tokens + num_tokens}
 
@@ -237,19 +238,18 @@ def number_of(logprob: Any) -> float:
 # ------------------------------------------------------------------------------------ reading
 
 
-def object_of(data: bytes) -> dict[str, Any]:
+def object_of(data: bytes | str, name: str = "JSON") -> dict[str, Any]:
     """Returns the object that a JSON text describes. Raises ValueError if it is not one."""
-    with naming("JSON"):
+    with naming(name):
         row = json.loads(data, parse_float=finite, parse_constant=finite)
     if not isinstance(row, dict):
-        raise ValueError("JSON must be an object")
+        raise ValueError(f"{name} must be an object")
     return row
 
 
 def options_of(text: str) -> dict[str, Any]:
     """Returns the value of the flag --options."""
-    with naming("--options"):
-        return object_of(text.encode(errors="replace"))
+    return object_of(text, "--options: JSON")
 
 
 def finite(text: str) -> float:

@@ -19,25 +19,27 @@ from nanoengine import CompletionOutput, RequestOutput
 from nanoengine.features import extension, naming, rejected
 
 # vLLM's keywords that change no token here, whatever their value, …
-WITHOUT_EFFECT = {*"""aggregate_engine_logging allowed_local_media_path allowed_media_domains
-    async_scheduling attention_config backend chat_template_content_format collect_detailed_traces
-    compilation_config concurrency_limit cudagraph_capture_sizes cudagraph_metrics
-    custom_histogram_buckets disable_any_whitespace disable_async_output_proc disable_cascade_attn
-    disable_chunked_mm_input disable_custom_all_reduce disable_fallback
-    disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
-    disable_mm_preprocessor_cache distributed_timeout_seconds enable_chunked_prefill
-    enable_flashinfer_autotune enable_layerwise_nvtx_tracing enable_log_requests
-    enable_logging_iteration_details enable_mfu_metrics enable_sleep_mode extra_args
-    fail_on_environ_validation flat_logprobs guided_decoding_backend
+WITHOUT_EFFECT = {*"""aggregate_engine_logging all2all_backend allowed_local_media_path
+    allowed_media_domains async_scheduling attention_config backend chat_template_content_format
+    collect_detailed_traces compilation_config concurrency_limit cudagraph_capture_sizes
+    cudagraph_metrics custom_histogram_buckets data_parallel_backend disable_any_whitespace
+    disable_async_output_proc disable_cascade_attn disable_chunked_mm_input
+    disable_custom_all_reduce disable_fallback disable_hybrid_kv_cache_manager disable_log_requests
+    disable_log_stats disable_mm_preprocessor_cache distributed_timeout_seconds
+    enable_chunked_prefill enable_ep_weight_filter enable_flashinfer_autotune
+    enable_layerwise_nvtx_tracing enable_log_requests enable_logging_iteration_details
+    enable_mfu_metrics enable_sleep_mode eplb_config expert_placement_strategy extra_args
+    fail_on_environ_validation flat_logprobs fully_sharded_loras guided_decoding_backend
     guided_decoding_disable_any_whitespace guided_decoding_disable_fallback hf_token ignore_patterns
     interleave_mm_strings jit_monitor_mode kernel_config kv_cache_metrics kv_cache_metrics_sample
-    language_model_only limit_mm_per_prompt linear_backend log_level logging_config
-    long_prefill_token_threshold max_cudagraph_capture_size max_long_partial_prefills
+    kv_offloading_backend language_model_only limit_mm_per_prompt linear_backend log_level
+    logging_config long_prefill_token_threshold lora_dtype master_addr master_port
+    max_cudagraph_capture_size max_long_partial_prefills max_lora_rank max_loras
     max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture mm_encoder_tp_mode
     mm_processor_cache_gb mm_processor_cache_type model_loader_extra_config moe_backend
     num_scheduler_steps numa_bind offload_num_in_group offload_prefetch_step optimization_level
     output_kind performance_mode prefill_schedule_interval prefix_caching_hash_algo
-    ray_workers_use_nsight renderer_num_workers routed_experts_prompt_start
+    pt_load_map_location ray_workers_use_nsight renderer_num_workers routed_experts_prompt_start
     safetensors_load_strategy scheduler_delay_factor scheduler_reserve_full_isl served_model_name
     show_hidden_metrics_for_version shutdown_timeout skip_clone skip_mm_profiling
     skip_reading_prefix_cache spaces_between_special_tokens stream_interval trust_remote_code
@@ -52,15 +54,16 @@ OFF = {*"""additional_config cache_salt calculate_kv_scales code_revision config
     enable_return_routed_experts enable_trace_replay generation_config
     guided_decoding_disable_additional_properties hf_config_path hf_overrides io_processor_plugin
     kv_cache_dtype kv_cache_memory_bytes kv_events_config kv_offloading_size kv_transfer_config
-    logprob_token_ids logprobs_mode lora_request max_lora_rank max_loras media_io_kwargs
-    mm_processor_kwargs multi_modal_data multi_modal_uuids offload_group_size offload_params
-    pipeline_parallel_size pooler_config prefill_context_parallel_size profiler_config prompt_embeds
-    prompt_logprob_start prompt_logprob_token_ids prompt_token_offsets quantization_config
-    reasoning_config reasoning_parser reasoning_parser_plugin repetition_detection
-    return_sampling_mask rope_scaling rope_theta runner scheduler_cls spec_method spec_model
-    spec_tokens speculative_config task thinking_token_budget token_type_ids tokenization_kwargs
-    tokenizer_mode tokenizer_revision trace_decode_token_ids watermark_config watermarking
-    weight_transfer_config whitespace_pattern worker_cls worker_extension_cls""".split()}
+    logprob_token_ids logprobs_mode lora_request mamba_cache_dtype mamba_ssm_cache_dtype
+    media_io_kwargs mm_processor_kwargs multi_modal_data multi_modal_uuids nnodes node_rank
+    offload_group_size offload_params pipeline_parallel_size pooler_config
+    prefill_context_parallel_size profiler_config prompt_embeds prompt_logprob_start
+    prompt_logprob_token_ids prompt_token_offsets quantization_config reasoning_config
+    reasoning_parser reasoning_parser_plugin repetition_detection return_sampling_mask rope_scaling
+    rope_theta runner scheduler_cls spec_method spec_model spec_tokens speculative_config task
+    thinking_token_budget token_type_ids tokenization_kwargs tokenizer_mode tokenizer_revision
+    trace_decode_token_ids watermark_config watermarking weight_transfer_config whitespace_pattern
+    worker_cls worker_extension_cls""".split()}
 # nanoengine's names, each with those of vLLM, transformers, llama.cpp and OpenAI
 NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar guided_json
              guided_regex response_format""",
@@ -108,7 +111,7 @@ def instead(name: str) -> str:
 
 
 def plain(prompts: Any) -> Any:
-    """Returns the prompts; their dicts lose the keys that have no effect: see `without`."""
+    """Returns the prompts, or a grammar; dicts lose the keys that have no effect: see `without`."""
     if isinstance(prompts, (list, tuple)):
         return [without(each) if isinstance(each, dict) else each for each in prompts]
     return without(prompts) if isinstance(prompts, dict) else prompts
@@ -122,7 +125,7 @@ def without(options: dict[str, Any]) -> dict[str, Any]:
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name in OFF & given.keys():
-        is_one = name.endswith("parallel_size") and given[name] == 1
+        is_one = name.endswith(("nnodes", "parallel_size")) and given[name] == 1
         if str(given[name]) not in NEUTRAL and not is_one:
             raise rejected(name, given[name], f"left out: {instead(name)}")
     return {name: given[name] for name in given.keys() - WITHOUT_EFFECT - OFF}
@@ -136,13 +139,10 @@ class SamplingParams(nanoengine.SamplingParams):
     """
 
     def __init__(self, *, max_tokens: int | None = 16, **options: Any) -> None:
-        wanted = options.pop("structured_outputs", None)
+        form = options.pop("structured_outputs", None)
         # if both are given, this one is an unknown keyword
-        wanted = options.pop("guided_decoding", None) if wanted is None else wanted
-        wanted = without(wanted) if isinstance(wanted, dict) else wanted
-        if wanted == {}:
-            raise rejected("structured_outputs", wanted, "a grammar, such as {'regex': …}")
-        super().__init__(max_tokens=max_tokens, structured_outputs=wanted, **without(options))
+        form = options.pop("guided_decoding", None) if form is None else form
+        super().__init__(max_tokens=max_tokens, structured_outputs=plain(form), **without(options))
         self.extra_args = options.get("extra_args")
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -218,6 +218,10 @@ def test_beams_have_text_and_leave_nothing_behind(bundled):
             eos = llm.get_tokenizer().decode(beam.tokens[-1]) if is_ended else ""
             assert beam.text == other.text + eos and beam.tokens == other.tokens
         assert whole.sequences[0].finish_reason == "stop"
+        special = llm.get_tokenizer().all_special_tokens[0]
+        params = BeamSearchParams(3, 8, skip_special_tokens=False)
+        kept = llm.beam_search(special + "47 + 85 =", params)[0]
+        assert kept.sequences[0].text == special + "47 + 85 = 132"
         greedy = SamplingParams(temperature=0)
         assert llm.generate("47 + 85 =", greedy, use_tqdm=False)[0].outputs[0].text == " 132"
 

@@ -41,6 +41,14 @@ def test_what_has_no_effect_is_accepted(llm):
         given = dict.fromkeys(IGNORED, "x") | NEUTRAL | dict.fromkeys(KNOWN[url] - body.keys())
         same = read(llm, given | body, url)
         assert vars(same) == vars(plain)
+        # vLLM's fields at their defaults
+        read(llm, body | {"include_reasoning": True, "spaces_between_special_tokens": True,
+                          "return_token_ids": False, "return_tokens_as_token_ids": False}, url)
+        with pytest.raises(ValueError, match="return_token_ids=True is not supported .*: omit it"):
+            read(llm, body | {"return_token_ids": True}, url)
+        # nothing is near enough
+        with pytest.raises(ValueError, match="reasoning_effort='low' is not supported .*: omit"):
+            read(llm, body | {"reasoning_effort": "low"}, url)
 
 
 @pytest.mark.parametrize("is_echo", [False, True])

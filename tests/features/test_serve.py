@@ -432,6 +432,8 @@ BAD = [
     ({"stream_options": {"include_usage": "no"}}, "include_usage"),
     ({"stream_options": {"continuous_usage_stats": 5}}, "continuous_usage_stats"),
     ({"stream_options": {"other": True}}, "stream_options"),
+    # without a stream
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"echo": 5}, "echo"), ({"echo": True, "logprobs": -2}, "logprobs"),
     ({"echo": True, "max_tokens": -1}, "max_tokens"),
     ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"temprature": 1}, "temprature"),

@@ -223,6 +223,7 @@ def test_all_keywords_of_vllm_get_an_answer():
     ("temperature", -1, "greater than or equal to 0"),
     ("length_penalty", math.nan, "finite"),
     ("early_stopping", True, "not known: leave it out"),
+    ("structured_outputs", {"regex": "a"}, "None"),
 ])
 def test_bad_beam_search_params(name, value, accepted):
     with pytest.raises(ValueError) as error:

@@ -27,7 +27,7 @@ from nanoengine_extensions.vllm import (
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
-SIZES = {name for name in OFF if name.endswith("parallel_size")}
+SIZES = {name for name in OFF if name.endswith(("nnodes", "parallel_size"))}
 # keywords that only set others
 RENAMED = {"num_gpu_blocks_override", "override_generation_config"}
 
@@ -103,6 +103,10 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
     # of older versions
     assert without(dict(guided_decoding_disable_any_whitespace=True, max_num_partial_prefills=4,
                         disable_sliding_window=False, rope_theta=None)) == {}
+    # what vLLM's LLM has by default
+    assert without(dict(nnodes=1, node_rank=0, master_addr="127.0.0.1", master_port=29501,
+                        max_loras=1, max_lora_rank=16, lora_dtype="auto", mamba_cache_dtype="auto",
+                        all2all_backend="allgather_reducescatter")) == {}
     neutral = dict.fromkeys(OFF) | dict.fromkeys(WITHOUT_EFFECT, True)
     with LLM(tiny, block_size=16, num_kv_blocks=32, **neutral, seed=None,
              max_model_len=-1) as llm:
@@ -513,12 +517,12 @@ def test_structured_outputs(llm):
                 assert completion.text.isdigit() and completion.finish_reason == "stop"
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("strict", "structured_outputs")
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
-def test_a_grammar_that_is_none(name):
+def test_a_grammar_that_is_none(llm, name):
     for wanted in ({}, {"json": None}, {"backend": "xgrammar"}):
         with pytest.raises(ValueError, match="structured_outputs={}"):
-            SamplingParams(**{name: wanted})
+            generate(llm, ["Once"], SamplingParams(**{name: wanted}))
     for option in ("disable_additional_properties", "whitespace_pattern"):
         with pytest.raises(ValueError, match=f"{option}='x' is not accepted"):
             SamplingParams(**{name: {"regex": "a", option: "x"}})
@@ -552,7 +556,8 @@ def test_beam_search(tiny):
     prompts = random_prompts([5, 9])
     with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=64) as llm:
         outputs = llm.beam_search([TokensPrompt(prompt_token_ids=ids) for ids in prompts],
-                                  vllm.BeamSearchParams(beam_width=3, max_tokens=6),
+                                  vllm.BeamSearchParams(beam_width=3, max_tokens=6,
+                                                        structured_outputs=None),
                                   use_tqdm=False)
     assert all(isinstance(output, vllm.BeamSearchOutput) for output in outputs)
     for output, prompt in zip(outputs, prompts):
