@@ -30,7 +30,7 @@ FEATURE: dict[str, float] = {"lines": 200}
 # and their trial
 LARGE: dict[str, dict[str, float]] = {
     "quantized": {"lines": 2167}, "transformers_models": {"lines": 729},
-    "structured_outputs": {"lines": 280}, "own_layers": {"lines": 236}}
+    "structured_outputs": {"lines": 283}, "own_layers": {"lines": 236}}
 
 
 def source_lines(text: str) -> list[str]:

@@ -152,10 +152,10 @@ class Body:
                 "object": kind if self.url == CHAT else "text_completion"}
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, int]:
-        num_prompt_tokens = sum(len(each.prompt_token_ids) for each in outputs)
-        num_tokens = sum(len(each.token_ids) for _, each in pairs_of(outputs)) * (not self.is_echo)
-        return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens,
-                "total_tokens": num_prompt_tokens + num_tokens}
+        pairs = [] if self.is_echo else pairs_of(outputs)
+        counts = {"prompt_tokens": sum(len(each.prompt_token_ids) for each in outputs),
+                  "completion_tokens": sum(len(each.token_ids) for _, each in pairs)}
+        return counts | {"total_tokens": sum(counts.values())}
 
     def index(self, output: RequestOutput, completion: CompletionOutput) -> int:
         return output.index * self.params.n + completion.index

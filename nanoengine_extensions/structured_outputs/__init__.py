@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from nanoengine.features import naming
+from nanoengine.features import Condition, naming
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import send
+
+CONDITIONS: list[Condition] = [
+    ("structured_outputs", lambda p: p.structured_outputs != {},
+     "one of {{'json': …}}, {{'regex': …}} and so on")]
 
 
 def check(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
