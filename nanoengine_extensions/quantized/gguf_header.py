@@ -1,10 +1,9 @@
 """What the header of a GGUF file says: the config.json of its model, and the places of tensors.
 
 The `gguf` package reads it. A file leaves out what llama.cpp has in its code: for models other than
-the engine's own, the extension gguf_families.py knows it.
+the engine's own, the extension gguf_families knows it.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,13 @@ ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>")
 
 
 def plain_name(name: str, names: dict[str, str]) -> str:
-    """Returns the name that transformers gives a tensor; an unknown one stays as it is."""
-    own = re.compile(r"(\w+)(?=\.\w+$)")
-    found = own.sub(lambda found: names.get(found[0], found[0]), name)
-    # transformers has one number for each head, without a name of its own
-    return found.replace("blk.", "layers.", 1).replace(".sinks.weight", ".sinks")
+    """Returns the name that transformers gives a tensor; an unknown one stays as it is.
+
+    names: by llama.cpp's, with or without an ending such as ".weight"
+    """
+    layer, own, end = f".{name}".rsplit(".", 2)
+    found = names.get(f"{own}.{end}") or f"{names.get(own, own)}.{end}"
+    return f"{layer}.{found}"[1:].replace("blk.", "layers.", 1)
 
 
 class Reader(gguf.GGUFReader):
@@ -90,6 +91,8 @@ class Header:
         found = self.find(f"{self.architecture}.{name}", default)
         if found is None:
             raise ValueError(f"{self.architecture}.{name} is missing: the file must be complete")
+        if self.family and name in self.family.lists:
+            found = [*found][:1] if isinstance(found, list) else found
         # a list has a number for each layer
         numbers = {*(found if isinstance(found, list) else [found])}
         if len(numbers) != 1 or not all(isinstance(x, (int, float)) and x > 0 for x in numbers):
@@ -110,7 +113,10 @@ class Header:
                    "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
                    "rope.scaling.yarn_log_multiplier": 0.0, "attn_logit_softcapping": 0.0,
                    "final_logit_softcapping": 0.0, "rope.freq_base_swa": None,
-                   "rope.dimension_sections": None, "nextn_predict_layers": 0}
+                   "rope.dimension_sections": None, "nextn_predict_layers": 0,
+                   "attention.key_length_swa": head_dim, "attention.value_length_swa": head_dim,
+                   "rope.dimension_count_swa": head_dim, "attention.shared_kv_layers": 0,
+                   "embedding_length_per_layer_input": 0}
         for name in self.family.reads if self.family else ():
             neutral.pop(name, None)
         for name, value in neutral.items():

@@ -40,14 +40,14 @@ def without_quantization(config: Any) -> Any:
 
 def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
     """Returns the tensors in the form of the model's. GPT-2's Conv1D has (inputs, outputs), and a
-    quantized file (outputs, inputs); so have the experts of gpt-oss: see expert_files.py"""
+    quantized file (outputs, inputs). Experts: see expert_files.py"""
     found = Opened(tensors)
     with torch.device("meta"):
         model = kind._from_config(without_quantization(config))
     for name, module in model.named_modules():
         # names in files may lack the prefix
         for each in {name, name.removeprefix(f"{model.base_model_prefix}.")}:
-            if getattr(module, "is_transposed", False):
+            if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
                 add_experts(found, module, each)
             stored = found.get(f"{each}.weight")
             if isinstance(module, Conv1D) and stored and stored.is_quantized:
