@@ -5,11 +5,11 @@ The numbers here are from llama.cpp (src/models), and the forms from its convert
 (conversion/gemma.py, phi.py and others).
 
     family.py     what a family is, and what several share
-    gemma.py, dense.py, experts.py
+    gemma.py, dense.py, experts.py, deepseek.py
                   the families, by `general.architecture`
 """
 
-from nanoengine_extensions.gguf_families import dense, experts, gemma
+from nanoengine_extensions.gguf_families import dense, deepseek, experts, gemma
 
 # "mixtral" is a "llama" with experts
-FAMILIES = gemma.FAMILIES | dense.FAMILIES | experts.FAMILIES
+FAMILIES = gemma.FAMILIES | dense.FAMILIES | experts.FAMILIES | deepseek.FAMILIES

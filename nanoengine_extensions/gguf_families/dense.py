@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nanoengine_extensions.gguf_families.family import (
-    AFTER, EPS, PART, WINDOW, Family, rotated_in_part, windows)
+    AFTER, EPS, PART, SECTIONS, WINDOW, Family, rotated_in_part, windows)
 
 
 def phi3(header: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def olmo2(header: Any) -> dict[str, Any]:
 def granite(header: Any) -> dict[str, Any]:
     """A file can say that positions do not count."""
     name = "rope.scaling.finetuned"
-    header.accept(name, header.find(f"granite.{name}", True), [True])
+    header.accept(name, header.find(f"{header.architecture}.{name}", True), [True])
     return {}
 
 
@@ -136,6 +136,8 @@ FAMILIES = {
                        bias="use_qkv_bias"),
     "nemotron": Family("Nemotron", "nemotron", {}, PART | {EPS: "norm_eps"}, rotated_in_part,
                        norms=1.0),
+    "qwen2vl": Family("Qwen2", "qwen2", {}, SECTIONS),
+    "qwen3vl": Family("Qwen3", "qwen3", {}, SECTIONS),
     "ernie4_5": Family("Ernie4_5", "ernie4_5", bias="use_bias"),
     "seed_oss": Family("SeedOss", "seed_oss", AFTER),
     "hunyuan-dense": Family("HunYuanDenseV1", "hunyuan_v1_dense", OF_HUNYUAN)}

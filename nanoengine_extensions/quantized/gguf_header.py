@@ -146,7 +146,8 @@ class Header:
             "vocab_size": int(self.tensor("token_embd.weight").shape[1]),
             "hidden_size": self.of_model("embedding_length"),
             "intermediate_size": self.of_model("feed_forward_length"),
-            "num_hidden_layers": self.of_model("block_count"),
+            "num_hidden_layers": self.of_model("block_count") - self.find(
+                f"{self.architecture}.nextn_predict_layers", 0),
             "num_attention_heads": heads,
             "num_key_value_heads": self.of_model("attention.head_count_kv", heads),
             "head_dim": self.head_dim(),
