@@ -28,7 +28,8 @@ NAMES = {
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj"}
 # tokens that end a turn, by name, as in llama.cpp: many files name only the one that ends a text
-ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
+ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<turn|>",
+        "<|tool_response>")
 # gpt-oss writes several messages in a turn: there, "<|end|>" ends only one of them
 ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>")
 
@@ -41,6 +42,11 @@ def plain_name(name: str, names: dict[str, str]) -> str:
     layer, own, end = f".{name}".rsplit(".", 2)
     found = names.get(f"{own}.{end}") or f"{names.get(own, own)}.{end}"
     return f"{layer}.{found}"[1:].replace("blk.", "layers.", 1)
+
+
+def layer_of(name: str) -> int:
+    kind, number = f"{name}.".split(".")[:2]
+    return int(number) if kind == "blk" else -1
 
 
 class Reader(gguf.GGUFReader):
@@ -69,13 +75,17 @@ class Header:
             asked = f"general.architecture={self.architecture!r}"
             self.others = extension("gguf_families", asked).FAMILIES
         self.family = self.others.get("mixtral" if has_experts else self.architecture)
+        # the last layers can be those that guess further tokens
+        guessing = self.find(f"{self.architecture}.nextn_predict_layers", 0)
+        self.num_layers = self.find(f"{self.architecture}.block_count", 0) - guessing
         names = NAMES | (self.family.names if self.family else {})
         # for each file: the type, the shape and the place of each tensor
         self.table = {name: {
             plain_name(tensor.name, names): [
                 tensor.tensor_type.name, tensor.shape.tolist()[::-1], int(tensor.data_offset),
                 int(tensor.n_bytes)]
-            for tensor in reader.tensors} for name, reader in readers.items()}
+            for tensor in reader.tensors if layer_of(tensor.name) < self.num_layers}
+            for name, reader in readers.items()}
 
     def find(self, name: str, default: Any = None) -> Any:
         return self.fields[name].contents() if name in self.fields else default
@@ -146,8 +156,7 @@ class Header:
             "vocab_size": int(self.tensor("token_embd.weight").shape[1]),
             "hidden_size": self.of_model("embedding_length"),
             "intermediate_size": self.of_model("feed_forward_length"),
-            "num_hidden_layers": self.of_model("block_count") - self.find(
-                f"{self.architecture}.nextn_predict_layers", 0),
+            "num_hidden_layers": self.of_model("block_count") and self.num_layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self.of_model("attention.head_count_kv", heads),
             "head_dim": self.head_dim(),
