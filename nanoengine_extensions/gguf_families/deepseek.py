@@ -1,4 +1,4 @@
-"""Models whose experts are chosen as in DeepSeek: DeepSeek V2 and V3, GLM-4.5 and 4.7, dots.llm1."""
+"""Models that choose experts as DeepSeek does: DeepSeek V2 and V3, GLM-4.5 and 4.7, dots.llm1."""
 
 from typing import Any
 
@@ -34,6 +34,12 @@ def by_sigmoid(header: Any) -> dict[str, Any]:
     found = routed(header, SIGMOID)
     header.accept("expert_gating_func", found.pop("gating"), [SIGMOID])
     return found
+
+
+def dots1(header: Any) -> dict[str, Any]:
+    """Its layers see all keys."""
+    return by_sigmoid(header) | {
+        "sliding_window": None, "layer_types": ["full_attention"] * header.of_model("block_count")}
 
 
 def glm4moe(header: Any) -> dict[str, Any]:
@@ -90,4 +96,4 @@ FAMILIES = {
     "glm4moe": Family("Glm4Moe", "glm4_moe", OF_DEEPSEEK | {
         "post_attention_norm": "post_attention_layernorm"}, EXPERTS | PART | {
         "nextn_predict_layers": ""}, glm4moe),
-    "dots1": Family("Dots1", "dots1", OF_DEEPSEEK, EXPERTS, by_sigmoid)}
+    "dots1": Family("Dots1", "dots1", OF_DEEPSEEK, EXPERTS, dots1)}

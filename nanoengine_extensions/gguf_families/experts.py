@@ -1,4 +1,4 @@
-"""Models with experts: Mixtral, those of Qwen, OLMoE, gpt-oss."""
+"""Models with experts: Mixtral, gpt-oss, OLMoE, those of Qwen, Granite, ERNIE and Hunyuan."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ def with_experts(header: Any, **others: list) -> dict[str, Any]:
     """
     accepted: dict[str, list] = {
         "expert_weights_scale": [1.0, 0.0], "expert_gating_func": [1, 0],
-        "expert_shared_count": [0], "attention.clamp_kqv": [0.0], "expert_group_count": [0, 1]} | others
-    for name, values in accepted.items():
+        "expert_shared_count": [0], "attention.clamp_kqv": [0.0], "expert_group_count": [0, 1]}
+    for name, values in (accepted | others).items():
         header.accept(name, header.find(f"{header.architecture}.{name}", values[0]), values)
     used = header.of_model("expert_used_count")
     size = header.of_model("feed_forward_length")

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from nanoengine_extensions.gguf_families.family import CAP, EXPERTS, WINDOW, Family, by_layer, windows
+from nanoengine_extensions.gguf_families.family import (
+    CAP, EXPERTS, WINDOW, Family, by_layer, windows)
 
 
 def gemma2(header: Any) -> dict[str, Any]:
@@ -74,10 +75,11 @@ def gemma4(header: Any) -> dict[str, Any]:
         "vocab_size_per_layer_input": int(embeddings.shape[1]) if embeddings else 1,
         "final_logit_softcapping": header.find("gemma4.final_logit_softcapping"),
         "enable_moe_block": bool(num_experts), "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": rotated(header),
-                               "rope_theta": header.of_model("rope.freq_base")},
-            "sliding_attention": {"rope_type": "default",
-                                  "rope_theta": header.of_model("rope.freq_base_swa")}}}
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": rotated(header),
+                "rope_theta": header.of_model("rope.freq_base")},
+            "sliding_attention": {
+                "rope_type": "default", "rope_theta": header.of_model("rope.freq_base_swa")}}}
     if num_experts:
         found |= {"num_experts": num_experts, "top_k_experts": header.of_model("expert_used_count"),
                   "moe_intermediate_size": header.of_model("expert_feed_forward_length")}
