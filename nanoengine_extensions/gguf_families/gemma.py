@@ -41,7 +41,7 @@ def gemma4(header: Any) -> dict[str, Any]:
     """Layers that see all keys have larger heads, of which only the first numbers are rotated.
 
     E2B and E4B have further embeddings for each layer, and their last layers have no keys of their
-    own; in the other models, values can be keys. A26B-A4B also has experts.
+    own; in the other models, values can be keys. 26B-A4B also has experts.
     """
     count, size = header.of_model("block_count"), header.of_model("attention.key_length_swa")
     shared = header.find("gemma4.attention.shared_kv_layers", 0)
