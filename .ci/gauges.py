@@ -26,11 +26,12 @@ LIMITS: dict[str, dict[str, float]] = {
     "nanoengine_gpu": {"lines": 465}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
 FEATURE: dict[str, float] = {"lines": 200}
 # several files, none above 200 lines: the formats of quantized files, and products with packed
-# weights; a model of transformers, its check and its fast modules; grammars of all kinds; layers
-# and their trial
+# weights; what each family of GGUF files leaves out; a model of transformers, its check and its
+# fast modules; grammars of all kinds; layers and their trial
 LARGE: dict[str, dict[str, float]] = {
-    "quantized": {"lines": 2167}, "transformers_models": {"lines": 729},
-    "structured_outputs": {"lines": 283}, "own_layers": {"lines": 236}}
+    "quantized": {"lines": 2196}, "gguf_families": {"lines": 400},
+    "transformers_models": {"lines": 729}, "structured_outputs": {"lines": 283},
+    "own_layers": {"lines": 236}}
 
 
 def source_lines(text: str) -> list[str]:

@@ -35,6 +35,13 @@ HUNYUAN = [
     r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"]
+# the letters of DeepSeek
+LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-"
+    "ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-"
+    "ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃")
+DEEPSEEK = ["[\r\n]", rf"\s?[{LETTERS}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$",
+            "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}+"]
 # by `tokenizer.ggml.pre`: the patterns that split a text into words, applied in turn. For these, as
 # in llama.cpp, BOS comes first
 BEGUN = {name: [LLAMA_3] for name in (
@@ -43,7 +50,7 @@ BEGUN = {name: [LLAMA_3] for name in (
 WHOLE = BEGUN | {"glm4": [LLAMA_3]}
 CUTS = WHOLE | {
     "dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O], "seed-coder": [SEED],
-    "hunyuan-dense": HUNYUAN} | dict.fromkeys(
+    "hunyuan-dense": HUNYUAN, "deepseek-v3": HUNYUAN, "deepseek-llm": DEEPSEEK} | dict.fromkeys(
     ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "stablelm2"),
     [QWEN_2]) | dict.fromkeys(
     ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "exaone4"),

@@ -1,4 +1,6 @@
-"""The experts of gpt-oss: here, each has a matrix; transformers has one tensor for a layer.
+"""Experts that have a matrix each in a file, where transformers has one tensor for a layer.
+
+Of gpt-oss, outputs of gates and ups are in turn, and matrices are transposed:
 
     MXFP4     experts.gate_up_proj_blocks, …_scales
                   (experts, outputs, groups, 16) and (experts, outputs, groups) uint8
@@ -24,19 +26,24 @@ GROUP = 32
 
 
 class Matrices(Stored):
-    """The matrices of a layer's experts as one tensor, (experts, inputs, outputs).
+    """The matrices of a layer's experts as one tensor, (experts, outputs, inputs).
 
-    matrices: one for each expert, (outputs, inputs)
+    parts: for each expert, matrices (outputs, inputs), one below the other
+    is_transposed: whether the tensor is (experts, inputs, outputs)
     """
 
-    def __init__(self, matrices: list[Stored]) -> None:
-        super().__init__(matrices[0].kind, [len(matrices), *matrices[0].shape[::-1]], self.stack)
-        self.matrices = matrices
+    def __init__(self, parts: list[list[Stored]], is_transposed: bool = False) -> None:
+        shape = [sum(each.shape[0] for each in parts[0]), parts[0][0].shape[1]]
+        super().__init__(parts[0][0].kind, [
+            len(parts), *(shape[::-1] if is_transposed else shape)], self.stack)
+        self.parts = parts
+        self.matrices = sum(parts, [])
+        self.is_transposed = is_transposed
 
     def stack(self) -> Tensor:
         found = torch.empty(self.shape, dtype=torch.float32)
-        for to, each in zip(found, self.matrices):
-            to.copy_(each.read().T)
+        for to, own in zip(found.mT if self.is_transposed else found, self.parts):
+            to.copy_(torch.cat([each.read() for each in own]))
         return found
 
 
@@ -86,14 +93,18 @@ def add_experts(tensors: Opened, module: Any, name: str) -> None:
     def take(part: str) -> list[Stored]:
         return [tensors.pop(f"{name}.{i}.{part}.weight") for i in range(module.num_experts)]
 
+    is_transposed = getattr(module, "is_transposed", False)
     if f"{name}.0.down_proj.weight" not in tensors:
         return
-    if f"{name}.0.gate_proj.weight" in tensors:
-        both = [*map(in_turn, take("gate_proj"), take("up_proj"))]
+    if f"{name}.0.gate_proj.weight" not in tensors:
+        both = [[each] for each in take("gate_up_proj")]
+    elif is_transposed:
+        both = [[in_turn(*each)] for each in zip(take("gate_proj"), take("up_proj"))]
         biases = [tensors.pop(f"{name}.{part}_proj.bias") for part in ("gate", "up", "down")]
         tensors[f"{name}.gate_up_proj_bias"] = in_turn(biases[0], biases[1], dim=1)
         tensors[f"{name}.down_proj_bias"] = biases[2]
     else:
-        both = take("gate_up_proj")
-    tensors[f"{name}.gate_up_proj"] = Matrices(both)
-    tensors[f"{name}.down_proj"] = Matrices(take("down_proj"))
+        both = [[*each] for each in zip(take("gate_proj"), take("up_proj"))]
+    down = [[each] for each in take("down_proj")]
+    tensors[f"{name}.gate_up_proj"] = Matrices(both, is_transposed)
+    tensors[f"{name}.down_proj"] = Matrices(down, is_transposed)

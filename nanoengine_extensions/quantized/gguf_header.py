@@ -1,10 +1,9 @@
 """What the header of a GGUF file says: the config.json of its model, and the places of tensors.
 
 The `gguf` package reads it. A file leaves out what llama.cpp has in its code: for models other than
-the engine's own, the extension gguf_families.py knows it.
+the engine's own, the extension gguf_families knows it.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,25 @@ NAMES = {
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj"}
 # tokens that end a turn, by name, as in llama.cpp: many files name only the one that ends a text
-ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
+ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<turn|>",
+        "<|tool_response>")
 # gpt-oss writes several messages in a turn: there, "<|end|>" ends only one of them
 ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>")
 
 
 def plain_name(name: str, names: dict[str, str]) -> str:
-    """Returns the name that transformers gives a tensor; an unknown one stays as it is."""
-    own = re.compile(r"(\w+)(?=\.\w+$)")
-    found = own.sub(lambda found: names.get(found[0], found[0]), name)
-    # transformers has one number for each head, without a name of its own
-    return found.replace("blk.", "layers.", 1).replace(".sinks.weight", ".sinks")
+    """Returns the name that transformers gives a tensor; an unknown one stays as it is.
+
+    names: by llama.cpp's, with or without an ending such as ".weight"
+    """
+    layer, own, end = f".{name}".rsplit(".", 2)
+    found = names.get(f"{own}.{end}") or f"{names.get(own, own)}.{end}"
+    return f"{layer}.{found}"[1:].replace("blk.", "layers.", 1)
+
+
+def layer_of(name: str) -> int:
+    kind, number = f"{name}.".split(".")[:2]
+    return int(number) if kind == "blk" else -1
 
 
 class Reader(gguf.GGUFReader):
@@ -68,13 +75,17 @@ class Header:
             asked = f"general.architecture={self.architecture!r}"
             self.others = extension("gguf_families", asked).FAMILIES
         self.family = self.others.get("mixtral" if has_experts else self.architecture)
+        # the last layers can be those that guess further tokens
+        guessing = self.find(f"{self.architecture}.nextn_predict_layers", 0)
+        self.num_layers = self.find(f"{self.architecture}.block_count", 0) - guessing
         names = NAMES | (self.family.names if self.family else {})
         # for each file: the type, the shape and the place of each tensor
         self.table = {name: {
             plain_name(tensor.name, names): [
                 tensor.tensor_type.name, tensor.shape.tolist()[::-1], int(tensor.data_offset),
                 int(tensor.n_bytes)]
-            for tensor in reader.tensors} for name, reader in readers.items()}
+            for tensor in reader.tensors if layer_of(tensor.name) < self.num_layers}
+            for name, reader in readers.items()}
 
     def find(self, name: str, default: Any = None) -> Any:
         return self.fields[name].contents() if name in self.fields else default
@@ -90,6 +101,8 @@ class Header:
         found = self.find(f"{self.architecture}.{name}", default)
         if found is None:
             raise ValueError(f"{self.architecture}.{name} is missing: the file must be complete")
+        if self.family and name in self.family.lists:
+            found = [*found][:1] if isinstance(found, list) else found
         # a list has a number for each layer
         numbers = {*(found if isinstance(found, list) else [found])}
         if len(numbers) != 1 or not all(isinstance(x, (int, float)) and x > 0 for x in numbers):
@@ -110,7 +123,10 @@ class Header:
                    "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
                    "rope.scaling.yarn_log_multiplier": 0.0, "attn_logit_softcapping": 0.0,
                    "final_logit_softcapping": 0.0, "rope.freq_base_swa": None,
-                   "rope.dimension_sections": None, "nextn_predict_layers": 0}
+                   "rope.dimension_sections": None, "nextn_predict_layers": 0,
+                   "attention.key_length_swa": head_dim, "attention.value_length_swa": head_dim,
+                   "rope.dimension_count_swa": head_dim, "attention.shared_kv_layers": 0,
+                   "embedding_length_per_layer_input": 0}
         for name in self.family.reads if self.family else ():
             neutral.pop(name, None)
         for name, value in neutral.items():
@@ -140,7 +156,7 @@ class Header:
             "vocab_size": int(self.tensor("token_embd.weight").shape[1]),
             "hidden_size": self.of_model("embedding_length"),
             "intermediate_size": self.of_model("feed_forward_length"),
-            "num_hidden_layers": self.of_model("block_count"),
+            "num_hidden_layers": self.of_model("block_count") and self.num_layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self.of_model("attention.head_count_kv", heads),
             "head_dim": self.head_dim(),

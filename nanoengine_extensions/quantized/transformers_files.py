@@ -40,20 +40,34 @@ def without_quantization(config: Any) -> Any:
 
 def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
     """Returns the tensors in the form of the model's. GPT-2's Conv1D has (inputs, outputs), and a
-    quantized file (outputs, inputs); so have the experts of gpt-oss: see expert_files.py"""
+    quantized file (outputs, inputs). For experts, see expert_files.py."""
     found = Opened(tensors)
     with torch.device("meta"):
         model = kind._from_config(without_quantization(config))
     for name, module in model.named_modules():
         # names in files may lack the prefix
         for each in {name, name.removeprefix(f"{model.base_model_prefix}.")}:
-            if getattr(module, "is_transposed", False):
+            if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
                 add_experts(found, module, each)
+            if f"{each}.0.k_b_proj.weight" in found:
+                add_keys_and_values(found, module.num_heads, each)
             stored = found.get(f"{each}.weight")
             if isinstance(module, Conv1D) and stored and stored.is_quantized:
                 if not stored.kind.startswith(ROUNDED):
                     found[f"{each}.weight"] = transposed(stored)
     return found
+
+
+def add_keys_and_values(tensors: Opened, num_heads: int, name: str) -> None:
+    """Replaces the matrices that make keys and values by one. llama.cpp has two for each head, and
+    transposes those of keys."""
+    parts = []
+    for head in range(num_heads):
+        key, value = (tensors.pop(f"{name}.{head}.{part}_b_proj.weight") for part in "kv")
+        parts += [transposed(key), value]
+    shape = [sum(each.shape[0] for each in parts), parts[0].shape[1]]
+    tensors[f"{name}.kv_b_proj.weight"] = Stored(
+        "F32", shape, lambda: torch.cat([each.read() for each in parts]))
 
 
 def transposed(stored: Stored) -> Stored:

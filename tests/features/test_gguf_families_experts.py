@@ -40,7 +40,7 @@ def make(arch: str, **changes: Any) -> transformers.PreTrainedModel:
 
 def name_in(arch: str, name: str) -> str:
     """llama.cpp's name of a tensor."""
-    names = gguf_families.OF_EXPERTS | {"ffn_gate_inp": "mlp.gate"}
+    names = gguf_families.experts.OF_EXPERTS | {"ffn_gate_inp": "mlp.gate"}
     for own, other in names.items():
         if name.endswith(f".{other}.weight"):
             return name.replace("model.layers.", "blk.").replace(other, own)
