@@ -283,7 +283,7 @@ def find_keys(base, tile, block_tables, window, kv, shape):
     return base, places
 
 
-@inlined()
+@inlined(inline="always")
 def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space, shape, panel):
     """A tile of tokens of one sequence, whose queries for one KV head are the rows.
 

@@ -29,7 +29,8 @@ FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
 
-# part of a kernel, and never called from Python; some read places that need not exist
+# Part of a kernel, and never called from Python; some read places that need not exist. LLVM also
+# compiles each of them alone, unless numba has inlined it before that: `inlined(inline="always")`.
 inlined = functools.partial(njit, forceinline=True, error_model="numpy", no_cpython_wrapper=True,
                             no_cfunc_wrapper=True, boundscheck=False)
 

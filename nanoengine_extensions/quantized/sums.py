@@ -114,7 +114,7 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width
             add_shifts(units[n * in_group:], pitch, in_group, scales, sums, count)
 
 
-@inlined()
+@inlined(inline="always")
 def add_count_by_sums(part, number, rows, line, size_of_row, units, sums, per_word, count):
     width = numbers_at(part, 14)[13]
     if width == 8:
@@ -125,7 +125,7 @@ def add_count_by_sums(part, number, rows, line, size_of_row, units, sums, per_wo
         add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 4, per_word, count)
 
 
-@inlined()
+@inlined(inline="always")
 def expand_by_sums(part, number, first, depth, lines, scales, per_word):
     """Stores the numbers of words `first` to `first` + `depth` of a block, and their scales."""
     bits, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
@@ -182,7 +182,7 @@ def add_rows_by_sums(part, rows, line, lines, piece, units, pitch, scales, sums,
     copy_rows(totals, BLOCK, sums, BLOCK, np.int64(count), BLOCK // LANES)
 
 
-@inlined()
+@inlined(inline="always")
 def add_by_sums(part, number, rows, line, size_of_row, units, sums, lines, are_few, per_word):
     """Adds products of some rows with a block of the weight to their sums.
 

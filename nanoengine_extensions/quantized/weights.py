@@ -81,7 +81,7 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
 # only one function.
 
 
-@inlined()
+@inlined(inline="always")
 def expand(part, number, first, depth, lines, block_size, per_word):
     width = numbers_at(part, 14)[13]
     if width == 8:
@@ -91,17 +91,17 @@ def expand(part, number, first, depth, lines, block_size, per_word):
     return expand_groups(part, number, first, depth, lines, block_size, 4, per_word)
 
 
-@inlined()
+@inlined(inline="always")
 def expand_floats(part, number, first, depth, lines, block_size, per_word):
     return expand_groups(part, number, first, depth, lines, block_size, FLOAT8, per_word)
 
 
-@inlined()
+@inlined(inline="always")
 def add_floats(part, number, rows, line, size_of_row, sums, per_word, count):
     add_groups(part, number, rows, line, size_of_row, sums, FLOAT8, per_word, count)
 
 
-@inlined()
+@inlined(inline="always")
 def add_count(part, number, rows, line, size_of_row, sums, per_word, count):
     width = numbers_at(part, 14)[13]
     if width == 8:
@@ -112,7 +112,7 @@ def add_count(part, number, rows, line, size_of_row, sums, per_word, count):
         add_groups(part, number, rows, line, size_of_row, sums, 4, per_word, count)
 
 
-@inlined()
+@inlined(inline="always")
 def add_few(add, part, number, rows, line, size_of_row, sums, per_word, size):
     """Adds products of up to FEW rows with a block of the weight to their sums.
 
@@ -126,7 +126,7 @@ def add_few(add, part, number, rows, line, size_of_row, sums, per_word, size):
         add(part, number, rows, line, size_of_row, sums, per_word, FEW)
 
 
-@inlined()
+@inlined(inline="always")
 def add_many(open_slice, part, number, rows, line, size_of_row, sums, lines, on_tiles, per_word):
     """The same for any number of rows: slice by slice. open_slice: `expand` or `expand_floats`"""
     size, block_size = sums.shape
