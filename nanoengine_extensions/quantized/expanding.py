@@ -100,7 +100,7 @@ def weights_of(builder, data, place, table, scales, width, per_word):
     elif width == 8:
         numbers = marked(builder, words)
     elif width == FLOAT8:
-        numbers = [*small_floats(builder, words)]
+        numbers = [*small_floats(builder, data, place)]
     else:
         numbers = floats_of(builder, words, stored_bits(width), False)
     weights = []

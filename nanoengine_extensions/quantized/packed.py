@@ -101,8 +101,8 @@ def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
         x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5)
     # blocks, groups, words of a row, halves of a word, vectors of a block, lanes
     x = x.unflatten(2, (-1, 32 // stored_bits(width) // per_word))
-    order = (0, 1, 2, 5, 4, 3, 6) if by_sums and width == 8 else (0, 1, 2, 5, 6, 4, 3)
-    return x.permute(order).flatten(2)
+    are_vectors = width == FLOAT8 or (by_sums and width == 8)
+    return x.permute((0, 1, 2, 5, 4, 3, 6) if are_vectors else (0, 1, 2, 5, 6, 4, 3)).flatten(2)
 
 
 @functools.cache

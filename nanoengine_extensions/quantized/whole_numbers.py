@@ -8,11 +8,12 @@ import struct
 
 from llvmlite import ir
 
-from nanoengine_cpu.vectors import FLOATS, HALVES, LANES, WORDS, call, has, rounded, same
+from nanoengine_cpu.vectors import FLOATS, LANES, WORDS, call, has, rounded, same
 from nanoengine_extensions.quantized.packed import HAS_TABLES, stored_bits
 
 BYTES = ir.VectorType(ir.IntType(8), LANES)
 PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
+HALF_FLOATS = ir.VectorType(ir.HalfType(), LANES)
 
 
 def at_vector(builder, array, place):
@@ -47,17 +48,22 @@ def looked_up(builder, words, table):
         yield call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, index)
 
 
-def small_floats(builder, words):
-    """The bytes of some words, from the lowest up, as numbers of FP8 (e4m3), divided by 256.
+def small_floats(builder, data, place):
+    """Four vectors of bytes, numbers of FP8 (e4m3), in float32, divided by 256.
 
     They become float16, whose exponent has one bit more and is 8 larger.
     """
-    for shift in (24, 16, 8, 0):
-        # the shift copies the sign; the mask clears the copy, which leaves room for that bit
-        bits = builder.ashr(builder.shl(words, same(WORDS, shift)), same(WORDS, 1))
-        bits = builder.lshr(builder.and_(bits, same(WORDS, 0xBF800000)), same(WORDS, 16))
-        halves = builder.bitcast(builder.trunc(bits, HALVES), ir.VectorType(ir.HalfType(), LANES))
-        yield builder.fpext(halves, FLOATS)
+    kind = ir.VectorType(ir.IntType(8), 2 * LANES)
+    start = builder.bitcast(at_vector(builder, data, place), kind.as_pointer())
+    for i in range(2):
+        both = builder.load(builder.gep(start, [ir.IntType(64)(i)]), align=4)
+        # two copies of the sign come first; the mask clears the second, which is that bit
+        bits = builder.shl(builder.sext(both, PAIRS), ir.Constant(PAIRS, [7] * 2 * LANES))
+        bits = builder.and_(bits, ir.Constant(PAIRS, [0xBF80] * 2 * LANES))
+        for first in (0, LANES):
+            order = ir.Constant(WORDS, [*range(first, first + LANES)])
+            halves = builder.shuffle_vector(bits, bits, order)
+            yield builder.fpext(builder.bitcast(halves, HALF_FLOATS), FLOATS)
 
 
 def pairs_of(builder, words, width, has_sign, table):
