@@ -45,7 +45,7 @@ class BeamSearchParams:
         number of generated tokens to this power, -40 to 40; larger values favour longer beams.
     include_stop_str_in_output: keep the text of EOS in the text of a beam that ended with it.
     skip_special_tokens: leave other special tokens out of the text.
-    structured_outputs: None, since a grammar would change nothing: raw log-probabilities decide.
+    structured_outputs: must be None: beams are ranked by raw log-probabilities, without a grammar.
     """
 
     beam_width: int

@@ -83,7 +83,8 @@ def read(find: Find, file: Path) -> Any:
     found.chat_template = templates(find)
     bos = found.bos_token
     is_usual = kind == "llama" or find("tokenizer.ggml.pre") in BEGUN
-    if bos and find("tokenizer.ggml.add_bos_token", is_usual):
+    # files of Gemma 4 deny it, wrongly, as llama.cpp knows
+    if bos and (kind == "gemma4" or find("tokenizer.ggml.add_bos_token", is_usual)):
         found.backend_tokenizer.post_processor = TemplateProcessing(
             f"{bos} $A", f"{bos} $A {bos} $B", [(bos, found.bos_token_id)])
     return found

@@ -83,7 +83,7 @@ class Body:
             raise rejected("stream_options", options, f"an object with {', '.join(STREAMING)}")
         self.stream_options = {name for name in STREAMING if flag_of(options, name)}
         self.streams, self.echoes = (flag_of(body, name) for name in ("stream", "echo"))
-        if self.stream_options and not self.streams:
+        if "stream_options" in body and not self.streams:
             raise rejected("stream_options", options, "left out without stream=true")
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:

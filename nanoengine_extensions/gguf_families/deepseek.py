@@ -2,27 +2,32 @@
 
 from typing import Any
 
+from nanoengine.features import rejected
 from nanoengine_extensions.gguf_families.experts import OF_EXPERTS
 from nanoengine_extensions.gguf_families.family import EXPERTS, PART, Family, rotated_in_part
 
-# as many experts are in groups in all models, which old files do not say
-IN_GROUPS = 160
+# how many groups of experts DeepSeek V2 and V3 have, and how many of them a token can use, by the
+# number of experts: files of before October 2025 do not say it
+GROUPS = {160: (8, 3), 256: (8, 4)}
 SOFTMAX, SIGMOID = 1, 2
 
 
-def routed(header: Any, gating: int) -> dict[str, Any]:
+def routed(header: Any, gating: int, usual: tuple[int, int] = (1, 1)) -> dict[str, Any]:
     """Returns the entries about experts.
 
-    gating: from logits to weights, if the file does not say it
+    gating, usual: what turns logits into weights, and the numbers of groups, if the file does not
+        say it
     """
-    arch, count = header.architecture, header.of_model("expert_count")
-    groups = header.of_model("expert_group_count", None if count >= IN_GROUPS else 1)
+    arch = header.architecture
+    groups, used = [header.of_model(f"expert_group_{part}count", number)
+                    for part, number in zip(("", "used_"), usual)]
     return {
-        "n_routed_experts": count, "num_experts_per_tok": header.of_model("expert_used_count"),
+        "n_routed_experts": header.of_model("expert_count"),
+        "num_experts_per_tok": header.of_model("expert_used_count"),
         "n_shared_experts": header.of_model("expert_shared_count"),
         "moe_intermediate_size": header.of_model("expert_feed_forward_length"),
         "first_k_dense_replace": header.find(f"{arch}.leading_dense_block_count", 0),
-        "n_group": groups, "topk_group": header.of_model("expert_group_used_count", groups),
+        "n_group": groups, "topk_group": used,
         # 0: they are not scaled
         "routed_scaling_factor": header.find(f"{arch}.expert_weights_scale", 0.0) or 1.0,
         "norm_topk_prob": header.find(f"{arch}.expert_weights_norm", False),
@@ -43,21 +48,25 @@ def dots1(header: Any) -> dict[str, Any]:
 
 
 def glm4moe(header: Any) -> dict[str, Any]:
-    """The largest model has norms for heads."""
+    """GLM-4.5 norms the heads of queries and keys; GLM-4.5-Air does not."""
     has_norms = "blk.0.attn_q_norm.weight" in header.tensors
     return by_sigmoid(header) | rotated_in_part(header) | {"use_qk_norm": has_norms}
 
 
 def deepseek2(header: Any) -> dict[str, Any]:
     """Keys and values are made of one small vector (MLA). The converter splits this matrix in two,
-    and says how long keys and values are in names of their own; old files do neither.
+    and stores the lengths of keys and values as `key_length_mla` and `value_length_mla`. Old files
+    have the whole matrix, and no such entries.
 
     GLM-4.7-Flash and Moonlight are DeepSeek V3 in another size.
     """
+    count = header.find("deepseek2.expert_count", 0)
+    if not count:
+        raise rejected("the file's expert_count", count, "the number of a model with experts")
     name = "attention.temperature_scale"
     header.accept(name, header.find(f"deepseek2.{name}", 0.0), [0.0])
     is_flash = len(header.find("tokenizer.ggml.tokens", [])) == 154880
-    found = routed(header, SIGMOID if is_flash else SOFTMAX)
+    found = routed(header, SIGMOID if is_flash else SOFTMAX, GROUPS.get(count, (1, 1)))
     gating = found.pop("gating")
     header.accept("expert_gating_func", gating, [SOFTMAX, SIGMOID])
     rotated, rope = header.of_model("rope.dimension_count"), header.rope()

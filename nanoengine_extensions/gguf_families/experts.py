@@ -31,14 +31,14 @@ def with_scaled_experts(header: Any) -> dict[str, Any]:
 
 
 def qwen2moe(header: Any) -> dict[str, Any]:
-    """One more expert computes all tokens."""
+    """A shared expert computes all tokens."""
     shared = header.of_model(
         "expert_shared_feed_forward_length", header.of_model("feed_forward_length"))
     return with_experts(header) | {"shared_expert_intermediate_size": shared}
 
 
 def granitemoe(header: Any) -> dict[str, Any]:
-    """A file can say that positions do not count. Shared experts are one matrix elsewhere."""
+    """A file can say that positions do not count. With shared experts, it is another model."""
     name = "expert_shared_feed_forward_length"
     header.accept(name, header.find(f"granitemoe.{name}", 0), [0])
     return with_experts(header) | granite(header)

@@ -71,7 +71,7 @@ WINDOW = {"attention.sliding_window": ""}
 CAP = {"final_logit_softcapping": ""}
 EXPERTS = {"expert_count": ""}
 PART = {"rope.dimension_count": ""}
-# those of images: all of a text's positions are equal
+# for images: a token of text has the same position in all sections
 SECTIONS = {"rope.dimension_sections": ""}
 # the norms after the attention and after the MLP
 AFTER = {"post_attention_norm": "post_attention_layernorm",

@@ -61,7 +61,9 @@ def gemma4(header: Any) -> dict[str, Any]:
             sizes[0] * (1 + (is_wide and place >= count - shared)) for place in range(count)]),
         "attention.value_length_swa": (header.of_model("attention.value_length_swa"), size),
         "rope.dimension_count_swa": (header.of_model("rope.dimension_count_swa", size), size),
-        "rope.scaling.type": (header.find("gemma4.rope.scaling.type", "none"), "none")}
+        "rope.scaling.type": (header.find("gemma4.rope.scaling.type", "none"), "none"),
+        "rope.scaling.factor": (header.find("gemma4.rope.scaling.factor", 1.0), 1.0),
+        "expert_weights_scale": (header.find("gemma4.expert_weights_scale", 0.0) or 1.0, 1.0)}
     for name, (given, usual) in others.items():
         header.accept(name, given, [usual])
     num_experts = header.find("gemma4.expert_count", 0)

@@ -47,7 +47,9 @@ def write_folder(files: list[Path], beside: Path | None, folder: Path, has_token
     """
     header = Header(files)
     config = header.config()
-    write(folder / "generation_config.json", {"eos_token_id": header.eos()})
+    write(folder / "generation_config.json", {
+        "eos_token_id": header.eos(),
+        "suppress_tokens": header.find("tokenizer.ggml.suppress_tokens") or None})
     others = {} if beside is None else {path.name: path for path in beside.iterdir()}
     has_other = any(name.startswith(("tokenizer", "vocab.")) for name in others)
     if has_tokenizer and not has_other and "tokenizer.ggml.tokens" in header.fields:

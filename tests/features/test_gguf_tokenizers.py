@@ -169,6 +169,29 @@ def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
     assert tokenizer("abc", add_special_tokens=False).input_ids == ids
 
 
+@pytest.mark.parametrize("flag", [None, False])
+def test_a_tokenizer_of_gemma_4(tmp_path, flag):
+    """BOS comes first, whatever the file says."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", "a", "b", "ab", "▁ab"]
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens + [f"<0x{byte:02X}>" for byte in range(256)])
+    writer.add_token_types([3, 3, 3, 2, *[1] * 5, *[6] * 256])
+    writer.add_token_merges(["a b", "▁ ab"])
+    writer.add_token_scores([0.0] * 265)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_add_space_prefix(False)
+    if flag is not None:
+        writer.add_add_bos_token(flag)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = gguf_tokenizers.read(gguf_header.Header([path]).find, path)
+    assert tokenizer("ab ab").input_ids == [2, 7, 8]
+
+
 def test_several_chat_templates(tmp_path):
     """By their names, as transformers has them. Without a default, they are named."""
     named = [dict(name="tool_use", template="with tools"), dict(name="rag", template="of texts")]
