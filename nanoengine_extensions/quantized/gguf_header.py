@@ -39,9 +39,10 @@ def plain_name(name: str, names: dict[str, str]) -> str:
 
     names: by llama.cpp's, with or without an ending such as ".weight"
     """
-    layer, own, end = f".{name}".rsplit(".", 2)
+    # a name has none to two of these dots
+    layer, own, end = f"..{name}".rsplit(".", 2)
     found = names.get(f"{own}.{end}") or f"{names.get(own, own)}.{end}"
-    return f"{layer}.{found}"[1:].replace("blk.", "layers.", 1)
+    return f"{layer}.{found}"[2:].replace("blk.", "layers.", 1)
 
 
 def layer_of(name: str) -> int:

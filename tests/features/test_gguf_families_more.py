@@ -271,6 +271,13 @@ def test_the_config_is_that_of_the_model(make_file, name):
             assert is_close or found[entry] == value, entry
 
 
+@pytest.mark.parametrize("name, found", [
+    ("blk.3.a.weight", "layers.3.b.c.weight"), ("a.weight", "b.c.weight"), ("a", "a"),
+    ("blk.3.a.scale", "layers.3.d"), ("blk.0.other.bias", "layers.0.other.bias")])
+def test_names_of_tensors(name, found):
+    assert gguf_header.plain_name(name, {"a": "b.c", "a.scale": "d"}) == found
+
+
 def test_layers_that_guess_are_left_out(make_file):
     path, _ = make_file("glm 4.5", "F32")
     table = gguf_header.Header([path]).table[str(path)]
