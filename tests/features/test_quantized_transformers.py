@@ -38,7 +38,9 @@ MORE = ["gpt_oss", "qwen3_moe", "gemma3 images", "gpt_neox", "opt", "deepseek_v3
 PROMPTS = compare.random_prompts()
 # linears that one product computes
 GATES, ATTENTION = ["gate_proj", "up_proj"], ["q_proj", "k_proj", "v_proj"]
-JOINED = {"gate_up_proj": GATES, "gate_proj": GATES, "q_proj": ATTENTION, "k_proj": ATTENTION}
+JOINED = {"gate_up_proj": GATES, "gate_proj": GATES, "q_proj": ATTENTION, "k_proj": ATTENTION,
+          # where blocks are small enough
+          "q_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
 
 
 def slow(*values: Any) -> Any:
