@@ -26,6 +26,7 @@ from nanoengine.observers import Features
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence, hash64
 
+
 @dataclass
 class CompletionOutput:
     """One completion of a prompt.

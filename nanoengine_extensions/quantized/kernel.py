@@ -98,7 +98,8 @@ def product(dtype: torch.dtype, by_sums: bool = False, has_floats: bool = False)
                 if by_sums:
                     add_by_sums(part, number, copy, line, words, units, here, lines, size <= few,
                                 per_word)
-                # numba caches no kernel whose variables, unlike its globals, are functions
+                # chosen here: a kernel with a function among its free variables would be compiled
+                # anew in each process
                 elif size <= few and has_floats:
                     add_few(add_floats, part, number, copy, line, words, here.ravel(), per_word,
                             size)

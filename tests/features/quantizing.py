@@ -21,7 +21,7 @@ from torch import Tensor
 from nanoengine import LLM, SamplingParams
 from nanoengine_cpu.compiling import Program
 from nanoengine_cpu.modules import PackedLinear
-from nanoengine_extensions.quantized import formulas, gguf_numbers, packed
+from nanoengine_extensions.quantized import formulas, gguf_files, gguf_numbers, packed
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -378,6 +378,35 @@ def compare_products(weights, dtype, num_rows, halves=1, bias=None) -> None:
                     count, norm if with_more and not linear.padding else None)).run()
                 found.append(out)
             assert found[0].isfinite().all() and torch.equal(*found), (count, with_more)
+
+
+def add_entries(writer: gguf.GGUFWriter, config: Any, entries: dict[str, Any]) -> None:
+    """entries: by their names after that of the architecture, numbers or names of the config"""
+    for entry, given in entries.items():
+        value = getattr(config, given, given) if isinstance(given, str) else given
+        add: Any = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+                    str: writer.add_string, list: writer.add_array}[type(value)]
+        add(f"{writer.arch}.{entry}", value)
+
+
+def check_config(path: Path, model: Any, others: set[str], whole_rope: bool) -> None:
+    """The config.json made of a GGUF is the model's. others: entries that change nothing
+
+    whole_rope: whether it has no more about positions, either
+    """
+    gguf_files.write_folder([path], None, path.parent, has_tokenizer=False)
+    config = transformers.AutoConfig.from_pretrained(path.parent)
+    assert type(config) is type(model.config)
+    found = config.to_dict()
+    others = others | {"architectures", "dtype", "bos_token_id", "eos_token_id",
+                       "transformers_version", "_name_or_path"}
+    for entry, value in model.config.to_dict().items():
+        if entry == "rope_parameters" and not whole_rope:
+            found[entry] = {each: found[entry].get(each) for each in value}
+        if entry not in others:
+            # a file has numbers in float32
+            is_close = isinstance(value, float) and np.float32(value) == np.float32(found[entry])
+            assert is_close or found[entry] == value, entry
 
 
 # ways to run the same requests

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from quantizing import GREEDY, OPTIONS, PROMPTS, expected, generated, in_gguf
+from quantizing import (
+    GREEDY, OPTIONS, PROMPTS, add_entries, check_config, expected, generated, in_gguf)
 
 from nanoengine import LLM
-from nanoengine_extensions.quantized import gguf_files
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 SIZES: dict[str, Any] = dict(
@@ -102,11 +102,7 @@ def write(model: Any, name: str, path: Path, kind: str, changes: dict[str, Any])
     config, writer = model.config, gguf.GGUFWriter(path, arch)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    for entry, given in (NAMES | entries | changes).items():
-        value = getattr(config, given, given) if isinstance(given, str) else given
-        add: Any = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
-                    str: writer.add_string, list: writer.add_array}[type(value)]
-        add(f"{arch}.{entry}", value)
+    add_entries(writer, config, NAMES | entries | changes)
     known = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -171,20 +167,7 @@ def test_tokens_of_a_file_in_float32(make_file, name):
 def test_the_config_is_that_of_the_model(make_file, name):
     """What llama.cpp's converter leaves out is known."""
     path, model = make_file(name, "F32")
-    gguf_files.write_folder([path], None, path.parent, has_tokenizer=False)
-    config = transformers.AutoConfig.from_pretrained(path.parent)
-    assert type(config) is type(model.config)
-    found = config.to_dict()
-    # neither changes what is computed
-    others = {"architectures", "dtype", "bos_token_id", "eos_token_id", "transformers_version",
-              "_name_or_path", "sliding_window_pattern"}
-    for entry, value in model.config.to_dict().items():
-        if entry == "rope_parameters" and name != "olmo 3":
-            found[entry] = {each: found[entry].get(each) for each in value}
-        if entry not in others:
-            # a file has numbers in float32
-            is_close = isinstance(value, float) and np.float32(value) == np.float32(found[entry])
-            assert is_close or found[entry] == value, entry
+    check_config(path, model, {"sliding_window_pattern"}, whole_rope=name == "olmo 3")
 
 
 @pytest.mark.parametrize("name, changes, message", [

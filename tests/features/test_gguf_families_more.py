@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from quantizing import GREEDY, OPTIONS, PROMPTS, expected, generated
+from quantizing import (
+    GREEDY, OPTIONS, PROMPTS, add_entries, check_config, expected, generated)
 
 from nanoengine import LLM
-from nanoengine_extensions.quantized import gguf_files, gguf_header
+from nanoengine_extensions.quantized import gguf_header
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 SIZES: dict[str, Any] = dict(
@@ -190,11 +191,7 @@ def write(model: Any, name: str, path: Path, kind: str, changes: dict[str, Any])
     writer = Writer(path, arch, config.num_hidden_layers + 1, kind)
     theta = (config.rope_parameters or {}).get("rope_theta")
     entries = NAMES | ({"rope.freq_base": theta} if theta else {}) | entries | changes
-    for entry, given in entries.items():
-        value = getattr(config, given, given) if isinstance(given, str) else given
-        add: Any = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
-                    str: writer.add_string, list: writer.add_array}[type(value)]
-        add(f"{arch}.{entry}", value)
+    add_entries(writer, config, entries)
     if arch == "gemma4":
         # a quarter of each head is rotated
         factors = np.array([1.0] * 8 + [1e30] * 24, np.float32)
@@ -255,20 +252,8 @@ def test_tokens_of_a_file_in_float32(make_file, name):
 def test_the_config_is_that_of_the_model(make_file, name):
     """What llama.cpp's converter leaves out is known."""
     path, model = make_file(name, "F32")
-    gguf_files.write_folder([path], None, path.parent, has_tokenizer=False)
-    config = transformers.AutoConfig.from_pretrained(path.parent)
-    assert type(config) is type(model.config)
-    found = config.to_dict()
-    # neither changes what is computed
-    others = {"architectures", "dtype", "bos_token_id", "eos_token_id", "transformers_version",
-              "_name_or_path", "per_layer_config", "vocab_size_per_layer_input"}
-    for entry, value in model.config.to_dict().items():
-        if entry == "rope_parameters" and "gemma" not in name:
-            found[entry] = {each: found[entry].get(each) for each in value}
-        if entry not in others:
-            # a file has numbers in float32
-            is_close = isinstance(value, float) and np.float32(value) == np.float32(found[entry])
-            assert is_close or found[entry] == value, entry
+    others = {"per_layer_config", "vocab_size_per_layer_input"}
+    check_config(path, model, others, whole_rope="gemma" in name)
 
 
 @pytest.mark.parametrize("name, found", [
