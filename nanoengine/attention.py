@@ -20,8 +20,8 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
                 device: str, backend: str) -> Tensor:
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
-    The memory begins as zeros, because padded rows of a CUDA graph read block 0. The CPU's kernel
-    has its own layout, in which only whole blocks can be copied.
+    The memory is zeroed, because padded rows of a CUDA graph read block 0. The CPU's kernel has
+    its own layout, in which only whole blocks can be copied.
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
     if BACKENDS[backend].attend is None and (empty_cache := kernels(device).empty_cache):
@@ -59,8 +59,8 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
 def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
     """flash-attn 2 (Dao, 2023, arXiv:2307.08691), whose kernels read the paged cache directly.
 
-    Arguments and result are those of `gather_attention`. It reads no tensor values on the host.
-    Decodes, which come first, use a second kernel. That kernel splits the keys of a sequence over
+    It has the signature of `gather_attention`, and reads no tensor values on the host. Decodes,
+    which come first, use a second kernel. That kernel splits the keys of a sequence over
     the cores of a GPU, and without a window it reads them only once for all heads of a group.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -103,7 +103,7 @@ class Backend:
     works: whether it works on a device ("cpu" or "cuda") with a dtype.
     rank: "auto" takes the working backend with the highest rank; 0: it is chosen only by name.
     block_multiple: the block size must be a multiple of this.
-    has_graphs: whether CUDA graphs can capture it. If so, it reads no tensor values on the host.
+    has_graphs: whether CUDA graphs can capture it: it must read no tensor values on the host.
     """
 
     attend: Callable | None

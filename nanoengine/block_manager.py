@@ -34,9 +34,9 @@ BlockHash = tuple[bytes, bytes]
 class BlockManager:
     """Hands out blocks 1 to `num_blocks` of `block_size` tokens each.
 
-    A block is used (a block table refers to it) or free. A free block with a hash is cached, one
-    without is blank. Block 0 is never handed out: padded rows of a CUDA graph write there. Every
-    operation is O(1) per block.
+    A block is used (a block table refers to it) or free. A free block is cached if it
+    has a hash; otherwise it is blank. Block 0 is never handed out: padded rows of a CUDA graph
+    write there. Every operation is O(1) per block.
 
     hold: an admitted sequence has blocks for at least this many tokens: see `kv_allocation`.
     num_shared_blocks: how many blocks forks have shared with their parents so far.
@@ -55,7 +55,7 @@ class BlockManager:
         """Makes all blocks free and blank."""
         # how many block tables contain a block
         self.ref_counts = [0] * (self.num_blocks + 1)
-        # in the order of reuse: blank blocks, then cached ones, the least recently used first
+        # in order of reuse: blank blocks, then cached ones, the least recently used first
         self.free = OrderedDict.fromkeys(range(1, self.num_blocks + 1))
         self.hash_of_block: dict[int, BlockHash] = {}
         self.blocks_by_hash: dict[BlockHash, dict[int, None]] = {}
@@ -170,7 +170,7 @@ class BlockManager:
         return [next(iter(twins)) for twins in takewhile(bool, found)]
 
     def register(self, seq: Sequence, stop: int) -> None:
-        """Adds blocks to the prefix cache: those that are full once the tokens before `stop` are
+        """Adds to the prefix cache all blocks that are full once the tokens before `stop` are
         computed.
 
         Call this once K and V are written, or if they will be written before any later sequence

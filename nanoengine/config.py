@@ -39,8 +39,8 @@ class EngineConfig:
         batches run faster in bfloat16 on a CPU with AVX-512: see docs/quantization.md.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
     seed: a request without a seed gets one that is derived from this; None means 0.
-    load_format: "dummy" makes random weights and needs only a config.json, for benchmarks; "auto",
-        "hf" and "safetensors" read safetensors.
+    load_format: "dummy" makes random weights for benchmarks, from a config.json alone; "auto", "hf"
+        and "safetensors" read safetensors.
     model_impl: "native": the engine's own model; "transformers": any causal language model in
         transformers, with the engine's cache; "auto": the engine's own if it has the architecture.
     max_model_len: the most tokens that a prompt and its output can have together; by default what
@@ -60,8 +60,8 @@ class EngineConfig:
     attention_backend: a name in the table `BACKENDS` of attention.py: "numba" on a CPU;
         "flash-attn", "triton" or "varlen" on a GPU; "gather" on both; "auto": the fastest that
         works here.
-    kernels: False: only the plain PyTorch code of model.py, attention.py and sampler.py runs. It is
-        slow, but a debugger stops on the lines that you read.
+    kernels: if False, only the plain PyTorch code of model.py, attention.py and sampler.py runs.
+        It is slow, but a debugger stops on the lines that you read.
     run_ahead: launch a step before the tokens of the previous step are known; the tokens stay the
         same.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
@@ -78,12 +78,12 @@ class EngineConfig:
     preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority"; for
         comparison "least-recently-run" or "random".
     kv_allocation: a sequence holds blocks for the tokens that it has ("on-demand"), or for all that
-        it may generate ("reserve"); for comparison, "max-length": for max_model_len.
+        it may generate ("reserve"); for comparison, for max_model_len tokens ("max-length").
     preemption_mode: whether the blocks of a preempted sequence are dropped ("recompute"), or copied
         to a pool on the host ("swap"); when the pool is full, they are dropped.
-    swap_space: GiB of host memory for the pool of "swap", for each rank.
-    speculation: a decode step also checks guesses at the next tokens, and keeps the right ones: it
-        takes fewer steps to generate the same tokens. "prompt-lookup" guesses that text continues
+    swap_space: GiB of host memory for the pool of "swap", on each rank.
+    speculation: a decode step also checks guesses at the next tokens, and keeps the right ones,
+        so that the same tokens take fewer steps. "prompt-lookup" guesses that text continues
         as it did before. A function from a `Sequence` to token ids can guess instead. Speculation
         needs a CPU and run_ahead=False. The number of guesses depends on how long steps take; the
         generated tokens do not.

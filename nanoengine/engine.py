@@ -17,7 +17,7 @@ advances step 1: the tokens join their sequences as pending tokens, whose ids co
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
     tokens of step 1              ▲ they are pending                  ▲ and get their ids
 
-A │ separates two calls of `step`. Between two calls no token is pending: a call begins
+A │ separates two calls to `step`. Between two calls no token is pending: a call begins
 by advancing the step in flight, and collects its tokens before it returns.
 
 Optional features observe these steps: see observers.py.
@@ -42,8 +42,8 @@ class Engine:
 
     runner: a `ModelRunner`, or another object with the same `launch`, `close` and sizes.
     features: the observers, which the engine calls.
-    launcher: what begins a step: the runner, or speculation, which adds guesses to a batch and
-        passes it to the runner.
+    launcher: begins a step: the runner, or speculation, which adds guesses to a batch and passes
+        it to the runner.
 
     Between two steps, a client can call `add` and `finish`, and the scheduler's `fork` and
     `preempt` for sequences that are not in flight. Beam search, which spans several steps, needs
@@ -74,8 +74,8 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that have a new token, or end with an error.
 
-        If the engine runs ahead, it launches the next step before it waits for the tokens of the
-        one in flight, and returns the sequences of that one. A sequence that needs its last token
+        If the engine runs ahead, it launches the next step before it waits for the step in
+        flight, whose sequences it returns. A sequence that needs its last token
         on the host (`Sequence.is_awaited`) is left out of the next step, and so runs only every
         other step. If there are many of them, this call launches no step.
         """
@@ -101,7 +101,7 @@ class Engine:
         return self.launcher.launch(batch) if batch else None
 
     def _has_to_wait_for(self, batch: Batch) -> bool:
-        """Whether the next step is launched only when the tokens of this batch are known.
+        """Whether the next step must wait for the tokens of this batch.
 
         An awaited sequence runs only every other step. If a quarter of the sequences are
         awaited, steps have an eighth fewer tokens, which costs about as much as waiting for the

@@ -1,4 +1,4 @@
-"""Optional features, and the checks of user input. Each feature is a file of nanoengine_extensions,
+"""Optional features, and the checks of user input. Each feature is a file in nanoengine_extensions,
 and can be deleted on its own.
 
 A feature plugs into the engine in one of four ways:
@@ -58,7 +58,7 @@ def is_installed(name: str) -> bool:
 def extension(name: str, asked: str = "") -> Any:
     """Returns the module of a feature. Raises ValueError if it is not installed.
 
-    asked: what needs it, for the message.
+    asked: the option or the call that needs it, for the message.
     """
     if not is_installed(name):
         raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py and its packages")

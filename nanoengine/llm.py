@@ -3,14 +3,14 @@
 `requests.py` turns prompts into requests, and new tokens into results; `engine.py` runs their
 sequences. `generate` and `stream` are loops over `steps_for`.
 
-Threads take turns; in a turn, a thread runs one step, which serves the requests of all threads, or
-looks at the results.
+Threads take turns. A turn is one step, which serves the requests of all threads, or one look at the
+results.
 
     thread A   queue  [step 1] [look]                   [step 3] [look]
     thread B                          queue  [step 2] [look]     …
                                                 └─ computes the requests of both
 
-"look" collects the new tokens of the call's own requests. A pair of brackets is a turn; between a
+"look" collects the new tokens of the call's own requests. Brackets mark a turn; between a
 step and its look, another thread can take one.
 """
 

@@ -182,8 +182,8 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
 
     place: allocates memory for the weights.
     read: reads the part of a checkpoint's tensor that belongs in its target.
-    opened: opens a file of weights. Offloading, several ranks and quantized weights replace these
-        three.
+    opened: opens a file of weights. Offloading, tensor parallelism and quantization replace
+        these three.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
     twice, of the wrong shape, or not floating-point.
@@ -201,7 +201,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
             names = opened(file, framework="pt").keys()
             # rope_table computes inv_freq
             for name in [each for each in names if not each.endswith("inv_freq")]:
-                # opened for each tensor: pages of a mapped file count as memory until it is closed
+                # opened for each tensor: until a mapped file is closed, its pages count as memory
                 tensor = opened(file, framework="pt").get_slice(name)
                 target = missing.pop(name.removeprefix("model."))
                 loaded = read(tensor, target)

@@ -8,8 +8,8 @@ says which models can be loaded.
 
 This is plain PyTorch, and complete. If a kernel library for the device is installed (kernels.py),
 it replaces some of these forwards with faster ones; a comment at each of them says so. It
-recognises a forward by its code, so a forward that you change or override stays. To step through
-this file, attention.py and sampler.py with a debugger, use LLM(model, kernels=False).
+recognises a forward by its code, so it keeps one that you change or override. To step through this
+file, attention.py and sampler.py with a debugger, use LLM(model, kernels=False).
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Family(NamedTuple):
     architecture: its class in transformers.
     entries: the entries of config.json, besides the sizes, that change the computation.
     qkv_bias: whether the projections to queries, keys and values have biases.
-    head_norm: whether each head of queries and keys is normed.
+    head_norm: whether the heads of queries and keys are normalized.
     """
 
     architecture: str
@@ -132,7 +132,7 @@ class Attention(nn.Module):
 
     # nanoengine_cpu.optimize replaces this forward: one kernel norms the heads, rotates them,
     # writes K and V, and computes attention. nanoengine_gpu.optimize replaces it, too: its kernel
-    # does all but the attention
+    # does all of this except attention
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).
 
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         query, key, value = qkv.split(self.num_heads, dim=1)
         query = rotate(self.q_norm(query), *angles)
         key = rotate(self.k_norm(key), *angles)
-        # all slots of all blocks in a row: the number of a slot is its index
+        # the blocks one after the other, so that the number of a slot is its index
         self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
         attended = self.backend(query, self.cache, self.window, step)
         return self.o_proj(attended.flatten(1)[rows])

@@ -41,7 +41,7 @@ class ModelRunner:
     num_kv_blocks: the blocks that can be handed out, block 0 not included.
     block_bytes: the size of K and V of one block in all layers.
     max_model_len: the longest sequence that the model, the cache and the user allow, in tokens.
-    host_blocks: the pool on the host for swapping, (blocks, layers, 2, …); empty without one.
+    host_blocks: the pool on the host for swapping, (blocks, layers, 2, …); empty if there is none.
 
     Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit, and ValueError
     if an explicit max_model_len is more than the model or the cache allows.
@@ -65,7 +65,7 @@ class ModelRunner:
 
         # 1. the model
         self.model = self.load_model(folder)
-        # if the library does not replace its attention, the model calls a backend itself
+        # unless the library replaces the model's attention, the model calls a backend
         if BACKENDS[self.backend].attend is None and not self.kernels.knows_attention(self.model):
             self.backend = "gather"
         self.is_invariant = self.kernels.optimize(
@@ -89,7 +89,7 @@ class ModelRunner:
             self.host_blocks = extension("swapping").host_pool(self.blocks, config)
 
     def load_model(self, folder: Path, **options: Callable) -> Decoder:
-        """Returns the model; `options` go to the loader: several ranks need them."""
+        """Returns the model; `options` go to the loader: tensor parallelism has some."""
         if self.config.quantization or getattr(self.model_config, "quantization_config", None):
             options |= extension("quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
@@ -144,7 +144,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch, buffer: Tensor, shape: StepShape) -> Launched:
-        """Begins a step on this device; the other arguments are what `prepare` returns."""
+        """Begins a step on this device; `buffer` and `shape` come from `prepare`."""
         # the caller's thread may have autocast enabled, or another current device
         with torch.autocast(self.device, enabled=False), torch.cuda.device_of(self.last_sampled):
             step, hidden = self.forward(batch.copies, buffer, shape)
@@ -153,7 +153,7 @@ class ModelRunner:
     def prepare(self, batch: Batch, longest_keys: int = 0) -> tuple[Tensor, StepShape]:
         """Returns the inputs of a step, in one buffer on the host, and their shape.
 
-        longest_keys: the block tables are wide enough for this many keys, or for more.
+        longest_keys: the block tables are wide enough for at least this many keys.
         """
         longest_keys = max(longest_keys, *map(sum, zip(batch.starts, batch.num_tokens)))
         if self.graphs.can_replay(batch):

@@ -27,7 +27,7 @@ class Feature:
     """
 
     def begin(self, engine: Any) -> None:
-        """The `Engine` is complete. This is not called for a feature that a later request loads.
+        """Called once the `Engine` is complete; not for a feature that a later request loads.
 
         Keep only a weak reference: a strong one would keep the engine's memory in use. Raises
         ValueError for options that it cannot serve."""
@@ -55,7 +55,7 @@ class Feature:
         """
 
     def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
-        """The tokens of these rows are drawn. On a GPU, their values are not known yet.
+        """The tokens of these rows have been drawn. On a GPU, their values are not known yet.
 
         logits: before any edit
         """

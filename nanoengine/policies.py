@@ -34,9 +34,9 @@ Policy = str | Callable
 Table = dict[str, Callable]
 # fills a step, given the `Scheduler`
 BATCHING: Table = {"prefill-first": prefill_first, "mixed": mixed}
-# the rank of a waiting sequence; smaller ranks first, then in the order of arrival
+# the rank of a waiting sequence; smaller ranks first, then in order of arrival
 ORDERS: Table = {"fcfs": lambda seq: 0}
-# chooses the sequence to preempt from the running ones, which are in the order of admission
+# chooses the sequence to preempt from the running ones, which are in order of admission
 VICTIMS: Table = {"youngest": lambda running: running[-1]}
 # an admitted sequence has blocks for at least this many tokens; the second argument is
 # max_model_len

@@ -5,7 +5,7 @@ it is queued. These checks need the model's vocabulary, its tokenizer or the siz
 step runs here.
 
 `Request.output` makes a `RequestOutput`. A completion gets its text once it has ended;
-nanoengine_extensions/texts.py makes the text while the tokens arrive.
+nanoengine_extensions/texts.py makes the text as the tokens arrive.
 """
 
 from copy import deepcopy
@@ -113,7 +113,7 @@ class Request:
     error = property(lambda self: next((seq.error for seq in self.seqs if seq.error), None))
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends its unfinished completions (all, if there is an error), and tells its call."""
+        """Ends its unfinished completions (all, if there is an error), and notifies its call."""
         for seq in self.seqs:
             if error or not seq.finish_reason:
                 seq.finish_reason = "abort"

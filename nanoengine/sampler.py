@@ -2,7 +2,7 @@
 
     a matrix of logits ── features ──▶ scale ──▶ truncate ──▶ draw ──▶ a token for each row
 
-`StepInputs.draws` has the parameters of each row of logits. They came to the device with the other
+`StepInputs.draws` has the parameters of each row of logits. They reach the device with the other
 inputs, so that nothing here waits for a GPU. Greedy rows without constraints take the likeliest
 token. The other rows are sampled in matrices of at most MATRIX_SIZE logits. There is no generator
 state: a draw depends only on the seed of its sequence and on its position.
@@ -52,7 +52,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     elif len(rest) < len(seqs):
         largest, tokens = library.first_max(logits[:len(seqs)])
         found = tokens.where(largest.isfinite(), NO_TOKEN)
-    # rows with the same edits are put side by side, since a matrix gets every edit that one of its
+    # rows with the same edits are put side by side, since a matrix gets every edit that any of its
     # rows needs
     rest.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
     for start in range(0, len(rest), max_rows(logits)):
@@ -80,7 +80,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
 def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     """Shifts each row to a maximum of 0, then divides it by its temperature, in place.
 
-    Greedy rows are divided by 1e-30, which float32 can represent: only the maximum keeps a weight.
+    Greedy rows are divided by 1e-30, which float32 has: only the maximum has a weight above 0.
     """
     scores.sub_(scores.amax(dim=-1, keepdim=True))
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))

@@ -10,7 +10,7 @@ blocks, but not tensors or text. The policies are functions in policies.py.
                │   or computed again                      │
                └──────────────── preempt ─────────────────┘
                  to the front; loses its blocks, keeps its tokens; what was computed is swapped
-                 out, or dropped (then the prefix cache may still have it when it comes back)
+                 out, or dropped (the prefix cache may still have it later)
 """
 
 from bisect import insort_left, insort_right
@@ -43,7 +43,7 @@ class Scheduler:
     def reset(self) -> None:
         """Drops all sequences and forgets all blocks, even after a broken step."""
         self.waiting: deque[Sequence] = deque()
-        # in the order of admission
+        # in order of admission
         self.running: deque[Sequence] = deque()
         # since the last step
         self.preempted: list[tuple[Sequence, str]] = []
@@ -72,7 +72,7 @@ class Scheduler:
     def build(self, candidates: list[Sequence], admit: bool) -> Batch:
         """Builds a batch of running sequences and, if `admit`, of prompts at the queue's head.
 
-        1. All candidates get the blocks that they need, if necessary by preemption. So the batch
+        1. Sequences are preempted until all others have the blocks that they need. So the batch
            never contains a preempted sequence.
         2. The batch is filled with decodes, then with partly computed prompts.
         3. Waiting prompts are admitted, unless the step has preempted a sequence.
@@ -131,7 +131,7 @@ class Scheduler:
         batch.budget -= num_tokens
 
     def can_admit_head(self) -> bool:
-        """Whether there is a place, and blocks, for the first waiting sequence."""
+        """Whether there is room, and blocks, for the first waiting sequence."""
         if not self.waiting or len(self.running) == self.config.max_num_seqs:
             return False
         head = self.waiting[0]
@@ -176,7 +176,7 @@ class Scheduler:
             self.advance(batch)
         taken = []
         for (_, seq, _), token_id in zip(batch.sampled, token_ids):
-            # a sequence that has ended since then has no pending token
+            # a sequence that has ended in the meantime has no pending token
             if seq.token_ids[-1] < 0:
                 taken.append(seq)
                 seq.token_ids[-1] = token_id
@@ -194,7 +194,7 @@ class Scheduler:
     # ---------------------------------------------------------------------- one sequence
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets `child` continue where `parent` is; queues it if no place or no block is free."""
+        """Lets `child` continue from where `parent` is; queues it if there is no room."""
         has_place = len(self.running) < self.config.max_num_seqs
         if has_place and self.block_manager.can_allocate(child, parent):
             self.block_manager.allocate(child, parent)
@@ -203,7 +203,7 @@ class Scheduler:
             self.enqueue(child, in_front=True)
 
     def preempt(self, seq: Sequence) -> None:
-        """Moves a running sequence to the front of waiting, without its blocks."""
+        """Moves a running sequence to the front of `waiting`, and frees its blocks."""
         self.running.remove(seq)
         self.enqueue(seq, in_front=True)
         seq.num_preempted_tokens = seq.num_computed_tokens

@@ -98,7 +98,7 @@ class StepInputs:
 
 @dataclass
 class Launched:
-    """A step that the device computes.
+    """A step that has been launched.
 
     tokens: one for each of `batch.sampled`, on the host; read them after `wait`.
     done: on a GPU, the event after which the tokens have arrived; on a CPU, when they were ready.
@@ -154,7 +154,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.nda
 
 
 def draws_of(row: Row) -> tuple[float, ...]:
-    """Returns the numbers of a row of logits, in the order of `Draws`."""
+    """Returns the fields of `Draws`, in order, for a row of logits."""
     p = row.seq.params
     return p.temperature, p.min_p, p.top_k, p.top_p, row.seq.uniform(row.position)
 
