@@ -30,6 +30,8 @@ def signed(raw: Tensor) -> Tensor:
 
 def parts(raw: Tensor, bits: int) -> Tensor:
     """The numbers of `bits` bits in bytes: first the lowest of each byte, then the next ones."""
+    # copied once, since the bytes of a block are few
+    raw = raw.contiguous()
     found = [raw >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
     return torch.stack(found, -2)
 

@@ -18,7 +18,7 @@ from nanoengine_cpu.tiles import HAS_TILES, TILE_SIZES, begin_tiles, end_tiles
 from nanoengine_cpu.vectors import (
     DTYPES, LANES, array_at, copy_rows, has, inlined, numbers_at, stack)
 from nanoengine_extensions.quantized.expanding import COLUMNS, FEW
-from nanoengine_extensions.quantized.packed import block_of
+from nanoengine_extensions.quantized.order import block_of
 from nanoengine_extensions.quantized.sums import UNIT, UNITS, add_by_sums, sum_units
 from nanoengine_extensions.quantized.weights import (
     add_count, add_few, add_floats, add_many, expand, expand_floats)

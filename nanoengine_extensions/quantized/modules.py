@@ -17,7 +17,7 @@ from nanoengine_cpu.compiling import bits_of_number, warn_once
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.modules import GatedMLP, PackedLinear, kind_of
 from nanoengine_cpu.products import MOST_WORDS
-from nanoengine_extensions.quantized import kernel, packed
+from nanoengine_extensions.quantized import kernel, order, packed
 from nanoengine_extensions.quantized.formulas import Grouped
 from nanoengine_extensions.quantized.stored import Stored
 
@@ -88,7 +88,7 @@ class QuantizedLinear(PackedLinear):
         self.padding = packed.padding(self.in_features, packed.form_of(parts[0]).group, dtype)
         # compiled now, not when it is first needed
         form = packed.form_of(parts[0])
-        self.kernel = kernel.product(dtype, bool(form.by_sums), form.width == packed.FLOAT8)
+        self.kernel = kernel.product(dtype, bool(form.by_sums), form.width == order.FLOAT8)
         self._parameters["weight"] = without_weight(dtype)
 
     def pack(self) -> None:
@@ -183,7 +183,7 @@ def are_one(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtyp
     if any(part.ndim > 1 for part in parts):
         return False
     forms = [packed.form_of(part) for part in parts]
-    kinds = {(form.by_sums, form.width == packed.FLOAT8, packed.padding(inputs, form.group, dtype))
+    kinds = {(form.by_sums, form.width == order.FLOAT8, packed.padding(inputs, form.group, dtype))
              for form in forms}
     follow = not is_whole or not any(count % forms[0].block for count in rows[:-1])
     return len(kinds) == 1 and follow

@@ -15,20 +15,17 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanoengine_cpu.memory import in_huge_pages
-from nanoengine_cpu.products import BLOCK, BLOCKS
 from nanoengine_cpu.vectors import LANES, has
 from nanoengine_extensions.quantized.formulas import Grouped
+from nanoengine_extensions.quantized.order import FLOAT8, block_of, order_of, place
 
 # the numbers of a header, and the byte where its table begins
 HEADER, TABLE = 24, 8 * 16
-# the width of numbers in floating point
-FLOAT8 = 9
 # whether kernels look up numbers of 4 bits
 HAS_TABLES = has("avx512bw")
 # how scales and lows are stored, by the logarithm of their bytes: as int8 times one in float16, in
@@ -38,8 +35,6 @@ STORAGE = {torch.float16: HALF, torch.float32: FLOAT, torch.int8: NESTED,
            torch.float8_e8m0fnu: EXPONENT}
 # inputs with one scale above their groups'
 ABOVE = 256
-# groups of more inputs are cut
-MOST_GROUP = 128
 # an address is enough: arrays that kernels read have no end
 ANY = 2**40
 
@@ -71,47 +66,6 @@ class Form(NamedTuple):
     by_sums: int
     width: int
     has_table: int
-
-
-def block_of(dtype: torch.dtype, by_sums: bool) -> int:
-    """Returns how many outputs a block has."""
-    return BLOCK if by_sums else BLOCKS[dtype]
-
-
-def stored_bits(width: int) -> int:
-    """Returns the number of bits in which a number is stored. width: see `Form`"""
-    return 4 if width == 4 else 8
-
-
-def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
-             by_sums: bool) -> Tensor:
-    """From (outputs, inputs) to (blocks, groups, numbers of a group): as they are stored.
-
-    A vector has 16 numbers: of 16 outputs; in bfloat16, both inputs of 8 outputs in turn, or of the
-    other 8. The lanes of 16 words have the numbers of some vectors: of the first 8 outputs, then of
-    the others. With sums, a vector of 8-bit numbers is 16 bytes, and a vector of smaller numbers
-    has the first inputs of 16 outputs, or the second ones.
-    """
-    block, per_word = block_of(dtype, by_sums), 4 // dtype.itemsize
-    x = numbers.unflatten(1, (-1, group // per_word, per_word))
-    if by_sums and width < 8:
-        x = x.unflatten(0, (-1, block // LANES, LANES)).permute(0, 3, 4, 5, 1, 2)
-    else:
-        x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
-        x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5)
-    # blocks, groups, words of a row, halves of a word, vectors of a block, lanes
-    x = x.unflatten(2, (-1, 32 // stored_bits(width) // per_word))
-    are_vectors = width == FLOAT8 or (by_sums and width == 8)
-    return x.permute((0, 1, 2, 5, 4, 3, 6) if are_vectors else (0, 1, 2, 5, 6, 4, 3)).flatten(2)
-
-
-@functools.cache
-def order_of(group: int, width: int, dtype: torch.dtype, by_sums: bool) -> Tensor:
-    """Returns which number of a group, of all outputs of a block, is in each place: the number of
-    the output times `group`, plus that of the input."""
-    block = block_of(dtype, by_sums)
-    numbers = torch.arange(block * group, device="cpu").view(block, -1)
-    return in_order(numbers, group, width, dtype, by_sums).flatten()
 
 
 def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
@@ -203,17 +157,8 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
         written[:, :begin] = torch.cat(above, 2).flatten(1)
     records = written[:, begin:].unflatten(1, (groups, record))
     records[:, :, :head] = torch.cat(heads, 2)
-    # some blocks at a time, since they are copied
-    for part, to in zip(weight.numbers.split(32 * block), records[:, :, head:].split(32)):
-        # of numbers with a sign, too, the sum has these bits
-        x = part.view(torch.uint8) + added % 256 ^ (middle if by_sums else 0)
-        x = F.pad(x, (0, more[0], 0, -len(x) % block))
-        x = x.unflatten(1, (-1, group)).unflatten(0, (-1, block)).transpose(1, 2).flatten(2)
-        # NumPy needs a quarter of the time of a permuted copy by PyTorch
-        x = torch.from_numpy(np.take(x.numpy(), order_of(group, width, dtype, by_sums), axis=2))
-        # two neighbours become a byte, the lower one of each pair
-        pairs = x.view(torch.int16)
-        to.copy_((pairs | pairs >> 4).to(torch.uint8) if weight.bits == 4 else x)
+    place(weight.numbers, order_of(group, width, dtype, by_sums), records[:, :, head:], group,
+          added + (middle if by_sums else 0))
     return packed
 
 

@@ -15,7 +15,8 @@ from nanoengine_cpu.tiles import load_sums, store_sums
 from nanoengine_cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, stack
 from nanoengine_extensions.quantized.expanding import (
     COLUMNS, FEW, SCALES, add_weights, open_scales, store_weights, table_of)
-from nanoengine_extensions.quantized.packed import ANY, FLOAT8, HEADER
+from nanoengine_extensions.quantized.order import FLOAT8
+from nanoengine_extensions.quantized.packed import ANY, HEADER
 
 # sums of two vectors of outputs
 HELD = 2 * FEW * LANES

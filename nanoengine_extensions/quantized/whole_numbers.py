@@ -9,7 +9,8 @@ import struct
 from llvmlite import ir
 
 from nanoengine_cpu.vectors import FLOATS, LANES, WORDS, call, has, rounded, same
-from nanoengine_extensions.quantized.packed import HAS_TABLES, stored_bits
+from nanoengine_extensions.quantized.order import stored_bits
+from nanoengine_extensions.quantized.packed import HAS_TABLES
 
 BYTES = ir.VectorType(ir.IntType(8), LANES)
 PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)

@@ -31,7 +31,7 @@ from nanoengine.loader import checkpoint_tensors, find_model
 from nanoengine_extensions import containers, quantized
 from nanoengine_cpu import compiling
 from nanoengine_extensions.quantized import (
-    formulas, gguf_header, gguf_numbers, methods, modules, packed)
+    formulas, gguf_header, gguf_numbers, methods, modules, order, packed)
 from nanoengine_extensions.quantized.stored import open_rounded, with_groups
 
 fixtures = make_gguf, make_quantized
@@ -764,6 +764,8 @@ def test_kernels_are_compiled_once():
     assert is_compiled_once("""
 import torch
 from nanoengine_extensions.quantized.kernel import product
+from nanoengine_extensions.quantized.order import placing
+placing()
 for by_sums, has_floats in ((False, False), (False, True), (True, False)):
     product(torch.float32, by_sums, has_floats)""")
 
@@ -790,7 +792,7 @@ def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
     with LLM(path, **OPTIONS) as llm:
         names = {name for name, module in llm.engine.runner.model.named_modules()
                  if module in linears_of(llm)}
-        are_one = 32 % packed.block_of(torch.float32, False) == 0
+        are_one = 32 % order.block_of(torch.float32, False) == 0
         assert ("layers.0.self_attn.qkv_proj" in names) == are_one
         assert "layers.0.self_attn.o_proj" in names
         assert any("some fused projections are dequantized" in line for line in lines) != are_one

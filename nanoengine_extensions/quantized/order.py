@@ -1,0 +1,104 @@
+"""Where numbers lie in the record of a packed weight (packed.py), and how they get there."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from nanoengine_cpu.compiling import compile_cached
+from nanoengine_cpu.products import BLOCK, BLOCKS
+from nanoengine_cpu.vectors import LANES
+
+# the width of numbers in floating point: see `packed.Form`
+FLOAT8 = 9
+# the arguments of `placing`
+ARGUMENTS = "void(uint8[:, ::1], uint16[::1], uint8[:, :, :], int64, uint8, boolean)"
+
+
+def block_of(dtype: torch.dtype, by_sums: bool) -> int:
+    """Returns how many outputs a block has."""
+    return BLOCK if by_sums else BLOCKS[dtype]
+
+
+def stored_bits(width: int) -> int:
+    """Returns the number of bits in which a number is stored. width: see `Form`"""
+    return 4 if width == 4 else 8
+
+
+def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
+             by_sums: bool) -> Tensor:
+    """From (outputs, inputs) to (blocks, groups, numbers of a group): as they are stored.
+
+    A vector has 16 numbers: of 16 outputs; in bfloat16, both inputs of 8 outputs in turn, or of the
+    other 8. The lanes of 16 words have the numbers of some vectors: of the first 8 outputs, then of
+    the others. With sums, a vector of 8-bit numbers is 16 bytes, and a vector of smaller numbers
+    has the first inputs of 16 outputs, or the second ones.
+    """
+    block, per_word = block_of(dtype, by_sums), 4 // dtype.itemsize
+    x = numbers.unflatten(1, (-1, group // per_word, per_word))
+    if by_sums and width < 8:
+        x = x.unflatten(0, (-1, block // LANES, LANES)).permute(0, 3, 4, 5, 1, 2)
+    else:
+        x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
+        x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5)
+    # blocks, groups, words of a row, halves of a word, vectors of a block, lanes
+    x = x.unflatten(2, (-1, 32 // stored_bits(width) // per_word))
+    are_vectors = width == FLOAT8 or (by_sums and width == 8)
+    return x.permute((0, 1, 2, 5, 4, 3, 6) if are_vectors else (0, 1, 2, 5, 6, 4, 3)).flatten(2)
+
+
+@functools.cache
+def order_of(group: int, width: int, dtype: torch.dtype, by_sums: bool) -> Tensor:
+    """Returns which number of a group, of all outputs of a block, is in each place: the number of
+    the output times `group`, plus that of the input."""
+    block = block_of(dtype, by_sums)
+    numbers = torch.arange(block * group, device="cpu").view(block, -1)
+    return in_order(numbers, group, width, dtype, by_sums).flatten()
+
+
+def place(numbers: Tensor, order: Tensor, records: Tensor, group: int, added: int) -> None:
+    """Stores numbers in records, in an order.
+
+    numbers: (outputs, inputs), of 8 bits; records: (blocks, groups, bytes), is written
+    order: of one record, see `order_of`; two numbers of 4 bits share a byte, the first one below
+    added: is added to all numbers. The sum has the right bits for numbers with a sign, too.
+    """
+    numbers = numbers.contiguous().view(torch.uint8)
+    are_halves = records.shape[2] < len(order)
+    placing()(numbers.numpy(), order.to(torch.uint16).numpy(), records.numpy(), group, added % 256,
+              are_halves)
+
+
+@functools.cache
+def placing() -> Callable[..., None]:
+    """Returns the compiled loop. While it runs, other threads can run Python."""
+    def run(numbers: Any, order: Any, records: Any, group: int, added: int,
+            are_halves: bool) -> None:
+        outputs, inputs = numbers.shape
+        blocks, groups, size = records.shape
+        block = len(order) // group
+        mask = np.uint8(15 if are_halves else 255)
+        tile = np.empty(len(order), np.uint8)
+        for b in range(blocks):
+            for g in range(groups):
+                # outside of the weight
+                tile[:] = 0
+                count = min(group, inputs - g * group)
+                for o in range(min(block, outputs - b * block)):
+                    row, to = numbers[b * block + o, g * group:], tile[o * group:]
+                    for i in range(count):
+                        to[i] = row[i] + added & mask
+                record = records[b, g]
+                # numba would count places from the end if they could be negative
+                for i in range(size):
+                    if are_halves:
+                        first, second = order[np.uint64(2 * i)], order[np.uint64(2 * i + 1)]
+                        record[i] = tile[first] | tile[second] << np.uint8(4)
+                    else:
+                        record[i] = tile[order[np.uint64(i)]]
+
+    return compile_cached(functools.partial(njit, ARGUMENTS, nogil=True, boundscheck=False), run)
