@@ -103,9 +103,12 @@ def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
 
 
 def names_of_experts(name: str, count: int) -> list[str]:
-    """Returns transformers' names for the experts of a layer, which lie one after the other."""
+    """Returns transformers' names for the experts of a layer, which lie one after the other.
+
+    name: "module.own.weight", or "module..weight" of matrices without names of their own
+    """
     module, own, kind = name.rsplit(".", 2)
-    return [f"{module}.{number}.{own}.{kind}" for number in range(count)]
+    return [f"{module}.{number}.{own}.{kind}".replace("..", ".") for number in range(count)]
 
 
 def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int,

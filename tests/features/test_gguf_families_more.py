@@ -1,6 +1,7 @@
-"""GGUF files whose tensors llama.cpp's converter splits, merges or scales: Gemma 4, those of
+"""GGUF files whose tensors llama.cpp's converter splits, merges or scales: Gemma 3n and 4, those of
 DeepSeek, and more with experts."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=64),
         OF_GEMMA | EXPERTS | {
             "attention.head_count_kv": [2, 1] * 2, "expert_feed_forward_length": 64}),
+    "gemma 3n": ("gemma3n", "Gemma3nText", dict(
+        num_hidden_layers=4, layer_types=LAYERS, head_dim=32, sliding_window=8, laurel_rank=32,
+        final_logit_softcapping=3.0, hidden_size_per_layer_input=32, num_kv_shared_layers=2,
+        vocab_size_per_layer_input=320, activation_sparsity_pattern=[0.95, 0.9, 0.0, 0.0],
+        tie_word_embeddings=False), OF_HEADS | {
+        "attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False] * 2,
+        "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "final_logit_softcapping": 3.0,
+        "attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 32,
+        "altup.active_idx": 0, "altup.num_inputs": 4, "feed_forward_length": [128] * 4,
+        # of 0.95 and 0.9
+        "activation_sparsity_scale": [1.6448536, 1.2815516, -math.inf, -math.inf]}),
     "deepseek 2": ("deepseek2", "DeepseekV2", LATENT | ROUTED | dict(
         q_lora_rank=None, topk_method="greedy", rope_parameters=YARN), OF_LATENT | OF_ROUTED
         | OF_YARN),
@@ -114,6 +126,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 # the names that checkpoints have where transformers has another, and those that have none
 OTHERS = {"block_sparse_moe.router.": "block_sparse_moe.router.layer.", "router.scale": None,
           "router.per_expert_scale": None, "layer_scalar": "layer_scalar.weight",
+          "correct_output_scale": "correct_output_scale.weight",
           "gate.e_score_correction_bias": "e_score_correction.bias",
           "gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction.bias"}
 SUFFIXES = {"router.scale": "ffn_gate_inp.scale",
@@ -140,6 +153,7 @@ class Writer(gguf.GGUFWriter):
         known = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}[arch]
         self.names = gguf.get_tensor_name_map(known, count)
         self.type = gguf.GGMLQuantizationType[kind]
+        self.matrices: dict[str, list[torch.Tensor]] = {}
 
     def own_name(self, place: str) -> str:
         layer = ".".join(place.split(".")[2:3])
@@ -154,7 +168,7 @@ class Writer(gguf.GGUFWriter):
 
     def put(self, place: str, weight: torch.Tensor) -> None:
         is_matrix = weight.ndim >= 2 and not any(each in place for each in (
-            "norm", "router", "mlp.gate.", "bias"))
+            "norm", "router", "mlp.gate.", "bias", "_coefs"))
         kind = self.type if is_matrix else gguf.GGMLQuantizationType.F32
         rows = weight.reshape(-1, weight.shape[-1]).numpy()
         stored = gguf.quantize(rows, kind)
@@ -171,6 +185,14 @@ class Writer(gguf.GGUFWriter):
             self.put(place.replace("kv_b", "k_b"), turned := keys.mT.contiguous())
             keys.copy_(turned.mT)
             self.put(place.replace("kv_b", "v_b"), values)
+        elif ".altup_" in place:
+            # three matrices, in one tensor
+            name, number, _ = place.rsplit(".", 2)
+            self.matrices[name] = [*self.matrices.get(name, []), weight]
+            if number == "2":
+                self.put(f"{name}.weight", together := torch.stack(self.matrices[name]))
+                for each, stored in zip(self.matrices[name], together):
+                    each.copy_(stored)
         elif own == "gate_up_proj" and arch != "gemma4":
             for part, each in zip(("gate", "up"), weight.chunk(2, dim=1)):
                 self.put(f"{module}.{part}_proj.weight".replace("block_sparse_moe", "mlp"), each)
@@ -232,7 +254,7 @@ def test_tokens_are_those_of_the_model(make_file, name):
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         linears = {place: each for place, each in llm.engine.runner.model.layers.named_modules()
                    if isinstance(each, torch.nn.Linear) and "kv_b_proj" not in place
-                   and "router" not in place and not place.endswith("gate.wg")}
+                   and not any(each in place for each in ("router", "_coefs", "mlp.gate.wg"))}
         assert len(linears) >= 8
         assert all(isinstance(each, QuantizedLinear) for each in linears.values())
     found = [each.outputs[0].token_ids for each in outputs]
@@ -274,6 +296,7 @@ def test_layers_that_guess_are_left_out(make_file):
     ("gemma 4", {"feed_forward_length": [128, 256, 128, 128]}, "feed_forward_length=.128, 256, "),
     ("gemma 4", {"rope.scaling.type": "linear"}, "rope.scaling.type='linear' .* .'none'."),
     ("gemma 4", {"rope.scaling.factor": 8.0}, "rope.scaling.factor=8.0 .* .1.0."),
+    ("gemma 3n", {"altup.active_idx": 1}, "altup.active_idx=1 .* .0."),
     ("gemma 4 experts", {"expert_weights_scale": 2.0}, "expert_weights_scale=2.0 .* .1.0."),
     ("deepseek 3", {"expert_count": 0}, "expert_count=0 .* a model with experts"),
     ("deepseek 2", {"expert_weights_norm": True}, "expert_weights_norm=True .* .False."),

@@ -209,11 +209,11 @@ def test_the_other_byte_order(tmp_path):
 
 
 def test_a_gguf_of_another_architecture(tmp_path):
-    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "gemma3n")
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="general.architecture='gemma3n' .*'llama', 'qwen2', 'qw"
+    with pytest.raises(ValueError, match="general.architecture='mamba' .*'llama', 'qwen2', 'qw"
                        ".*; otherwise it must be the original model, which quantization='int8'"):
         LLM(path)
 
