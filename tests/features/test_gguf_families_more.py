@@ -108,6 +108,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         norm_topk_prob=True, first_k_dense_replace=1, sliding_window=None,
         layer_types=["full_attention"] * 2),
         OF_ROUTED | OF_HEADS | BY_SIGMOID | {"leading_dense_block_count": 1}),
+    "k-exaone": ("exaone-moe", "ExaoneMoe", HEADS | dict(
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, num_shared_experts=1,
+        routed_scaling_factor=1.5, first_k_dense_replace=1, sliding_window=8,
+        num_hidden_layers=4,
+        layer_types=LAYERS), OF_ROUTED | OF_HEADS | BY_SIGMOID | {
+        "expert_shared_feed_forward_length": 64, "leading_dense_block_count": 1,
+        "attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False] * 2,
+        "rope.scaling.type": "none"}),
+    "minimax 2": ("minimax-m2", "MiniMaxM2", HEADS | dict(
+        num_local_experts=5, num_experts_per_tok=2, intermediate_size=64, rope_parameters=dict(
+            rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5)), OF_HEADS | EXPERTS | {
+        "expert_gating_func": 2, "expert_feed_forward_length": 64, "rope.dimension_count": 16}),
     "granite experts": ("granitemoe", "GraniteMoe", dict(
         num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=3.0,
         attention_multiplier=0.0625, residual_multiplier=0.5, logits_scaling=2.0,
@@ -127,6 +139,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 OTHERS = {"block_sparse_moe.router.": "block_sparse_moe.router.layer.", "router.scale": None,
           "router.per_expert_scale": None, "layer_scalar": "layer_scalar.weight",
           "correct_output_scale": "correct_output_scale.weight",
+          "mlp.e_score_correction_bias": "mlp.e_score_correction.bias",
           "gate.e_score_correction_bias": "e_score_correction.bias",
           "gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction.bias"}
 SUFFIXES = {"router.scale": "ffn_gate_inp.scale",
@@ -302,6 +315,7 @@ def test_layers_that_guess_are_left_out(make_file):
     ("deepseek 2", {"expert_weights_norm": True}, "expert_weights_norm=True .* .False."),
     ("deepseek 3", {"attention.temperature_scale": 0.1}, "attention.temperature_scale=0.1.* .0.0."),
     ("dots", {"expert_gating_func": 3}, "expert_gating_func=3 .* .2."),
+    ("minimax 2", {"expert_gating_func": 1}, "expert_gating_func=1 .* .2."),
     ("dots", {"attention.key_length_swa": 16}, "attention.key_length_swa=16 .* .32."),
     ("granite experts", {"expert_shared_feed_forward_length": 64}, ".*_length=64 .* .0."),
     ("hunyuan experts", {"expert_feed_forward_length": 64}, ".*_length=64 .* .128."),
