@@ -16,6 +16,7 @@ class Family(NamedTuple):
     is_permuted: whether it has reordered the rows of q and k, as those of a Llama.
     bias: what config.json calls whether q, k and v have biases.
     lists: the entries that can have a number for each layer: of these, `own` reads all.
+    stored: returns the numbers of the header that are tensors in transformers, as `Header.table`.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Family(NamedTuple):
     is_permuted: bool = False
     bias: str = "attention_bias"
     lists: tuple[str, ...] = ()
+    stored: Callable[[Any], dict[str, list]] = lambda header: {}
 
     def config(self, header: Any) -> dict[str, Any]:
         """Returns the entries of config.json that a Llama does not have."""

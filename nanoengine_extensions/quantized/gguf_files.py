@@ -120,7 +120,7 @@ def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes:
     added: is subtracted from numbers in floating point.
     """
     raw = torch.from_numpy(np.fromfile(file, np.uint8, num_bytes, offset=offset))
-    rows = raw.view(shape[0], -1)
+    rows = raw.view(*shape[:1] or [1], -1)
     if heads:
         rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     if kind in gguf_numbers.SIZES:

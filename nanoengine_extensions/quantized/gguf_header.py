@@ -91,6 +91,8 @@ class Header:
                 int(tensor.n_bytes)]
             for tensor in parts if layer_of(tensor.name) < self.num_layers}
             for name, parts in of_files.items()}
+        if self.family:
+            self.table[str(files[0])] |= self.family.stored(self)
 
     def parts(self, tensor: Any) -> list[Any]:
         """Returns a tensor as it is; or three of one that has the rows of q, k and v, as the option

@@ -12,6 +12,7 @@ from quantizing import (
     GREEDY, OPTIONS, PROMPTS, add_entries, check_config, expected, generated, in_gguf)
 
 from nanoengine import LLM
+from nanoengine_extensions.quantized import gguf_header
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 SIZES: dict[str, Any] = dict(
@@ -41,6 +42,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "attention.key_length": 64, "attention.value_length": 64, RMS: "rms_norm_eps"}),
     "smollm3": ("smollm3", "SmolLM3", dict(rope_parameters=YARN), OF_YARN | {RMS: "rms_norm_eps"}),
     "arcee": ("arcee", "Arcee", dict(mlp_bias=True), {RMS: "rms_norm_eps"}),
+    "apertus": ("apertus", "Apertus", dict(rope_parameters=LOCAL), {RMS: "rms_norm_eps"}),
     "granite": ("granite", "Granite", dict(
         embedding_multiplier=3.0, attention_multiplier=0.0625, residual_multiplier=0.5,
         logits_scaling=2.0, tie_word_embeddings=True), SCALES | {RMS: "rms_norm_eps"}),
@@ -107,7 +109,12 @@ def write(model: Any, name: str, path: Path, kind: str, changes: dict[str, Any])
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     added = np.float32(arch in ("gemma", "nemotron"))
+    # numbers of activations
+    numbers: dict[str, list[float]] = {}
     for number, (place, weight) in enumerate(model.state_dict().items()):
+        if "act_fn." in place:
+            numbers.setdefault(f"xielu.{place.split('.')[-1]}", []).append(weight.item())
+            continue
         if config.tie_word_embeddings and place == "lm_head.weight":
             continue
         rows = torch.arange(len(weight))
@@ -121,6 +128,8 @@ def write(model: Any, name: str, path: Path, kind: str, changes: dict[str, Any])
         own = names.get_name(place, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(own, stored, raw_dtype=stored_as)
         weight[rows] = torch.from_numpy(gguf.dequantize(stored, stored_as) - extra)
+    for entry, of_layers in numbers.items():
+        writer.add_array(entry, of_layers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -138,7 +147,8 @@ def make_file(tmp_path):
 
 
 # one for each kind of difference
-FAST = ("smollm3", "granite", "olmo 3", "glm 4", "command r7b", "starcoder 2", "ministral 3")
+FAST = ("smollm3", "apertus", "granite", "olmo 3", "glm 4", "command r7b", "starcoder 2",
+        "ministral 3")
 
 
 @pytest.mark.parametrize("name", [
@@ -182,3 +192,11 @@ def test_what_a_family_does_not_have(make_file, name, changes, message):
     path, _ = make_file(name, "F32", changes)
     with pytest.raises(ValueError, match=f"^model='{path}': the file's {message}"):
         LLM(path)
+
+
+def test_a_number_of_each_layer_that_is_missing(make_file):
+    path, _ = make_file("apertus", "F32")
+    header = gguf_header.Header([path])
+    del header.fields["xielu.eps"]
+    with pytest.raises(ValueError, match="the file's xielu.eps='0 numbers' .*'4 numbers'"):
+        header.family.stored(header)
