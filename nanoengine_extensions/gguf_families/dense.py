@@ -99,9 +99,9 @@ def exaone4(header: Any) -> dict[str, Any]:
     return {"sliding_window": None, "layer_types": ["full_attention"] * count}
 
 
-def of_activations(header: Any) -> dict[str, list]:
+def of_activations(header: Any) -> dict[str, list | None]:
     """Each layer of Apertus has an activation of its own (xIELU), of four numbers."""
-    found = {}
+    found: dict[str, list | None] = {}
     for name, shape in XIELU.items():
         field = header.fields.get(f"xielu.{name}")
         count = len(field.data) if field else 0
@@ -131,7 +131,7 @@ FAMILIES = {
     "phi3": Family("Phi3", "phi3", OF_PHI, WINDOW | PART | {
         "rope.scaling.attn_factor": ""}, phi3),
     "smollm3": Family("SmolLM3", "smollm3", is_permuted=True),
-    "apertus": Family("Apertus", "apertus", OF_APERTUS, stored=of_activations),
+    "apertus": Family("Apertus", "apertus", OF_APERTUS, changes=of_activations),
     "arcee": Family("Arcee", "arcee", is_permuted=True),
     "mistral3": Family("Ministral3", "ministral3", {}, {
         "rope.scaling.yarn_log_multiplier": ""}, mistral3, is_permuted=True),

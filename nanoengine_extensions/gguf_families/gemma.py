@@ -101,6 +101,13 @@ def gemma4(header: Any) -> dict[str, Any]:
     return found
 
 
+def without_keys(header: Any) -> dict[str, list | None]:
+    """The last layers use the keys and values of others, but a file can have their matrices."""
+    shared = header.find(f"{header.architecture}.attention.shared_kv_layers", 0)
+    return {f"layers.{header.num_layers - 1 - place}.self_attn.{part}.weight": None
+            for place in range(shared) for part in ("k_proj", "v_proj", "k_norm")}
+
+
 def rotated(header: Any) -> float:
     """Returns which part of a head is rotated. The file divides frequencies by 1 or by 1e30."""
     factors = header.tensor("rope_freqs.weight").data
@@ -142,9 +149,10 @@ FAMILIES = {
     "gemma3n": Family("Gemma3n", "gemma3n_text", OF_GEMMA_3N, WINDOW | CAP | {
         "rope.freq_base_swa": "", "altup.num_inputs": "altup_num_inputs",
         "attention.shared_kv_layers": "num_kv_shared_layers",
-        "embedding_length_per_layer_input": "hidden_size_per_layer_input"}, gemma3n),
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input"}, gemma3n,
+        changes=without_keys),
     "gemma4": Family("Gemma4", "gemma4_text", OF_GEMMA_4, WINDOW | CAP | EXPERTS | dict.fromkeys((
         "rope.freq_base_swa", "attention.key_length_swa", "attention.value_length_swa",
         "rope.dimension_count_swa", "attention.shared_kv_layers",
         "embedding_length_per_layer_input"), ""), gemma4, lists=(
-            "attention.head_count_kv", "feed_forward_length"))}
+            "attention.head_count_kv", "feed_forward_length"), changes=without_keys)}

@@ -91,8 +91,12 @@ class Header:
                 int(tensor.n_bytes)]
             for tensor in parts if layer_of(tensor.name) < self.num_layers}
             for name, parts in of_files.items()}
-        if self.family:
-            self.table[str(files[0])] |= self.family.stored(self)
+        changes = self.family.changes(self) if self.family else {}
+        for table in self.table.values():
+            for name in changes.keys() & table.keys():
+                del table[name]
+        # it has the header
+        self.table[str(files[0])] |= {name: each for name, each in changes.items() if each}
 
     def parts(self, tensor: Any) -> list[Any]:
         """Returns a tensor as it is; or three of one that has the rows of q, k and v, as the option

@@ -199,4 +199,4 @@ def test_a_number_of_each_layer_that_is_missing(make_file):
     header = gguf_header.Header([path])
     del header.fields["xielu.eps"]
     with pytest.raises(ValueError, match="the file's xielu.eps='0 numbers' .*'4 numbers'"):
-        header.family.stored(header)
+        header.family.changes(header)

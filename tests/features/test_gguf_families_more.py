@@ -237,6 +237,9 @@ def write(model: Any, name: str, path: Path, kind: str, changes: dict[str, Any])
     if "nextn_predict_layers" in entries:
         writer.add_tensor("blk.2.nextn.eh_proj.weight", np.zeros((128, 256), np.float32))
         writer.add_tensor("blk.2.attn_norm.weight", np.zeros(128, np.float32))
+    if entries.get("attention.shared_kv_layers"):
+        # as released checkpoints have it
+        writer.add_tensor("blk.3.attn_k.weight", np.zeros((64, 128), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -302,6 +305,14 @@ def test_layers_that_guess_are_left_out(make_file):
     path, _ = make_file("glm 4.5", "F32")
     table = gguf_header.Header([path]).table[str(path)]
     assert not any("layers.2." in name for name in table)
+
+
+@pytest.mark.parametrize("name", ["gemma 3n", "gemma 4 small"])
+def test_keys_that_their_layer_does_not_use_are_left_out(make_file, name):
+    path, _ = make_file(name, "F32")
+    table = gguf_header.Header([path]).table[str(path)]
+    assert "layers.3.self_attn.k_proj.weight" not in table
+    assert "layers.1.self_attn.k_proj.weight" in table
 
 
 @pytest.mark.parametrize("name, changes, message", [
