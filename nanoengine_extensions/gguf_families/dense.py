@@ -1,4 +1,4 @@
-"""Dense models besides Gemma: Phi, Granite, OLMo, Command R and others."""
+"""Dense models besides Gemma: GPT-2, Phi, Granite, OLMo, Command R and others."""
 
 import math
 from functools import partial
@@ -120,6 +120,10 @@ OF_GLM = {"post_attention_norm": "post_self_attn_layernorm",
           "post_ffw_norm": "post_mlp_layernorm", "ffn_up": "mlp.gate_up_proj"}
 OF_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 OF_APERTUS = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+OF_GPT_2 = {
+    "blk": "h", "token_embd": "wte", "position_embd": "wpe", "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj", "output_norm": "ln_f"}
 OF_PHI_2 = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
             "output_norm": "final_layernorm"}
 SCALES = {
@@ -127,6 +131,9 @@ SCALES = {
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 # by `general.architecture`
 FAMILIES = {
+    "gpt2": Family("GPT2", "gpt2", OF_GPT_2, {
+        EPS: "layer_norm_epsilon", "feed_forward_length": "n_inner"}, lambda header: {
+        "architectures": ["GPT2LMHeadModel"]}),
     "phi2": Family("Phi", "phi", OF_PHI_2, PART | {EPS: "layer_norm_eps"}, rotated_in_part),
     "phi3": Family("Phi3", "phi3", OF_PHI, WINDOW | PART | {
         "rope.scaling.attn_factor": ""}, phi3),

@@ -43,7 +43,7 @@ def plain_name(name: str, names: dict[str, str]) -> str:
     # a name has none to two of these dots
     layer, own, end = f"..{name}".rsplit(".", 2)
     found = names.get(f"{own}.{end}") or f"{names.get(own, own)}.{end}"
-    return f"{layer}.{found}"[2:].replace("blk.", "layers.", 1)
+    return f"{layer}.{found}"[2:].replace("blk.", f"{names.get('blk', 'layers')}.", 1)
 
 
 def layer_of(name: str) -> int:
@@ -105,7 +105,8 @@ class Header:
             return [tensor]
         output = self.tensor(f"blk.{layer_of(tensor.name)}.attn_output.weight")
         *inputs, rows = tensor.shape.tolist()
-        size, queries = int(tensor.n_bytes) // rows, int(output.shape[0])
+        size = int(tensor.n_bytes) // rows
+        queries = int(output.shape[0])
         # the first row of each part, and of what follows it
         firsts = 0, queries, (rows + queries) // 2, rows
         return [tensor._replace(

@@ -42,6 +42,8 @@ def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
     """Returns the tensors in the form of the model's. GPT-2's Conv1D has (inputs, outputs), and a
     quantized file (outputs, inputs). For experts, see expert_files.py."""
     found = Opened(tensors)
+    # its other matrices are like quantized ones
+    is_gguf = vars(config).get("quantization_config", {}).get("quant_method") == "gguf"
     with torch.device("meta"):
         model = kind._from_config(without_quantization(config))
     for name, module in model.named_modules():
@@ -52,7 +54,7 @@ def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
             if f"{each}.0.k_b_proj.weight" in found:
                 add_keys_and_values(found, module.num_heads, each)
             stored = found.get(f"{each}.weight")
-            if isinstance(module, Conv1D) and stored and stored.is_quantized:
+            if isinstance(module, Conv1D) and stored and (is_gguf or stored.is_quantized):
                 if not stored.kind.startswith(ROUNDED):
                     found[f"{each}.weight"] = transposed(stored)
     return found
