@@ -53,6 +53,10 @@ def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
                 add_experts(found, module, each)
             if f"{each}.0.k_b_proj.weight" in found:
                 add_keys_and_values(found, module.num_heads, each)
+            # one linear, such as that of Granite's shared experts
+            if f"{each}.gate.weight" in found and f"{each}.up.weight" in found:
+                parts = [found.pop(f"{each}.{part}.weight") for part in ("gate", "up")]
+                found[f"{each}.weight"] = in_one(parts)
             stored = found.get(f"{each}.weight")
             if isinstance(module, Conv1D) and stored and (is_gguf or stored.is_quantized):
                 if not stored.kind.startswith(ROUNDED):
@@ -67,9 +71,13 @@ def add_keys_and_values(tensors: Opened, num_heads: int, name: str) -> None:
     for head in range(num_heads):
         key, value = (tensors.pop(f"{name}.{head}.{part}_b_proj.weight") for part in "kv")
         parts += [transposed(key), value]
+    tensors[f"{name}.kv_b_proj.weight"] = in_one(parts)
+
+
+def in_one(parts: list[Stored]) -> Stored:
+    """Returns the rows of several matrices, one below the other."""
     shape = [sum(each.shape[0] for each in parts), parts[0].shape[1]]
-    tensors[f"{name}.kv_b_proj.weight"] = Stored(
-        "F32", shape, lambda: torch.cat([each.read() for each in parts]))
+    return Stored("F32", shape, lambda: torch.cat([each.read() for each in parts]))
 
 
 def transposed(stored: Stored) -> Stored:

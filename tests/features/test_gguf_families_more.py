@@ -124,6 +124,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=3.0,
         attention_multiplier=0.0625, residual_multiplier=0.5, logits_scaling=2.0,
         tie_word_embeddings=True), SCALES | EXPERTS),
+    "granite shared": ("granitemoe", "GraniteMoeShared", dict(
+        num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=64,
+        embedding_multiplier=3.0, attention_multiplier=0.0625, residual_multiplier=0.5,
+        logits_scaling=2.0, tie_word_embeddings=False), SCALES | EXPERTS | {
+        "expert_shared_feed_forward_length": 64}),
     "ernie experts": ("ernie4_5-moe", "Ernie4_5_Moe", dict(
         moe_num_experts=5, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=2,
         tie_word_embeddings=False), EXPERTS | {
@@ -209,6 +214,10 @@ class Writer(gguf.GGUFWriter):
         elif own == "gate_up_proj" and arch != "gemma4":
             for part, each in zip(("gate", "up"), weight.chunk(2, dim=1)):
                 self.put(f"{module}.{part}_proj.weight".replace("block_sparse_moe", "mlp"), each)
+        elif "shared_mlp.input_linear" in place:
+            for part, each in zip(("gate", "up"), weight.chunk(2)):
+                layer, _, _ = place.partition("shared_mlp")
+                self.put(f"{layer}mlp.shared_expert.{part}_proj.weight", each)
         elif own in ("gate_up_proj", "down_proj"):
             self.put(f"{place}.weight".replace("block_sparse_moe", "mlp"), weight)
         elif arch == "granitemoe" and module.endswith(("q_proj", "k_proj")):
@@ -263,14 +272,15 @@ FAST = ("gemma 4 small", "deepseek 3")
 @pytest.mark.parametrize("name", [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_tokens_are_those_of_the_model(make_file, name):
-    """Weights stay packed, also those of experts that transformers has in one tensor."""
+    """Weights stay packed, also those of experts that transformers has in one tensor; but not those
+    of a linear that the file has in two."""
     path, model = make_file(name, "Q8_0")
     # the first chunk, and what follows it, are longer than a window
     with LLM(path, **OPTIONS | dict(max_num_batched_tokens=24, max_num_seqs=2)) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         linears = {place: each for place, each in llm.engine.runner.model.layers.named_modules()
-                   if isinstance(each, torch.nn.Linear) and "kv_b_proj" not in place
-                   and not any(each in place for each in ("router", "_coefs", "mlp.gate.wg"))}
+                   if isinstance(each, torch.nn.Linear) and not any(part in place for part in (
+                       "kv_b_proj", "router", "_coefs", "mlp.gate.wg", "shared_mlp.gate_up"))}
         assert len(linears) >= 8
         assert all(isinstance(each, QuantizedLinear) for each in linears.values())
     found = [each.outputs[0].token_ids for each in outputs]
@@ -328,7 +338,7 @@ def test_keys_that_their_layer_does_not_use_are_left_out(make_file, name):
     ("dots", {"expert_gating_func": 3}, "expert_gating_func=3 .* .2."),
     ("minimax 2", {"expert_gating_func": 1}, "expert_gating_func=1 .* .2."),
     ("dots", {"attention.key_length_swa": 16}, "attention.key_length_swa=16 .* .32."),
-    ("granite experts", {"expert_shared_feed_forward_length": 64}, ".*_length=64 .* .0."),
+    ("granite experts", {"expert_shared_count": 1}, "expert_shared_count=1 .* .0."),
     ("hunyuan experts", {"expert_feed_forward_length": 64}, ".*_length=64 .* .128."),
     ("qwen 3 vl", {"rope.dimension_count": 16}, "rope.dimension_count=16 .* .32.")])
 def test_what_a_family_does_not_have(make_file, name, changes, message):
