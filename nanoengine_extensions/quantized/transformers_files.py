@@ -53,8 +53,8 @@ def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
                 add_experts(found, module, each)
             if f"{each}.0.k_b_proj.weight" in found:
                 add_keys_and_values(found, module.num_heads, each)
-            # one linear, such as that of Granite's shared experts
-            if f"{each}.gate.weight" in found and f"{each}.up.weight" in found:
+            # such as that of Granite's shared experts
+            if isinstance(module, torch.nn.Linear) and f"{each}.gate.weight" in found:
                 parts = [found.pop(f"{each}.{part}.weight") for part in ("gate", "up")]
                 found[f"{each}.weight"] = in_one(parts)
             stored = found.get(f"{each}.weight")
