@@ -43,7 +43,8 @@ def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
     quantized file (outputs, inputs). For experts, see expert_files.py."""
     found = Opened(tensors)
     # its other matrices are like quantized ones
-    is_gguf = vars(config).get("quantization_config", {}).get("quant_method") == "gguf"
+    entries = vars(config).get("quantization_config") or {}
+    is_gguf = entries.get("quant_method") == "gguf"
     with torch.device("meta"):
         model = kind._from_config(without_quantization(config))
     for name, module in model.named_modules():
