@@ -30,6 +30,8 @@ TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 GPT_4O = TEKKEN.replace(r"\p{M}]+|", r"\p{M}]+" + ENDINGS + "|").replace(
     r"\p{M}]*|", r"\p{M}]*" + ENDINGS + "|").replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# Chinese characters are words of their own
+KIMI = r"\p{Han}+|" + GPT_4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace("n/]", "n]")
 SEED = QWEN_2.replace(r"]+[\r\n]*|", "]+|")
 HUNYUAN = [
     r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
@@ -42,21 +44,25 @@ LETTERS = (
     "ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃")
 DEEPSEEK = ["[\r\n]", rf"\s?[{LETTERS}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$",
             "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}+"]
+CODER = [DEEPSEEK[0], r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK[4], r"\p{N}"]
 # by `tokenizer.ggml.pre`: the patterns that split a text into words, applied in turn. For these, as
 # in llama.cpp, BOS comes first
 BEGUN = {name: [LLAMA_3] for name in (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0")} | {"tekken": [TEKKEN]}
 # for these, a word that is a token stays whole, whatever the merges are
-WHOLE = BEGUN | {"glm4": [LLAMA_3]}
+WHOLE = BEGUN | {"glm4": [LLAMA_3], "hunyuan": [QWEN_2], "kimi-k2": [KIMI]}
 CUTS = WHOLE | {
     "dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O], "seed-coder": [SEED],
-    "hunyuan-dense": HUNYUAN, "deepseek-v3": HUNYUAN, "deepseek-llm": DEEPSEEK} | dict.fromkeys(
+    "hunyuan-dense": HUNYUAN, "deepseek-v3": HUNYUAN, "deepseek-llm": DEEPSEEK,
+    "deepseek-coder": CODER} | dict.fromkeys(
     ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "stablelm2"),
     [QWEN_2]) | dict.fromkeys(
     ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "exaone4"),
     [GPT_2]) | dict.fromkeys(
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b", "exaone"),
     [r"\p{N}", GPT_2])
+# for these, and with Qwen's pattern, a letter and its accent become one character
+COMPOSED = "command-r", "olmo", "mpt"
 # `tokenizer.ggml.token_type` of tokens that are found in a text before it is split
 CONTROL = 3
 USER_DEFINED = 4
@@ -131,7 +137,7 @@ def of_bytes(find: Find) -> PreTrainedTokenizerFast:
         ignore_merges=pre in WHOLE))
     splits = [Split(Regex(each), "isolated") for each in CUTS[pre]]
     backend.pre_tokenizer = Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
-    if CUTS[pre] == [QWEN_2]:
+    if CUTS[pre] == [QWEN_2] or pre in COMPOSED:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     kinds = find("tokenizer.ggml.token_type", [])

@@ -1,10 +1,13 @@
-"""Models that choose experts as DeepSeek does: DeepSeek V2 and V3, GLM-4.5 and 4.7, dots.llm1."""
+"""Models that choose experts as DeepSeek does: DeepSeek V2 and V3, GLM-4.5 and 4.7, dots.llm1,
+K-EXAONE, MiniMax M2."""
 
 from typing import Any
 
 from nanoengine.features import rejected
-from nanoengine_extensions.gguf_families.experts import OF_EXPERTS
-from nanoengine_extensions.gguf_families.family import EXPERTS, PART, Family, rotated_in_part
+from nanoengine_extensions.gguf_families.experts import (
+    OF_EXPERTS, OF_MIXTRAL, with_experts)
+from nanoengine_extensions.gguf_families.family import (
+    EXPERTS, PART, WINDOW, Family, rotated_in_part, windows)
 
 # how many groups of experts DeepSeek V2 and V3 have, and how many of them a token can use, by the
 # number of experts: files of before October 2025 do not say it
@@ -51,6 +54,18 @@ def glm4moe(header: Any) -> dict[str, Any]:
     """GLM-4.5 norms the heads of queries and keys; GLM-4.5-Air does not."""
     has_norms = "blk.0.attn_q_norm.weight" in header.tensors
     return by_sigmoid(header) | rotated_in_part(header) | {"use_qk_norm": has_norms}
+
+
+def exaone_moe(header: Any) -> dict[str, Any]:
+    """Some layers, such as the first, have no experts."""
+    found = by_sigmoid(header) | windows(header, period=4)
+    return found | {"num_experts": found["n_routed_experts"],
+                    "num_shared_experts": found["n_shared_experts"]}
+
+
+def minimax(header: Any) -> dict[str, Any]:
+    """As Mixtral, but weights are sigmoids."""
+    return with_experts(header, expert_gating_func=[SIGMOID]) | rotated_in_part(header)
 
 
 def deepseek2(header: Any) -> dict[str, Any]:
@@ -105,4 +120,8 @@ FAMILIES = {
     "glm4moe": Family("Glm4Moe", "glm4_moe", OF_DEEPSEEK | {
         "post_attention_norm": "post_attention_layernorm"}, EXPERTS | PART | {
         "nextn_predict_layers": ""}, glm4moe),
-    "dots1": Family("Dots1", "dots1", OF_DEEPSEEK, EXPERTS, dots1)}
+    "dots1": Family("Dots1", "dots1", OF_DEEPSEEK, EXPERTS, dots1),
+    "exaone-moe": Family("ExaoneMoe", "exaone_moe", OF_DEEPSEEK, EXPERTS | WINDOW | {
+        "nextn_predict_layers": ""}, exaone_moe),
+    "minimax-m2": Family("MiniMaxM2", "minimax_m2", OF_MIXTRAL | {
+        "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}, EXPERTS | PART, minimax)}

@@ -1,4 +1,4 @@
-"""Dense models besides Gemma: Phi, Granite, OLMo, Command R and others."""
+"""Dense models besides Gemma: GPT-2, Phi, Granite, OLMo, Command R and others."""
 
 import math
 from functools import partial
@@ -99,10 +99,31 @@ def exaone4(header: Any) -> dict[str, Any]:
     return {"sliding_window": None, "layer_types": ["full_attention"] * count}
 
 
+def of_activations(header: Any) -> dict[str, list | None]:
+    """Each layer of Apertus has an activation of its own (xIELU), of four numbers."""
+    found: dict[str, list | None] = {}
+    for name, shape in XIELU.items():
+        field = header.fields.get(f"xielu.{name}")
+        count = len(field.data) if field else 0
+        header.accept(f"xielu.{name}", f"{count} numbers", [f"{header.num_layers} numbers"])
+        for layer, part in enumerate(field.data):
+            # an array of the header consists of its name, its type, its length and its numbers
+            offset = field.offset + sum(each.nbytes for each in field.parts[:part])
+            found[f"layers.{layer}.mlp.act_fn.{name}"] = ["F32", shape, offset, 4]
+    return found
+
+
+# the shapes of numbers in transformers
+XIELU: dict[str, list[int]] = {"alpha_p": [1], "alpha_n": [1], "beta": [], "eps": []}
 OF_PHI = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 OF_GLM = {"post_attention_norm": "post_self_attn_layernorm",
           "post_ffw_norm": "post_mlp_layernorm", "ffn_up": "mlp.gate_up_proj"}
 OF_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+OF_APERTUS = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+OF_GPT_2 = {
+    "blk": "h", "token_embd": "wte", "position_embd": "wpe", "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj", "output_norm": "ln_f"}
 OF_PHI_2 = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
             "output_norm": "final_layernorm"}
 SCALES = {
@@ -110,10 +131,14 @@ SCALES = {
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 # by `general.architecture`
 FAMILIES = {
+    "gpt2": Family("GPT2", "gpt2", OF_GPT_2, {
+        EPS: "layer_norm_epsilon", "feed_forward_length": "n_inner"}, lambda header: {
+        "architectures": ["GPT2LMHeadModel"]}),
     "phi2": Family("Phi", "phi", OF_PHI_2, PART | {EPS: "layer_norm_eps"}, rotated_in_part),
     "phi3": Family("Phi3", "phi3", OF_PHI, WINDOW | PART | {
         "rope.scaling.attn_factor": ""}, phi3),
     "smollm3": Family("SmolLM3", "smollm3", is_permuted=True),
+    "apertus": Family("Apertus", "apertus", OF_APERTUS, changes=of_activations),
     "arcee": Family("Arcee", "arcee", is_permuted=True),
     "mistral3": Family("Ministral3", "ministral3", {}, {
         "rope.scaling.yarn_log_multiplier": ""}, mistral3, is_permuted=True),

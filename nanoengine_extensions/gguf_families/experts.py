@@ -38,10 +38,12 @@ def qwen2moe(header: Any) -> dict[str, Any]:
 
 
 def granitemoe(header: Any) -> dict[str, Any]:
-    """A file can say that positions do not count. With shared experts, it is another model."""
-    name = "expert_shared_feed_forward_length"
-    header.accept(name, header.find(f"granitemoe.{name}", 0), [0])
-    return with_experts(header) | granite(header)
+    """With a shared expert, it is another model."""
+    found = with_experts(header) | granite(header)
+    shared = header.find("granitemoe.expert_shared_feed_forward_length", 0)
+    return found if not shared else found | {
+        "architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared",
+        "shared_intermediate_size": shared}
 
 
 def ernie(header: Any) -> dict[str, Any]:
@@ -83,7 +85,9 @@ OF_GRANITE = {
     "ffn_gate_inp": "block_sparse_moe.router",
     "ffn_gate_exps": "block_sparse_moe.experts.gate_proj",
     "ffn_up_exps": "block_sparse_moe.experts.up_proj",
-    "ffn_down_exps": "block_sparse_moe.experts.down_proj"}
+    "ffn_down_exps": "block_sparse_moe.experts.down_proj",
+    "ffn_gate_shexp": "shared_mlp.input_linear.gate", "ffn_up_shexp": "shared_mlp.input_linear.up",
+    "ffn_down_shexp": "shared_mlp.output_linear"}
 OF_ERNIE = OF_EXPERTS | {
     "exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",

@@ -16,6 +16,8 @@ class Family(NamedTuple):
     is_permuted: whether it has reordered the rows of q and k, as those of a Llama.
     bias: what config.json calls whether q, k and v have biases.
     lists: the entries that can have a number for each layer: of these, `own` reads all.
+    changes: returns entries for `Header.table`: numbers of the header that are tensors in
+        transformers; None: tensors that are left out.
     """
 
     kind: str
@@ -27,6 +29,7 @@ class Family(NamedTuple):
     is_permuted: bool = False
     bias: str = "attention_bias"
     lists: tuple[str, ...] = ()
+    changes: Callable[[Any], dict[str, list | None]] = lambda header: {}
 
     def config(self, header: Any) -> dict[str, Any]:
         """Returns the entries of config.json that a Llama does not have."""

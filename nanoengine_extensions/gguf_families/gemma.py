@@ -1,5 +1,6 @@
-"""Gemma 1 to 4."""
+"""Gemma 1 to 4, and 3n."""
 
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ def gemma3(header: Any) -> dict[str, Any]:
     """
     local = header.of_model("rope.freq_base_swa", 10000.0)
     return gemma(header, period=6, largest=62) | {
-        "final_logit_softcapping": header.find("gemma3.final_logit_softcapping"),
+        "final_logit_softcapping": header.find(f"{header.architecture}.final_logit_softcapping"),
         "rope_parameters": {
             "full_attention": header.rope(),
             "sliding_attention": {"rope_type": "default", "rope_theta": local}}}
@@ -35,6 +36,18 @@ def gemma(header: Any, period: int, largest: int) -> dict[str, Any]:
     if header.of_model("block_count") == largest:
         scale = header.of_model("embedding_length") // header.of_model("attention.head_count")
     return {"query_pre_attn_scalar": scale} | windows(header, period)
+
+
+def gemma3n(header: Any) -> dict[str, Any]:
+    """Layers have several inputs, of which attention sees the first (AltUp). In some, a gate passes
+    only what is far above the mean: the file says how many standard deviations."""
+    header.accept("altup.active_idx", header.find("gemma3n.altup.active_idx"), [0])
+    above = by_layer(header, "activation_sparsity_scale")
+    embeddings = header.tensor("per_layer_token_embd.weight")
+    return gemma3(header) | windows(header, period=5) | {
+        "activation_sparsity_pattern": [round(NormalDist().cdf(each), 6) for each in above],
+        "vocab_size_per_layer_input": int(embeddings.shape[1]),
+        "laurel_rank": int(header.tensor("blk.0.laurel_l.weight").shape[1])}
 
 
 def gemma4(header: Any) -> dict[str, Any]:
@@ -88,6 +101,13 @@ def gemma4(header: Any) -> dict[str, Any]:
     return found
 
 
+def without_keys(header: Any) -> dict[str, list | None]:
+    """The last layers use the keys and values of others, but a file can have their matrices."""
+    shared = header.find(f"{header.architecture}.attention.shared_kv_layers", 0)
+    return {f"layers.{header.num_layers - 1 - place}.self_attn.{part}.weight": None
+            for place in range(shared) for part in ("k_proj", "v_proj", "k_norm")}
+
+
 def rotated(header: Any) -> float:
     """Returns which part of a head is rotated. The file divides frequencies by 1 or by 1e30."""
     factors = header.tensor("rope_freqs.weight").data
@@ -99,11 +119,20 @@ def rotated(header: Any) -> float:
 
 OF_GEMMA = {"post_attention_norm": "post_attention_layernorm",
             "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-OF_GEMMA_4 = OF_GEMMA | {
+OF_INPUTS = OF_GEMMA | {
     "per_layer_token_embd": "embed_tokens_per_layer",
     "per_layer_model_proj": "per_layer_model_projection",
     "per_layer_proj_norm": "per_layer_projection_norm", "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+    "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"}
+# a name that ends with a dot is that of a list of matrices
+OF_GEMMA_3N = OF_INPUTS | {
+    "altup_proj": "altup_projections.", "altup_unembd_proj": "altup_unembed_projections.",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "altup_correct_coef": "altup.correction_coefs", "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router", "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm"}
+OF_GEMMA_4 = OF_INPUTS | {
     "layer_output_scale.weight": "layer_scalar", "ffn_gate_inp": "router.proj",
     "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
     "ffn_gate_up_exps": "experts.gate_up_proj", "ffn_gate_exps": "experts.gate_proj",
@@ -117,8 +146,13 @@ FAMILIES = {
         "attn_logit_softcapping": ""}, gemma2, norms=1.0),
     "gemma3": Family("Gemma3", "gemma3_text", OF_GEMMA, WINDOW | CAP | {
         "rope.freq_base_swa": ""}, gemma3, norms=1.0),
+    "gemma3n": Family("Gemma3n", "gemma3n_text", OF_GEMMA_3N, WINDOW | CAP | {
+        "rope.freq_base_swa": "", "altup.num_inputs": "altup_num_inputs",
+        "attention.shared_kv_layers": "num_kv_shared_layers",
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input"}, gemma3n,
+        changes=without_keys),
     "gemma4": Family("Gemma4", "gemma4_text", OF_GEMMA_4, WINDOW | CAP | EXPERTS | dict.fromkeys((
         "rope.freq_base_swa", "attention.key_length_swa", "attention.value_length_swa",
         "rope.dimension_count_swa", "attention.shared_kv_layers",
         "embedding_length_per_layer_input"), ""), gemma4, lists=(
-            "attention.head_count_kv", "feed_forward_length"))}
+            "attention.head_count_kv", "feed_forward_length"), changes=without_keys)}

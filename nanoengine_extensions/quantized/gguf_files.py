@@ -103,9 +103,12 @@ def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
 
 
 def names_of_experts(name: str, count: int) -> list[str]:
-    """Returns transformers' names for the experts of a layer, which lie one after the other."""
+    """Returns transformers' names for the experts of a layer, which lie one after the other.
+
+    name: "module.own.weight", or "module..weight" of matrices without names of their own
+    """
     module, own, kind = name.rsplit(".", 2)
-    return [f"{module}.{number}.{own}.{kind}" for number in range(count)]
+    return [f"{module}.{number}.{own}.{kind}".replace("..", ".") for number in range(count)]
 
 
 def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int,
@@ -117,7 +120,7 @@ def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes:
     added: is subtracted from numbers in floating point.
     """
     raw = torch.from_numpy(np.fromfile(file, np.uint8, num_bytes, offset=offset))
-    rows = raw.view(shape[0], -1)
+    rows = raw.view(*shape[:1] or [1], -1)
     if heads:
         rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     if kind in gguf_numbers.SIZES:

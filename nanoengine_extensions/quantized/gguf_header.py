@@ -27,6 +27,7 @@ NAMES = {
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj"}
+QKV = "attn_qkv"
 # tokens that end a turn, by name, as in llama.cpp: many files name only the one that ends a text
 ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<turn|>",
         "<|tool_response>")
@@ -42,7 +43,7 @@ def plain_name(name: str, names: dict[str, str]) -> str:
     # a name has none to two of these dots
     layer, own, end = f"..{name}".rsplit(".", 2)
     found = names.get(f"{own}.{end}") or f"{names.get(own, own)}.{end}"
-    return f"{layer}.{found}"[2:].replace("blk.", "layers.", 1)
+    return f"{layer}.{found}"[2:].replace("blk.", f"{names.get('blk', 'layers')}.", 1)
 
 
 def layer_of(name: str) -> int:
@@ -66,8 +67,6 @@ class Header:
             readers = {str(file): Reader(file) for file in files}
         for reader in readers.values():
             self.accept("byte order", {"I": "little", "S": "big"}[reader.byte_order], ["little"])
-        self.tensors = {tensor.name: tensor for reader in readers.values()
-                        for tensor in reader.tensors}
         self.fields = readers[str(files[0])].fields
         self.architecture = self.find("general.architecture")
         self.others: dict[str, Any] = {}
@@ -79,14 +78,41 @@ class Header:
         # the last layers can be those that guess further tokens
         guessing = self.find(f"{self.architecture}.nextn_predict_layers", 0)
         self.num_layers = self.find(f"{self.architecture}.block_count", 0) - guessing
-        names = NAMES | (self.family.names if self.family else {})
+        self.names = NAMES | (self.family.names if self.family else {})
+        self.tensors = {tensor.name: tensor for reader in readers.values()
+                        for tensor in reader.tensors}
+        of_files = {name: [part for tensor in reader.tensors for part in self.parts(tensor)]
+                    for name, reader in readers.items()}
+        self.tensors = {tensor.name: tensor for parts in of_files.values() for tensor in parts}
         # for each file: the type, the shape and the place of each tensor
         self.table = {name: {
-            plain_name(tensor.name, names): [
+            plain_name(tensor.name, self.names): [
                 tensor.tensor_type.name, tensor.shape.tolist()[::-1], int(tensor.data_offset),
                 int(tensor.n_bytes)]
-            for tensor in reader.tensors if layer_of(tensor.name) < self.num_layers}
-            for name, reader in readers.items()}
+            for tensor in parts if layer_of(tensor.name) < self.num_layers}
+            for name, parts in of_files.items()}
+        changes = self.family.changes(self) if self.family else {}
+        for table in self.table.values():
+            for name in changes.keys() & table.keys():
+                del table[name]
+        # it has the header
+        self.table[str(files[0])] |= {name: each for name, each in changes.items() if each}
+
+    def parts(self, tensor: Any) -> list[Any]:
+        """Returns a tensor as it is; or three of one that has the rows of q, k and v, as the option
+        --fuse-qkv of llama.cpp's converter makes it."""
+        if f".{QKV}." not in tensor.name or QKV in self.names:
+            return [tensor]
+        output = self.tensor(f"blk.{layer_of(tensor.name)}.attn_output.weight")
+        *inputs, rows = tensor.shape.tolist()
+        size = int(tensor.n_bytes) // rows
+        queries = int(output.shape[0])
+        # the first row of each part, and of what follows it
+        firsts = 0, queries, (rows + queries) // 2, rows
+        return [tensor._replace(
+            name=tensor.name.replace(QKV, f"attn_{part}"), n_bytes=size * (end - first),
+            shape=np.array([*inputs, end - first]), data_offset=tensor.data_offset + size * first)
+            for part, first, end in zip("qkv", firsts, firsts[1:])]
 
     def find(self, name: str, default: Any = None) -> Any:
         return self.fields[name].contents() if name in self.fields else default

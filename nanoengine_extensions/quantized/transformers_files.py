@@ -42,6 +42,9 @@ def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
     """Returns the tensors in the form of the model's. GPT-2's Conv1D has (inputs, outputs), and a
     quantized file (outputs, inputs). For experts, see expert_files.py."""
     found = Opened(tensors)
+    # its other matrices are like quantized ones
+    entries = vars(config).get("quantization_config") or {}
+    is_gguf = entries.get("quant_method") == "gguf"
     with torch.device("meta"):
         model = kind._from_config(without_quantization(config))
     for name, module in model.named_modules():
@@ -51,8 +54,12 @@ def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
                 add_experts(found, module, each)
             if f"{each}.0.k_b_proj.weight" in found:
                 add_keys_and_values(found, module.num_heads, each)
+            # such as that of Granite's shared experts
+            if isinstance(module, torch.nn.Linear) and f"{each}.gate.weight" in found:
+                parts = [found.pop(f"{each}.{part}.weight") for part in ("gate", "up")]
+                found[f"{each}.weight"] = in_one(parts)
             stored = found.get(f"{each}.weight")
-            if isinstance(module, Conv1D) and stored and stored.is_quantized:
+            if isinstance(module, Conv1D) and stored and (is_gguf or stored.is_quantized):
                 if not stored.kind.startswith(ROUNDED):
                     found[f"{each}.weight"] = transposed(stored)
     return found
@@ -65,9 +72,13 @@ def add_keys_and_values(tensors: Opened, num_heads: int, name: str) -> None:
     for head in range(num_heads):
         key, value = (tensors.pop(f"{name}.{head}.{part}_b_proj.weight") for part in "kv")
         parts += [transposed(key), value]
+    tensors[f"{name}.kv_b_proj.weight"] = in_one(parts)
+
+
+def in_one(parts: list[Stored]) -> Stored:
+    """Returns the rows of several matrices, one below the other."""
     shape = [sum(each.shape[0] for each in parts), parts[0].shape[1]]
-    tensors[f"{name}.kv_b_proj.weight"] = Stored(
-        "F32", shape, lambda: torch.cat([each.read() for each in parts]))
+    return Stored("F32", shape, lambda: torch.cat([each.read() for each in parts]))
 
 
 def transposed(stored: Stored) -> Stored:

@@ -12,6 +12,7 @@ from quantizing import (
     GREEDY, OPTIONS, PROMPTS, add_entries, check_config, expected, generated, in_gguf)
 
 from nanoengine import LLM
+from nanoengine_extensions.quantized import gguf_header
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 SIZES: dict[str, Any] = dict(
@@ -41,6 +42,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "attention.key_length": 64, "attention.value_length": 64, RMS: "rms_norm_eps"}),
     "smollm3": ("smollm3", "SmolLM3", dict(rope_parameters=YARN), OF_YARN | {RMS: "rms_norm_eps"}),
     "arcee": ("arcee", "Arcee", dict(mlp_bias=True), {RMS: "rms_norm_eps"}),
+    "apertus": ("apertus", "Apertus", dict(rope_parameters=LOCAL), {RMS: "rms_norm_eps"}),
     "granite": ("granite", "Granite", dict(
         embedding_multiplier=3.0, attention_multiplier=0.0625, residual_multiplier=0.5,
         logits_scaling=2.0, tie_word_embeddings=True), SCALES | {RMS: "rms_norm_eps"}),
@@ -79,8 +81,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "ministral 3": ("mistral3", "Ministral3", dict(head_dim=64, rope_parameters=FAR), OF_YARN | {
         "attention.key_length": 64, RMS: "rms_norm_eps", "attention.temperature_scale": 0.25,
         "rope.scaling.yarn_log_multiplier": 0.5}),
+    "gpt 2": ("gpt2", "GPT2", dict(
+        n_inner=256, num_key_value_heads=4, rope_parameters=LOCAL), {MEAN: "layer_norm_epsilon"}),
     "mistral small 3": ("mistral3", "Mistral", dict(head_dim=64, sliding_window=None), {
         "attention.key_length": 64, RMS: "rms_norm_eps"})}
+# GPT-2 has no linears
+OTHERS = [name for name in MODELS if name != "gpt 2"]
 PERMUTED = ("smollm3", "arcee", "granite", "olmo", "mistral3")
 
 
@@ -88,9 +94,11 @@ def make(name: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     arch, kind, changes, _ = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    own = "GPT2LMHeadModel" if arch == "gpt2" else f"{kind}ForCausalLM"
+    model = getattr(transformers, own)(config).eval()
     for place, parameter in model.named_parameters():
-        is_one = "norm" in place and place.endswith(".weight") and arch not in ("gemma", "nemotron")
+        is_norm = ("norm" in place or "ln_" in place) and place.endswith(".weight")
+        is_one = is_norm and arch not in ("gemma", "nemotron")
         size = 0.3 if parameter.ndim == 1 else 0.15
         parameter.data = torch.randn_like(parameter) * size + is_one
     return model
@@ -107,20 +115,29 @@ def write(model: Any, name: str, path: Path, kind: str, changes: dict[str, Any])
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     added = np.float32(arch in ("gemma", "nemotron"))
+    # numbers of activations
+    numbers: dict[str, list[float]] = {}
     for number, (place, weight) in enumerate(model.state_dict().items()):
+        if "act_fn." in place:
+            numbers.setdefault(f"xielu.{place.split('.')[-1]}", []).append(weight.item())
+            continue
         if config.tie_word_embeddings and place == "lm_head.weight":
             continue
+        if ".c_" in place and weight.ndim == 2 and arch == "gpt2":
+            weight = weight.T
         rows = torch.arange(len(weight))
         count = heads.get(place.split(".")[-2])
         if count and arch in PERMUTED:
             rows = rows.view(count, 2, -1).transpose(1, 2).flatten()
         extra = added if place.endswith("norm.weight") else np.float32(0)
-        is_matrix = weight.ndim == 2 and "norm" not in place
+        is_matrix = weight.ndim == 2 and "norm" not in place and "wpe" not in place
         stored_as = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
         stored = in_gguf(weight[rows].numpy() + extra, stored_as.name, number)
         own = names.get_name(place, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(own, stored, raw_dtype=stored_as)
         weight[rows] = torch.from_numpy(gguf.dequantize(stored, stored_as) - extra)
+    for entry, of_layers in numbers.items():
+        writer.add_array(entry, of_layers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -138,11 +155,12 @@ def make_file(tmp_path):
 
 
 # one for each kind of difference
-FAST = ("smollm3", "granite", "olmo 3", "glm 4", "command r7b", "starcoder 2", "ministral 3")
+FAST = ("smollm3", "apertus", "granite", "olmo 3", "glm 4", "command r7b", "starcoder 2",
+        "ministral 3")
 
 
 @pytest.mark.parametrize("name", [
-    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
 def test_tokens_are_those_of_the_model(make_file, name):
     """Weights stay packed."""
     path, model = make_file(name, "Q8_0")
@@ -157,13 +175,23 @@ def test_tokens_are_those_of_the_model(make_file, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OTHERS)
 def test_tokens_of_a_file_in_float32(make_file, name):
     path, model = make_file(name, "F32")
     assert generated(path, kernels=False) == expected(model)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_tokens_of_gpt_2(make_file, kind):
+    """Its matrices are (inputs, outputs) in transformers."""
+    path, model = make_file("gpt 2", kind)
+    found = generated(path)
+    assert found == expected(model)
+    # otherwise the layers would hardly matter
+    assert min(len({*each}) for each in found) > 2
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_the_config_is_that_of_the_model(make_file, name):
     """What llama.cpp's converter leaves out is known."""
     path, model = make_file(name, "F32")
@@ -182,3 +210,11 @@ def test_what_a_family_does_not_have(make_file, name, changes, message):
     path, _ = make_file(name, "F32", changes)
     with pytest.raises(ValueError, match=f"^model='{path}': the file's {message}"):
         LLM(path)
+
+
+def test_a_number_of_each_layer_that_is_missing(make_file):
+    path, _ = make_file("apertus", "F32")
+    header = gguf_header.Header([path])
+    del header.fields["xielu.eps"]
+    with pytest.raises(ValueError, match="the file's xielu.eps='0 numbers' .*'4 numbers'"):
+        header.family.changes(header)

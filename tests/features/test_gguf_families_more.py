@@ -1,6 +1,7 @@
-"""GGUF files whose tensors llama.cpp's converter splits, merges or scales: Gemma 4, those of
+"""GGUF files whose tensors llama.cpp's converter splits, merges or scales: Gemma 3n and 4, those of
 DeepSeek, and more with experts."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=64),
         OF_GEMMA | EXPERTS | {
             "attention.head_count_kv": [2, 1] * 2, "expert_feed_forward_length": 64}),
+    "gemma 3n": ("gemma3n", "Gemma3nText", dict(
+        num_hidden_layers=4, layer_types=LAYERS, head_dim=32, sliding_window=8, laurel_rank=32,
+        final_logit_softcapping=3.0, hidden_size_per_layer_input=32, num_kv_shared_layers=2,
+        vocab_size_per_layer_input=320, activation_sparsity_pattern=[0.95, 0.9, 0.0, 0.0],
+        tie_word_embeddings=False), OF_HEADS | {
+        "attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False] * 2,
+        "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "final_logit_softcapping": 3.0,
+        "attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 32,
+        "altup.active_idx": 0, "altup.num_inputs": 4, "feed_forward_length": [128] * 4,
+        # of 0.95 and 0.9
+        "activation_sparsity_scale": [1.6448536, 1.2815516, -math.inf, -math.inf]}),
     "deepseek 2": ("deepseek2", "DeepseekV2", LATENT | ROUTED | dict(
         q_lora_rank=None, topk_method="greedy", rope_parameters=YARN), OF_LATENT | OF_ROUTED
         | OF_YARN),
@@ -96,10 +108,27 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         norm_topk_prob=True, first_k_dense_replace=1, sliding_window=None,
         layer_types=["full_attention"] * 2),
         OF_ROUTED | OF_HEADS | BY_SIGMOID | {"leading_dense_block_count": 1}),
+    "k-exaone": ("exaone-moe", "ExaoneMoe", HEADS | dict(
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, num_shared_experts=1,
+        routed_scaling_factor=1.5, first_k_dense_replace=1, sliding_window=8,
+        num_hidden_layers=4,
+        layer_types=LAYERS), OF_ROUTED | OF_HEADS | BY_SIGMOID | {
+        "expert_shared_feed_forward_length": 64, "leading_dense_block_count": 1,
+        "attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False] * 2,
+        "rope.scaling.type": "none"}),
+    "minimax 2": ("minimax-m2", "MiniMaxM2", HEADS | dict(
+        num_local_experts=5, num_experts_per_tok=2, intermediate_size=64, rope_parameters=dict(
+            rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5)), OF_HEADS | EXPERTS | {
+        "expert_gating_func": 2, "expert_feed_forward_length": 64, "rope.dimension_count": 16}),
     "granite experts": ("granitemoe", "GraniteMoe", dict(
         num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=3.0,
         attention_multiplier=0.0625, residual_multiplier=0.5, logits_scaling=2.0,
         tie_word_embeddings=True), SCALES | EXPERTS),
+    "granite shared": ("granitemoe", "GraniteMoeShared", dict(
+        num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=64,
+        embedding_multiplier=3.0, attention_multiplier=0.0625, residual_multiplier=0.5,
+        logits_scaling=2.0, tie_word_embeddings=False), SCALES | EXPERTS | {
+        "expert_shared_feed_forward_length": 64}),
     "ernie experts": ("ernie4_5-moe", "Ernie4_5_Moe", dict(
         moe_num_experts=5, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=2,
         tie_word_embeddings=False), EXPERTS | {
@@ -114,6 +143,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 # the names that checkpoints have where transformers has another, and those that have none
 OTHERS = {"block_sparse_moe.router.": "block_sparse_moe.router.layer.", "router.scale": None,
           "router.per_expert_scale": None, "layer_scalar": "layer_scalar.weight",
+          "correct_output_scale": "correct_output_scale.weight",
+          "mlp.e_score_correction_bias": "mlp.e_score_correction.bias",
           "gate.e_score_correction_bias": "e_score_correction.bias",
           "gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction.bias"}
 SUFFIXES = {"router.scale": "ffn_gate_inp.scale",
@@ -140,6 +171,7 @@ class Writer(gguf.GGUFWriter):
         known = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}[arch]
         self.names = gguf.get_tensor_name_map(known, count)
         self.type = gguf.GGMLQuantizationType[kind]
+        self.matrices: dict[str, list[torch.Tensor]] = {}
 
     def own_name(self, place: str) -> str:
         layer = ".".join(place.split(".")[2:3])
@@ -154,7 +186,7 @@ class Writer(gguf.GGUFWriter):
 
     def put(self, place: str, weight: torch.Tensor) -> None:
         is_matrix = weight.ndim >= 2 and not any(each in place for each in (
-            "norm", "router", "mlp.gate.", "bias"))
+            "norm", "router", "mlp.gate.", "bias", "_coefs"))
         kind = self.type if is_matrix else gguf.GGMLQuantizationType.F32
         rows = weight.reshape(-1, weight.shape[-1]).numpy()
         stored = gguf.quantize(rows, kind)
@@ -171,9 +203,21 @@ class Writer(gguf.GGUFWriter):
             self.put(place.replace("kv_b", "k_b"), turned := keys.mT.contiguous())
             keys.copy_(turned.mT)
             self.put(place.replace("kv_b", "v_b"), values)
+        elif ".altup_" in place:
+            # three matrices, in one tensor
+            name, number, _ = place.rsplit(".", 2)
+            self.matrices[name] = [*self.matrices.get(name, []), weight]
+            if number == "2":
+                self.put(f"{name}.weight", together := torch.stack(self.matrices[name]))
+                for each, stored in zip(self.matrices[name], together):
+                    each.copy_(stored)
         elif own == "gate_up_proj" and arch != "gemma4":
             for part, each in zip(("gate", "up"), weight.chunk(2, dim=1)):
                 self.put(f"{module}.{part}_proj.weight".replace("block_sparse_moe", "mlp"), each)
+        elif "shared_mlp.input_linear" in place:
+            for part, each in zip(("gate", "up"), weight.chunk(2)):
+                layer, _, _ = place.partition("shared_mlp")
+                self.put(f"{layer}mlp.shared_expert.{part}_proj.weight", each)
         elif own in ("gate_up_proj", "down_proj"):
             self.put(f"{place}.weight".replace("block_sparse_moe", "mlp"), weight)
         elif arch == "granitemoe" and module.endswith(("q_proj", "k_proj")):
@@ -202,6 +246,9 @@ def write(model: Any, name: str, path: Path, kind: str, changes: dict[str, Any])
     if "nextn_predict_layers" in entries:
         writer.add_tensor("blk.2.nextn.eh_proj.weight", np.zeros((128, 256), np.float32))
         writer.add_tensor("blk.2.attn_norm.weight", np.zeros(128, np.float32))
+    if entries.get("attention.shared_kv_layers"):
+        # as released checkpoints have it
+        writer.add_tensor("blk.3.attn_k.weight", np.zeros((64, 128), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -225,14 +272,15 @@ FAST = ("gemma 4 small", "deepseek 3")
 @pytest.mark.parametrize("name", [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_tokens_are_those_of_the_model(make_file, name):
-    """Weights stay packed, also those of experts that transformers has in one tensor."""
+    """Weights stay packed, also those of experts that transformers has in one tensor; but not those
+    of a linear that the file has in two."""
     path, model = make_file(name, "Q8_0")
     # the first chunk, and what follows it, are longer than a window
     with LLM(path, **OPTIONS | dict(max_num_batched_tokens=24, max_num_seqs=2)) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         linears = {place: each for place, each in llm.engine.runner.model.layers.named_modules()
-                   if isinstance(each, torch.nn.Linear) and "kv_b_proj" not in place
-                   and "router" not in place and not place.endswith("gate.wg")}
+                   if isinstance(each, torch.nn.Linear) and not any(part in place for part in (
+                       "kv_b_proj", "router", "_coefs", "mlp.gate.wg", "shared_mlp.gate_up"))}
         assert len(linears) >= 8
         assert all(isinstance(each, QuantizedLinear) for each in linears.values())
     found = [each.outputs[0].token_ids for each in outputs]
@@ -269,18 +317,28 @@ def test_layers_that_guess_are_left_out(make_file):
     assert not any("layers.2." in name for name in table)
 
 
+@pytest.mark.parametrize("name", ["gemma 3n", "gemma 4 small"])
+def test_keys_that_their_layer_does_not_use_are_left_out(make_file, name):
+    path, _ = make_file(name, "F32")
+    table = gguf_header.Header([path]).table[str(path)]
+    assert "layers.3.self_attn.k_proj.weight" not in table
+    assert "layers.1.self_attn.k_proj.weight" in table
+
+
 @pytest.mark.parametrize("name, changes, message", [
     ("gemma 4", {"attention.sliding_window_pattern": [True] * 4}, ".*pattern.-1.=True .* .False."),
     ("gemma 4", {"feed_forward_length": [128, 256, 128, 128]}, "feed_forward_length=.128, 256, "),
     ("gemma 4", {"rope.scaling.type": "linear"}, "rope.scaling.type='linear' .* .'none'."),
     ("gemma 4", {"rope.scaling.factor": 8.0}, "rope.scaling.factor=8.0 .* .1.0."),
+    ("gemma 3n", {"altup.active_idx": 1}, "altup.active_idx=1 .* .0."),
     ("gemma 4 experts", {"expert_weights_scale": 2.0}, "expert_weights_scale=2.0 .* .1.0."),
     ("deepseek 3", {"expert_count": 0}, "expert_count=0 .* a model with experts"),
     ("deepseek 2", {"expert_weights_norm": True}, "expert_weights_norm=True .* .False."),
     ("deepseek 3", {"attention.temperature_scale": 0.1}, "attention.temperature_scale=0.1.* .0.0."),
     ("dots", {"expert_gating_func": 3}, "expert_gating_func=3 .* .2."),
+    ("minimax 2", {"expert_gating_func": 1}, "expert_gating_func=1 .* .2."),
     ("dots", {"attention.key_length_swa": 16}, "attention.key_length_swa=16 .* .32."),
-    ("granite experts", {"expert_shared_feed_forward_length": 64}, ".*_length=64 .* .0."),
+    ("granite experts", {"expert_shared_count": 1}, "expert_shared_count=1 .* .0."),
     ("hunyuan experts", {"expert_feed_forward_length": 64}, ".*_length=64 .* .128."),
     ("qwen 3 vl", {"rope.dimension_count": 16}, "rope.dimension_count=16 .* .32.")])
 def test_what_a_family_does_not_have(make_file, name, changes, message):

@@ -64,10 +64,15 @@ def test_tokens_that_are_no_bytes(tmp_path, pre):
     ("qwen2", "!\n", ["!Ċ"]), ("seed-coder", "!\n", ["!", "Ċ"]),
     ("hunyuan-dense", "(aB", ["(aB"]), ("exaone4", "(aB", ["(", "aB"]),
     ("hunyuan-dense", "!\n1234", ["!Ċ", "12", "3", "4"]), ("glm4", "1234", ["12", "3", "4"]),
-    # as Qwen's own: an accent and its letter become one character
-    ("qwen2", "e\u0301", ["Ã", "©"]), ("gpt-2", "e\u0301", ["e", "Ì", "ģ"])])
+    ("kimi-k2", "a一1234", ["a", "ä", "¸", "Ģ", "12", "3", "4"]), ("kimi-k2", "!\n", ["!Ċ"]),
+    ("gpt-4o", "a一", ["aä", "¸", "Ģ"]),
+    ("deepseek-coder", "\n\n12", ["Ċ", "Ċ", "1", "2"]), ("deepseek-coder", "(aB", ["(", "aB"]),
+    ("hunyuan", "\n\n12", ["ĊĊ", "1", "2"]),
+    # as transformers' own: an accent and its letter become one character
+    *((pre, "e\u0301", ["Ã", "©"]) for pre in ("qwen2", "hunyuan", "command-r", "olmo", "mpt")),
+    ("gpt-2", "e\u0301", ["e", "Ì", "ģ"]), ("kimi-k2", "e\u0301", ["e", "Ì", "ģ"])])
 def test_where_a_text_is_cut(tmp_path, pre, text, words):
-    merges = ("Ċ Ċ", "Ġ Ġ", "1 2", "a B", "! Ċ", "( aB")
+    merges = ("Ċ Ċ", "Ġ Ġ", "1 2", "a B", "! Ċ", "( aB", "a ä")
     header = bytes_gguf(path := tmp_path / "a.gguf", pre, CHATML, merges)
     tokenizer = gguf_tokenizers.read(header.find, path)
     ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -75,7 +80,7 @@ def test_where_a_text_is_cut(tmp_path, pre, text, words):
     assert unicodedata.normalize("NFC", tokenizer.decode(ids)) == unicodedata.normalize("NFC", text)
 
 
-@pytest.mark.parametrize("pre", [None, "default", "deepseek-coder"])
+@pytest.mark.parametrize("pre", [None, "default", "minimax-m2"])
 def test_an_unknown_way_to_cut_a_text(tmp_path, pre):
     """No text is cut in another way than the model has learned."""
     header = bytes_gguf(path := tmp_path / "a.gguf", pre, CHATML)
@@ -144,7 +149,9 @@ def test_a_sentencepiece_tokenizer_of_a_gguf(tmp_path, has_prefix):
 
 @pytest.mark.parametrize("pre, flag, has_bos", [
     ("llama-bpe", None, True), ("llama-bpe", True, True), ("llama-bpe", False, False),
-    ("tekken", None, True), ("glm4", None, False), ("qwen2", None, False), ("qwen2", True, True)])
+    ("tekken", None, True), ("glm4", None, False), ("kimi-k2", None, False),
+    ("hunyuan", None, False),
+    ("qwen2", None, False), ("qwen2", True, True)])
 def test_a_tokenizer_of_llama_3(tmp_path, pre, flag, has_bos):
     """llama.cpp does not write down that BOS comes first, and that a token needs no merges."""
     tokens = ["<bos>", "<eos>", "a", "b", "c", "ab", "abc"]

@@ -199,6 +199,38 @@ def test_a_number_for_each_layer(make_gguf):
     assert generated(path) == expected(model)
 
 
+def with_one_qkv(path: Path) -> Path:
+    """As the option --fuse-qkv of llama.cpp's converter: q, k and v are one tensor."""
+    reader = gguf.GGUFReader(path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    writer = gguf.GGUFWriter(
+        fused := path.with_name("fused.gguf"), reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.")):
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for name, tensor in tensors.items():
+        if "attn_q." in name:
+            data = [tensors[name.replace("attn_q.", f"attn_{part}.")].data for part in "qkv"]
+            writer.add_tensor(name.replace("attn_q.", "attn_qkv."), np.concatenate(data),
+                              raw_dtype=tensor.tensor_type)
+        elif "attn_k." not in name and "attn_v." not in name:
+            writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return fused
+
+
+@pytest.mark.parametrize("architecture, changes", [
+    ("Llama", {"attention_bias": True}), ("Qwen2", {}), ("Qwen3", {})])
+def test_queries_keys_and_values_in_one_tensor(make_gguf, architecture, changes):
+    path, _ = make_gguf(["Q8_0"], architecture, **changes)
+    found = weights_of(with_one_qkv(path))
+    for name, weight in weights_of(path).items():
+        assert torch.equal(found[name], weight), name
+
+
 def test_the_other_byte_order(tmp_path):
     writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
     writer.write_header_to_file()
@@ -209,11 +241,11 @@ def test_the_other_byte_order(tmp_path):
 
 
 def test_a_gguf_of_another_architecture(tmp_path):
-    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "gemma3n")
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="general.architecture='gemma3n' .*'llama', 'qwen2', 'qw"
+    with pytest.raises(ValueError, match="general.architecture='mamba' .*'llama', 'qwen2', 'qw"
                        ".*; otherwise it must be the original model, which quantization='int8'"):
         LLM(path)
 
