@@ -150,6 +150,24 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
     copy_rows(held, BLOCK, sums, BLOCK, np.int64(count), BLOCK // LANES)
 
 
+@inlined(inline="always")
+def add_step(rows, line, weight, piece, sums, count, on_tiles, per_word):
+    """Adds products of the next `count` rows, at most a step, with a slice of the weight. Rows
+    after the last one hold arbitrary numbers."""
+    if on_tiles:
+        below = LANES if count > LANES else 0
+        load_sums(sums, sums.shape[1], below)
+        add_slice(rows, line, below, weight, piece)
+        store_sums(sums, sums.shape[1], below)
+    # the last rows need not fill a step, which with AVX2 has four rows
+    elif count > STEP - 2:
+        add_rows(rows, line, weight, piece, sums, STEP, per_word)
+    elif count > 2:
+        add_rows(rows, line, weight, piece, sums, 4, per_word)
+    else:
+        add_rows(rows, line, weight, piece, sums, 2, per_word)
+
+
 @inlined()
 def silu(x, out):
     """x / (1 + e^-x) of 16 numbers, as exact as the dtype of `out` requires."""
@@ -255,24 +273,13 @@ def product(dtype: torch.dtype) -> Callable:
                 ahead = place + SOON if size <= step else place_of(
                     number + 1, halves, slices, most_depth, blocks, words, block_size)
                 for r in range(0, size, stride):
-                    # rows after the last one hold arbitrary numbers
-                    left, here, rest = copy[r * line + first:], sums[half, r:], size - r
+                    left, here = copy[r * line + first:], sums[half, r:]
                     if first == 0:
                         copy_rows(bias[(half * blocks + block) * block_size:], 0, here, block_size,
                                   step, block_size // LANES)
                     piece = place, depth, ahead + r // stride * asked * depth, asked
-                    if on_tiles:
-                        below = LANES if rest > LANES else 0
-                        load_sums(here, block_size, below)
-                        add_slice(left, line, below, weight, piece)
-                        store_sums(here, block_size, below)
-                    # the last rows need not fill a step, which with AVX2 has four rows
-                    elif min(rest, stride) > STEP - 2:
-                        add_rows(left, line, weight, piece, here, STEP, per_word)
-                    elif rest > 2:
-                        add_rows(left, line, weight, piece, here, 4, per_word)
-                    else:
-                        add_rows(left, line, weight, piece, here, 2, per_word)
+                    add_step(left, line, weight, piece, here, min(size - r, stride), on_tiles,
+                             per_word)
                     if turn + 1 == halves * slices:
                         write_block(out, residual, begin + r, block * block_size, outputs,
                                     sums[:, r:min(r + stride, size)], halves)

@@ -48,22 +48,25 @@ def has(feature: str) -> bool:
     return f"+{feature}," in cpu_target.target_context.codegen().magic_tuple()[2] + ","
 
 
-def instruction(result):
+def instruction(result, constants=0):
     """Makes a numba function from `write(builder, *operands)`, which writes LLVM's instructions.
 
-    `write` gets pointers for arrays. result: the type of what the function returns.
+    `write` gets pointers for arrays. result: the type of what the function returns. constants: how
+    many of the last operands are constants where it is called: `write` gets them as numbers.
     """
     def decorate(write):
-        def generate(context, builder, signature, values):
-            operands = [context.make_array(kind)(context, builder, value).data
-                        if isinstance(kind, types.Array) else value
-                        for kind, value in zip(signature.args, values)]
-            return write(builder, *operands) or context.get_dummy_value()
-
         @functools.wraps(write)
-        def typed(context, *operands):
-            return result(*operands), generate
-        return intrinsic(typed)
+        def typed(context, *kinds):
+            count = len(kinds) - constants
+            known = [kind.literal_value for kind in kinds[count:]]
+
+            def generate(context, builder, signature, values):
+                operands = [context.make_array(kind)(context, builder, value).data
+                            if isinstance(kind, types.Array) else value
+                            for kind, value in zip(signature.args[:count], values)]
+                return write(builder, *operands, *known) or context.get_dummy_value()
+            return result(*kinds), generate
+        return intrinsic(prefer_literal=constants > 0)(typed)
     return decorate
 
 

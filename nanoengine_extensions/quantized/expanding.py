@@ -8,14 +8,11 @@ without a conversion: put into the mantissa of 1, it gives f = 1 + u / 256, and
 (u - zero) * scale = f * (256 * scale) - (256 + zero) * scale.
 """
 
-import functools
-from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from nanoengine_cpu.vectors import (
     FLOATS, LANES, WORDS, add_pairs, array_at, call, fill, inlined, instruction, multiply_add,
@@ -113,25 +110,6 @@ def weights_of(builder, data, place, table, scales, width, per_word):
     return in_words(builder, weights, per_word, in_turn)
 
 
-def with_constants(count: int) -> Callable:
-    """Makes a function for numba of `write(builder, *operands, *constants)`: the last `count`
-    arguments are constants where it is called. LLVM gets code without a loop."""
-    def decorate(write):
-        @functools.wraps(write)
-        def typed(context, *kinds):
-            constants = [each.literal_value for each in kinds[-count:]]
-
-            def generate(context, builder, signature, values):
-                operands = [context.make_array(kind)(context, builder, value).data
-                            if isinstance(kind, types.Array) else value
-                            for kind, value in zip(signature.args[:-count], values)]
-                write(builder, *operands, *constants)
-                return context.get_dummy_value()
-            return types.void(*kinds), generate
-        return intrinsic(prefer_literal=True)(typed)
-    return decorate
-
-
 def add_words(builder, rows, line, words, sums, first, per_word, count):
     """Adds the products of `count` rows with 16 outputs' words to their sums, 16 numbers each."""
     add = add_pairs if per_word == 2 else multiply_add
@@ -154,7 +132,7 @@ def store_words(builder, lines, to, pitch, words):
         builder.store(each, at_vector(builder, lines, at), align=64)
 
 
-@with_constants(3)
+@instruction(types.void, constants=3)
 def add_weights(builder, rows, line, data, place, table, scales, sums, width, per_word, count):
     """Adds the products of `count` rows with some vectors of weights to their sums."""
     for i in range(COLUMNS if count == 1 else 2):
@@ -164,14 +142,14 @@ def add_weights(builder, rows, line, data, place, table, scales, sums, width, pe
         add_words(builder, rows, line, weights, sums, i * count * LANES, per_word, count)
 
 
-@with_constants(2)
+@instruction(types.void, constants=2)
 def store_weights(builder, lines, to, pitch, data, place, table, scales, width, per_word):
     """Stores the weights of 16 packed words, each vector of them `pitch` words after the last."""
     weights = weights_of(builder, data, place, table, scales, width, per_word)
     store_words(builder, lines, to, pitch, weights)
 
 
-@with_constants(3)
+@instruction(types.void, constants=3)
 def add_numbers(builder, rows, line, data, place, table, sums, width, per_word, count):
     """Adds the products of `count` rows with some vectors of whole numbers to their sums."""
     for i in range(COLUMNS if count == 1 or width < 8 else 2):
@@ -180,7 +158,7 @@ def add_numbers(builder, rows, line, data, place, table, sums, width, per_word, 
         add_words(builder, rows, line, words, sums, i * count * LANES, per_word, count)
 
 
-@with_constants(2)
+@instruction(types.void, constants=2)
 def store_numbers(builder, lines, to, pitch, data, place, table, width, per_word):
     """Stores the numbers of 16 packed words, each vector of them `pitch` words after the last."""
     words = whole_numbers(builder, data, place, table, width, per_word)

@@ -10,8 +10,7 @@ the dtype of the rows.
 
 import numpy as np
 
-from nanoengine_cpu.products import BLOCK, SLICE, STEP, add_rows, add_slice
-from nanoengine_cpu.tiles import load_sums, store_sums
+from nanoengine_cpu.products import BLOCK, SLICE, STEP, add_step
 from nanoengine_cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, stack
 from nanoengine_extensions.quantized.expanding import (
     COLUMNS, FEW, SCALES, add_weights, open_scales, store_weights, table_of)
@@ -142,15 +141,5 @@ def add_many(open_slice, part, number, rows, line, size_of_row, sums, lines, on_
         ahead = (after - np.int64(lines.ctypes.data)) // 4
         for r in range(0, size, stride):
             piece = 0, depth, ahead + r // stride * asked * depth, asked
-            left, here, rest = rows[r * line + first:], sums[r:], size - r
-            if on_tiles:
-                below = LANES if rest > LANES else 0
-                load_sums(here, block_size, below)
-                add_slice(left, line, below, lines, piece)
-                store_sums(here, block_size, below)
-            elif min(rest, stride) > STEP - 2:
-                add_rows(left, line, lines, piece, here, STEP, per_word)
-            elif rest > 2:
-                add_rows(left, line, lines, piece, here, 4, per_word)
-            else:
-                add_rows(left, line, lines, piece, here, 2, per_word)
+            add_step(rows[r * line + first:], line, lines, piece, sums[r:], min(size - r, stride),
+                     on_tiles, per_word)
